@@ -1,0 +1,38 @@
+# Two commands: `make demo` and `make test`. Both make .venv first, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# One thread per process: tests run several ranks side by side.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: demo test test-slow venv lint format clean
+
+demo: venv
+	$(BIN)/odc-triton demo --out out/demo
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: venv
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "odc-triton needs Python 3.10 or newer, and $(PYTHON) is `$(PYTHON) --version`; run: make PYTHON=python3.12 ..."; exit 1; }
+	@test "`uname -s`" = Linux || { echo "odc-triton runs on Linux only, not on `uname -s`"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,demo]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build out *.egg-info .pytest_cache .ruff_cache .hypothesis

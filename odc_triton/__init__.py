@@ -1,0 +1,55 @@
+"""odc-triton: sharded training by on-demand communication. The public names, nothing else.
+
+Names are resolved on first use, so that `import odc_triton` costs next to nothing over `import torch`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
+
+    from .api import begin_minibatch as begin_minibatch
+    from .api import end_minibatch as end_minibatch
+    from .api import full_parameters as full_parameters
+    from .api import minibatch as minibatch
+    from .api import publish as publish
+    from .api import register_fsdp_forward_method as register_fsdp_forward_method
+    from .errors import DeadlineExceeded as DeadlineExceeded
+    from .errors import MinibatchFailed as MinibatchFailed
+    from .errors import OdcError as OdcError
+    from .errors import RankLost as RankLost
+    from .errors import RanksDiffer as RanksDiffer
+    from .memory_plan import memory_plan as memory_plan
+    from .sharding import fully_shard as fully_shard
+
+_API = (
+    "begin_minibatch",
+    "end_minibatch",
+    "full_parameters",
+    "minibatch",
+    "publish",
+    "register_fsdp_forward_method",
+)
+_ERRORS = ("DeadlineExceeded", "MinibatchFailed", "OdcError", "RankLost", "RanksDiffer")
+_HOME = {
+    **dict.fromkeys(_API, "odc_triton.api"),
+    **dict.fromkeys(_ERRORS, "odc_triton.errors"),
+    "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "fully_shard": "odc_triton.sharding",
+    "memory_plan": "odc_triton.memory_plan",
+}
+__all__ = sorted(_HOME)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'odc_triton' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,0 +1,81 @@
+"""From packs of samples to a model's input tensors, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+IGNORED = -100  # the label that torch's and transformers' losses leave out
+
+
+class PackedDataset(torch.utils.data.Dataset):
+    """A map-style data set that is indexed by packs: `packed[[3, 1]]` is `[dataset[3], dataset[1]]`.
+
+    With it, a DataLoader whose `batch_sampler` is a `MinibatchSampler` fetches a list of packs per minibatch.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, pack: Sequence[int]) -> list[Any]:
+        return [self.dataset[index] for index in pack]
+
+
+def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, torch.Tensor]]:
+    """Per pack of samples one model input, its documents end to end. No packs give an empty list.
+
+    A sample has `input_ids` and, optionally, `labels` aligned with them (-100: not learned), as lists or 1-D
+    tensors of one length; without labels every token is learned. Other keys are left out.
+
+    Returns a list of dicts of int64 tensors `[1, T]`, T the pack's tokens: `input_ids`; `position_ids`, from
+    0 in each document, which is what keeps documents apart in attention; `labels`, aligned with `input_ids`
+    as transformers has it (the model shifts them), with -100 at each document's first token, which would
+    otherwise be predicted from the document before.
+
+    Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, and labels
+    of another length, naming pack and sample.
+    """
+    return [_collate(pack, index) for index, pack in enumerate(packs)]
+
+
+def count_target_tokens(packs: Sequence[dict[str, torch.Tensor]]) -> int:
+    """Labels that are learned in collated packs: the number of terms of a summed loss over them."""
+    return sum(int((pack["labels"] != IGNORED).sum()) for pack in packs)
+
+
+def _collate(pack: Sequence[dict[str, Any]], index: int) -> dict[str, torch.Tensor]:
+    if not pack:
+        raise ValueError(f"pack {index} has no samples: leave it out of the list")
+    input_ids, position_ids, labels = [], [], []
+    for place, sample in enumerate(pack):
+        where = f"pack {index}, sample {place}"
+        ids = _ids(sample["input_ids"], f"{where}: input_ids")
+        targets = ids if sample.get("labels") is None else _ids(sample["labels"], f"{where}: labels")
+        if len(targets) != len(ids):
+            raise ValueError(
+                f"{where}: {len(targets)} labels for {len(ids)} input_ids; give one label per token, "
+                f"{IGNORED} where nothing is learned, not shifted"
+            )
+        input_ids.append(ids)
+        position_ids.append(torch.arange(len(ids)))
+        labels += [torch.tensor([IGNORED]), targets[1:]]
+    return {
+        "input_ids": torch.cat(input_ids)[None],
+        "position_ids": torch.cat(position_ids)[None],
+        "labels": torch.cat(labels)[None],
+    }
+
+
+def _ids(values: Any, name: str) -> torch.Tensor:
+    ids = torch.as_tensor(values)
+    if ids.dim() != 1 or len(ids) == 0 or ids.is_floating_point():
+        raise ValueError(
+            f"{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}; "
+            "give a list or 1-D tensor of one or more integers"
+        )
+    return ids.long()

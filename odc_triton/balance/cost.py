@@ -1,0 +1,147 @@
+"""CostModel: what a sequence costs to train on, as a function of its length."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Cost of a sequence of s tokens = quadratic s² + linear s, in arbitrary units.
+
+    Attention is the quadratic part, everything done per token the linear part. `microbatch` is what a
+    microbatch costs beside its documents (launches, small layers); it is the same wherever a document goes,
+    so it counts in `pack` and never decides between two dealings with as many packs.
+
+    Raises ValueError for a coefficient that is negative or not finite, and where the cost does not grow with
+    s.
+    """
+
+    quadratic: float
+    linear: float
+    microbatch: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("quadratic", "linear", "microbatch"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"CostModel.{name} is {value}: give a finite coefficient of 0 or more")
+        if self.quadratic == 0 and self.linear == 0:
+            raise ValueError("CostModel: quadratic and linear are both 0, so a sequence costs nothing; give one")
+
+    def sequence(self, tokens: int) -> float:
+        """Cost of one document of `tokens` tokens."""
+        return (self.quadratic * tokens + self.linear) * tokens
+
+    def pack(self, lengths: Iterable[int]) -> float:
+        """Cost of one microbatch of documents: the sum of theirs, as attention keeps them apart."""
+        return self.microbatch + math.fsum(self.sequence(tokens) for tokens in lengths)
+
+    @classmethod
+    def paper_7b(cls) -> CostModel:
+        """The paper's fit for a 7 B model, 4.348 x² + 8.768 x with x = s/32000 (arXiv 2601.19362)."""
+        return cls(quadratic=4.348 / 32000**2, linear=8.768 / 32000)
+
+    @classmethod
+    def paper_1_5b(cls) -> CostModel:
+        """The paper's fit for a 1.5 B model, 1.982 x² + 2.612 x with x = s/32000 (arXiv 2601.19362)."""
+        return cls(quadratic=1.982 / 32000**2, linear=2.612 / 32000)
+
+    @classmethod
+    def from_config(cls, config: object, *, gated_mlp: bool = True) -> CostModel:
+        """FLOPs of forward and backward of a decoder, from the attributes of its transformers config.
+
+        With L layers, hidden width h, q query and kv key/value heads of d, MLP width f, vocabulary V:
+
+            forward, per token   2 [ L (2 h q d + 2 h kv d + m h f) + h V ],  m = 3 matrices if `gated_mlp`,
+            else 2 forward, attention   L * 4 q d s² / 2       (scores and weighted sum; causal, so half of
+            the square) backward             twice the forward
+
+        A missing num_key_value_heads means as many as query heads, a missing head_dim hidden_size / heads, a
+        missing intermediate_size 4 h, as transformers has them. Of a mixture of experts, num_experts_per_tok
+        experts count (of width moe_intermediate_size where there is one). Left out: norms, the optimizer,
+        what activation checkpointing and flash attention recompute, sliding windows (their layers cost less
+        than said). Where that matters, `fit` measured times.
+
+        Raises ValueError naming an attribute that is missing or not positive.
+        """
+        hidden = _size(config, "hidden_size")
+        layers = _size(config, "num_hidden_layers")
+        heads = _size(config, "num_attention_heads")
+        kv_heads = _size(config, "num_key_value_heads", heads)
+        head_dim = _size(config, "head_dim", max(1, hidden // heads))
+        mlp = _size(config, "moe_intermediate_size", _size(config, "intermediate_size", 4 * hidden))
+        mlp *= _size(config, "num_experts_per_tok", 1)
+        vocab = _size(config, "vocab_size")
+
+        attention_weights = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
+        mlp_weights = (3 if gated_mlp else 2) * hidden * mlp
+        weights = layers * (attention_weights + mlp_weights) + hidden * vocab
+        return cls(quadratic=3 * layers * 2 * heads * head_dim, linear=3 * 2 * weights)
+
+    @classmethod
+    def fit(
+        cls,
+        lengths: Sequence[int] | Sequence[Sequence[int]],
+        seconds: Sequence[float],
+        *,
+        microbatch: bool = False,
+    ) -> CostModel:
+        """Least squares with coefficients of 0 or more, to the measured `seconds` of microbatches.
+
+        `lengths` has, per measurement, the tokens of its one sequence or the list of its documents' tokens.
+        With `microbatch` the constant per microbatch is fitted too. The model's unit is then the second.
+
+        Raises ValueError where there are fewer distinct measurements than coefficients, a length below 1, a
+        time that is not positive, or times that do not grow with the lengths.
+        """
+        packs = [list(x) if isinstance(x, Iterable) else [x] for x in lengths]
+        coefficients = 3 if microbatch else 2
+        if len(packs) != len(seconds):
+            raise ValueError(f"CostModel.fit: {len(packs)} lengths but {len(seconds)} times; give one for each")
+        for index, (pack, time) in enumerate(zip(packs, seconds, strict=True)):
+            if not pack or min(pack) < 1:
+                raise ValueError(f"CostModel.fit: lengths[{index}] is {pack}: every length must be 1 or more")
+            if not (math.isfinite(time) and time > 0):
+                raise ValueError(f"CostModel.fit: seconds[{index}] is {time}: drop measurements that failed")
+        distinct = len({tuple(sorted(pack)) for pack in packs})
+        if distinct < coefficients:
+            raise ValueError(
+                f"CostModel.fit: {distinct} distinct lengths for {coefficients} coefficients; "
+                f"measure at least {coefficients}"
+            )
+        columns = [[sum(s * s for s in p) for p in packs], [sum(p) for p in packs], [1] * len(packs)]
+        table = np.array(columns[:coefficients], dtype=np.float64).T
+        scale = table.max(axis=0)  # s² and 1 are many orders apart: solve in comparable units
+        quadratic, linear, constant = (*(_nonnegative_least_squares(table / scale, seconds) / scale), 0.0)[:3]
+        return cls(quadratic=float(quadratic), linear=float(linear), microbatch=float(constant))
+
+
+def _size(config: object, name: str, default: int | None = None) -> int:
+    value = getattr(config, name, None)
+    value = default if value is None else value
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"CostModel.from_config: {type(config).__name__}.{name} is {value!r}; pass the "
+            "config of the text decoder (such as config.text_config), or give the coefficients to CostModel"
+        )
+    return value
+
+
+def _nonnegative_least_squares(table: np.ndarray, target: Sequence[float]) -> np.ndarray:
+    """argmin |table x - target| over x >= 0. With three columns at most, trying each support is exact."""
+    target = np.asarray(target, dtype=np.float64)
+    best, best_error = np.zeros(table.shape[1]), math.inf
+    for size in range(1, table.shape[1] + 1):
+        for support in map(list, itertools.combinations(range(table.shape[1]), size)):
+            x = np.zeros(table.shape[1])
+            x[support] = np.linalg.lstsq(table[:, support], target, rcond=None)[0]
+            error = float(np.square(table @ x - target).sum())
+            if (x >= 0).all() and error < best_error:
+                best, best_error = x, error
+    return best

@@ -1,0 +1,82 @@
+"""Packs: documents laid end to end under a token cap, one pack a microbatch."""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Sequence
+
+from odc_triton.balance.cost import CostModel
+from odc_triton.balance.partition import balanced_partition, refine
+
+
+def checked_lengths(lengths: Sequence[int], token_cap: int) -> list[int]:
+    """`lengths` (of a list, array or tensor of integers, in tokens) as a list of int, each in 1..`token_cap`.
+
+    Raises ValueError where there are none, for a cap below 1, and naming index, length and cap otherwise.
+    """
+    if token_cap < 1:
+        raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
+    checked = [operator.index(length) for length in lengths]
+    if not checked:
+        raise ValueError("lengths is empty: give the number of tokens of at least one sample")
+    for index, length in enumerate(checked):
+        if length < 1:
+            raise ValueError(f"lengths[{index}] is {length}: drop samples without tokens, every length is 1 or more")
+        if length > token_cap:
+            raise ValueError(
+                f"lengths[{index}] is {length} tokens, over the token_cap of {token_cap}: "
+                "raise the cap, or truncate or drop the sample"
+            )
+    return checked
+
+
+def best_fit_decreasing(lengths: Sequence[int], *, token_cap: int) -> list[list[int]]:
+    """Indices of `lengths` in few packs of at most `token_cap` tokens (at most 11/9 of the fewest, plus 1).
+
+    Longest first, each into the fullest pack that has room. Raises as `checked_lengths`.
+    """
+    lengths = checked_lengths(lengths, token_cap)
+    packs: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, index of pack), sorted
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        place = bisect.bisect_left(room, (lengths[index], -1))
+        if place < len(room):
+            free, chosen = room.pop(place)
+            packs[chosen].append(index)
+        else:
+            free, chosen = token_cap, len(packs)
+            packs.append([index])
+        bisect.insort(room, (free - lengths[index], chosen))
+    return packs
+
+
+def pack(lengths: Sequence[int], *, token_cap: int, cost: CostModel, count: int | None = None) -> list[list[int]]:
+    """Indices of `lengths` in `count` packs of at most `token_cap` tokens, nearly equal in cost, dearest first.
+
+    `count` None means as few as best-fit decreasing needs; a larger one is reached by splitting packs, and no
+    pack is empty.
+
+    Raises ValueError as `checked_lengths`, and where `count` packs are too few for the tokens or more than
+    the samples.
+    """
+    lengths = checked_lengths(lengths, token_cap)
+    packs = best_fit_decreasing(lengths, token_cap=token_cap)
+    count = len(packs) if count is None else count
+    if not len(packs) <= count <= len(lengths):
+        raise ValueError(
+            f"count is {count}: {len(lengths)} samples under a token_cap of {token_cap} make "
+            f"from {len(packs)} to {len(lengths)} packs that are not empty"
+        )
+    costs = [cost.sequence(length) for length in lengths]
+
+    def of_pack(members: list[int]) -> float:
+        return sum(costs[i] for i in members)
+
+    while len(packs) < count:
+        dearest = max((members for members in packs if len(members) > 1), key=of_pack)
+        packs.remove(dearest)
+        halves = balanced_partition([costs[i] for i in dearest], 2)
+        packs += [[dearest[i] for i in half] for half in halves]
+    packs = refine(packs, costs, tokens=lengths, token_cap=token_cap)
+    return sorted(packs, key=of_pack, reverse=True)

@@ -1,0 +1,138 @@
+"""Splitting costs into groups of nearly equal sums: Karmarkar-Karp differencing, and its refinement."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+# A group within this fraction of the mean is left alone: far below what a cost model knows.
+_BALANCED = 1e-3
+# Exchanges looked at in one step of `refine`; beyond it, only some of the heaviest group's items are tried.
+_EXCHANGES = 4_000_000
+
+
+def balanced_partition(costs: Sequence[float], groups: int, *, equal_sizes: bool = False) -> list[list[int]]:
+    """Indices of `costs` split into `groups` lists, the largest sum small: `karmarkar_karp`, then `refine`.
+
+    With `equal_sizes` the lists' sizes differ by at most one; otherwise lists may be empty. Every index is in
+    exactly one list. The same costs give the same lists on every rank.
+
+    Raises ValueError for empty `costs`, a cost that is negative or not finite, `groups` below 1.
+    """
+    return refine(karmarkar_karp(costs, groups, equal_sizes=equal_sizes), costs, equal_sizes=equal_sizes)
+
+
+def karmarkar_karp(costs: Sequence[float], groups: int, *, equal_sizes: bool = False) -> list[list[int]]:
+    """Largest differencing method for `groups` groups (Karmarkar & Karp 1982; Michiels et al. 2003).
+
+    A state is a whole split of some of the items, sorted by sum. The two states of largest spread are merged,
+    heaviest group with lightest, until one is left. Without `equal_sizes` each item starts as a state of its
+    own; with it, each run of `groups` items in order of cost does, one item a group, so that merging keeps
+    the sizes equal (to within one, from the last and shortest run).
+
+    Raises as `balanced_partition`.
+    """
+    _check(costs, groups)
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    run = groups if equal_sizes else 1
+    heap = []
+    for start in range(0, len(order), run):
+        state = [(costs[i], (i,)) for i in order[start : start + run]]
+        state += [(0.0, ())] * (groups - len(state))
+        heap.append((state[-1][0] - state[0][0], start, state))  # `start` breaks ties: states don't compare
+    heapq.heapify(heap)
+    ticket = len(order)
+    while len(heap) > 1:
+        _, _, a = heapq.heappop(heap)
+        _, _, b = heapq.heappop(heap)
+        merged = [(x[0] + y[0], x[1] + y[1]) for x, y in zip(a, reversed(b), strict=True)]
+        merged.sort(key=_sum, reverse=True)
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], ticket, merged))
+        ticket += 1
+    return [sorted(items) for _, items in heap[0][2]]
+
+
+def refine(
+    groups: Sequence[Sequence[int]],
+    costs: Sequence[float],
+    *,
+    equal_sizes: bool = False,
+    tokens: Sequence[int] | None = None,
+    token_cap: int | None = None,
+) -> list[list[int]]:
+    """Moves and swaps items between `groups` until no single one makes the heaviest group lighter.
+
+    Each step takes the best exchange of the heaviest group with any other, where both end up below what it
+    was; a group that has none is settled, and the next heaviest is tried. So the largest sum never grows, no
+    group that had an item becomes empty, and the sums below the largest are evened out too. `equal_sizes`
+    keeps the multiset of sizes; with `tokens` and `token_cap` no group exceeds the cap in tokens.
+    """
+    count, items = len(groups), len(costs)
+    # Each group also has a hole of no cost and no tokens: swapping an item with it moves the item.
+    cost = np.concatenate([np.asarray(costs, dtype=np.float64), np.zeros(count)])
+    group = np.arange(-items, count)
+    for index, members in enumerate(groups):
+        group[list(members)] = index
+    load = np.array([math.fsum(costs[i] for i in members) for members in groups])
+    size = np.array([len(members) for members in groups])
+    capped = token_cap is not None
+    if capped:
+        weight = np.concatenate([np.asarray(tokens, dtype=np.int64), np.zeros(count, dtype=np.int64)])
+        weights = np.array([sum(tokens[i] for i in members) for members in groups])
+
+    unsettled = np.ones(count, dtype=bool)
+    while unsettled.any():
+        heavy = int(np.where(unsettled, load, -1.0).argmax())
+        if load[heavy] <= load[unsettled].mean() * (1 + _BALANCED):
+            break
+        mine = np.flatnonzero(group[:items] == heavy)
+        mine = mine[:: 1 + len(mine) * len(cost) // _EXCHANGES]
+        lost = cost[mine, None] - cost[None, :]  # [mine, all]: what the heavy group loses and the other gains
+        after = np.maximum(load[heavy] - lost, load[group] + lost)
+        refused = group == heavy
+        if equal_sizes:
+            refused[items:] |= size >= size[heavy]
+        after[:, refused] = np.inf
+        if capped:
+            out = weight[mine, None] - weight[None, :]
+            after[(weights[group] + out > token_cap) | (weights[heavy] - out > token_cap)] = np.inf
+        best = int(after.argmin()) if after.size else 0
+        # The margin, above rounding, makes every exchange a true descent: the loop ends.
+        if not after.size or after.flat[best] >= load[heavy] * (1 - 1e-9):
+            unsettled[heavy] = False
+            continue
+        give, take = int(mine[best // len(cost)]), best % len(cost)
+        other = int(group[take])
+        delta = cost[give] - cost[take]
+        load[heavy] -= delta
+        load[other] += delta
+        if capped:
+            weights[heavy] -= weight[give] - weight[take]
+            weights[other] += weight[give] - weight[take]
+        group[give] = other
+        if take < items:
+            group[take] = heavy
+        else:
+            size[heavy] -= 1
+            size[other] += 1
+    refined: list[list[int]] = [[] for _ in range(count)]
+    for item, index in enumerate(group[:items].tolist()):
+        refined[index].append(item)
+    return refined
+
+
+def _sum(group: tuple[float, tuple[int, ...]]) -> float:
+    return group[0]
+
+
+def _check(costs: Sequence[float], groups: int) -> None:
+    if len(costs) == 0:
+        raise ValueError("balanced_partition: there are no costs; give at least one item")
+    if groups < 1:
+        raise ValueError(f"balanced_partition: {groups} groups; give 1 or more")
+    for index, cost in enumerate(costs):
+        if not (math.isfinite(cost) and cost >= 0):
+            raise ValueError(f"balanced_partition: costs[{index}] is {cost}; a cost is finite and 0 or more")

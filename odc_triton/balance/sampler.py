@@ -1,0 +1,177 @@
+"""MinibatchSampler: this rank's packs, minibatch after minibatch."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator, Sequence
+
+from odc_triton.balance.cost import CostModel
+from odc_triton.balance.packing import checked_lengths
+from odc_triton.balance.strategies import BALANCES, Packs, assign
+
+
+class MinibatchSampler:
+    """Yields, per minibatch, this rank's list of packs: lists of indices into the data set. Maybe an empty
+    list.
+
+    Works as a DataLoader's `batch_sampler`, the data set wrapped in `PackedDataset` and
+    `collate_fn=pack_collate`. A minibatch is the next world * samples_per_rank samples of a shuffle by seed
+    and epoch, then dealt to the ranks by `balance` (see `strategies`): which samples are in it depends
+    neither on `balance` nor on how that product splits. Every rank computes the whole dealing by itself;
+    nothing is communicated.
+
+    The position is explicit: `epoch`, and `minibatch`, the index of the next one to yield. Iterating goes on
+    from there to the end of the epoch, after which the position is the next epoch's start; so a second `iter`
+    goes to the next epoch, and one that follows a `break`, or `load_state_dict`, finishes the epoch begun.
+
+    Args:
+        lengths: tokens of each sample of the data set.
+        samples_per_rank: samples per rank and minibatch, on average.
+        token_cap: most tokens in one pack.
+        balance: "mini" for ODC; "micro", "global" or "local" where every rank must run as many microbatches
+        (FSDP).
+        seed: of the shuffle; the same on every rank.
+        rank, world: default to the environment's RANK and WORLD_SIZE, then to 0 and 1.
+        cost: defaults to `CostModel.paper_7b()`; better is `CostModel.from_config(model.config)`.
+        drop_last: leave out an epoch's last minibatch where it is not full.
+
+    Raises ValueError for any value out of range. A last minibatch that the ranks cannot share equally is
+    refused here rather than at the epoch's end, unless `balance` is "mini".
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        samples_per_rank: int,
+        token_cap: int,
+        balance: str = "mini",
+        seed: int = 0,
+        rank: int | None = None,
+        world: int | None = None,
+        *,
+        cost: CostModel | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        self.lengths = checked_lengths(lengths, token_cap)
+        self.world = _from_environment("WORLD_SIZE", 1) if world is None else world
+        self.rank = _from_environment("RANK", 0) if rank is None else rank
+        if self.world < 1:
+            raise ValueError(f"world is {self.world}: give the number of ranks, 1 or more")
+        if not 0 <= self.rank < self.world:
+            raise ValueError(f"rank is {self.rank}, outside a world of {self.world}: give 0 to {self.world - 1}")
+        if samples_per_rank < 1:
+            raise ValueError(f"samples_per_rank is {samples_per_rank}: give 1 or more")
+        if balance not in BALANCES:
+            raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
+        self.samples_per_minibatch = self.world * samples_per_rank
+        self.token_cap = token_cap
+        self.balance = balance
+        self.seed = seed
+        self.cost = cost or CostModel.paper_7b()
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.minibatch = 0
+        if len(self) == 0:
+            raise ValueError(
+                f"{len(self.lengths)} samples do not fill one minibatch of {self.samples_per_minibatch} "
+                f"(world {self.world} x samples_per_rank {samples_per_rank}): "
+                "lower samples_per_rank, or pass drop_last=False"
+            )
+        if not drop_last and balance != "mini" and len(self.lengths) % self.world:
+            raise ValueError(
+                f"balance {balance!r} needs as many samples on every rank, but {len(self.lengths)} samples "
+                f"leave {len(self.lengths) % self.world} over on {self.world} ranks in the last minibatch: "
+                "pass drop_last=True, or use balance 'mini'"
+            )
+
+    def __len__(self) -> int:
+        """Minibatches in a whole epoch, wherever the position is."""
+        full, rest = divmod(len(self.lengths), self.samples_per_minibatch)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[Packs]:
+        epoch, order = self.epoch, self._order(self.epoch)
+        for index in range(self.minibatch, len(self)):
+            # Before the yield: a state taken when the caller has trained on this minibatch counts it as done.
+            self.epoch, self.minibatch = divmod(epoch * len(self) + index + 1, len(self))
+            yield self._deal(order, index)[self.rank]
+
+    def assignment(self, epoch: int, minibatch: int) -> list[Packs]:
+        """All ranks' packs of one minibatch: a list over ranks. Leaves the position alone."""
+        if epoch < 0 or not 0 <= minibatch < len(self):
+            raise ValueError(
+                f"epoch {epoch}, minibatch {minibatch}: give an epoch from 0 and a minibatch of 0 to {len(self) - 1}"
+            )
+        return self._deal(self._order(epoch), minibatch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Goes to the start of `epoch`. In the epoch that is current already it stays where it is."""
+        if epoch < 0:
+            raise ValueError(f"epoch is {epoch}: give 0 or more")
+        if epoch != self.epoch:
+            self.epoch, self.minibatch = epoch, 0
+
+    def state_dict(self, *, minibatches_done: int | None = None) -> dict[str, int]:
+        """The position, and what it is counted in. The same on every rank and for every `balance`.
+
+        A DataLoader with workers takes minibatches from the sampler before they are trained on. Give then
+        `minibatches_done`, those trained on since epoch 0 began; the position is computed from it.
+        """
+        done = self.epoch * len(self) + self.minibatch if minibatches_done is None else minibatches_done
+        epoch, minibatch = divmod(done, len(self))
+        return {
+            "epoch": epoch,
+            "minibatch": minibatch,
+            "seed": self.seed,
+            "samples": len(self.lengths),
+            "samples_per_minibatch": self.samples_per_minibatch,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Takes over position and seed. The world may have changed, world * samples_per_rank not.
+
+        Raises ValueError for missing or unknown keys, other samples or another minibatch size, and a position
+        outside the epoch; the position is then unchanged.
+        """
+        own = self.state_dict()
+        if state.keys() != own.keys():
+            raise ValueError(f"state has keys {sorted(state)}: give what state_dict() returned, {sorted(own)}")
+        for key in ("samples", "samples_per_minibatch"):
+            if state[key] != own[key]:
+                raise ValueError(
+                    f"the state was saved with {key} {state[key]}, here it is {own[key]}, so its position "
+                    "would mean other samples: resume with the same data set and world * samples_per_rank"
+                )
+        if state["epoch"] < 0 or not 0 <= state["minibatch"] < len(self):
+            raise ValueError(
+                f"the state's position is epoch {state['epoch']}, minibatch {state['minibatch']}, but an "
+                f"epoch has {len(self)} minibatches here: resume with the same drop_last"
+            )
+        self.epoch, self.minibatch, self.seed = state["epoch"], state["minibatch"], state["seed"]
+
+    def _order(self, epoch: int) -> list[int]:
+        # Only Random.random is promised to give the same numbers in every Python; shuffle is not.
+        generator = random.Random(f"{self.seed} {epoch}")
+        keys = [generator.random() for _ in self.lengths]
+        return sorted(range(len(keys)), key=keys.__getitem__)
+
+    def _deal(self, order: list[int], minibatch: int) -> list[Packs]:
+        start = minibatch * self.samples_per_minibatch
+        samples = order[start : start + self.samples_per_minibatch]
+        dealt = assign(
+            [self.lengths[i] for i in samples],
+            ranks=self.world,
+            token_cap=self.token_cap,
+            balance=self.balance,
+            cost=self.cost,
+        )
+        return [[[samples[i] for i in members] for members in packs] for packs in dealt]
+
+
+def _from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"the environment's {name} is {text!r}: set an integer, or pass rank and world") from None

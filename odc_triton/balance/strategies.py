@@ -1,0 +1,139 @@
+"""The ways to deal one minibatch's samples to ranks and microbatches.
+
+| name   | function       | dealt to ranks by            | microbatches                     | made for     |
+|--------|----------------|------------------------------|----------------------------------|--------------|
+| local  | local_sort     | position                     | one sample each, sorted          | reference    |
+| micro  | lb_micro       | cost, equal sample counts    | equal count, heavy ones lined up | FSDP         |
+| global | global_packing | pack, after packing them all | equal count, heavy ones lined up | FSDP, better |
+| mini   | lb_mini        | cost                         | what the rank needs, also none   | ODC          |
+
+LocalSort, LB-Micro and LB-Mini are those of arXiv 2601.19362. FSDP waits for the slowest rank in every layer
+of every microbatch, so it needs equal counts and microbatches of equal cost at each index; ODC waits once per
+minibatch, so only the rank's total counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from odc_triton.balance.cost import CostModel
+from odc_triton.balance.packing import best_fit_decreasing, checked_lengths, pack
+from odc_triton.balance.partition import balanced_partition
+
+Packs = list[list[int]]  # microbatches of one rank, each a list of indices into the minibatch's lengths
+
+
+def assign(
+    lengths: Sequence[int], *, ranks: int, token_cap: int, balance: str, cost: CostModel | None = None
+) -> list[Packs]:
+    """Deals samples of `lengths` tokens: a list over `ranks` of lists of packs of indices into `lengths`.
+
+    Every index is in exactly one pack, no pack is empty or has more than `token_cap` tokens, a rank's packs
+    come dearest first. `balance` is one of `BALANCES`. `cost` defaults to `CostModel.paper_7b()`. No
+    randomness: every rank that calls it with the same arguments gets the same answer.
+
+    Raises ValueError for an unknown `balance`, `ranks` or `token_cap` below 1, empty lengths, lengths below 1
+    or over the cap, and, under "micro" and "global" only, too few samples for the packs that they need (see
+    there).
+    """
+    if balance not in _STRATEGIES:
+        raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
+    return _STRATEGIES[balance](lengths, ranks=ranks, token_cap=token_cap, cost=cost)
+
+
+def local_sort(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None) -> list[Packs]:
+    """LocalSort: rank r keeps the r-th run of samples, longest first, one a microbatch.
+
+    The runs' sizes, hence the numbers of microbatches, are equal where `ranks` divides the samples and differ
+    by one otherwise (FSDP would then hang). Raises as `assign`; `cost` plays no part, as it grows with the
+    length.
+    """
+    lengths = _checked(lengths, ranks, token_cap)
+    runs = [range(len(lengths) * r // ranks, len(lengths) * (r + 1) // ranks) for r in range(ranks)]
+    return [[[i] for i in sorted(run, key=lambda i: -lengths[i])] for run in runs]
+
+
+def lb_micro(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None) -> list[Packs]:
+    """LB-Micro: equal sample counts per rank balanced by cost, the same number of packs on every rank.
+
+    The number is that of the rank that needs most; the others split packs to reach it. Each rank's packs have
+    nearly equal cost and come dearest first, so that heavy ones line up over the ranks.
+
+    Raises ValueError as `assign`, and where a rank has fewer samples than that number. This cannot happen
+    where `ranks` divides the number of samples.
+    """
+    lengths = _checked(lengths, ranks, token_cap)
+    cost = cost or CostModel.paper_7b()
+    owned = balanced_partition([cost.sequence(length) for length in lengths], ranks, equal_sizes=True)
+    own_lengths = [[lengths[i] for i in members] for members in owned]
+    needed = max(len(best_fit_decreasing(own, token_cap=token_cap)) for own in own_lengths if own)
+    fewest = min(map(len, owned))
+    if fewest < needed:
+        raise ValueError(
+            f"balance 'micro': {len(lengths)} samples over {ranks} ranks leave a rank with {fewest}, but "
+            f"every rank needs {needed} microbatches under a token_cap of {token_cap}; give a multiple "
+            f"of {ranks} samples, or use balance 'mini'"
+        )
+    dealt = [pack(own, token_cap=token_cap, cost=cost, count=needed) for own in own_lengths]
+    return [_global_indices(packs, members) for packs, members in zip(dealt, owned, strict=True)]
+
+
+def lb_mini(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None) -> list[Packs]:
+    """LB-Mini: ranks balanced by total cost, then each packs alone: counts of packs differ and may be zero.
+
+    Raises as `assign`; any number of samples will do, also fewer than `ranks`.
+    """
+    lengths = _checked(lengths, ranks, token_cap)
+    cost = cost or CostModel.paper_7b()
+    dealt: list[Packs] = []
+    for members in balanced_partition([cost.sequence(length) for length in lengths], ranks):
+        own = [lengths[i] for i in members]
+        dealt.append(_global_indices(pack(own, token_cap=token_cap, cost=cost), members) if own else [])
+    return dealt
+
+
+def global_packing(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None) -> list[Packs]:
+    """Global packing: all samples packed together, packs sorted by cost, each `ranks` of them one microbatch.
+
+    The number of packs is raised to a multiple of `ranks` by splitting packs. Every second group is dealt in
+    reverse order, which changes nothing under FSDP's barriers and evens out the ranks' totals without them.
+
+    Raises ValueError as `assign`, and where there are fewer samples than packs. This cannot happen where
+    `ranks` divides the number of samples.
+    """
+    lengths = _checked(lengths, ranks, token_cap)
+    cost = cost or CostModel.paper_7b()
+    fewest = len(best_fit_decreasing(lengths, token_cap=token_cap))
+    needed = -(-fewest // ranks) * ranks
+    if needed > len(lengths):
+        raise ValueError(
+            f"balance 'global': {len(lengths)} samples cannot make {needed} packs ({fewest} under a "
+            f"token_cap of {token_cap}, raised to a multiple of {ranks} ranks); give a multiple of {ranks} "
+            "samples, or use balance 'mini'"
+        )
+    packs = pack(lengths, token_cap=token_cap, cost=cost, count=needed)
+    dealt: list[Packs] = [[] for _ in range(ranks)]
+    for start in range(0, needed, ranks):
+        group = packs[start : start + ranks]
+        for rank, members in enumerate(group if start // ranks % 2 == 0 else reversed(group)):
+            dealt[rank].append(members)
+    return dealt
+
+
+_STRATEGIES: dict[str, Callable[..., list[Packs]]] = {
+    "mini": lb_mini,
+    "micro": lb_micro,
+    "global": global_packing,
+    "local": local_sort,
+}
+BALANCES = tuple(_STRATEGIES)
+
+
+def _checked(lengths: Sequence[int], ranks: int, token_cap: int) -> list[int]:
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
+    return checked_lengths(lengths, token_cap)
+
+
+def _global_indices(packs: Packs, members: list[int]) -> Packs:
+    return [[members[i] for i in local] for local in packs]

@@ -1,0 +1,35 @@
+"""`fully_shard(..., debug=True)`: catches a collective inside a minibatch, where some ranks may never come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+_HARMLESS = ("wait_tensor",)
+
+
+class RefuseCollectives(TorchDispatchMode):
+    """Raises at any collective over more than one rank. Ranks run different numbers of microbatches."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace in _NAMESPACES and func._opname not in _HARMLESS and self._ranks_of(args) != 1:
+            raise RuntimeError(
+                f"collective {func._opname} inside a minibatch: ranks may run different numbers of microbatches, so "
+                f"some would never come. Reduce metrics after the minibatch instead."
+            )
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _ranks_of(args: tuple) -> int | None:
+        import torch.distributed as dist
+
+        for argument in args:
+            if isinstance(argument, str):  # functional collectives name their group
+                return dist.distributed_c10d._resolve_process_group(argument).size()
+            try:
+                return dist.ProcessGroup.unbox(argument).size()
+            except (AttributeError, RuntimeError, TypeError):
+                continue
+        return None

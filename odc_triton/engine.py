@@ -1,0 +1,422 @@
+"""The minibatch protocol: what one rank may do when, and the two meetings that keep the ranks together.
+
+    READY --begin()--> OPEN --end()--> LANDED --optimizer step--> READY
+      ^                  |                |
+      |   (a microbatch raised: on all    |
+      +---------- ranks) ----------+      +--begin(): without a step--> OPEN
+
+READY   parameters readable, no gradients
+OPEN    inside a minibatch: shards are only read, gradient shards only added to
+LANDED  every rank's gradients are in the owners' shards; `p.grad` is set
+BROKEN  a meeting failed: a peer is gone or too late, this job can't go on
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import _pytree as pytree
+
+from .errors import MinibatchFailed
+from .events import EventLog
+from .meeting import Meetings
+from .memory.heap import SymmetricHeap, Word
+from .sharded_param import ShardedParameter
+from .unit import Unit
+
+
+class Phase(IntEnum):
+    READY = 0
+    OPEN = 1
+    LANDED = 2
+    BROKEN = 3
+
+
+def _in_backward_pass() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class Engine:
+    """One sharded model on one rank: its units, its parameters, its place in the protocol."""
+
+    def __init__(self, *, heap: SymmetricHeap, meetings: Meetings, debug: bool) -> None:
+        self.heap, self.meetings, self.debug = heap, meetings, debug
+        self.rank, self.world = heap.rank, heap.world
+        self.units: list[Unit] = []
+        self.parameters: list[ShardedParameter] = []
+        self.events = EventLog(self.rank)
+        self.phase = Phase.READY
+        self.minibatch = -1  # number of the minibatch that is open or was last
+        self.in_backward = False
+        self.divide_factor: float | None = None  # set_gradient_divide_factor
+        self._tokens: int | None = None
+        self._microbatches = 0
+        self._failure: str | None = None
+        self._published = 0
+        self._forwards = 0  # units whose forward runs now, nested ones counted
+        self._forward_start_s = self._backward_start_s = self._step_start_s = 0.0
+        self._reading = 0  # the publication that an evaluation reads
+        self._ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._warned: set[str] = set()
+        self._scope = contextlib.ExitStack()
+        self._hook_optimizers()
+
+    # ------------------------------------------------------------------ parameters
+
+    def add(self, parameters: list[ShardedParameter]) -> None:
+        for parameter in parameters:
+            self.parameters.append(parameter)
+            if parameter.gradient_shard is not None:
+                parameter.listen(self._push_gradient)
+
+    def absorb(self, inner: Engine) -> None:
+        """Takes over a submodule that was sharded before its root; its parameters stay where they are."""
+        for unit in inner.units:
+            unit.engine = self
+        self.units += inner.units
+        self.add(inner.parameters)
+        inner.retire()
+
+    def name_parameters(self, root: nn.Module) -> None:
+        """Names every parameter as seen from the root."""
+        names = {id(value): name for name, value in root.named_parameters()}
+        for parameter in self.parameters:
+            parameter.name = names[id(parameter.sharded)]
+
+    def originals(self) -> Iterator[tuple[nn.Parameter, ShardedParameter]]:
+        """Parameters as they were before sharding, where something still holds them: a tie into this module."""
+        for parameter in self.parameters:
+            original = parameter.original() if parameter.original is not None else None
+            if original is not None:
+                yield original, parameter
+
+    def _push_gradient(self, parameter: ShardedParameter) -> None:
+        self._backward_begins(self.minibatch)
+        waited_s = parameter.add_gradient(self.meetings)
+        if waited_s:
+            now_s = time.monotonic()
+            self.events.add("wait", now_s - waited_s, now_s, label=f"lock of {parameter.name}")
+
+    def trainable(self) -> list[ShardedParameter]:
+        return [parameter for parameter in self.parameters if parameter.gradient_shard is not None]
+
+    # ------------------------------------------------------------------ the minibatch
+
+    def begin(self, tokens: int | None) -> int | None:
+        """Enters the next minibatch; returns the tokens of all ranks, None where none were given.
+
+        Raises RankLost, DeadlineExceeded, MinibatchFailed (another rank could not enter).
+        """
+        if self.phase is Phase.OPEN:
+            raise RuntimeError(f"minibatch {self.minibatch} is still open: minibatches don't nest")
+        if self.phase is Phase.BROKEN:
+            raise RuntimeError("an earlier meeting of this model's ranks failed; start again from the last checkpoint")
+        error: BaseException | None = None
+        try:
+            self._prepare(tokens)
+        except Exception as raised:
+            error = raised
+        number = self.minibatch + 1
+        message = {"tokens": tokens, "published": self._published}
+        messages = self._meet(f"enter minibatch {number}", message, error)
+        self.minibatch = self.events.minibatch = number
+        self.events.microbatch = -1
+        self._settle(messages, error)
+        given = [theirs["tokens"] for theirs in messages]
+        missing = [rank for rank, count in enumerate(given) if count is None]
+        if missing and len(missing) < self.world:
+            raise ValueError(f"tokens was given on some ranks but not on ranks {missing}; give it on all or on none")
+        self._tokens = None if missing else sum(given)
+        self._published = max(theirs["published"] for theirs in messages)
+        self.heap.show(Word.PUBLISHED, self._published)
+        self.heap.show(Word.STEPPING, self._published)
+        self._microbatches, self._failure = 0, None
+        self._enter_phase(Phase.OPEN)
+        if self.debug:
+            from .debug import RefuseCollectives
+
+            self._scope.enter_context(RefuseCollectives())
+        return self._tokens
+
+    def _prepare(self, tokens: int | None) -> None:
+        """This rank's side of entering: gradient shards are zero, masters are published."""
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
+            raise ValueError(f"tokens is {tokens!r}; give this rank's number of target tokens, an int of at least 0")
+        if self._forwards:
+            raise RuntimeError("a minibatch can't begin inside a forward of the model")
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(
+                "torch.use_deterministic_algorithms(True) can't be kept: gradients are added in the order of their "
+                "arrival. Switch it off around training with odc-triton."
+            )
+        for parameter in self.parameters:
+            sharded, name = parameter.sharded, parameter.name
+            if sharded._backward_hooks or getattr(sharded, "_post_accumulate_grad_hooks", None):
+                raise RuntimeError(
+                    f"{name} has gradient hooks, which never fire on a sharded parameter (optimizer-in-backward "
+                    f"registers such hooks). Step the optimizer after the minibatch instead."
+                )
+            trains = parameter.gradient_shard is not None
+            if sharded.requires_grad and not trains:
+                raise RuntimeError(f"{name} was frozen when fully_shard was called; set requires_grad before that")
+            if trains:
+                parameter.leaf.requires_grad_(sharded.requires_grad)
+        if self.phase is Phase.LANDED and any(p.sharded.grad is not None for p in self.parameters):
+            self._warn_once(
+                "dropped",
+                f"the gradients of minibatch {self.minibatch} are dropped: no optimizer step followed it. "
+                f"Put all microbatches of a step into one minibatch.",
+            )
+        for parameter in self.trainable():
+            parameter.clear_gradient()
+        self._copy_masters()
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Leaves the minibatch: all gradients have landed when it returns.
+
+        `error`: what a microbatch raised. Raises MinibatchFailed on every rank if any rank failed.
+        """
+        if self.phase is not Phase.OPEN:
+            raise RuntimeError(f"no minibatch is open (the engine is {self.phase.name}): call begin_minibatch first")
+        self._scope.close()
+        if self.in_backward:
+            self._failure = self._failure or "a backward began and did not end"
+        self._stop_backward()
+        self._forwards = 0
+        for unit in self.units:
+            unit.reset()
+        purpose = f"leave minibatch {self.minibatch}"
+        if error is not None and not isinstance(error, Exception):
+            # A wish to stop (Ctrl-C, exit): peers are told, but this rank waits for nobody.
+            self._enter_phase(Phase.BROKEN)
+            self.meetings.tell(purpose, {"error": _describe(error)})
+            return
+        if error is None and self._failure is not None:
+            error = RuntimeError(self._failure)
+        touched = [index for index, parameter in enumerate(self.parameters) if parameter.touched]
+        message = {"touched": touched, "microbatches": self._microbatches}
+        messages = self._meet(purpose, message, error)
+        self.events.microbatch = -1
+        self._settle(messages, error)
+        counts = [theirs["microbatches"] for theirs in messages]
+        if self._tokens is None and len(set(counts)) > 1:
+            self._warn_once(
+                "counts",
+                f"ranks ran {counts} microbatches in minibatch {self.minibatch} and gradients are divided by the "
+                f"number of ranks; give tokens= to minibatch() and divide the loss by mb.tokens",
+            )
+        self._land({index for theirs in messages for index in theirs["touched"]})
+        self._enter_phase(Phase.LANDED)
+
+    def _land(self, touched: set[int]) -> None:
+        factor = self.divide_factor or (self.world if self._tokens is None else 1)
+        for index, parameter in enumerate(self.parameters):
+            if parameter.gradient_shard is not None:
+                parameter.land(touched_by_any=index in touched, divide_factor=factor)
+
+    def _meet(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
+        message["error"] = None if error is None else _describe(error)
+        try:
+            with self.events.span("wait", label=purpose, microbatch=-1):
+                return self.meetings.meet(purpose, message)
+        except BaseException:
+            self._enter_phase(Phase.BROKEN)
+            raise
+
+    def _settle(self, messages: list[dict[str, Any]], error: BaseException | None) -> None:
+        """Raises MinibatchFailed on all ranks if any of them brought an error to the meeting."""
+        failed = {rank: theirs["error"] for rank, theirs in enumerate(messages) if theirs["error"] is not None}
+        if failed:
+            for parameter in self.trainable():
+                parameter.sharded.grad = None
+                parameter.dirty = True
+            self._enter_phase(Phase.READY)
+            raise MinibatchFailed(self.minibatch, failed) from error
+
+    def _enter_phase(self, phase: Phase) -> None:
+        self.phase = phase
+        self.heap.show(Word.PHASE, phase)
+        self.heap.show(Word.MINIBATCH, self.minibatch)
+
+    def fail(self, reason: str) -> None:
+        """Marks the open minibatch as failed; every rank hears of it at the exit."""
+        self._failure = self._failure or reason
+
+    # ------------------------------------------------------------------ forward and backward
+
+    def forward_begins(self) -> None:
+        self._forwards += 1
+        if self._forwards > 1 or _in_backward_pass():  # a nested unit, or a recomputation of checkpointing
+            return
+        if self.in_backward:
+            self.fail("a backward began and did not end")
+            self._stop_backward()
+        if self.phase is Phase.OPEN:
+            self.events.microbatch = self._microbatches
+        else:
+            try:
+                self.wait_readable()
+            except BaseException:
+                self._forwards -= 1
+                raise
+        self._forward_start_s = time.monotonic()
+
+    def forward_ends(self, error: BaseException | None) -> None:
+        self._forwards -= 1
+        if self._forwards or _in_backward_pass():
+            return
+        self.events.add("forward", self._forward_start_s, time.monotonic())
+        if error is not None:
+            if self.phase is Phase.OPEN:
+                self.fail(_describe(error))
+        elif self.phase is not Phase.OPEN:
+            self.check_not_torn()
+
+    def watch_backward(self, output: Any) -> None:
+        """Has the output's tensors say when their backward begins."""
+        if not torch.is_grad_enabled():
+            return
+        number = self.minibatch if self.phase is Phase.OPEN else None
+        for value in pytree.tree_leaves(output):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                value.register_hook(lambda _: self._backward_begins(number))
+
+    def _backward_begins(self, number: int | None) -> None:
+        if self.in_backward:
+            return
+        if self.phase is not Phase.OPEN:
+            raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
+        if number != self.minibatch:
+            raise RuntimeError(
+                f"this backward belongs to a forward outside of minibatch {self.minibatch}: the parameters have "
+                f"changed since. Run forward and backward of a microbatch in one minibatch."
+            )
+        self.in_backward = True
+        self._backward_start_s = time.monotonic()
+        for unit in self.units:  # checkpointing may recompute any part of any unit
+            unit.make_whole()
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self.events.add("backward", self._backward_start_s, time.monotonic())
+        self._microbatches += 1
+        self._stop_backward()
+
+    def _stop_backward(self) -> None:
+        self.in_backward = False
+        for unit in self.units:
+            unit.make_sharded()
+
+    # ------------------------------------------------------------------ publishing
+
+    def _copy_masters(self) -> None:
+        for parameter in self.parameters:
+            parameter.check_memory()
+            parameter.publish()
+
+    def publish(self) -> None:
+        """Makes this rank's shards readable as they are now, and says so. Called after every optimizer step."""
+        if self.phase is Phase.OPEN:
+            raise RuntimeError("parameters can't be published inside a minibatch: peers are reading them")
+        with self.events.span("publish", microbatch=-1):
+            self._copy_masters()
+        self._published += 1
+        self.heap.show(Word.STEPPING, self._published)
+        self.heap.show(Word.PUBLISHED, self._published)
+
+    def wait_readable(self) -> None:
+        """Waits until every owner has published as often as this rank has."""
+        mine = self._reading = self._published
+        self.meetings.wait_until(
+            f"publication {mine} of the parameters",
+            lambda: [rank for rank, count in enumerate(self.heap.seen(Word.PUBLISHED)) if count < mine],
+        )
+
+    def check_not_torn(self) -> None:
+        """Raises if an owner may have stepped while this rank read outside of a minibatch."""
+        ahead = [rank for rank, count in enumerate(self.heap.seen(Word.STEPPING)) if count > self._reading]
+        if ahead:
+            raise RuntimeError(
+                f"ranks {ahead} stepped or published while rank {self.rank} was still reading the parameters: evaluate "
+                f"after this rank's own optimizer.step(), and call publish(model) on all ranks or on none"
+            )
+
+    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, a copy of the whole tensor in the compute dtype), one at a time; no other rank takes part."""
+        for parameter in self.parameters:
+            if self.phase is not Phase.OPEN:
+                self.wait_readable()
+            value = parameter.leaf.detach().clone()
+            if self.phase is not Phase.OPEN:
+                self.check_not_torn()
+            yield parameter.name, value
+
+    # ------------------------------------------------------------------ optimizers
+
+    def _hook_optimizers(self) -> None:
+        """Listens to optimizers that step our parameters, as a user should not have to call anything for it."""
+        engine = weakref.ref(self)
+
+        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (self := engine()) is not None and self._steps_ours(optimizer):
+                self._step_begins()
+
+        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (self := engine()) is not None and self._steps_ours(optimizer):
+                self._step_ends()
+
+        handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
+        self._unhook = [weakref.finalize(self, handle.remove) for handle in handles]
+
+    def _steps_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer not in self._ours:
+            mine = {id(parameter.sharded) for parameter in self.parameters}
+            self._ours[optimizer] = any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+        return self._ours[optimizer]
+
+    def _step_begins(self) -> None:
+        if self.phase is Phase.OPEN:
+            raise RuntimeError(
+                "optimizer step inside a minibatch: gradients have not landed and peers are reading the parameters. "
+                "Step after the `with minibatch(...)` block."
+            )
+        if self.phase is Phase.BROKEN:
+            raise RuntimeError("the ranks have lost each other; this step would use partial gradients")
+        self._step_start_s = time.monotonic()
+        self.heap.show(Word.STEPPING, self._published + 1)
+
+    def _step_ends(self) -> None:
+        self.events.add("step", self._step_start_s, time.monotonic(), microbatch=-1)
+        self._enter_phase(Phase.READY)
+        self.publish()
+
+    # ------------------------------------------------------------------ odds
+
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(text, stacklevel=4)
+
+    def retire(self) -> None:
+        """Stops listening: another engine drives these parameters from now on."""
+        for unhook in self._unhook:
+            unhook()
+
+    def __deepcopy__(self, memo: dict) -> Engine:
+        raise TypeError("a sharded model can't be copied; build a second model and load full_parameters(model) into it")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a sharded model can't be pickled; save its state_dict() with torch.distributed.checkpoint")

@@ -1,0 +1,41 @@
+"""What can go wrong between ranks. Wrong arguments raise ValueError, TypeError or RuntimeError as usual."""
+
+from __future__ import annotations
+
+
+class OdcError(RuntimeError):
+    """Base of the errors that come from the ranks' work together."""
+
+
+class MinibatchFailed(OdcError):
+    """A microbatch raised on some rank: raised on every rank; no step may be taken from this minibatch.
+
+    All ranks leave the minibatch together, so catching this and going on with the next minibatch works.
+    `ranks` maps each rank that failed to its reason.
+    """
+
+    def __init__(self, minibatch: int, ranks: dict[int, str]) -> None:
+        self.minibatch = minibatch
+        self.ranks = ranks
+        reasons = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(ranks.items()))
+        super().__init__(f"minibatch {minibatch} failed, its gradients are dropped on all ranks ({reasons})")
+
+
+class RankLost(OdcError):
+    """A peer's process is gone. Training goes on from the last checkpoint, in a new job."""
+
+    def __init__(self, ranks: list[int], message: str) -> None:
+        self.ranks = ranks
+        super().__init__(message)
+
+
+class DeadlineExceeded(OdcError, TimeoutError):
+    """A peer lives but did not do in time what this rank waited for."""
+
+    def __init__(self, ranks: list[int], message: str) -> None:
+        self.ranks = ranks
+        super().__init__(message)
+
+
+class RanksDiffer(OdcError, ValueError):
+    """The ranks called with different models or options; the message names the first difference."""

@@ -1,0 +1,84 @@
+"""What each rank did and when: the raw material of every timeline, idle share and trace."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+BUSY_KINDS = ("forward", "backward", "accumulate", "publish", "step")
+IDLE_KINDS = ("wait",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One span of one rank's time.
+
+    `start_s` and `end_s` are seconds of `time.monotonic()`, a clock that all processes of one machine share.
+    `microbatch` is -1 for what belongs to a whole minibatch (a meeting, the optimizer step). Spans of one rank
+    may nest (an `accumulate` lies within its `backward`); `wait` never contains another span.
+    """
+
+    rank: int
+    kind: str
+    start_s: float
+    end_s: float
+    minibatch: int
+    microbatch: int = -1
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in BUSY_KINDS + IDLE_KINDS:
+            raise ValueError(f"kind is {self.kind!r}; it must be one of {', '.join(BUSY_KINDS + IDLE_KINDS)}")
+        if self.end_s < self.start_s:
+            raise ValueError(f"{self.kind} ends at {self.end_s} s, before it starts at {self.start_s} s")
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+class EventLog:
+    """The last `capacity` events of one rank. Adding one is an append to a bounded deque."""
+
+    def __init__(self, rank: int, capacity: int = 20_000) -> None:
+        self.rank = rank
+        self.minibatch = -1
+        self.microbatch = -1
+        self._events: deque[Event] = deque(maxlen=capacity)
+
+    def add(self, kind: str, start_s: float, end_s: float, *, label: str = "", microbatch: int | None = None) -> None:
+        self._events.append(
+            Event(
+                rank=self.rank,
+                kind=kind,
+                start_s=start_s,
+                end_s=end_s,
+                minibatch=self.minibatch,
+                microbatch=self.microbatch if microbatch is None else microbatch,
+                label=label,
+            )
+        )
+
+    @contextmanager
+    def span(self, kind: str, *, label: str = "", microbatch: int | None = None) -> Iterator[None]:
+        start_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(kind, start_s, time.monotonic(), label=label, microbatch=microbatch)
+
+    def drain(self) -> list[Event]:
+        """All events so far, oldest first; the log is empty afterwards."""
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+
+def total_s(events: Iterable[Event], *kinds: str) -> float:
+    """Seconds spent in spans of the given kinds, summed."""
+    return sum(event.end_s - event.start_s for event in events if event.kind in kinds)

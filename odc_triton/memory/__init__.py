@@ -1,0 +1,4 @@
+"""Symmetric memory: regions that every rank of a job can read and add to."""
+
+from .heap import SymmetricHeap as SymmetricHeap
+from .shm import SharedMemoryHeap as SharedMemoryHeap

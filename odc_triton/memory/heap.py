@@ -1,0 +1,68 @@
+"""What the engine asks of symmetric memory, whatever lies below."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import IntEnum
+
+import torch
+
+from ..plan import Region
+
+
+class Word(IntEnum):
+    """The words each rank shows its peers. Only their own rank writes them."""
+
+    PID = 0
+    PUBLISHED = 1  # how many times this rank has published its shards
+    STEPPING = 2  # PUBLISHED + 1 while this rank may be writing its shards, else PUBLISHED
+    PHASE = 3  # engine.Phase
+    MINIBATCH = 4
+    LEFT = 5  # 1 after this rank closed its heap
+
+
+WORDS = len(Word)
+
+
+class SymmetricHeap(ABC):
+    """Declared regions, allocated once, mapped on all ranks, freed when the last rank lets go.
+
+    `whole(region)` is the tensor that all owners' shards form together, `shard(region, owner)` one owner's
+    rows. Two calls give tensors over the same memory with *separate* autograd version counters: adding to a
+    gradient must not look like a change of a saved weight.
+    """
+
+    rank: int
+    world: int
+
+    @abstractmethod
+    def whole(self, region: Region) -> torch.Tensor: ...
+
+    @abstractmethod
+    def shard(self, region: Region, owner: int) -> torch.Tensor: ...
+
+    @abstractmethod
+    def show(self, word: Word, value: int) -> None:
+        """Sets one of this rank's words."""
+
+    @abstractmethod
+    def seen(self, word: Word) -> list[int]:
+        """That word of every rank."""
+
+    @abstractmethod
+    def is_alive(self, rank: int) -> bool:
+        """Whether that rank's process still exists and has the heap open."""
+
+    @abstractmethod
+    def try_lock(self, slot: int, owner: int) -> bool:
+        """Takes the accumulation lock of (parameter `slot`, `owner`) if it is free."""
+
+    @abstractmethod
+    def unlock(self, slot: int, owner: int) -> None: ...
+
+    @abstractmethod
+    def lock_holder(self, slot: int, owner: int) -> str:
+        """Words for who holds that lock now."""
+
+    @abstractmethod
+    def close(self) -> None: ...

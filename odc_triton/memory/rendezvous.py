@@ -1,0 +1,71 @@
+"""One rank hands open files to the others of its host: over an abstract Unix socket, nothing on disk."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import time
+
+from ..errors import DeadlineExceeded
+
+_POLL_S = 0.02
+
+
+def _peer_uid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1]
+
+
+def send_files(fds: list[int], *, token: str, world: int, timeout_s: float) -> None:
+    """Rank 0's side: gives `fds` to ranks 1..world-1, each of which says its rank and must have our uid."""
+    waiting = set(range(1, world))
+    deadline_s = time.monotonic() + timeout_s
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"\0odc-{token}")
+        listener.listen(world)
+        while waiting:
+            listener.settimeout(max(deadline_s - time.monotonic(), 0.001))
+            try:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
+                    if _peer_uid(connection) != os.getuid():
+                        continue
+                    greeting = connection.recv(4)
+                    if len(greeting) != 4 or struct.unpack("i", greeting)[0] not in waiting:
+                        continue
+                    socket.send_fds(connection, [b"f"], fds)
+                    waiting.discard(struct.unpack("i", greeting)[0])
+            except TimeoutError:
+                missing = sorted(waiting)
+                raise DeadlineExceeded(
+                    missing,
+                    f"rank 0 waited {timeout_s:.0f} s for ranks {missing} to open the shared heap; "
+                    f"they must run on this host and in its network namespace",
+                ) from None
+
+
+def receive_files(count: int, *, token: str, rank: int, timeout_s: float) -> list[int]:
+    """The other ranks' side: connects to rank 0 and returns `count` file descriptors."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
+            try:
+                connection.connect(f"\0odc-{token}")
+                if _peer_uid(connection) != os.getuid():
+                    raise PermissionError(f"rank 0's heap socket belongs to uid {_peer_uid(connection)}, not to ours")
+                connection.sendall(struct.pack("i", rank))
+                _, fds, _, _ = socket.recv_fds(connection, 1, count)
+                if len(fds) == count:
+                    return fds
+            except (ConnectionRefusedError, ConnectionResetError, BlockingIOError, TimeoutError):
+                pass
+        if time.monotonic() > deadline_s:
+            raise DeadlineExceeded(
+                [0],
+                f"rank {rank} waited {timeout_s:.0f} s for rank 0 to offer the shared heap; "
+                f"both must run on one host and in one network namespace",
+            )
+        time.sleep(_POLL_S)

@@ -1,0 +1,160 @@
+"""What a sharded module can do: the methods of FSDP2's `FSDPModule`, done, a documented no-op, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from .engine import Engine
+from .unit import Unit
+
+
+class UnshardHandle:
+    """What `unshard(async_op=True)` returns. Nothing is left to wait for on the CPU backend."""
+
+    def wait(self) -> None:
+        pass
+
+
+def _refuse(name: str, instead: str) -> NoReturn:
+    raise NotImplementedError(f"{name} has no meaning under on-demand communication: {instead}")
+
+
+class ODCModule:
+    """Mixed into the class of every module that `fully_shard` was called on, and of the units it found."""
+
+    _odc_unit: Unit
+
+    @property
+    def _odc_engine(self) -> Engine:
+        return self._odc_unit.engine
+
+    # ---- done
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Makes this unit's parameters whole until `reshard()` or the end of the minibatch."""
+        if self._odc_engine.phase.name != "OPEN":
+            self._odc_engine.wait_readable()
+        self._odc_unit.hold()
+        return UnshardHandle() if async_op else None
+
+    def reshard(self) -> None:
+        """Puts the sharded parameters back."""
+        self._odc_unit.release()
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Gradients are divided by `factor` when they land, instead of by 1 (`tokens` given) or the world size."""
+        if not factor > 0:
+            raise ValueError(f"factor is {factor}; it must be positive")
+        self._odc_engine.divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's older name for `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def reset_iter_state(self) -> None:
+        """No-op: a minibatch that failed leaves no state behind; just enter the next one."""
+
+    # ---- no-ops: schedules of collectives that don't exist here
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """No-op: every backward adds into the owners' shards."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """No-op: gradients are synchronised once, when the minibatch ends, however many microbatches it had."""
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """No-op on a one-dimensional mesh, as in FSDP2."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """No-op: whole parameters are views of the heap, keeping them costs nothing."""
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """No-op, see `set_reshard_after_forward`."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """No-op, see `set_reshard_after_forward`."""
+
+    def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
+        """No-op: there is nothing to fetch ahead on the CPU backend."""
+
+    def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
+        """No-op, see `set_modules_to_forward_prefetch`."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """No-op: parameters and gradients lie in symmetric memory from the start."""
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """No-op, see `set_allocate_memory_from_process_group_for_comm`."""
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """No-op: publication after the optimizer step orders readers behind it."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """No-op: there is no reduce-scatter and so no input buffer of one."""
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """No-op, see `set_reduce_scatter_max_input_buffers`."""
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """No-op: a parameter's gradient is the sum over the ranks that used it, None on all if none did."""
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """No-op: owners always sum."""
+
+    # ---- refused
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        _refuse("set_custom_all_gather", "no all-gather takes place")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        _refuse("set_custom_reduce_scatter", "no reduce-scatter takes place")
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> NoReturn:
+        _refuse("set_all_reduce_hook", "change `p.grad` after the minibatch, before the optimizer step")
+
+    # ---- nn.Module
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ODCModule:
+        """`.to()`, `.cpu()`, `.to_empty()`, …: buffers follow, parameters stay in the heap or it is refused."""
+        ours = {id(p) for parameter in self._odc_engine.parameters for p in (parameter.sharded, parameter.leaf)}
+        for module in self.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if id(parameter) not in ours:  # ignored_params
+                    module._parameters[name] = nn.Parameter(fn(parameter.data), parameter.requires_grad)
+                    continue
+                probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
+                if (probe.dtype, probe.device) != (parameter.dtype, parameter.device):
+                    raise RuntimeError(
+                        f"{name} is {parameter.dtype} on {parameter.device} and would become {probe.dtype} on "
+                        f"{probe.device}: a sharded parameter can't leave the heap. Convert the model before "
+                        f"fully_shard, or pass mp_policy=MixedPrecisionPolicy(param_dtype=…)."
+                    )
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """As `nn.Module`'s; then publishes. Every rank must call it. `assign=True` is refused."""
+        if assign:
+            raise RuntimeError("load_state_dict(assign=True) would replace the heap's memory; leave assign out")
+        result = super().load_state_dict(state_dict, strict=strict)
+        self._odc_engine.publish()
+        return result
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, ODCModule)
+
+
+def attach(module: nn.Module, unit: Unit) -> None:
+    """Gives `module` the methods of ODCModule, as FSDP2 does: by a class made of both."""
+    cls = type(module)
+    module.__class__ = type(f"ODC{cls.__name__}", (ODCModule, cls), {"__module__": cls.__module__})
+    module._odc_unit = unit

@@ -1,0 +1,165 @@
+"""Which rank owns which rows, and where they lie in the heap. Pure: imports neither torch nor triton."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ALIGNMENT_BYTES = 128  # what a tensor-memory-access descriptor wants of a shard's address
+
+
+def shard_rows(rows: int, world: int, rank: int) -> tuple[int, int]:
+    """First and one-past-last row that `rank` owns of `rows`: split as `torch.chunk` does.
+
+    Every rank gets ceil(rows / world) rows, the last ones fewer or none.
+    """
+    if not 0 <= rank < world:
+        raise ValueError(f"rank is {rank}; it must lie in 0..{world - 1}")
+    each = -(-rows // world)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSpec:
+    """One parameter as all ranks must agree on it. Dtypes are names ("float32"), `names` holds tied aliases."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    master_dtype: str
+    compute_dtype: str
+    reduce_dtype: str | None  # None: frozen, no gradient region
+    unit: str  # name of the unit that it belongs to; "" is the root
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def is_scalar(self) -> bool:
+        return not self.shape
+
+    @property
+    def has_own_master(self) -> bool:
+        """Whether the master is a second copy beside the compute shard.
+
+        A scalar can't be split: every rank steps its own master of it, and rank 0 publishes its value.
+        """
+        return self.is_scalar or self.master_dtype != self.compute_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A whole tensor in the heap: its owners' shards side by side, row-major, at `offset_bytes`."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    offset_bytes: int
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * self.itemsize
+
+    def shard(self, world: int, owner: int) -> Region:
+        """The rows of `owner` as a region of their own. A scalar is owned by rank 0."""
+        if not self.shape:
+            if owner == 0:
+                return self
+            return Region(shape=(0,), dtype=self.dtype, itemsize=self.itemsize, offset_bytes=self.offset_bytes)
+        start, stop = shard_rows(self.shape[0], world, owner)
+        row_bytes = math.prod(self.shape[1:]) * self.itemsize
+        return Region(
+            shape=(stop - start, *self.shape[1:]),
+            dtype=self.dtype,
+            itemsize=self.itemsize,
+            offset_bytes=self.offset_bytes + start * row_bytes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Every region of the heap, in an order that is the same on all ranks."""
+
+    world: int
+    parameters: tuple[ParameterSpec, ...]
+    compute: tuple[Region, ...]
+    gradient: tuple[Region | None, ...]
+    size_bytes: int
+    compute_bytes: int
+    gradient_bytes: int
+
+    def fingerprint(self, options: dict[str, Any]) -> tuple[str, list[str]]:
+        """A digest that agrees on all ranks exactly if the plans and options do, and the lines it was made from."""
+        lines = [f"option {key} = {value}" for key, value in sorted(options.items())]
+        lines += [json.dumps(asdict(spec)) for spec in self.parameters]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest(), lines
+
+
+def first_difference(mine: list[str], theirs: list[str]) -> str:
+    """Words for the first line in which two fingerprints differ."""
+    for a, b in zip(mine, theirs, strict=False):
+        if a != b:
+            return f"{a}  against  {b}"
+    longer, whose = (mine, "only here") if len(mine) > len(theirs) else (theirs, "only there")
+    return f"{longer[min(len(mine), len(theirs))]} stands {whose}"
+
+
+def _aligned(offset_bytes: int) -> int:
+    return -(-offset_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def make_plan(parameters: list[ParameterSpec], *, world: int, itemsizes: dict[str, int]) -> Plan:
+    """Lays out the regions: all compute shards, then all gradient shards, each aligned to 128 bytes.
+
+    `itemsizes`: bytes per element by dtype name.
+    """
+    if world < 1:
+        raise ValueError(f"world is {world}; it must be at least 1")
+    offset = 0
+
+    def place(shape: tuple[int, ...], dtype: str) -> Region:
+        nonlocal offset
+        region = Region(shape=shape, dtype=dtype, itemsize=itemsizes[dtype], offset_bytes=_aligned(offset))
+        offset = region.offset_bytes + region.size_bytes
+        return region
+
+    compute = tuple(place(spec.shape, spec.compute_dtype) for spec in parameters)
+    compute_bytes = offset
+    gradient = tuple(None if spec.reduce_dtype is None else place(spec.shape, spec.reduce_dtype) for spec in parameters)
+    return Plan(
+        world=world,
+        parameters=tuple(parameters),
+        compute=compute,
+        gradient=gradient,
+        size_bytes=offset,
+        compute_bytes=compute_bytes,
+        gradient_bytes=offset - compute_bytes,
+    )
+
+
+def find_units(module: Any) -> list[str]:
+    """Names of the submodules that are gathered as one unit each, in registration order; the root is implied.
+
+    The classes that a transformers model names in `_no_split_modules`, else the children of the longest
+    ModuleList (the first of equals), else none. Units may not nest: the outermost is taken.
+    """
+    named = [(name, child) for name, child in module.named_modules() if name]
+    classes = set(getattr(module, "_no_split_modules", None) or ())
+    found = [name for name, child in named if type(child).__name__ in classes]
+    if not found:
+        lists = [(name, child) for name, child in named if type(child).__name__ == "ModuleList" and len(child) > 1]
+        if lists:
+            name, longest = max(lists, key=lambda item: len(item[1]))
+            found = [f"{name}.{key}" for key, _ in longest.named_children()]
+    outermost: list[str] = []
+    for name in found:
+        if not any(name.startswith(f"{outer}.") for outer in outermost):
+            outermost.append(name)
+    return outermost

@@ -1,0 +1,254 @@
+"""`fully_shard`: from a module to shards in the heap, an engine, and units with hooks."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import warnings
+import weakref
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from .collect import FoundParameter, dtype_name, find_parameters, refuse_unshardable
+from .engine import Engine
+from .errors import RanksDiffer
+from .initialize import write_initial_values
+from .meeting import Meetings
+from .memory.shm import SharedMemoryHeap
+from .module import attach, is_sharded
+from .plan import ParameterSpec, Plan, find_units, first_difference, make_plan
+from .sharded_param import ShardedParameter
+from .unit import Slot, Unit
+
+Module = TypeVar("Module", bound=nn.Module)
+_FOREIGN_MESH_DIMS = ("tp", "cp", "pp", "ep", "sp")
+
+
+def fully_shard(
+    module: Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    backend: str = "auto",
+    timeout: timedelta = timedelta(minutes=30),
+    debug: bool = False,
+    shard_placement_fn: Any = None,
+    offload_policy: Any = None,
+    dp_mesh_dims: Any = None,
+) -> Module:
+    """Shards `module` in place over the ranks of `mesh` and returns it. Collective.
+
+    Call it once on the root (units are found: `_no_split_modules`, else the longest ModuleList) or on blocks and
+    then on the root, as with FSDP2. Parameters become DTensors, Shard(0), over this rank's rows; create the
+    optimizer afterwards. Initial values are rank 0's; other ranks may hold the model on the meta device, and if all
+    do, every module's own initialisation runs once. How the module computes is not changed.
+
+    mesh: one-dimensional; by default all ranks; without a process group a world of one is made (or torchrun's).
+    mp_policy: as in FSDP2, but `reduce_dtype=None` means fp32 accumulation.
+    reshard_after_forward: accepted, no effect on the CPU backend, where whole parameters are views.
+    ignored_params: stay as they are on every rank.
+    backend: "auto" or "cpu".
+    timeout: how late a live rank may be at a meeting; a dead one is named within seconds.
+    debug: catch collectives inside a minibatch.
+    shard_placement_fn, offload_policy, dp_mesh_dims: FSDP2's, refused.
+
+    Raises ValueError for models and options that can't be sharded, RanksDiffer when the ranks' differ, with the
+    first difference, DeadlineExceeded when a rank does not come.
+    """
+    _check_options(module, mp_policy, reshard_after_forward, backend, timeout)
+    for name, value in (
+        ("shard_placement_fn", shard_placement_fn),
+        ("offload_policy", offload_policy),
+        ("dp_mesh_dims", dp_mesh_dims),
+    ):
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} is not supported, leave it out: parameters are split on dim 0, in memory"
+            )
+    policy = mp_policy or MixedPrecisionPolicy()
+    mesh = _check_mesh(mesh if mesh is not None else _default_mesh())
+    rank, world = mesh.get_local_rank(), mesh.size()
+
+    inner = _inner_engines(module)
+    unit_names = [] if inner else find_units(module)
+    known = {id(original): parameter for engine in inner for original, parameter in engine.originals()}
+    found = find_parameters(module, unit_names, ignored_params or set())
+    tied_to_inner = [entry for entry in found if id(entry.value) in known]
+    found = [entry for entry in found if id(entry.value) not in known]
+    if not found and not inner:
+        raise ValueError(f"{type(module).__name__} has no parameters to shard")
+    for entry in found:
+        refuse_unshardable(entry.name, entry.value)
+    plan = make_plan(
+        [_spec(entry, policy) for entry in found],
+        world=world,
+        itemsizes={dtype_name(d): d.itemsize for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)},
+    )
+    meetings = _open_meetings(mesh, rank, world, timeout)
+    options = {"policy": str(policy), "world": world, "debug": debug, "timeout": str(timeout)}
+    token = _agree(meetings, plan, options, sources=[entry.value.is_meta for entry in found])
+    heap = SharedMemoryHeap(
+        rank=rank,
+        world=world,
+        size_bytes=plan.size_bytes,
+        slots=len(plan.parameters),
+        token=token,
+        timeout_s=meetings.timeout_s,
+    )
+    meetings.meet("the shared heap is open", {})
+    meetings.heap = heap
+
+    parameters = [
+        ShardedParameter(spec=spec, slot=slot, compute=compute, gradient=gradient, heap=heap, mesh=mesh)
+        for slot, (spec, compute, gradient) in enumerate(zip(plan.parameters, plan.compute, plan.gradient, strict=True))
+    ]
+    write_initial_values(module, found, parameters, meetings)
+    _warn_of_low_precision_masters(plan, rank)
+
+    engine = Engine(heap=heap, meetings=meetings, debug=debug)
+    by_unit: dict[str, list[Slot]] = {name: [] for name in [*unit_names, ""]}
+    for entry, parameter in zip(found, parameters, strict=True):
+        parameter.original = weakref.ref(entry.value)
+        for owner, attribute, unit in entry.places:
+            by_unit[unit].append(Slot(owner, attribute, parameter))
+    for entry in tied_to_inner:
+        for owner, attribute, unit in entry.places:
+            by_unit[unit].append(Slot(owner, attribute, known[id(entry.value)]))
+    for name, slots in by_unit.items():
+        owner = module.get_submodule(name)
+        unit = Unit(name=name, module=owner, slots=slots, policy=policy, engine=engine)
+        attach(owner, unit)
+        engine.units.append(unit)
+    engine.add(parameters)
+    for other in inner:
+        engine.absorb(other)
+    engine.name_parameters(module)
+    del found, tied_to_inner
+    engine.publish()
+    meetings.meet("sharded", {})
+    return module
+
+
+def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, backend: str, timeout: timedelta) -> None:
+    if isinstance(module, (list, tuple)):
+        raise NotImplementedError("fully_shard takes one module; call it on each, or on their common parent")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard takes an nn.Module, not a {type(module).__name__}")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(f"{type(module).__name__} has no forward; call fully_shard on its parent or its children")
+    if is_sharded(module):
+        raise ValueError(f"{type(module).__name__} is sharded already: call fully_shard once per module, blocks first")
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy is a {type(mp_policy).__name__}; give a MixedPrecisionPolicy")
+    if not isinstance(reshard_after_forward, (bool, int, type(None))):
+        raise TypeError(f"reshard_after_forward is {reshard_after_forward!r}; it must be a bool, an int or None")
+    if backend not in ("auto", "cpu"):
+        raise ValueError(f"backend is {backend!r}; it must be 'auto' or 'cpu'")
+    if not isinstance(timeout, timedelta) or timeout <= timedelta():
+        raise ValueError(f"timeout is {timeout!r}; it must be a positive timedelta")
+    if torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(
+            "torch.use_deterministic_algorithms(True) can't be kept: gradients are added in the order of their arrival"
+        )
+
+
+def _default_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            dist.init_process_group("gloo")
+        else:  # a notebook: a world of one takes the same path as any other
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim != 1:
+        raise NotImplementedError(
+            f"mesh has {mesh.ndim} dimensions {names or ''}: parameters are sharded over a one-dimensional mesh; "
+            f"give its data-parallel dimension, mesh['dp']"
+        )
+    foreign = [name for name in names if name in _FOREIGN_MESH_DIMS]
+    if foreign:
+        raise NotImplementedError(
+            f"mesh dimension {foreign[0]!r}: tensor, context and pipeline parallelism don't combine"
+        )
+    if mesh.device_type != "cpu":
+        raise NotImplementedError(f"mesh is on {mesh.device_type!r}: this version has the CPU backend only")
+    return mesh
+
+
+def _inner_engines(module: nn.Module) -> list[Engine]:
+    """Engines of the submodules that were sharded before their root."""
+    inner: dict[int, Engine] = {}
+    for child in module.modules():
+        if is_sharded(child):
+            inner.setdefault(id(child._odc_engine), child._odc_engine)
+    return list(inner.values())
+
+
+def _spec(entry: FoundParameter, policy: MixedPrecisionPolicy) -> ParameterSpec:
+    value = entry.value
+    return ParameterSpec(
+        names=tuple(entry.names),
+        shape=tuple(value.shape),
+        master_dtype=dtype_name(value.dtype),
+        compute_dtype=dtype_name(policy.param_dtype or value.dtype),
+        reduce_dtype=_reduce_dtype(value, policy) if value.requires_grad else None,
+        unit=entry.places[0][2],
+    )
+
+
+def _reduce_dtype(value: nn.Parameter, policy: MixedPrecisionPolicy) -> str:
+    if policy.reduce_dtype is not None:
+        return dtype_name(policy.reduce_dtype)
+    return "float64" if value.dtype == torch.float64 else "float32"
+
+
+def _open_meetings(mesh: DeviceMesh, rank: int, world: int, timeout: timedelta) -> Meetings:
+    """Meetings in a corner of the store that only this call's ranks use: the n-th fully_shard over this group."""
+    store = dist.distributed_c10d._get_default_store()
+    ranks = "-".join(str(r) for r in dist.get_process_group_ranks(mesh.get_group()))
+    group = f"odc/{uuid.uuid5(uuid.NAMESPACE_OID, ranks).hex}"
+    number = store.add(f"{group}/engines/{rank}", 1)
+    return Meetings(
+        store=dist.PrefixStore(f"{group}/{number}", store),
+        rank=rank,
+        world=world,
+        timeout_s=timeout.total_seconds(),
+    )
+
+
+def _agree(meetings: Meetings, plan: Plan, options: dict[str, Any], sources: list[bool]) -> str:
+    """All ranks compare their plans; returns a secret name for the heap, made by rank 0."""
+    digest, lines = plan.fingerprint(options)
+    token = uuid.uuid4().hex
+    messages = meetings.meet("fully_shard", {"digest": digest, "token": token, "meta": sources})
+    different = [rank for rank, theirs in enumerate(messages) if theirs["digest"] != digest]
+    disagree = len({theirs["digest"] for theirs in messages}) > 1
+    if disagree:
+        details = meetings.meet("fully_shard: the first difference", {"lines": lines})
+        rank = (different or [0])[0]
+        raise RanksDiffer(
+            f"fully_shard: rank {meetings.rank} and rank {rank} differ: "
+            f"{first_difference(lines, details[rank]['lines'])}. All ranks must build the same model and options."
+        )
+    return messages[0]["token"]
+
+
+def _warn_of_low_precision_masters(plan: Plan, rank: int) -> None:
+    low = [s for s in plan.parameters if s.reduce_dtype is not None and s.master_dtype in ("bfloat16", "float16")]
+    if low and rank == 0:
+        warnings.warn(
+            f"{len(low)} trainable parameters are {low[0].master_dtype} ({low[0].name}, …): small updates are lost to "
+            f"rounding. Load the model in fp32 and pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16).",
+            stacklevel=3,
+        )

@@ -1,0 +1,167 @@
+"""Partitions against independent oracles: brute force, a naive Karmarkar-Karp, a naive exchange search."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc_triton.balance import CostModel, balanced_partition, karmarkar_karp, refine
+
+COST = CostModel.paper_7b()
+costs_lists = st.lists(st.floats(0, 1e6, allow_nan=False), min_size=1, max_size=24)
+
+
+def largest(groups, costs) -> float:
+    return max(sum(costs[i] for i in members) for members in groups)
+
+
+def log_normal(count: int, seed: int) -> list[float]:
+    rng = random.Random(seed)
+    return [COST.sequence(min(65536, max(1, int(rng.lognormvariate(9.2, 1.0))))) for _ in range(count)]
+
+
+def naive_karmarkar_karp(costs, groups) -> float:
+    """Largest sum of the textbook method: re-sorts a plain list of states at each merge."""
+    states = [[c] + [0.0] * (groups - 1) for c in costs]
+    while len(states) > 1:
+        states.sort(key=lambda s: max(s) - min(s))
+        a, b = sorted(states.pop()), sorted(states.pop(), reverse=True)
+        states.append([x + y for x, y in zip(a, b, strict=True)])
+    return max(states[0])
+
+
+def naive_refinement(groups, costs) -> float:
+    """Largest sum after first-improvement moves and swaps with the heaviest group."""
+    groups = [list(g) for g in groups]
+    load = [sum(costs[i] for i in g) for g in groups]
+
+    def improve() -> bool:
+        heavy = max(range(len(groups)), key=load.__getitem__)
+        for other, i in itertools.product(range(len(groups)), groups[heavy]):
+            for j in [None, *groups[other]] if other != heavy else []:
+                delta = costs[i] - (0.0 if j is None else costs[j])
+                if max(load[heavy] - delta, load[other] + delta) < load[heavy] * (1 - 1e-9):
+                    groups[heavy].remove(i)
+                    groups[other].append(i)
+                    if j is not None:
+                        groups[other].remove(j)
+                        groups[heavy].append(j)
+                    load[heavy] -= delta
+                    load[other] += delta
+                    return True
+        return False
+
+    while improve():
+        pass
+    return max(load)
+
+
+@settings(deadline=None)
+@given(costs_lists, st.integers(1, 9), st.booleans())
+def test_every_index_is_in_one_group_and_sizes_are_kept(costs, groups, equal_sizes):
+    for split in (karmarkar_karp, balanced_partition):
+        parts = split(costs, groups, equal_sizes=equal_sizes)
+        assert len(parts) == groups
+        assert sorted(i for part in parts for i in part) == list(range(len(costs)))
+        if equal_sizes:
+            sizes = [len(part) for part in parts]
+            assert max(sizes) - min(sizes) <= 1
+
+
+@settings(deadline=None)
+@given(costs_lists, st.integers(1, 9), st.booleans())
+def test_refinement_never_makes_the_largest_sum_larger(costs, groups, equal_sizes):
+    before = karmarkar_karp(costs, groups, equal_sizes=equal_sizes)
+    after = refine(before, costs, equal_sizes=equal_sizes)
+    assert largest(after, costs) <= largest(before, costs) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_close_to_brute_force(groups):
+    ratios = []
+    for seed in range(20):
+        costs = log_normal(8, seed)
+        best = min(
+            max(sum(c for c, g in zip(costs, deal, strict=True) if g == k) for k in range(groups))
+            for deal in itertools.product(range(groups), repeat=len(costs))
+        )
+        ratios.append(largest(balanced_partition(costs, groups), costs) / best)
+    assert min(ratios) >= 1 - 1e-9
+    # A split that no move or swap makes better is within 2 - 2/(k+1) of the best (Finn & Horowitz).
+    assert max(ratios) <= 2 - 2 / (groups + 1)
+    assert sum(ratios) / len(ratios) <= 1.02
+
+
+def test_equal_sizes_close_to_brute_force():
+    ratios = []
+    for seed in range(20):
+        costs = log_normal(8, seed)
+        total = sum(costs)
+        halves = (sum(costs[i] for i in half) for half in itertools.combinations(range(8), 4))
+        best = min(max(half, total - half) for half in halves)
+        ratios.append(largest(balanced_partition(costs, 2, equal_sizes=True), costs) / best)
+    assert min(ratios) >= 1 - 1e-9
+    assert sum(ratios) / len(ratios) <= 1.02
+
+
+@pytest.mark.parametrize(("count", "groups"), [(8, 2), (16, 4), (32, 8), (64, 8), (48, 16), (96, 3)])
+def test_within_2_percent_of_the_better_of_karmarkar_karp_and_its_refinement(count, groups):
+    for seed in range(8):
+        costs = log_normal(count, seed)
+        oracle = naive_karmarkar_karp(costs, groups)
+        assert largest(karmarkar_karp(costs, groups), costs) == pytest.approx(oracle)
+        oracle = min(oracle, naive_refinement(karmarkar_karp(costs, groups), costs))
+        assert largest(balanced_partition(costs, groups), costs) <= 1.02 * oracle
+
+
+def test_1024_sequences_over_128_ranks_are_even():
+    for equal_sizes in (False, True):
+        costs = log_normal(1024, seed=1)
+        parts = balanced_partition(costs, 128, equal_sizes=equal_sizes)
+        assert largest(parts, costs) <= 1.02 * max(max(costs), sum(costs) / 128)
+
+
+def test_one_dominant_cost_stays_alone_and_the_rest_is_evened_out():
+    costs = [100.0] + [1.0] * 9
+    assert sorted(map(len, balanced_partition(costs, 4))) == [1, 3, 3, 3]
+    assert sorted(map(len, refine([[0], [1, 2, 3, 4, 5, 6, 7], [8], [9]], costs))) == [1, 3, 3, 3]
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 20)), min_size=2, max_size=40), st.integers(2, 6))
+def test_refine_never_exceeds_the_cap_whatever_the_tokens(items, groups):
+    costs, tokens = zip(*items, strict=True)
+    start = [list(range(g, len(items), groups)) for g in range(groups)]
+    cap = max(sum(tokens[i] for i in members) for members in start)
+    after = refine(start, costs, tokens=tokens, token_cap=cap)
+    assert sorted(i for members in after for i in members) == list(range(len(items)))
+    assert max(sum(tokens[i] for i in members) for members in after) <= cap
+    assert largest(after, costs) <= largest(start, costs) * (1 + 1e-9)
+
+
+def test_refine_keeps_the_cap_on_tokens():
+    # By cost the best split pairs each large with a small; where these have 8 and 4 tokens, no exchange fits.
+    costs, tokens = [9.0, 9.0, 1.0, 1.0], [5, 5, 6, 6]
+    free = refine([[0, 1], [2, 3]], costs)
+    capped = refine([[0, 1], [2, 3]], costs, tokens=tokens, token_cap=12)
+    strict = refine([[0, 1], [2, 3]], costs, tokens=[5, 5, 8, 4], token_cap=12)
+    assert largest(free, costs) == largest(capped, costs) == 10
+    assert strict == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("costs", "groups", "message"),
+    [
+        ([], 2, "no costs"),
+        ([1.0], 0, "0 groups"),
+        ([1.0, -1.0], 2, r"costs\[1\] is -1.0"),
+        ([float("nan")], 2, r"costs\[0\] is nan"),
+    ],
+)
+def test_refused(costs, groups, message):
+    with pytest.raises(ValueError, match=message):
+        balanced_partition(costs, groups)

@@ -1,0 +1,171 @@
+"""Packs and the four ways of dealing: what each promises, for any lengths."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc_triton.balance import BALANCES, CostModel, assign, best_fit_decreasing, pack
+
+COST = CostModel.paper_7b()
+CAP = 1000
+lengths_lists = st.lists(st.integers(1, CAP), min_size=1, max_size=32)
+
+
+def costs_of(packs, lengths) -> list[float]:
+    return [sum(COST.sequence(lengths[i]) for i in members) for members in packs]
+
+
+def fsdp_time(dealt, lengths) -> float:
+    """Σ over microbatches of the slowest rank's."""
+    rows = itertools.zip_longest(*(costs_of(packs, lengths) for packs in dealt), fillvalue=0.0)
+    return sum(map(max, rows))
+
+
+def odc_time(dealt, lengths) -> float:
+    return max(sum(costs_of(packs, lengths)) for packs in dealt)
+
+
+def long_tailed(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [min(65536, max(1, int(rng.lognormvariate(9.2, 1.0)))) for _ in range(count)]
+
+
+def check_packs(packs, lengths, cap) -> None:
+    assert sorted(i for members in packs for i in members) == list(range(len(lengths)))
+    for members in packs:
+        assert 0 < sum(lengths[i] for i in members) <= cap
+
+
+@settings(deadline=None)
+@given(lengths_lists, st.data())
+def test_packs_hold_every_document_once_under_the_cap(lengths, data):
+    fewest = best_fit_decreasing(lengths, token_cap=CAP)
+    check_packs(fewest, lengths, CAP)
+    # No two of the packs fit into one, or best fit would have put them there.
+    fills = sorted(sum(lengths[i] for i in members) for members in fewest)
+    assert len(fills) < 2 or fills[0] + fills[1] > CAP
+    count = data.draw(st.integers(len(fewest), len(lengths)))
+    packs = pack(lengths, token_cap=CAP, cost=COST, count=count)
+    check_packs(packs, lengths, CAP)
+    assert len(packs) == count
+    costs = costs_of(packs, lengths)
+    assert costs == sorted(costs, reverse=True)
+    assert len(pack(lengths, token_cap=CAP, cost=COST)) == len(fewest)
+
+
+def test_packs_are_few_and_even():
+    assert len(best_fit_decreasing([6, 5, 4, 3, 2], token_cap=10)) == 2
+    for seed in range(5):
+        lengths = [n % 500 + 1 for n in long_tailed(40, seed)]
+        packs = pack(lengths, token_cap=2000, cost=COST)
+        assert len(packs) <= -(-sum(lengths) // 2000) + 1
+        assert max(costs_of(packs, lengths)) <= 1.02 * min(costs_of(packs, lengths))
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_count_of_packs_out_of_reach_is_refused(count):
+    with pytest.raises(ValueError, match=rf"count is {count}: 4 samples .* make from 2 to 4"):
+        pack([5, 5, 5, 5], token_cap=10, cost=COST, count=count)
+
+
+@settings(deadline=None)
+@given(lengths_lists, st.integers(1, 6), st.sampled_from(BALANCES))
+def test_every_dealing_holds_every_sample_once_under_the_cap(lengths, ranks, balance):
+    lengths = lengths + [1] * (-len(lengths) % ranks)  # a multiple of the ranks works under every balance
+    dealt = assign(lengths, ranks=ranks, token_cap=CAP, balance=balance, cost=COST)
+    assert len(dealt) == ranks
+    check_packs([members for packs in dealt for members in packs], lengths, CAP)
+    for packs in dealt:
+        costs = costs_of(packs, lengths)
+        assert costs == sorted(costs, reverse=True)
+    if balance != "mini":
+        assert len({len(packs) for packs in dealt}) == 1
+    if balance in ("micro", "local"):
+        assert {sum(map(len, packs)) for packs in dealt} == {len(lengths) // ranks}
+
+
+def test_local_keeps_each_ranks_own_run_one_sample_a_microbatch():
+    dealt = assign([3, 9, 5, 1, 2, 8], ranks=2, token_cap=9, balance="local")
+    assert dealt == [[[1], [2], [0]], [[5], [4], [3]]]
+    assert [len(packs) for packs in assign([1] * 5, ranks=2, token_cap=9, balance="local")] == [2, 3]
+
+
+def test_mini_may_differ_in_packs_and_leave_ranks_empty():
+    # One long document costs as much as many short ones, which need two packs.
+    cost = CostModel(quadratic=1.0, linear=0.0)
+    dealt = assign([100] + [25] * 16, ranks=2, token_cap=200, balance="mini", cost=cost)
+    assert sorted(len(packs) for packs in dealt) == [1, 2]
+    assert sorted(map(len, assign([5], ranks=3, token_cap=9, balance="mini"))) == [0, 0, 1]
+
+
+def test_global_groups_hold_packs_that_are_neighbours_by_cost():
+    lengths = long_tailed(64, seed=2)
+    dealt = assign(lengths, ranks=4, token_cap=65536, balance="global", cost=COST)
+    costs = [costs_of(packs, lengths) for packs in dealt]
+    rows = list(zip(*costs, strict=True))
+    assert len(rows) > 1
+    # Every second group is dealt in reverse, so that no rank gets the dearest of each.
+    assert assign([8, 7, 6, 5], ranks=2, token_cap=8, balance="global") == [[[0], [3]], [[1], [2]]]
+    for above, below in itertools.pairwise(rows):
+        assert min(above) >= max(below)
+
+
+def test_who_waits_less():
+    """On long-tailed lengths, in the cost model: the order that the paper and the baselines rest on."""
+    total = {balance: [0.0, 0.0] for balance in BALANCES}
+    for seed in range(10):
+        lengths = long_tailed(32, seed)
+        for balance in BALANCES:
+            dealt = assign(lengths, ranks=8, token_cap=65536, balance=balance, cost=COST)
+            total[balance][0] += fsdp_time(dealt, lengths)
+            total[balance][1] += odc_time(dealt, lengths)
+    assert total["global"][0] < total["micro"][0] < total["local"][0]
+    assert total["mini"][1] < total["micro"][1] < total["micro"][0]
+    assert total["mini"][1] < 0.9 * total["global"][0]
+
+
+def test_the_cost_model_decides():
+    lengths = [100, 50, 50]
+    by_tokens = assign(lengths, ranks=2, token_cap=200, balance="mini", cost=CostModel(quadratic=0.0, linear=1.0))
+    assert sorted(sum(lengths[i] for p in packs for i in p) for packs in by_tokens) == [100, 100]
+    assert assign(lengths, ranks=2, token_cap=200, balance="mini") == assign(
+        lengths, ranks=2, token_cap=200, balance="mini", cost=COST
+    )
+
+
+def test_too_few_samples_for_equal_counts_are_refused_with_the_remedy():
+    # Three samples that cannot share a pack: one rank would need two microbatches, the other has one.
+    with pytest.raises(ValueError, match=r"leave a rank with 1, but every rank needs 2 .*'mini'"):
+        assign([9, 9, 9], ranks=2, token_cap=10, balance="micro")
+    with pytest.raises(ValueError, match=r"3 samples cannot make 4 packs \(3 under .*'mini'"):
+        assign([9, 9, 9], ranks=2, token_cap=10, balance="global")
+    with pytest.raises(ValueError, match="leave a rank with 0"):
+        assign([9], ranks=2, token_cap=10, balance="micro")
+    assert sorted(map(len, assign([9, 9, 9], ranks=2, token_cap=10, balance="mini"))) == [1, 2]
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": []}, "lengths is empty"),
+        ({"lengths": [3, 0]}, r"lengths\[1\] is 0"),
+        ({"lengths": [3, -2]}, r"lengths\[1\] is -2"),
+        ({"lengths": [3, 11]}, r"lengths\[1\] is 11 tokens, over the token_cap of 10: raise the cap"),
+        ({"ranks": 0}, "ranks is 0"),
+        ({"token_cap": 0}, "token_cap is 0"),
+    ],
+)
+def test_refused(balance, change, message):
+    with pytest.raises(ValueError, match=message):
+        assign(**{"lengths": [3, 4], "ranks": 2, "token_cap": 10, "balance": balance, **change})
+
+
+def test_an_unknown_balance_is_refused_with_the_names():
+    with pytest.raises(ValueError, match="balance is 'best': choose one of mini, micro, global, local"):
+        assign([1], ranks=1, token_cap=1, balance="best")

@@ -1,0 +1,105 @@
+"""Collation without padding, and a DataLoader end to end."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from odc_triton.balance import MinibatchSampler, PackedDataset, count_target_tokens, pack_collate
+
+
+def test_a_pack_is_its_documents_end_to_end():
+    first = {"input_ids": [7, 8, 9], "labels": [-100, 8, 9]}
+    second = {"input_ids": torch.tensor([4, 5]), "labels": torch.tensor([4, 5]), "text": "left out"}
+    (packed,) = pack_collate([[first, second]])
+    assert packed.keys() == {"input_ids", "position_ids", "labels"}
+    assert packed["input_ids"].tolist() == [[7, 8, 9, 4, 5]]
+    assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
+    assert packed["labels"].tolist() == [[-100, 8, 9, -100, 5]]
+    assert {t.dtype for t in packed.values()} == {torch.int64}
+    assert second["labels"].tolist() == [4, 5]  # the caller's tensors are left alone
+
+
+def test_labels_default_to_the_input_and_targets_are_counted():
+    packs = pack_collate([[{"input_ids": [1, 2, 3]}], [{"input_ids": [4]}, {"input_ids": [5, 6], "labels": None}]])
+    assert packs[0]["labels"].tolist() == [[-100, 2, 3]]
+    assert packs[1]["labels"].tolist() == [[-100, -100, 6]]
+    assert count_target_tokens(packs) == 3
+
+
+def test_no_packs_give_no_inputs():
+    assert pack_collate([]) == []
+    assert count_target_tokens([]) == 0
+
+
+def test_a_models_loss_over_a_pack_sums_the_counted_targets_of_each_document_alone():
+    """transformers shifts labels itself: no target may be predicted from the document before."""
+    logits = torch.randn(1, 9, 11, generator=torch.Generator().manual_seed(0))
+    documents = [{"input_ids": [1, 2, 3, 4]}, {"input_ids": [5, 6, 7, 8, 9]}]
+
+    def summed(logits, labels):  # as transformers' ForCausalLMLoss: labels move one place to the left
+        shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+        return torch.nn.functional.cross_entropy(logits[0], shifted[0], reduction="sum")
+
+    (packed,) = pack_collate([documents])
+    alone = [pack_collate([[document]])[0] for document in documents]
+    expected = summed(logits[:, :4], alone[0]["labels"]) + summed(logits[:, 4:], alone[1]["labels"])
+    torch.testing.assert_close(summed(logits, packed["labels"]), expected)
+    assert count_target_tokens([packed]) == count_target_tokens(alone) == 3 + 4
+
+
+@pytest.mark.parametrize("num_workers", [0])
+@pytest.mark.parametrize("balance", ["mini", "micro", "global", "local"])
+def test_a_dataloader_goes_end_to_end(balance, num_workers):
+    """Every token of every sample arrives once, whole and under the cap, over both ranks."""
+    lengths = [(i * 37) % 60 + 1 for i in range(24)]
+    dataset = [{"input_ids": [1000 * i + t for t in range(n)]} for i, n in enumerate(lengths)]
+    seen: list[list[int]] = []
+    targets = 0
+    for rank in range(2):
+        loader = DataLoader(
+            PackedDataset(dataset),
+            batch_sampler=MinibatchSampler(lengths, 3, 100, balance, seed=1, rank=rank, world=2),
+            collate_fn=pack_collate,
+            num_workers=num_workers,
+        )
+        assert len(loader) == 4
+        for packs in loader:
+            targets += count_target_tokens(packs)
+            for pack in packs:
+                total = pack["input_ids"].shape[1]
+                assert {tuple(t.shape) for t in pack.values()} == {(1, total)}
+                assert total <= 100
+                starts = (pack["position_ids"][0] == 0).nonzero().flatten().tolist()
+                bounds = zip(starts, [*starts[1:], total], strict=True)
+                seen += [pack["input_ids"][0, a:b].tolist() for a, b in bounds]
+    assert sorted(seen) == [sample["input_ids"] for sample in dataset]
+    assert targets == sum(n - 1 for n in lengths)
+
+
+def test_a_rank_without_packs_gets_an_empty_minibatch():
+    loaders = [
+        DataLoader(
+            PackedDataset([{"input_ids": [1, 2]}]),
+            batch_sampler=MinibatchSampler([2], 1, 8, rank=rank, world=2),
+            collate_fn=pack_collate,
+        )
+        for rank in range(2)
+    ]
+    assert sorted(len(packs) for loader in loaders for packs in loader) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("pack", "message"),
+    [
+        ([], "pack 1 has no samples"),
+        ([{"input_ids": []}], "pack 1, sample 0: input_ids has shape"),
+        ([{"input_ids": [[1, 2]]}], r"shape \(1, 2\)"),
+        ([{"input_ids": [1.5, 2.0]}], "dtype torch.float32"),
+        ([{"input_ids": [1]}, {"input_ids": [1, 2], "labels": [1]}], "sample 1: 1 labels for 2 input_ids"),
+    ],
+)
+def test_refused(pack, message):
+    with pytest.raises(ValueError, match=message):
+        pack_collate([[{"input_ids": [1]}], pack])

@@ -1,0 +1,531 @@
+"""Packs against plain transformers run on each document alone, for tiny random models in fp32."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from odc_triton import hf
+
+VOCABULARY = 61
+LENGTHS = (9, 1, 14)  # the sliding windows below are shorter than the first and the last document
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+# name -> (config, class, reference attention); eager where SDPA can't do what the model asks for
+MODELS = {
+    "qwen2": (transformers.Qwen2Config, SMALL, transformers.Qwen2ForCausalLM, "sdpa"),
+    "qwen2-window": (
+        transformers.Qwen2Config,
+        SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        transformers.Qwen2ForCausalLM,
+        "sdpa",
+    ),
+    "llama": (transformers.LlamaConfig, SMALL, transformers.LlamaForCausalLM, "sdpa"),
+    "mistral": (
+        transformers.MistralConfig,
+        SMALL | {"sliding_window": 4},
+        transformers.MistralForCausalLM,
+        "sdpa",
+    ),
+    "gemma2": (
+        transformers.Gemma2Config,
+        # capped low, so that dropping the cap would show
+        SMALL | {"sliding_window": 4, "attn_logit_softcapping": 0.05, "query_pre_attn_scalar": 8},
+        transformers.Gemma2ForCausalLM,
+        "eager",
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        SMALL | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        transformers.Gemma3ForCausalLM,
+        "sdpa",
+    ),
+    "gpt2": (transformers.GPT2Config, GPT2, transformers.GPT2LMHeadModel, "sdpa"),
+    "phi3": (transformers.Phi3Config, SMALL | {"sliding_window": 6}, transformers.Phi3ForCausalLM, "sdpa"),
+    "qwen3-moe": (transformers.Qwen3MoeConfig, SMALL | EXPERTS, transformers.Qwen3MoeForCausalLM, "sdpa"),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        SMALL | {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+        transformers.GptOssForCausalLM,
+        "eager",
+    ),
+}
+SLIDING = ["qwen2-window", "mistral", "gemma2", "gemma3", "phi3", "gpt-oss"]
+
+
+def build(name: str) -> torch.nn.Module:
+    config, options, model, attention = MODELS[name]
+    torch.manual_seed(0)
+    built = model._from_config(config(**options), attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in built.parameters():  # large enough for attention and routing to matter
+            parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return built.eval()
+
+
+def make_pack(lengths=LENGTHS, seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (1, sum(lengths)), generator=generator)
+    labels = ids.clone()
+    start = 0
+    for length in lengths:
+        labels[0, start : start + (length + 1) // 2] = -100  # the first half is the prompt
+        labels[0, start] = -100
+        start += length
+    return {
+        "input_ids": ids,
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "labels": labels,
+    }
+
+
+def grads(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_grads(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert expected
+    # The floor is for gradients that are zero in exact arithmetic (key biases): relative to the largest one.
+    floor = 1e-6 * max(grad.norm() for grad in expected.values())
+    for name, grad in expected.items():
+        # fp32 sums over the same terms in another order
+        assert (actual[name] - grad).norm() <= 1e-4 * grad.norm() + floor, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_pack_equals_each_document_alone(name):
+    alone = build(name)
+    packed = copy.deepcopy(alone)
+    hf.enable_packing(packed)
+    pack = make_pack()
+    weight = torch.randn(sum(LENGTHS), VOCABULARY, generator=torch.Generator().manual_seed(2))
+
+    logits = packed(**hf.model_inputs(pack)).logits[0]
+    (logits * weight).sum().backward()
+
+    starts = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
+    for start, length in zip(starts, LENGTHS, strict=False):
+        part = slice(start, start + length)
+        expected = alone(input_ids=pack["input_ids"][:, part], use_cache=False).logits[0]
+        torch.testing.assert_close(logits[part], expected, rtol=1e-4, atol=1e-4)
+        (expected * weight[part]).sum().backward()
+    assert_same_grads(grads(packed), grads(alone))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gpt2", "gpt-oss"])
+def test_a_document_does_not_see_its_neighbours(name):
+    model = build(name)
+    hf.enable_packing(model)
+    pack = make_pack()
+    logits = model(**hf.model_inputs(pack)).logits
+    cases = [(slice(0, 9), slice(9, None)), (slice(10, None), slice(0, 10)), (slice(9, 10), slice(10, None))]
+    for changed, kept in cases:
+        other = dict(pack, input_ids=pack["input_ids"].clone())
+        other["input_ids"][:, changed] = (other["input_ids"][:, changed] + 5) % VOCABULARY
+        other_logits = model(**hf.model_inputs(other)).logits
+        # The same rows in the same matrix products; only the experts' row counts may change an fp32 sum.
+        torch.testing.assert_close(other_logits[:, kept], logits[:, kept], rtol=1e-5, atol=1e-5)
+        assert (other_logits[:, changed] - logits[:, changed]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gpt2"])
+def test_cumulative_lengths_replace_restarts(name):
+    model = build(name)
+    hf.enable_packing(model)
+    pack = make_pack()
+    expected = model(**hf.model_inputs(pack)).logits
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0, dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 14, "max_length_k": 14}
+    assert torch.equal(model(**hf.model_inputs(pack | lengths)).logits, expected)
+    # and they are what counts: other boundaries, other logits
+    lengths["cu_seq_lens_q"] = torch.tensor([0, 24], dtype=torch.int32)
+    assert not torch.allclose(model(**hf.model_inputs(pack | lengths)).logits, expected, atol=1e-2)
+    with pytest.raises(ValueError, match=r"must rise from 0 to B \* T = 24, but is \[0, 9\]"):
+        model(**hf.model_inputs(pack | {"cu_seq_lens_q": torch.tensor([0, 9], dtype=torch.int32)}))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2"])
+def test_several_rows_of_packs(name):
+    model = build(name)
+    hf.enable_packing(model)
+    packs = [make_pack(LENGTHS, seed=3), make_pack((4, 20), seed=4)]
+    rows = {key: torch.cat([pack[key] for pack in packs]) for key in packs[0]}
+    logits = model(**hf.model_inputs(rows)).logits
+    for row, pack in enumerate(packs):
+        alone = model(**hf.model_inputs(pack)).logits[0]
+        torch.testing.assert_close(logits[row], alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2", "gpt-oss"])
+def test_plain_and_padded_batches(name):
+    plain = build(name)
+    model = copy.deepcopy(plain)
+    hf.enable_packing(model)
+    ids = torch.randint(3, VOCABULARY, (3, 12), generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+    for side in ("right", "left"):
+        real = torch.arange(12)[None] < torch.tensor([[12], [7], [1]])
+        mask = (real if side == "right" else real.flip(1)).long()
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)  # as generate() makes them
+        for inputs in ({}, {"position_ids": positions}):
+            inputs = inputs | {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+            logits, expected = model(**inputs).logits, plain(**inputs).logits
+            torch.testing.assert_close(logits[mask == 1], expected[mask == 1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_mask_that_joins_documents_is_refused():
+    model = build("qwen2")
+    hf.enable_packing(model)
+    inputs = hf.model_inputs(make_pack())
+    expected = model(**inputs).logits
+    mask = torch.ones(1, sum(LENGTHS), dtype=torch.long)
+    assert torch.equal(model(**inputs, attention_mask=mask).logits, expected)  # says nothing: still a pack
+    mask[:, -1] = 0
+    with pytest.raises(ValueError, match=r"see one another\. Leave attention_mask out"):
+        model(**inputs, attention_mask=mask)
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(LENGTHS))
+    blocks = (documents[:, None] == documents[None]).tril()[None, None]  # the caller's own: honoured
+    torch.testing.assert_close(model(**inputs, attention_mask=blocks).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generate_is_unchanged(name):
+    model = build(name)
+    ids = torch.randint(3, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(6))
+    ids[0, :3] = 0
+    options = {
+        "attention_mask": (ids != 0).long(),
+        "max_new_tokens": 8,
+        "min_new_tokens": 8,
+        "do_sample": False,
+    }
+    options |= {"pad_token_id": 0, "output_logits": True, "return_dict_in_generate": True}
+    before = model.generate(ids, **options)
+    hf.enable_packing(model)
+    after = model.generate(ids, **options)
+    assert torch.equal(after.sequences, before.sequences)
+    torch.testing.assert_close(torch.stack(after.logits), torch.stack(before.logits), rtol=1e-4, atol=1e-4)
+
+
+def test_enable_packing_leaves_modes_and_random_state_alone():
+    model = build("qwen2").train()
+    model.model.layers[1].eval()
+    modes = [module.training for module in model.modules()]
+    model.lm_head.register_forward_pre_hook(lambda module, args: torch.rand(1) and None)  # draws in eval mode
+    state = torch.get_rng_state()
+    hf.enable_packing(model)
+    hf.enable_packing(model)  # again: no harm
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config._attn_implementation == "odc_packed"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+REFUSED = {
+    "bloom": (
+        lambda: transformers.BloomForCausalLM(
+            transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)
+        ),
+        "BloomForCausalLM can't be trained on packs",
+    ),
+    "bert": (
+        lambda: transformers.BertForMaskedLM(
+            transformers.BertConfig(**SMALL | {"num_key_value_heads": None, "head_dim": None})
+        ),
+        "BertForMaskedLM can't be trained on packs",
+    ),
+    "mamba": (
+        lambda: transformers.MambaForCausalLM(
+            transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
+        ),
+        "MambaForCausalLM can't be trained on packs",
+    ),
+    "lfm2": (  # convolutions beside attention
+        lambda: transformers.Lfm2ForCausalLM(
+            transformers.Lfm2Config(**SMALL | {"layer_types": ["conv", "full_attention"]})
+        ),
+        "only 1 of its 2 layers called",
+    ),
+    "llama4": (  # its attention is not told of its chunked masks, nor of positions
+        lambda: transformers.Llama4ForCausalLM(
+            transformers.Llama4TextConfig(
+                **SMALL | {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 32}
+            )
+        ),
+        "neither position_ids nor cu_seq_lens_q",
+    ),
+    "linear": (lambda: torch.nn.Linear(2, 2), "Linear is no transformers model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_its_former_attention(name):
+    make, message = REFUSED[name]
+    torch.manual_seed(0)
+    model = make().train()
+    former = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    with pytest.raises(hf.PackingUnsupported, match=message) as refusal:
+        hf.enable_packing(model)
+    assert "one sequence per microbatch (packing off)" in str(refusal.value)
+    assert getattr(getattr(model, "config", None), "_attn_implementation", None) == former
+    assert all(module.training for module in model.modules())
+
+
+def test_a_layer_that_leaks_or_differs_is_refused(monkeypatch):
+    """The probe's two checks of values, on a model that calls our attention in every layer as it should."""
+    decoder = transformers.models.qwen2.modeling_qwen2.Qwen2MLP
+    forward = decoder.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "forward", lambda self, x: forward(self, x) + 0.1 * x.roll(1, dims=1))
+        with pytest.raises(hf.PackingUnsupported, match="changed when only its neighbour's tokens did"):
+            hf.enable_packing(build("qwen2"))
+    model = build("qwen2")
+    attention = transformers.models.qwen2.modeling_qwen2.Qwen2Attention
+    inner = attention.forward
+
+    def other_scale_when_packed(self, *args, **kwargs):
+        self.scaling = 0.1 if self.config._attn_implementation == "odc_packed" else 1.0
+        return inner(self, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", other_scale_when_packed)
+    with pytest.raises(hf.PackingUnsupported, match="not those of each document alone"):
+        hf.enable_packing(model)
+
+
+def test_a_window_that_attention_is_not_told_of_is_refused(monkeypatch):
+    """The window is wider than the probe's documents, so that no logits show it."""
+    attention = transformers.models.mistral.modeling_mistral.MistralAttention
+    forward = attention.forward
+
+    def without_window(self, *args, **kwargs):
+        told, self.config = self.config, copy.copy(self.config)
+        self.config.sliding_window = None
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            self.config = told
+
+    monkeypatch.setattr(attention, "forward", without_window)
+    model = transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL | {"sliding_window": 32}))
+    with pytest.raises(hf.PackingUnsupported, match=r"windows or chunks of \[32\] tokens"):
+        hf.enable_packing(model)
+
+
+@pytest.mark.parametrize("use_vmap", [True, False])
+def test_a_mask_of_the_models_own_is_refused(use_vmap, monkeypatch):
+    modeling = transformers.models.qwen2.modeling_qwen2
+    inner = modeling.create_causal_mask
+
+    def overlaid(config, **kwargs):
+        if use_vmap:  # the library's way for overlays
+            return inner(config, **kwargs, and_mask_function=lambda b, h, q, k: q - k != 2)
+        kwargs["block_sequence_ids"] = torch.zeros(1, kwargs["inputs_embeds"].shape[1], dtype=torch.long)
+        return inner(config, **kwargs)
+
+    monkeypatch.setattr(modeling, "create_causal_mask", overlaid)
+    message = "overlay that a pack would drop" if use_vmap else "mask is not plain causal"
+    with pytest.raises(hf.PackingUnsupported, match=message):
+        hf.enable_packing(build("qwen2"))
+
+
+def test_meta_device_is_refused():
+    with torch.device("meta"):
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL))
+    with pytest.raises(hf.PackingUnsupported, match="load its weights first"):
+        hf.enable_packing(model)
+
+
+@pytest.mark.parametrize("name", ["position_bias", "sinks", "indices", "block_indices"])
+def test_arguments_that_a_pack_cannot_honour_are_refused(name):
+    module = torch.nn.Module()
+    q = torch.randn(1, 2, 6, 4)
+    options = {"position_ids": torch.arange(6)[None], name: torch.zeros(1)}
+    with pytest.raises(hf.PackingUnsupported, match=f"Module uses `{name}`"):
+        hf.packed_attention(module, q, q, q, None, **options)
+    with pytest.raises(hf.PackingUnsupported, match="neither position_ids nor cu_seq_lens_q"):
+        hf.packed_attention(module, q, q, q, None)
+    module.is_causal = False
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    with pytest.raises(ValueError, match="with no causality"):
+        hf.packed_attention(module, q, q, q, None, position_ids=positions)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2)
+    actual, _ = hf.packed_attention(module, q, q, q, None, position_ids=torch.arange(6)[None])
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_dropout_is_honoured(softcap):
+    """With equal scores and values of one, an output counts the weights kept: doubled, of 1 / length each."""
+    module = torch.nn.Module()
+    q = torch.zeros(1, 1, 8, 4)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    options = {"position_ids": positions, "dropout": 0.5, "softcap": softcap}
+    torch.manual_seed(0)
+    value = torch.ones_like(q)
+    outputs = torch.stack(
+        [hf.packed_attention(module, q, q, value, None, **options)[0][0, :, 0, 0] for _ in range(200)]
+    )
+    count = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4])
+    kept = outputs * count / 2
+    torch.testing.assert_close(kept, kept.round())
+    assert set(kept[:, 3].round().int().tolist()) == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("options", [{"softcap": 0.5}, {"s_aux": torch.tensor([1.0, -1.0])}])
+def test_queries_of_an_unfilled_static_cache_see_only_what_is_before_them(options):
+    module = torch.nn.Module()
+    q, kv = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    filled = kv[:, :, :3]
+    expected, _ = hf.packed_attention(module, q, filled, filled, None, position_ids=torch.arange(3)[None], **options)
+    actual, _ = hf.packed_attention(module, q, kv, kv, None, position_ids=torch.arange(3)[None], **options)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral"])
+@pytest.mark.parametrize("enable_gqa", [True, False])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_what_the_varlen_kernel_is_called_with(name, enable_gqa, rows, monkeypatch):
+    """A brute-force kernel of the documented meaning in its place gives what SDPA per document gives."""
+    from torch.nn.attention import varlen
+
+    calls = []
+
+    def attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa=False):
+        calls.append((max_q, window_size))
+        assert cu_seq_q.dtype == torch.int32
+        assert max_q == cu_seq_q.diff().max()
+        if enable_gqa:
+            key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+        token = torch.arange(len(query))
+        document = (token[:, None] >= cu_seq_q[None, 1:]).sum(1)
+        behind = token[:, None] - token[None]
+        left, right = window_size
+        allowed = (document[:, None] == document[None]) & (behind >= -right)
+        if left >= 0:
+            allowed &= behind <= left
+        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, -1e9).softmax(-1), value)
+
+    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size):
+        return attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
+
+    model = build(name)
+    hf.enable_packing(model)
+    pack = {key: value.expand(rows, -1) for key, value in make_pack().items()}
+    plain = pack | {"position_ids": torch.arange(sum(LENGTHS))[None]}
+    expected = [model(**hf.model_inputs(inputs)).logits for inputs in (pack, plain)]
+    monkeypatch.setattr(varlen, "varlen_attn", attend if enable_gqa else older)
+    monkeypatch.setattr(hf, "_has_varlen_kernel", lambda *args: True)
+    for inputs, logits in zip((pack, plain), expected, strict=True):
+        torch.testing.assert_close(model(**hf.model_inputs(inputs)).logits, logits, rtol=1e-4, atol=1e-4)
+    window = (3, 0) if name == "mistral" else (-1, 0)
+    # a batch of whole rows needs the kernel only for its windows
+    assert calls == [(14, window)] * 2 + ([(24, window)] * 2 if name == "mistral" else [])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "gemma2"])
+def test_no_tensor_grows_with_the_square_of_the_pack(name):
+    def largest(model):
+        with LargestTensor() as seen:
+            hf.summed_loss(model, pack).backward()
+        return seen.elements
+
+    tokens = 512
+    config, options, cls, attention = MODELS[name]
+    options = options | {"max_position_embeddings": tokens}
+    pack = make_pack((64,) * 8)
+    plain = cls._from_config(config(**options), attn_implementation=attention)
+    packed = copy.deepcopy(plain)
+    hf.enable_packing(packed)
+    assert largest(plain) >= tokens**2  # the library's mask: this can fail
+    assert largest(packed) < tokens**2 / 4
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2", "gemma2", "qwen3-moe"])
+@pytest.mark.parametrize("keeps_logits", [True, False])
+def test_summed_loss_is_the_librarys_times_the_targets(name, keeps_logits, monkeypatch):
+    plain = build(name)
+    model = copy.deepcopy(plain)
+    hf.enable_packing(model)
+    if not keeps_logits:
+        forward = model.forward
+
+        def without(input_ids, position_ids, use_cache):
+            return forward(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
+
+        monkeypatch.setattr(model, "forward", without)
+    pack = make_pack()
+    hf.summed_loss(model, pack).backward()
+    total, starts = 0.0, torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
+    for start, length in zip(starts, LENGTHS, strict=False):
+        part = slice(start, start + length)
+        labels = pack["labels"][:, part]
+        if (targets := (labels != -100).sum()) > 0:
+            loss = plain(input_ids=pack["input_ids"][:, part], labels=labels, use_cache=False).loss * targets
+            loss.backward()
+            total += loss.item()
+    assert hf.summed_loss(model, pack).item() == pytest.approx(total, rel=1e-5)
+    assert_same_grads(grads(model), grads(plain))
+
+
+def test_summed_loss_projects_targets_only_and_may_have_none():
+    model = build("qwen2").to(torch.bfloat16)
+    hf.enable_packing(model)
+    rows = []
+    model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[1]))
+    pack = make_pack()
+    loss = hf.summed_loss(model, pack)
+    assert loss.dtype == torch.float32
+    assert loss.shape == ()
+    assert rows == [(pack["labels"] != -100).sum()]
+    none = hf.summed_loss(model, dict(pack, labels=torch.full_like(pack["labels"], -100)))
+    none.backward()
+    assert none.item() == 0.0
+    assert all(not parameter.grad.any() for parameter in model.parameters())
+    with pytest.raises(ValueError, match=r"labels are \[2, 24\]"):
+        hf.summed_loss(model, {key: value.expand(2, -1) for key, value in pack.items()})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["qwen2", "mistral"])
+def test_varlen_kernel_equals_sdpa_per_document(name, monkeypatch):
+    model = build(name).to("cuda", torch.bfloat16)
+    hf.enable_packing(model)
+    pack = {key: value.cuda() for key, value in make_pack().items()}
+    hf.summed_loss(model, pack).backward()
+    kernel = {key: grad.clone() for key, grad in grads(model).items()}
+    model.zero_grad()
+    monkeypatch.setattr(hf, "_has_varlen_kernel", lambda *args: False)
+    hf.summed_loss(model, pack).backward()
+    for key, grad in grads(model).items():  # bf16 activations round differently in the two kernels
+        assert (kernel[key] - grad).norm() <= 5e-2 * grad.norm() + 1e-3, key

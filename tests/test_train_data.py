@@ -1,0 +1,617 @@
+"""Records to samples: the reader, the samples, the stored data set, the corpus, the tokenizer."""
+
+from __future__ import annotations
+
+import ast
+import json
+import string
+import subprocess
+import sys
+import sysconfig
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc_triton.train.atomic import atomic_file
+from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.train.records import DataError, read_records
+from odc_triton.train.stdlib_corpus import build_corpus, write_corpus
+from odc_triton.train.tokenizer import (
+    COMPLETION,
+    END,
+    PROMPT,
+    SPECIAL_TOKENS,
+    TextEncoder,
+    load_tokenizer,
+    save_tokenizer,
+    to_transformers,
+    train_tokenizer,
+)
+
+# One id per character, so that samples can be written down by hand. 1 ends, 2 to 4 stand before the parts.
+CHARACTERS = TextEncoder(
+    encode_batch=lambda texts: [[ord(character) for character in text] for text in texts],
+    end_id=1,
+    before_text=(2,),
+    before_prompt=(3,),
+    before_completion=(4,),
+)
+a, b, c, x, y = map(ord, "abcxy")
+
+
+def write_lines(path: Path, *records: object) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def samples_of(data: TokenizedDataset) -> list[tuple[list[int], list[int]]]:
+    return [(sample["input_ids"].tolist(), sample["labels"].tolist()) for sample in data]
+
+
+# --- samples ------------------------------------------------------------------------------------------------
+
+
+def test_samples_by_hand(tmp_path):
+    path = write_lines(
+        tmp_path / "data.jsonl",
+        {"prompt": "ab", "completion": "xy", "id": 7},
+        {"text": "abc"},
+        {"completion": "", "prompt": ""},
+        {"text": "a\x01"},  # ends with the end token already
+        {"text": ""},
+    )
+    data = tokenize_file(path, CHARACTERS)
+    assert samples_of(data) == [
+        ([3, a, b, 4, x, y, 1], [-100, -100, -100, -100, x, y, 1]),
+        ([2, a, b, c, 1], [2, a, b, c, 1]),
+        ([3, 4, 1], [-100, -100, 1]),
+        ([2, a, 1], [2, a, 1]),
+        ([2, 1], [2, 1]),
+    ]
+    assert data.lengths.tolist() == [7, 5, 3, 3, 2]
+    assert len(data) == 5
+    assert data.tokens.dtype == np.int32
+    assert data[0]["input_ids"].dtype == data[0]["labels"].dtype == np.int64
+    assert data.summary.tokens == 20
+    assert data.summary.target_tokens == 3 + 4 + 1 + 2 + 1
+
+
+def test_sample_without_anything_to_predict_is_dropped(tmp_path):
+    bare = TextEncoder(encode_batch=CHARACTERS.encode_batch, end_id=1)
+    path = write_lines(tmp_path / "data.jsonl", {"text": ""}, {"prompt": "", "completion": ""}, {"text": "a"})
+    data = tokenize_file(path, bare)
+    assert samples_of(data) == [([a, 1], [a, 1])]
+    assert (data.summary.records, data.summary.dropped_no_target, data.summary.target_tokens) == (3, 2, 1)
+
+
+def test_samples_can_be_changed_and_indexed_from_the_end(tmp_path):
+    data = tokenize_file(write_lines(tmp_path / "data.jsonl", {"text": "ab"}, {"text": "c"}), CHARACTERS)
+    data[0]["input_ids"][:] = 0
+    assert data[0]["input_ids"].tolist() == data[np.int64(-2)]["input_ids"].tolist() == [2, a, b, 1]
+    for index in (2, -3):
+        with pytest.raises(IndexError, match=f"sample {index} of a data set of 2"):
+            data[index]
+    with pytest.raises(TypeError):
+        data[0:1]
+
+
+GROWING = (
+    {"prompt": "a", "completion": "x"},  # 5 tokens
+    {"prompt": "a", "completion": "xy"},  # 6
+    {"prompt": "abca", "completion": "x"},  # 8, the prompt fills 6
+)
+
+
+def test_too_long_is_truncated_to_at_least_one_target(tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", *GROWING)
+    data = tokenize_file(path, CHARACTERS, DataOptions(max_tokens=5))
+    assert samples_of(data) == [
+        ([3, a, 4, x, 1], [-100, -100, -100, x, 1]),
+        ([3, a, 4, x, y], [-100, -100, -100, x, y]),
+    ]
+    assert (data.summary.truncated, data.summary.dropped_no_target, data.summary.dropped_too_long) == (
+        1,
+        1,
+        0,
+    )
+    assert data.summary.target_tokens == 4
+
+
+def test_too_long_is_dropped(tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", *GROWING)
+    data = tokenize_file(path, CHARACTERS, DataOptions(max_tokens=6, too_long="drop"))
+    assert data.lengths.tolist() == [5, 6]
+    assert (data.summary.truncated, data.summary.dropped_no_target, data.summary.dropped_too_long) == (
+        0,
+        0,
+        1,
+    )
+    with pytest.raises(DataError, match=r"leaves no sample.*3 dropped as too long.*max_tokens = 4"):
+        tokenize_file(path, CHARACTERS, DataOptions(max_tokens=4, too_long="drop"))
+
+
+def test_too_long_is_an_error(tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", *GROWING)
+    with pytest.raises(DataError, match=r"data.jsonl, line 3: 8 tokens, more than max_tokens = 7; raise"):
+        tokenize_file(path, CHARACTERS, DataOptions(max_tokens=7, too_long="error"))
+    assert len(tokenize_file(path, CHARACTERS, DataOptions(max_tokens=8, too_long="error"))) == 3
+
+
+def test_progress_reaches_the_end(tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", *[{"text": "ab"}] * 5)
+    calls = []
+    tokenize_file(path, CHARACTERS, DataOptions(batch_records=2), lambda *done: calls.append(done))
+    assert calls == [(2, 0.4), (4, 0.8), (5, 1.0)]
+
+
+TEXTS = st.text(st.sampled_from("ab\n\0é\u2028😀"), max_size=8)
+RECORDS = st.lists(
+    st.one_of(st.fixed_dictionaries({"text": TEXTS}), st.fixed_dictionaries({"prompt": TEXTS, "completion": TEXTS})),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    records=RECORDS,
+    max_tokens=st.integers(2, 14),
+    too_long=st.sampled_from(["truncate", "drop"]),
+    batch_records=st.integers(1, 5),
+    ascii_only=st.booleans(),
+    marks=st.booleans(),
+)
+def test_samples_against_a_plain_loop(
+    tmp_path_factory, records, max_tokens, too_long, batch_records, ascii_only, marks
+):
+    path = tmp_path_factory.getbasetemp() / "random.jsonl"
+    lines = [json.dumps(record, ensure_ascii=ascii_only) for record in records]
+    path.write_bytes("\n\r\n".join(lines).encode())
+    encoder = CHARACTERS if marks else TextEncoder(encode_batch=CHARACTERS.encode_batch, end_id=1)
+    expected, dropped = [], 0
+    for record in records:
+        if "text" in record:
+            ids = [2] * marks + [ord(character) for character in record["text"]] + [1]
+            labels = list(ids)
+        else:
+            prompt = [3] * marks + [ord(character) for character in record["prompt"]] + [4] * marks
+            learned = [ord(character) for character in record["completion"]] + [1]
+            ids, labels = prompt + learned, [-100] * len(prompt) + learned
+        if len(ids) > max_tokens and too_long == "drop":
+            dropped += 1
+            continue
+        ids, labels = ids[:max_tokens], labels[:max_tokens]
+        if any(label != -100 for label in labels[1:]):
+            expected.append((ids, labels))
+
+    options = DataOptions(max_tokens=max_tokens, too_long=too_long, batch_records=batch_records)
+    if not expected:
+        with pytest.raises(DataError, match="leaves no sample"):
+            tokenize_file(path, encoder, options)
+        return
+    data = tokenize_file(path, encoder, options)
+    assert samples_of(data) == expected
+    assert data.lengths.tolist() == [len(ids) for ids, _ in expected]
+    summary = data.summary
+    assert summary.target_tokens == sum(label != -100 for _, labels in expected for label in labels[1:])
+    assert summary.dropped_too_long == dropped
+    assert summary.records == len(records) == summary.samples + dropped + summary.dropped_no_target
+
+    stored = path.with_suffix(".npz")
+    data.save(stored)
+    again = TokenizedDataset.load(stored)
+    assert samples_of(again) == expected
+    assert again.summary == summary
+    assert (again.tokens.dtype, again.offsets.dtype) == (np.int32, np.int64)
+
+
+# --- what the reader refuses --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "a"', "not valid JSON"),
+        (b'{"text": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b"[" * 200_000, "nested too deeply"),
+        (b'["text"]', "a list, not a JSON object"),
+        (b"null", "a NoneType, not a JSON object"),
+        (b"{}", "needs 'text', or both 'prompt' and 'completion'; it has no field"),
+        (b'{"prompt": "a", "id": 1}', "needs 'text'.*it has 'prompt', 'id'"),
+        (b'{"messages": []}', "apply_chat_template"),
+        (b'{"text": "a", "prompt": "b"}', "has 'text' and also 'prompt'; keep one"),
+        (b'{"text": null}', "'text' must be a string, not a NoneType"),
+        (b'{"prompt": "a", "completion": ["b"]}', "'completion' must be a string, not a list"),
+        ('{"text": "é"}'.encode("latin-1"), r"not UTF-8 \(byte 0xe9 at 10\)"),
+        ('{"text": "a"}'.encode("utf-16"), r"not UTF-8 \(byte 0xff at 0\)"),
+        (b'\xef\xbb\xbf{"text": "\xff', r"not UTF-8 \(byte 0xff at 10\)"),
+        (rb'{"text": "a\ud800"}', "'text' has half a surrogate pair at character 1"),
+    ],
+)
+def test_unusable_line_is_named(tmp_path, line, message):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line)
+    with pytest.raises(DataError, match=f"(?s)data.jsonl, line 3: .*{message}"):
+        tokenize_file(path, CHARACTERS)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n  \r\n"])
+def test_empty_file_is_refused(tmp_path, content):
+    (tmp_path / "data.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=r"data\.jsonl is empty"):
+        tokenize_file(tmp_path / "data.jsonl", CHARACTERS)
+
+
+def test_file_that_cannot_be_opened_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "missing.jsonl"):
+        with pytest.raises(DataError, match=f"{path.name} cannot be read"):
+            tokenize_file(path, CHARACTERS)
+
+
+def test_byte_order_mark_and_windows_line_ends_are_read(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes('\ufeff{"text": "a"}\r\n{"text": "b"}\r\n'.encode())
+    assert [(record.completion, record.line) for record in read_records(path)] == [("a", 1), ("b", 2)]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(st.characters(), max_size=4) | st.just("\ud800"),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["text", "prompt", "completion", "\udfff"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.binary(max_size=40), st.lists(JSON_VALUES, max_size=3)))
+def test_no_input_raises_anything_but_data_error(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
+    if isinstance(content, list):
+        content = "\n".join(map(json.dumps, content)).encode()
+    path.write_bytes(content)
+    try:
+        data = tokenize_file(path, CHARACTERS)
+    except DataError as error:
+        assert "fuzz.jsonl" in str(error)  # noqa: PT017 - whether it raises depends on the input
+    else:
+        assert data.summary.samples == len(data) > 0
+
+
+# --- the stored data set ------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(at=st.floats(0, 1), change=st.binary(min_size=1, max_size=30), keep=st.booleans())
+def test_damaged_data_set_is_refused_or_consistent(tmp_path_factory, at, change, keep):
+    path = tmp_path_factory.getbasetemp() / "damaged.npz"
+    source = write_lines(path.with_suffix(".jsonl"), {"text": "abc"}, {"prompt": "a", "completion": "x"})
+    tokenize_file(source, CHARACTERS).save(path)
+    content = path.read_bytes()
+    position = int(at * len(content))
+    path.write_bytes(content[:position] + change + (content[position + len(change) :] if keep else b""))
+    try:
+        data = TokenizedDataset.load(path)
+    except DataError as error:
+        assert "damaged.npz" in str(error)  # noqa: PT017 - whether it raises depends on the damage
+    else:
+        assert [len(sample["labels"]) for sample in data] == data.lengths.tolist()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offsets": np.array([0, 4, 5])},
+        {"offsets": np.array([1, 4, 6])},
+        {"offsets": np.array([0, 4, 6], np.int32)},
+        {"offsets": np.array([0, 7, 6])},
+        {"offsets": np.array([], np.int64)},
+        {"prompt_lengths": np.array([0, 2], np.int32)},
+        {"prompt_lengths": np.array([-1, 0], np.int32)},
+        {"tokens": np.zeros((6, 1), np.int32)},
+        {"tokens": np.array([None] * 6)},
+        {"summary": np.array("[]")},
+        {"summary": np.array('{"samples": 2}')},
+    ],
+)
+def test_data_set_whose_arrays_disagree_is_refused(tmp_path, change):
+    path = tmp_path / "data.npz"
+    tokenize_file(write_lines(tmp_path / "data.jsonl", {"text": "ab"}, {"text": ""}), CHARACTERS).save(path)
+    with np.load(path) as arrays:
+        fine = dict(arrays)
+    assert fine["offsets"].tolist() == [0, 4, 6]
+    np.savez(path, **{**fine, **change})
+    with pytest.raises(DataError, match=r"data\.npz is not a prepared data set .*; prepare it again"):
+        TokenizedDataset.load(path)
+
+
+def test_load_runs_nothing_from_the_file(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (Path.mkdir, (tmp_path / "went off",))
+
+    np.savez(tmp_path / "data.npz", tokens=np.array([Bomb()]))
+    with pytest.raises(DataError, match=r"data\.npz is not a prepared data set"):
+        TokenizedDataset.load(tmp_path / "data.npz")
+    assert not (tmp_path / "went off").exists()
+
+
+def test_load_names_a_missing_file_and_another_format(tmp_path):
+    with pytest.raises(DataError, match=r"none\.npz cannot be read: No such file"):
+        TokenizedDataset.load(tmp_path / "none.npz")
+    np.save(tmp_path / "one.npy", np.arange(3))
+    with pytest.raises(DataError, match=r"one\.npy is not a prepared data set"):
+        TokenizedDataset.load(tmp_path / "one.npy")
+
+
+def test_write_replaces_the_file_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "new" / "file"
+    for content in (b"older", b"old"):
+        with atomic_file(path) as file:
+            file.write(content)
+        if content == b"older":
+            reader = path.open("rb")
+    with reader:
+        assert reader.read() == b"older"
+
+    def interrupted() -> None:
+        with atomic_file(path) as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [entry.read_bytes() for entry in path.parent.iterdir()] == [b"old"]
+
+
+def test_options_are_checked_and_explained():
+    for wrong, message in (
+        ({"max_tokens": 1}, "max_tokens is 1; it must be at least 2"),
+        ({"too_long": "cut"}, "too_long is 'cut'; it must be one of error, truncate, drop"),
+        ({"batch_records": 0}, "batch_records is 0; it must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DataOptions(**wrong)
+    assert all(option.metadata["help"] for option in fields(DataOptions))
+
+
+# --- the standard library as a corpus -----------------------------------------------------------------------
+
+TRAPS = '''
+import this_module_does_not_exist
+
+if True:
+    @decorator(
+        1,
+    )
+    async def fetch(
+        url: str,
+    ) -> bytes:
+        """Fetch it.
+\x0c
+At column 0.
+        """
+        # why
+        text = """
+at column 0
+        """
+
+        def inner():
+            """Inside another function."""
+            return 1
+        return inner()
+
+class Outer:
+    """A class."""
+
+    field = 1
+
+    def documented(self):
+        r"""Says \\d."""
+        return 2
+
+    def undocumented(self):
+        return 3
+
+    class Inner: "On one line."
+
+    def only_documented(self):
+        """Nothing follows."""
+
+def one_line(): "Doc."; return 4
+def empty_doc():
+    ""
+    return 5
+'''
+
+FETCH = (
+    '@decorator(\n    1,\n)\nasync def fetch(\n    url: str,\n) -> bytes:\n    """Fetch it.\n'
+    '\x0c\nAt column 0.\n    """\n',
+    '    # why\n    text = """\nat column 0\n    """\n\n    def inner():\n'
+    '        """Inside another function."""\n        return 1\n    return inner()\n',
+)
+OUTER = (
+    'class Outer:\n    """A class."""\n',
+    "\n    field = 1\n\n    def documented(self):\n"
+    '        r"""Says \\d."""\n        return 2\n\n    def undocumented(self):\n        return 3\n\n'
+    '    class Inner: "On one line."\n\n    def only_documented(self):\n        """Nothing follows."""\n',
+)
+DOCUMENTED = ('def documented(self):\n    r"""Says \\d."""\n', "    return 2\n")
+
+
+def function(name: str, text: str = "é") -> str:
+    return f'def {name}():\n    """{text}"""\n    return "{text}"\n'
+
+
+def test_corpus_of_a_tree_with_traps(tmp_path):
+    for name, content in {
+        "b.py": TRAPS,
+        "a/z.py": function("z"),
+        "a/copy_of_z.py": function("z") + "\n" + function("other"),
+        "a.py": function("first").replace("\n", "\r\n"),
+        "latin.py": b"# coding: latin-1\n" + function("latin").encode("latin-1"),
+        "not_utf8.py": function("bad").encode("latin-1"),
+        "unknown_coding.py": b"# coding: klingon\n",
+        "syntax_error.py": function("bad") + "print 1\n",
+        "nul.py": function("bad") + "\0",
+        "deep.py": function("bad") + "-" * 100_000 + "1",
+        "escape.py": 'def escape():\n    "Doc."\n    return "\\d"\n',
+        "notes.txt": function("bad"),
+        "test/t.py": function("bad"),
+        "a/site-packages/s.py": function("bad"),
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    records, summary = build_corpus(tmp_path)
+
+    def pair(name: str) -> tuple[str, str]:
+        return f'def {name}():\n    """é"""\n', '    return "é"\n'
+
+    assert [(record["prompt"], record["completion"]) for record in records] == [
+        pair("first"),
+        FETCH,
+        OUTER,
+        DOCUMENTED,
+        ('def escape():\n    "Doc."\n', '    return "\\d"\n'),
+        pair("latin"),
+        pair("z"),
+        pair("other"),
+    ]
+    assert (summary.files, summary.skipped_files, summary.records, summary.duplicates) == (11, 5, 8, 1)
+
+    path = tmp_path / "out" / "corpus.jsonl"
+    assert write_corpus(path, tmp_path) == summary
+    assert [{"prompt": record.prompt, "completion": record.completion} for record in read_records(path)] == records
+
+
+def test_corpus_of_nothing_is_refused(tmp_path):
+    (tmp_path / "a.py").write_text("def f(): return 1\n")
+    with pytest.raises(ValueError, match=r"has 1 Python files \(0 unreadable\) and no documented"):
+        build_corpus(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def some_corpus() -> list[dict[str, str]]:
+    """A folder of the standard library, so that the test takes no second."""
+    return build_corpus(Path(sysconfig.get_path("stdlib"), "asyncio"))[0]
+
+
+def test_corpus_of_real_sources_is_source(some_corpus):
+    assert len(some_corpus) > 100
+    for record in some_corpus:
+        (node,) = ast.parse(record["prompt"] + record["completion"]).body
+        (asked,) = ast.parse(record["prompt"]).body
+        assert ast.get_docstring(asked) == ast.get_docstring(node)
+        assert asked.name == node.name
+        assert len(asked.body) == 1 < len(node.body)
+
+
+# --- the tokenizer ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(some_corpus):
+    pytest.importorskip("tokenizers")
+    return train_tokenizer((record["completion"] for record in some_corpus), vocab_size=600)
+
+
+def test_training_is_repeatable_and_keeps_its_size(trained, some_corpus):
+    texts = [record["completion"] for record in some_corpus]
+    assert train_tokenizer(texts, vocab_size=600).to_str() == trained.to_str()
+    assert trained.get_vocab_size() == 600
+    assert [trained.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3]
+    assert train_tokenizer([], vocab_size=300).get_vocab_size() == 260
+    with pytest.raises(ValueError, match=r"vocab_size is 259 tokens; .* need 260"):
+        train_tokenizer(texts, vocab_size=259)
+
+
+def test_training_reads_no_more_than_its_sample():
+    read = []
+
+    def texts():
+        for letter in string.ascii_letters:
+            read.append(letter)
+            yield letter * 10
+
+    train_tokenizer(texts(), vocab_size=300, sample_bytes=35)
+    assert read == ["a", "b", "c", "d"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_every_text_comes_back(trained, text):
+    (ids,) = TextEncoder.of(trained).encode_batch([text])
+    assert trained.decode(ids, skip_special_tokens=False) == text
+
+
+def test_file_and_transformers_give_the_same_samples(trained, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    path = write_lines(
+        tmp_path / "data.jsonl",
+        {"prompt": "def f():\n", "completion": "    return 1\n"},
+        {"text": "import é"},
+    )
+    save_tokenizer(trained, tmp_path / "tokenizer.json")
+    to_transformers(trained).save_pretrained(tmp_path / "model")
+    expected = samples_of(tokenize_file(path, TextEncoder.of(trained)))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    for tokenizer in (loaded, to_transformers(loaded), auto):
+        assert samples_of(tokenize_file(path, TextEncoder.of(tokenizer))) == expected
+    (ids, labels), (text_ids, text_labels) = expected
+    assert loaded.decode(ids, skip_special_tokens=False) == (f"{PROMPT}def f():\n{COMPLETION}    return 1\n{END}")
+    learned = [label for label in labels if label != -100]
+    assert loaded.decode(learned, skip_special_tokens=False) == f"    return 1\n{END}"
+    assert ids[-len(learned) :] == learned
+    assert text_labels == text_ids
+    assert (auto.eos_token, auto.pad_token_id) == (END, 1)
+
+
+def test_model_tokenizer_keeps_its_beginning_of_sequence():
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    options = {"bos_token": "<s>", "eos_token": "</s>"}
+    plain = TextEncoder.of(transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options))
+    assert (plain.before_text, plain.before_prompt, plain.before_completion) == ((), (), ())
+    words.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    begun = TextEncoder.of(transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options))
+    assert (begun.before_text, begun.before_prompt, begun.before_completion) == ((0,), (0,), ())
+    assert (begun.encode_batch(["a a"]), begun.end_id) == ([[2, 2]], 1)
+    del options["eos_token"]
+    with pytest.raises(ValueError, match="has no end-of-sequence token; set its eos_token"):
+        TextEncoder.of(transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options))
+    with pytest.raises(ValueError, match=r"has no token '<\|end\|>'"):
+        TextEncoder.of(words)
+    words.enable_padding()
+    with pytest.raises(ValueError, match=r"call its no_padding\(\)"):
+        TextEncoder.of(words)
+
+
+def test_file_that_is_no_tokenizer_is_refused(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer.json: "):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r'pip install "odc-triton\[demo\]"'):
+        train_tokenizer(["a"])
+
+
+def test_importing_costs_neither_torch_nor_transformers():
+    program = (
+        "import sys, odc_triton.train.data, odc_triton.train.stdlib_corpus; "
+        "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("[]\n", "")
