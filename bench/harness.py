@@ -1,0 +1,232 @@
+"""Runs variants side by side: each minibatch by every variant in turn, on the same samples, in one job."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.variants import Odc, Pack, Unsharded, Variant
+from odc_triton.balance import CostModel, assign
+from odc_triton.balance.collate import count_target_tokens, pack_collate
+from odc_triton.events import Event
+from odc_triton.train.data import TokenizedDataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is trained on: fixed before anything is measured."""
+
+    dataset: str  # path of a TokenizedDataset
+    config: dict  # of a Qwen2Config
+    minibatches: list[list[int]]  # indices of all ranks' samples
+    token_cap: int
+    seed: int = 0
+
+    def build(self) -> nn.Module:
+        """The model: random weights, the same for every variant and rank."""
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        torch.manual_seed(self.seed)
+        return Qwen2ForCausalLM(Qwen2Config(**self.config))
+
+    def cost(self) -> CostModel:
+        from transformers import Qwen2Config
+
+        return CostModel.from_config(Qwen2Config(**self.config))
+
+
+@dataclass
+class Measured:
+    """One variant's minibatches, in order. Times in seconds, from all ranks' start to the last rank's end."""
+
+    name: str
+    balance: str
+    seconds: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    microbatches: list[list[int]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+
+def _open_job() -> tuple[int, int]:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _gather(value: object) -> list:
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _deal(work: Work, data: TokenizedDataset, samples: list[int], balance: str, cost: CostModel) -> list[list[Pack]]:
+    """Every rank's collated packs of one minibatch."""
+    dealt = assign(
+        [int(data.lengths[index]) for index in samples],
+        ranks=dist.get_world_size(),
+        token_cap=work.token_cap,
+        balance=balance,
+        cost=cost,
+    )
+    return [
+        pack_collate([[data[samples[member]] for member in pack] for pack in packs]) if packs else [] for packs in dealt
+    ]
+
+
+def compare(
+    kinds: Sequence[type[Variant]], work: Work, progress: Callable[[str], None] | None = None
+) -> list[Measured]:
+    """Trains every variant on all of `work`, interleaved minibatch by minibatch in a rotating order. Collective."""
+    rank, _ = _open_job()
+    data = TokenizedDataset.load(work.dataset)
+    cost = work.cost()
+    variants = [kind(work.build) for kind in kinds]
+    results = [Measured(name=kind.name, balance=kind.balance) for kind in kinds]
+    for index, samples in enumerate(work.minibatches):
+        turns = [(index + shift) % len(variants) for shift in range(len(variants))]
+        for turn in turns:
+            variant, result = variants[turn], results[turn]
+            dealt = _deal(work, data, samples, variant.balance, cost)
+            total = sum(count_target_tokens(packs) for packs in dealt)
+            variant.start_minibatch(index)
+            dist.barrier()
+            start_s = time.monotonic()
+            loss = variant.gradients(dealt[rank], total)
+            landed_s = time.monotonic()
+            variant.step()
+            end_s = time.monotonic()
+            spans = _gather((start_s, landed_s, end_s, loss, len(dealt[rank])))
+            result.seconds.append(max(span[2] for span in spans) - min(span[0] for span in spans))
+            result.step_seconds.append(max(span[2] - span[1] for span in spans))
+            result.losses.append(sum(span[3] for span in spans) / total)
+            result.microbatches.append([span[4] for span in spans])
+            if rank == 0 and progress is not None:
+                progress(f"minibatch {index + 1}/{len(work.minibatches)}  {variant.name}: {result.seconds[-1]:.2f} s")
+    for variant, result in zip(variants, results, strict=True):
+        result.events = [event for events in _gather(variant.events()) for event in events]
+    dist.destroy_process_group()
+    return results
+
+
+def overhead(work: Work, lengths: list[int], repeats: int) -> dict[str, float]:
+    """ODC's time over plain torch's on a balanced minibatch of equal packs, without the optimizer step. Collective.
+
+    `lengths`: tokens of each document of one pack; two packs a rank. Both runs take as long as their slowest rank.
+    """
+    _open_job()
+    generator = torch.Generator().manual_seed(work.seed)
+    documents = [torch.randint(4, work.config["vocab_size"], (length,), generator=generator) for length in lengths]
+    packs = pack_collate([[{"input_ids": document} for document in documents]]) * 2
+    total = count_target_tokens(packs) * dist.get_world_size()
+    plain, odc = Unsharded(work.build), Odc(work.build)
+    seconds: dict[str, list[float]] = {plain.name: [], odc.name: []}
+    for repeat in range(repeats + 1):
+        for variant in (plain, odc) if repeat % 2 else (odc, plain):
+            variant.optimizer.zero_grad()
+            dist.barrier()
+            start_s = time.monotonic()
+            variant.gradients(packs, total)
+            took_s = max(_gather(time.monotonic() - start_s))
+            if repeat:  # the first pair warms up
+                seconds[variant.name].append(took_s)
+    dist.destroy_process_group()
+    ratios = sorted(b / a for a, b in zip(seconds[plain.name], seconds[odc.name], strict=True))
+    return {
+        "fraction": statistics.median(ratios) - 1,
+        "lowest": ratios[0] - 1,
+        "highest": ratios[-1] - 1,
+        "unsharded_s": statistics.median(seconds[plain.name]),
+        "odc_s": statistics.median(seconds[odc.name]),
+    }
+
+
+class _PeakMemory:
+    """Watches this process's private and shared memory while a `with` block runs."""
+
+    def __init__(self, every_s: float = 0.02) -> None:
+        self._every_s = every_s
+        self._stop = threading.Event()
+        self.private_bytes = self.shared_pss_bytes = 0
+
+    def read(self) -> tuple[int, int]:
+        """Bytes that only this process uses, and its share of the shared memory (PSS of shmem)."""
+        values = {}
+        for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
+            key, amount = line.split(":")
+            values[key] = int(amount.split()[0]) * 1024
+        return values["Private_Clean"] + values["Private_Dirty"] - self._only_shmem(values), values["Pss_Shmem"]
+
+    @staticmethod
+    def _only_shmem(values: dict[str, int]) -> int:
+        # Shared pages that only this rank has touched so far count as private to the kernel; they are not ours.
+        return max(values["Private_Dirty"] - values["Pss_Anon"] - values["Pss_File"], 0)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._every_s):
+            private, shared = self.read()
+            self.private_bytes = max(self.private_bytes, private)
+            self.shared_pss_bytes = max(self.shared_pss_bytes, shared)
+
+    def __enter__(self) -> _PeakMemory:
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def peak_memory(kind: type[Variant], work: Work) -> dict[str, int]:
+    """Peak bytes over the ranks of one variant alone, above the process before it had a model. Collective."""
+    rank, _ = _open_job()
+    data = TokenizedDataset.load(work.dataset)
+    cost = work.cost()
+    nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()  # what torch itself sets up on first use
+    watch = _PeakMemory()
+    before, _ = watch.read()
+    variant = kind(work.build)
+    torch.nn.utils.clip_grad_norm_([torch.zeros(1, requires_grad=True)], 1.0)
+    with watch:
+        for index, samples in enumerate(work.minibatches[:1]):
+            dealt = _deal(work, data, samples, variant.balance, cost)
+            variant.start_minibatch(index)
+            variant.gradients(dealt[rank], sum(count_target_tokens(packs) for packs in dealt))
+            variant.step()
+    peaks = _gather((watch.private_bytes - before, watch.shared_pss_bytes))
+    after = _gather(watch.read()[0] - before)
+    dist.destroy_process_group()
+    return {
+        "peak_private_bytes": max(private for private, _ in peaks),
+        "shared_bytes": sum(shared for _, shared in peaks),
+        "private_after_step_bytes": max(after),
+    }
+
+
+def bootstrap_ratio(slow: Sequence[float], fast: Sequence[float], *, draws: int = 10_000) -> dict[str, float]:
+    """Total time of `slow` over that of `fast`, with a 95% interval over interleaved minibatches."""
+    generator = random.Random(0)
+    count = len(slow)
+    ratios = []
+    for _ in range(draws):
+        picks = [generator.randrange(count) for _ in range(count)]
+        ratios.append(sum(slow[i] for i in picks) / sum(fast[i] for i in picks))
+    ratios.sort()
+    return {"ratio": sum(slow) / sum(fast), "low": ratios[int(0.025 * draws)], "high": ratios[int(0.975 * draws)]}
+
+
+def single_thread_environment() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -1,0 +1,247 @@
+"""The ways to train that are compared: FSDP2 in two settings, DDP, our transport with a barrier per layer, ODC.
+
+Every variant trains the same model on the same samples with the same optimizer; they differ in who waits for whom
+and in how samples are dealt. Each records events in the engine's form: "wait" is time blocked in a collective or a
+meeting, the data's transfer included.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.nn.parallel import DistributedDataParallel
+
+from odc_triton.api import engine_of, minibatch
+from odc_triton.events import Event, EventLog
+from odc_triton.hf import enable_packing, summed_loss
+from odc_triton.plan import find_units
+from odc_triton.sharding import fully_shard
+
+Pack = dict[str, torch.Tensor]
+LEARNING_RATE = 3e-4
+CLIP_NORM = 1.0
+# Renamed in torch 2.13; FSDP2 itself calls what is there.
+_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Variant(ABC):
+    """One model under one way to train. `balance` names how its samples are dealt."""
+
+    name: ClassVar[str]
+    balance: ClassVar[str]
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        self.log = EventLog(dist.get_rank())
+        model = build()
+        model.train()
+        enable_packing(model)
+        self.blocks = [model.get_submodule(name) for name in find_units(model)]
+        self.model = self.shard(model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    @abstractmethod
+    def shard(self, model: nn.Module) -> nn.Module: ...
+
+    @abstractmethod
+    def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
+        """All microbatches of this rank until the gradients of all ranks have landed; returns the summed loss.
+
+        `total_tokens`: targets of all ranks' packs together.
+        """
+
+    def step(self) -> None:
+        with self.log.span("step", microbatch=-1):
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def events(self) -> list[Event]:
+        return self.log.drain()
+
+    def start_minibatch(self, index: int) -> None:
+        self.log.minibatch = index
+
+    def microbatch(self, index: int, pack: Pack, scale: float) -> float:
+        """Forward and backward of one pack with the loss scaled; returns the unscaled summed loss."""
+        self.log.microbatch = index
+        with self.log.span("forward"):
+            loss = summed_loss(self.model, pack)
+        with self.log.span("backward"):
+            (loss * scale).backward()
+        return loss.item()
+
+    def waiting(self, label: str, work: Callable[[], Any]) -> Any:
+        with self.log.span("wait", label=label):
+            return work()
+
+
+class _TimedAllGather(AllGather):
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        return self.variant.waiting(
+            "all-gather",
+            lambda: _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op),
+        )
+
+
+class _TimedReduceScatter(ReduceScatter):
+    def __init__(self, variant: Variant) -> None:
+        self.variant = variant
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        return self.variant.waiting(
+            "reduce-scatter",
+            lambda: _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op),
+        )
+
+
+class Fsdp2(Variant):
+    """FSDP2 with its defaults: every layer gathers in forward and backward and reduces in backward."""
+
+    name = "FSDP2 + global packing"
+    balance = "global"
+    reshard = True
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        for block in self.blocks:
+            fsdp2_fully_shard(block, reshard_after_forward=self.reshard)
+        fsdp2_fully_shard(model, reshard_after_forward=self.reshard)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_all_gather(_TimedAllGather(self))
+                module.set_custom_reduce_scatter(_TimedReduceScatter(self))
+        return model
+
+    def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
+        # FSDP2 averages over the ranks: the loss is scaled so that the mean is the sum over tokens.
+        scale = dist.get_world_size() / total_tokens
+        return sum(self.microbatch(index, pack, scale) for index, pack in enumerate(packs))
+
+
+class Fsdp2Micro(Fsdp2):
+    name = "FSDP2 + LB-Micro"
+    balance = "micro"
+
+
+class Fsdp2NoReshard(Fsdp2):
+    """FSDP2's fastest setting for gradient accumulation: gather in the first microbatch, reduce in the last.
+
+    Ranks may then run different numbers of microbatches (at least one each); the price is unsharded memory.
+    """
+
+    name = "FSDP2 no reshard + LB-Mini"
+    balance = "mini"
+    reshard = False
+
+    def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
+        scale = dist.get_world_size() / total_tokens
+        total = 0.0
+        for index, pack in enumerate(packs):
+            last = index == len(packs) - 1
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_reshard_after_backward(last)
+            self.model.set_is_last_backward(last)
+            total += self.microbatch(index, pack, scale)
+        return total
+
+
+class Ddp(Variant):
+    """DDP, all-reducing in the last microbatch only."""
+
+    name = "DDP no_sync + LB-Mini"
+    balance = "mini"
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(model)
+
+    def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
+        scale = dist.get_world_size() / total_tokens
+        total = 0.0
+        for index, pack in enumerate(packs):
+            self.model.require_backward_grad_sync = index == len(packs) - 1
+            total += self.microbatch(index, pack, scale)
+        return total
+
+
+class Odc(Variant):
+    name = "ODC + LB-Mini"
+    balance = "mini"
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        return fully_shard(model)
+
+    def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
+        tokens = total_tokens if dist.get_rank() == 0 else 0
+        total = 0.0
+        with minibatch(self.model, tokens=tokens) as mb:
+            for pack in packs:
+                loss = summed_loss(self.model, pack)
+                (loss / mb.tokens).backward()
+                total += loss.item()
+        return total
+
+    def start_minibatch(self, index: int) -> None:
+        super().start_minibatch(index)
+        self._index = index
+
+    def step(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def events(self) -> list[Event]:
+        return engine_of(self.model).events.drain()
+
+
+class OdcMicro(Odc):
+    name = "ODC + LB-Micro"
+    balance = "micro"
+
+
+class LayerBarrier(Odc):
+    """Our transport, but all ranks meet at every layer of every forward and backward, as FSDP's collectives do."""
+
+    name = "layer barrier + global packing"
+    balance = "global"
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        for block in self.blocks:
+            block.register_forward_pre_hook(self._meet)
+            block.register_full_backward_pre_hook(self._meet)
+        return fully_shard(model)
+
+    def _meet(self, *_: Any) -> None:
+        start_s = time.monotonic()
+        dist.barrier()
+        engine_of(self.model).events.add("wait", start_s, time.monotonic(), label="barrier")
+
+
+class Unsharded(Variant):
+    """Plain torch in every process, nothing communicated: what the compute alone costs."""
+
+    name = "unsharded"
+    balance = "mini"
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
+        return sum(self.microbatch(index, pack, 1 / total_tokens) for index, pack in enumerate(packs))

@@ -1,0 +1,47 @@
+"""Starts the ranks of a job on this machine through torch's own elastic launcher."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+
+def _recorded(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, its exception written where the launcher looks for the cause."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(function)(*args)
+
+
+def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
+    """Runs `function(*args)` in `ranks` new processes and returns what each returned, by rank.
+
+    The processes find RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their environment, as under torchrun;
+    rendezvous is on loopback. Raises RuntimeError with the first failed rank's own error, in one line.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; give at least 1")
+    # torchrun's own default, set here so that it does not have to warn about it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        local_addr="127.0.0.1",
+    )
+    try:
+        results = elastic_launch(config, _recorded)(function, *args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise RuntimeError(f"rank {rank} failed first: {failure.message}") from None
+    return [results[rank] for rank in range(ranks)]
