@@ -43,5 +43,6 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
         results = elastic_launch(config, _recorded)(function, *args)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise RuntimeError(f"rank {rank} failed first: {failure.message}") from None
+        cause = failure.message["message"] if isinstance(failure.message, dict) else failure.message
+        raise RuntimeError(f"rank {rank} failed first: {cause}") from None
     return [results[rank] for rank in range(ranks)]

@@ -1,0 +1,87 @@
+"""The `odc-triton` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    if not sys.platform.startswith("linux"):
+        print(f"odc-triton runs on Linux only, not on {sys.platform}", file=sys.stderr)
+        return 1
+    parser = argparse.ArgumentParser(
+        prog="odc-triton", description="Sharded training by on-demand communication: no barrier per layer."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_train(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        return 130
+    except (OSError, ValueError, RuntimeError) as error:
+        print(f"odc-triton: {error}", file=sys.stderr)
+        return 1
+
+
+def _add_demo(commands: argparse._SubParsersAction) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train one small model in five ways side by side, FSDP2's and ours, and draw what the ranks do",
+        description="Trains one small model on this Python's standard library in five ways side by side (about five "
+        "minutes on two cores) and writes report.html, timeline.png, trace.json and report.json.",
+    )
+    demo.add_argument("--out", type=Path, default=Path("out/demo"), help="folder to write to (default: out/demo)")
+    demo.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    # The baselines are no part of the package: they lie in the repository's bench/, beside it.
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "bench" / "demo.py").exists():
+        raise RuntimeError("the demo needs the repository, whose bench/ holds the baselines: clone it and `make demo`")
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module("bench.demo").main(options.out)
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    from .options import add_arguments
+    from .train.options import SftOptions
+
+    train = commands.add_parser("train", help="train a model")
+    jobs = train.add_subparsers(dest="job", required=True, metavar="JOB")
+    sft = jobs.add_parser(
+        "sft",
+        help="supervised fine-tuning on packed sequences",
+        description="Supervised fine-tuning of a transformers causal LM on packed sequences. Starts the ranks on this "
+        "machine; under torchrun use `torchrun -m odc_triton.train.sft` with the same options.",
+    )
+    sft.add_argument("--ranks", type=int, default=1, help="processes to start on this machine (default: 1)")
+    add_arguments(sft, SftOptions)
+    sft.set_defaults(run=_train_sft, parser=sft)
+
+
+def _train_sft(options: argparse.Namespace) -> int:
+    from .launch import launch
+    from .options import read_options
+    from .train.options import SftOptions
+
+    try:
+        wanted = read_options(SftOptions, options)
+    except ValueError as error:
+        options.parser.error(str(error))
+    from .train.sft import run_sft
+
+    launch(run_sft, wanted, ranks=options.ranks)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

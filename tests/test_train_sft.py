@@ -1,0 +1,186 @@
+"""The SFT loop on real text (a few records): against plain torch, and independent of how samples are dealt."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from odc_triton.balance.collate import count_target_tokens, pack_collate
+from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.train.options import SftOptions
+from odc_triton.train.schedule import warmup_cosine
+from odc_triton.train.tokenizer import TextEncoder, save_tokenizer, train_tokenizer
+
+from . import ranks
+
+CONFIG = {
+    "model_type": "qwen2",
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus of this test-suite's own sources, a tokenizer trained on it, a model's config."""
+    folder = tmp_path_factory.mktemp("sft")
+    records = []
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        for part in path.read_text().split("\n\n\n"):
+            prompt, _, completion = part.partition("\n")
+            if completion:
+                records.append({"prompt": prompt, "completion": completion[:300]})
+    records = records[:120]
+    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokenizer = train_tokenizer((r["prompt"] + r["completion"] for r in records), vocab_size=CONFIG["vocab_size"])
+    save_tokenizer(tokenizer, folder / "tokenizer.json")
+    tokenize_file(folder / "data.jsonl", TextEncoder.of(tokenizer), DataOptions(max_tokens=256)).save(
+        folder / "data.npz"
+    )
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def options(folder: Path, **changes: object) -> SftOptions:
+    wanted = {
+        "data": str(folder / "data.jsonl"),
+        "init": str(folder / "config.json"),
+        "tokenizer": str(folder / "tokenizer.json"),
+        "out": str(folder / "out"),
+        "steps": STEPS,
+        "samples_per_rank": 4,
+        "token_cap": 256,
+        "lr": 1e-3,
+        "warmup_steps": 2,
+    }
+    return SftOptions(**wanted | changes)
+
+
+def _model() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from odc_triton.hf import enable_packing
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**CONFIG))
+    enable_packing(model)
+    return model.train()
+
+
+def train(rank: int, world: int, wanted: SftOptions, folder: Path) -> tuple[list[float], dict, dict]:
+    from odc_triton import full_parameters
+    from odc_triton.sharding import fully_shard
+    from odc_triton.train.sft import SftRun
+
+    run = SftRun(options=wanted, model=fully_shard(_model()), data=TokenizedDataset.load(folder / "data.npz"))
+    losses = [run.train_step()["loss"] for _ in range(wanted.steps)]
+    return losses, dict(full_parameters(run.model)), run.state.sampler
+
+
+def plain(wanted: SftOptions, folder: Path, samples_per_minibatch: int) -> tuple[list[float], dict]:
+    """Plain torch, one sample a microbatch, the same samples."""
+    from odc_triton.balance import MinibatchSampler
+
+    torch.set_num_threads(1)
+    model = _model()
+    data = TokenizedDataset.load(folder / "data.npz")
+    sampler = MinibatchSampler(data.lengths.tolist(), samples_per_minibatch, 256, rank=0, world=1, drop_last=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=wanted.lr, weight_decay=0.0)
+    losses = []
+    for step in range(wanted.steps):
+        (packs,) = sampler.assignment(0, step)
+        samples = pack_collate([[data[index]] for pack in packs for index in pack])
+        total = count_target_tokens(samples)
+        for group in optimizer.param_groups:
+            factor = warmup_cosine(step, steps=wanted.steps, warmup_steps=wanted.warmup_steps, floor=0.1)
+            group["lr"] = wanted.lr * factor
+        summed = 0.0
+        for sample in samples:
+            logits = model(input_ids=sample["input_ids"], use_cache=False).logits[0, :-1]
+            loss = nn.functional.cross_entropy(logits, sample["labels"][0, 1:], ignore_index=-100, reduction="sum")
+            (loss / total).backward()
+            summed += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(summed / total)
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("world", "balance"), [(1, "mini"), (2, "mini"), (2, "micro"), (2, "global"), (4, "local")])
+def test_equals_plain_torch_however_samples_are_dealt(folder: Path, world: int, balance: str) -> None:
+    wanted = options(folder, balance=balance, samples_per_rank=8 // world)
+    want_losses, want = plain(wanted, folder, samples_per_minibatch=8)
+    for losses, weights, position in ranks.run(train, world, wanted, folder):
+        torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=0)
+        # Packs sum in another order than single samples; AdamW amplifies it over the steps.
+        error = (
+            sum((weights[k] - want[k]).norm() ** 2 for k in want).sqrt() / sum(want[k].norm() ** 2 for k in want).sqrt()
+        )
+        assert error < 1e-5
+        assert position["minibatch"] == STEPS
+    assert want_losses[-1] < want_losses[0]
+
+
+def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    wanted = options(folder, out=str(tmp_path / "out"))
+    command = [sys.executable, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2"]
+    for name in ("data", "init", "tokenizer", "out", "steps", "samples_per_rank", "token_cap", "lr"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(wanted, name))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert "step/s" not in done.stderr, "no progress bar where there is no terminal"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
+    ids = torch.tensor([tokenizer("def main():\n    return 0\n")["input_ids"]])
+    trained = model(input_ids=ids).logits
+    assert trained.isfinite().all()
+
+    again = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert again.returncode == 1
+    assert "another run" in again.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "somewhere"}, "either --model"),
+        ({"init": None}, "either --model"),
+        ({"steps": 0}, "steps is 0"),
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr_floor": 2.0}, "lr_floor is 2.0"),
+        ({"timeout_minutes": 0.0}, "timeout_minutes is 0.0"),
+    ],
+)
+def test_bad_options(folder: Path, changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        options(folder, **changes)
+
+
+def test_schedule() -> None:
+    factors = [warmup_cosine(step, steps=110, warmup_steps=10, floor=0.1) for step in range(111)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[9] == pytest.approx(1.0)
+    assert factors[60] == pytest.approx(0.55)
+    assert factors[110] == pytest.approx(0.1)
+    assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
+    assert warmup_cosine(5, steps=5, warmup_steps=5, floor=0.0) == 1.0
