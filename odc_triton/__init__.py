@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .errors import OdcError as OdcError
     from .errors import RankLost as RankLost
     from .errors import RanksDiffer as RanksDiffer
-    from .memory_plan import memory_plan as memory_plan
+    from .footprint import memory_plan as memory_plan
     from .sharding import fully_shard as fully_shard
 
 _API = (
@@ -39,7 +39,7 @@ _HOME = {
     **dict.fromkeys(_ERRORS, "odc_triton.errors"),
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "fully_shard": "odc_triton.sharding",
-    "memory_plan": "odc_triton.memory_plan",
+    "memory_plan": "odc_triton.footprint",
 }
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"

@@ -10,6 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from .module import is_sharded
+from .sharded_param import has_gradient_hooks
+
+SHARDABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
@@ -35,17 +38,17 @@ def refuse_unshardable(name: str, parameter: nn.Parameter) -> None:
             f"{name} is a DTensor on {parameter.device_mesh}: tensor, context and pipeline parallel models, and models "
             f"that are sharded already, can't be sharded again. Call fully_shard on the plain model."
         )
-    if not parameter.is_floating_point():
+    if parameter.dtype not in SHARDABLE_DTYPES:
         raise ValueError(
-            f"{name} is {kind} of {parameter.dtype}: quantised parameters (4-bit, 8-bit) can't be sharded. Load the "
-            f"model in bf16 or fp32, or pass them in ignored_params."
+            f"{name} is {kind} of {parameter.dtype}: quantised (4-bit, 8-bit) and complex parameters can't be sharded. "
+            f"Load the model in bf16 or fp32, or pass them in ignored_params."
         )
     if parameter.device.type not in ("cpu", "meta"):
         raise ValueError(
             f"{name} is on {parameter.device}: the CPU backend shards models on the CPU or the meta device. "
             f"Move the model with .cpu() first."
         )
-    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+    if has_gradient_hooks(parameter):
         raise ValueError(
             f"{name} has gradient hooks (optimizer-in-backward registers such hooks): they would never fire on a "
             f"sharded parameter. Remove them and step the optimizer after the minibatch."

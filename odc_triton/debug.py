@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
-_HARMLESS = ("wait_tensor",)
+_HARMLESS = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class RefuseCollectives(TorchDispatchMode):
     """Raises at any collective over more than one rank. Ranks run different numbers of microbatches."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if DTensor in types:  # let DTensor go first: it issues its collectives under this mode
+            return NotImplemented
         if func.namespace in _NAMESPACES and func._opname not in _HARMLESS and self._ranks_of(args) != 1:
             raise RuntimeError(
                 f"collective {func._opname} inside a minibatch: ranks may run different numbers of microbatches, so "
@@ -25,7 +28,7 @@ class RefuseCollectives(TorchDispatchMode):
     def _ranks_of(args: tuple) -> int | None:
         import torch.distributed as dist
 
-        for argument in args:
+        for argument in reversed(args):  # the group comes last among the strings, after the reduction's name
             if isinstance(argument, str):  # functional collectives name their group
                 return dist.distributed_c10d._resolve_process_group(argument).size()
             try:

@@ -14,6 +14,7 @@ BROKEN  a meeting failed: a peer is gone or too late, this job can't go on
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 import warnings
 import weakref
@@ -26,11 +27,11 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from .errors import MinibatchFailed
+from .errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer
 from .events import EventLog
 from .meeting import Meetings
 from .memory.heap import SymmetricHeap, Word
-from .sharded_param import ShardedParameter
+from .sharded_param import ShardedParameter, has_gradient_hooks
 from .unit import Unit
 
 
@@ -43,6 +44,14 @@ class Phase(IntEnum):
 
 def _in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    for value in pytree.tree_leaves(output):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
 def _describe(error: BaseException) -> str:
@@ -68,8 +77,8 @@ class Engine:
         self._published = 0
         self._forwards = 0  # units whose forward runs now, nested ones counted
         self._forward_start_s = self._backward_start_s = self._step_start_s = 0.0
+        self._loss_start_s: float | None = None  # a forward ended there and its backward has not begun
         self._reading = 0  # the publication that an evaluation reads
-        self._ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         self._warned: set[str] = set()
         self._scope = contextlib.ExitStack()
         self._hook_optimizers()
@@ -85,6 +94,7 @@ class Engine:
     def absorb(self, inner: Engine) -> None:
         """Takes over a submodule that was sharded before its root; its parameters stay where they are."""
         for unit in inner.units:
+            unit.reset()
             unit.engine = self
         self.units += inner.units
         self.add(inner.parameters)
@@ -105,10 +115,8 @@ class Engine:
 
     def _push_gradient(self, parameter: ShardedParameter) -> None:
         self._backward_begins(self.minibatch)
-        waited_s = parameter.add_gradient(self.meetings)
-        if waited_s:
-            now_s = time.monotonic()
-            self.events.add("wait", now_s - waited_s, now_s, label=f"lock of {parameter.name}")
+        for start_s, end_s in parameter.add_gradient(self.meetings):
+            self.events.add("wait", start_s, end_s, label=f"lock of {parameter.name}")
 
     def trainable(self) -> list[ShardedParameter]:
         return [parameter for parameter in self.parameters if parameter.gradient_shard is not None]
@@ -131,14 +139,15 @@ class Engine:
             error = raised
         number = self.minibatch + 1
         message = {"tokens": tokens, "published": self._published}
+        self.events.minibatch, self.events.microbatch = number, -1
         messages = self._meet(f"enter minibatch {number}", message, error)
-        self.minibatch = self.events.minibatch = number
-        self.events.microbatch = -1
+        self.minibatch = number
         self._settle(messages, error)
         given = [theirs["tokens"] for theirs in messages]
         missing = [rank for rank, count in enumerate(given) if count is None]
         if missing and len(missing) < self.world:
-            raise ValueError(f"tokens was given on some ranks but not on ranks {missing}; give it on all or on none")
+            self._enter_phase(Phase.READY)
+            raise RanksDiffer(f"tokens was given on some ranks but not on ranks {missing}; give it on all or on none")
         self._tokens = None if missing else sum(given)
         self._published = max(theirs["published"] for theirs in messages)
         self.heap.show(Word.PUBLISHED, self._published)
@@ -162,9 +171,11 @@ class Engine:
                 "torch.use_deterministic_algorithms(True) can't be kept: gradients are added in the order of their "
                 "arrival. Switch it off around training with odc-triton."
             )
+        for unit in self.units:
+            unit.check_places()
         for parameter in self.parameters:
             sharded, name = parameter.sharded, parameter.name
-            if sharded._backward_hooks or getattr(sharded, "_post_accumulate_grad_hooks", None):
+            if has_gradient_hooks(sharded):
                 raise RuntimeError(
                     f"{name} has gradient hooks, which never fire on a sharded parameter (optimizer-in-backward "
                     f"registers such hooks). Step the optimizer after the minibatch instead."
@@ -199,8 +210,9 @@ class Engine:
         for unit in self.units:
             unit.reset()
         purpose = f"leave minibatch {self.minibatch}"
-        if error is not None and not isinstance(error, Exception):
-            # A wish to stop (Ctrl-C, exit): peers are told, but this rank waits for nobody.
+        lost = isinstance(error, (RankLost, DeadlineExceeded))
+        if lost or (error is not None and not isinstance(error, Exception)):
+            # A peer is lost or too late, or a wish to stop (Ctrl-C, exit): peers are told, nobody is waited for.
             self._enter_phase(Phase.BROKEN)
             self.meetings.tell(purpose, {"error": _describe(error)})
             return
@@ -211,6 +223,8 @@ class Engine:
         messages = self._meet(purpose, message, error)
         self.events.microbatch = -1
         self._settle(messages, error)
+        self._land({index for theirs in messages for index in theirs["touched"]})
+        self._enter_phase(Phase.LANDED)
         counts = [theirs["microbatches"] for theirs in messages]
         if self._tokens is None and len(set(counts)) > 1:
             self._warn_once(
@@ -218,8 +232,6 @@ class Engine:
                 f"ranks ran {counts} microbatches in minibatch {self.minibatch} and gradients are divided by the "
                 f"number of ranks; give tokens= to minibatch() and divide the loss by mb.tokens",
             )
-        self._land({index for theirs in messages for index in theirs["touched"]})
-        self._enter_phase(Phase.LANDED)
 
     def _land(self, touched: set[int]) -> None:
         factor = self.divide_factor or (self.world if self._tokens is None else 1)
@@ -248,7 +260,7 @@ class Engine:
 
     def _enter_phase(self, phase: Phase) -> None:
         self.phase = phase
-        self.heap.show(Word.PHASE, phase)
+        self.heap.show(Word.BROKEN, phase is Phase.BROKEN)
         self.heap.show(Word.MINIBATCH, self.minibatch)
 
     def fail(self, reason: str) -> None:
@@ -278,7 +290,9 @@ class Engine:
         self._forwards -= 1
         if self._forwards or _in_backward_pass():
             return
-        self.events.add("forward", self._forward_start_s, time.monotonic())
+        now_s = time.monotonic()
+        self.events.add("forward", self._forward_start_s, now_s)
+        self._loss_start_s = now_s if self.phase is Phase.OPEN and torch.is_grad_enabled() else None
         if error is not None:
             if self.phase is Phase.OPEN:
                 self.fail(_describe(error))
@@ -290,8 +304,8 @@ class Engine:
         if not torch.is_grad_enabled():
             return
         number = self.minibatch if self.phase is Phase.OPEN else None
-        for value in pytree.tree_leaves(output):
-            if isinstance(value, torch.Tensor) and value.requires_grad:
+        for value in _tensors(output):
+            if value.grad_fn is not None:  # a leaf that is passed through outlives the minibatch, a hook on it too
                 value.register_hook(lambda _: self._backward_begins(number))
 
     def _backward_begins(self, number: int | None) -> None:
@@ -306,6 +320,9 @@ class Engine:
             )
         self.in_backward = True
         self._backward_start_s = time.monotonic()
+        if self._loss_start_s is not None:
+            self.events.add("forward", self._loss_start_s, self._backward_start_s, label="loss")
+            self._loss_start_s = None
         for unit in self.units:  # checkpointing may recompute any part of any unit
             unit.make_whole()
         torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
@@ -356,12 +373,15 @@ class Engine:
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, a copy of the whole tensor in the compute dtype), one at a time; no other rank takes part."""
+        published = self._published
         for parameter in self.parameters:
             if self.phase is not Phase.OPEN:
                 self.wait_readable()
             value = parameter.leaf.detach().clone()
             if self.phase is not Phase.OPEN:
                 self.check_not_torn()
+            if self._published != published:
+                raise RuntimeError("the parameters were stepped or published during this walk: start a new one")
             yield parameter.name, value
 
     # ------------------------------------------------------------------ optimizers
@@ -382,10 +402,8 @@ class Engine:
         self._unhook = [weakref.finalize(self, handle.remove) for handle in handles]
 
     def _steps_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        if optimizer not in self._ours:
-            mine = {id(parameter.sharded) for parameter in self.parameters}
-            self._ours[optimizer] = any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
-        return self._ours[optimizer]
+        mine = {id(parameter.sharded) for parameter in self.parameters}
+        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
     def _step_begins(self) -> None:
         if self.phase is Phase.OPEN:
@@ -414,9 +432,3 @@ class Engine:
         """Stops listening: another engine drives these parameters from now on."""
         for unhook in self._unhook:
             unhook()
-
-    def __deepcopy__(self, memo: dict) -> Engine:
-        raise TypeError("a sharded model can't be copied; build a second model and load full_parameters(model) into it")
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a sharded model can't be pickled; save its state_dict() with torch.distributed.checkpoint")

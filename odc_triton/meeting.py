@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .errors import DeadlineExceeded, RankLost
+from .errors import DeadlineExceeded, RankLost, RanksDiffer
 from .memory.heap import SymmetricHeap, Word
 
 log = logging.getLogger("odc_triton")
@@ -43,6 +43,8 @@ class Meetings:
     def tell(self, purpose: str, message: dict[str, Any]) -> None:
         """Leaves this rank's message for the next meeting without waiting for anybody."""
         self._store.set(self._key(self.held, self.rank), json.dumps({"purpose": purpose, **message}))
+        if self.heap is not None:
+            self.heap.show(Word.MEETINGS, self.held + 1)
 
     def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Waits for all ranks and returns their messages, by rank.
@@ -53,9 +55,9 @@ class Meetings:
         keys = [self._key(number, rank) for rank in range(self.world)]
         try:
             self.tell(purpose, message)
-            self._wait(purpose, keys)
+            self.wait_until(purpose, lambda: self._missing(number, keys))
             messages = [json.loads(text) for text in self._store.multi_get(keys)]
-        except dist.DistNetworkError as error:
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
             self._lost(purpose, list(range(self.world)), error)
         self.held += 1
         # Whoever holds this meeting's keys has left the one before: nobody reads those any more.
@@ -63,60 +65,62 @@ class Meetings:
             self._store.delete_key(self._key(number - 1, self.rank))
         for peer, theirs in enumerate(messages):
             if theirs["purpose"] != purpose:
-                raise RuntimeError(
+                raise RanksDiffer(
                     f"rank {self.rank} is at '{purpose}' while rank {peer} is at '{theirs['purpose']}': "
-                    f"the ranks' training loops call different things"
+                    f"the ranks' training loops must call the same things in the same order"
                 )
         return messages
 
-    def _wait(self, purpose: str, keys: list[str]) -> None:
+    def _missing(self, number: int, keys: list[str]) -> list[int]:
+        """Who has not come to meeting `number` yet. Asked of the heap once there is one: a store whose host is
+        stopped does not answer, and a question to it knows no deadline."""
+        if self.heap is not None:
+            return [rank for rank, came in enumerate(self.heap.seen(Word.MEETINGS)) if came <= number]
+        if self._store.check(keys):
+            return []
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+    def wait_until(self, purpose: str, missing: Callable[[], list[int]]) -> None:
+        """Waits until `missing()`, the ranks that have not come yet, is empty; raises as `meet` does."""
         start_s = time.monotonic()
         warn_at_s = min(_FIRST_WARNING_S, self.timeout_s / 2)
         look_at_s = _LOOK_S
-        # Polled, as `store.wait` with a short timeout prints two warnings each time that it expires.
-        while not self._store.check(keys):
+        while ranks := missing():
             waited_s = time.monotonic() - start_s
             if waited_s > min(look_at_s, self.timeout_s):
                 look_at_s = waited_s + _LOOK_S
-                missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                self.require_alive(missing, purpose)
-                if missing and waited_s > self.timeout_s:
-                    words = self._words(purpose, missing, waited_s)
-                    raise DeadlineExceeded(missing, f"{words}: the deadline has passed")
-                if missing and waited_s > warn_at_s:
-                    log.warning("%s; its deadline is %.0f s", self._words(purpose, missing, waited_s), self.timeout_s)
+                self.require_alive(ranks, purpose, missing)
+                words = self._words(purpose, ranks, waited_s)
+                if waited_s > self.timeout_s:
+                    raise DeadlineExceeded(ranks, f"{words}: the deadline has passed")
+                if waited_s > warn_at_s:
+                    log.warning("%s; its deadline is %.0f s", words, self.timeout_s)
                     warn_at_s *= 2
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
 
-    def wait_until(self, purpose: str, missing: Callable[[], list[int]]) -> None:
-        """Waits, with the same deadline, until `missing()` is empty: for what peers show in the heap."""
-        start_s = time.monotonic()
-        nap_s = 50e-6
-        while ranks := missing():
-            waited_s = time.monotonic() - start_s
-            self.require_alive(ranks, purpose)
-            if waited_s > self.timeout_s:
-                raise DeadlineExceeded(ranks, f"{self._words(purpose, ranks, waited_s)}: the deadline has passed")
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, 5e-3)
-
-    def require_alive(self, ranks: list[int], purpose: str) -> None:
+    def require_alive(self, ranks: list[int], purpose: str, missing: Callable[[], list[int]]) -> None:
         if self.heap is None:
             return
         gone = [rank for rank in ranks if not self.heap.is_alive(rank)]
         if gone:
+            # One that came at the last moment and then ended has not failed this wait.
+            gone = sorted(set(gone) & set(missing()))
+        if gone:
             self._lost(purpose, gone, None)
 
     def _lost(self, purpose: str, ranks: list[int], cause: Exception | None) -> None:
-        if cause is not None and self.heap is not None:
+        if self.heap is None:
+            ranks, left = [], []
+        else:
             # The store's host is a rank or the launcher; a dying rank needs a moment to let its locks go.
-            for _ in range(20):
+            for _ in range(20 if cause is not None else 1):
                 gone = [rank for rank in ranks if not self.heap.is_alive(rank)]
                 if gone:
                     break
                 time.sleep(0.1)
-            ranks = gone
-        left = self.heap.seen(Word.LEFT) if self.heap is not None else [0] * self.world
+            # Who gave up because of another's end is not to blame for it.
+            broken, left = self.heap.seen(Word.BROKEN), self.heap.seen(Word.LEFT)
+            ranks = [rank for rank in gone if not broken[rank]] or gone
         words = ", ".join(f"rank {rank} {'left the training loop' if left[rank] else 'died'}" for rank in ranks)
         raise RankLost(
             ranks,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .engine import Engine
 from .unit import Unit
@@ -27,6 +29,13 @@ class ODCModule:
     """Mixed into the class of every module that `fully_shard` was called on, and of the units it found."""
 
     _odc_unit: Unit
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
+        """Makes a module of the original class, as FSDP2 does: slicing an nn.Sequential calls its own class."""
+        original = cls.__mro__[2]
+        made = original.__new__(original)
+        made.__init__(*args, **kwargs)
+        return made
 
     @property
     def _odc_engine(self) -> Engine:
@@ -118,16 +127,20 @@ class ODCModule:
 
     # ---- nn.Module
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._odc_unit.run(super().__call__, args, kwargs)
+
+    def __deepcopy__(self, memo: dict) -> NoReturn:
+        raise TypeError("a sharded model can't be copied; build a second model and load full_parameters(model) into it")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a sharded model can't be pickled; save its state_dict() with torch.distributed.checkpoint")
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ODCModule:
         """`.to()`, `.cpu()`, `.to_empty()`, …: buffers follow, parameters stay in the heap or it is refused."""
         ours = {id(p) for parameter in self._odc_engine.parameters for p in (parameter.sharded, parameter.leaf)}
-        for module in self.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None:
-                    continue
-                if id(parameter) not in ours:  # ignored_params
-                    module._parameters[name] = nn.Parameter(fn(parameter.data), parameter.requires_grad)
-                    continue
+        for name, parameter in self.named_parameters():
+            if id(parameter) in ours:
                 probe = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device))
                 if (probe.dtype, probe.device) != (parameter.dtype, parameter.device):
                     raise RuntimeError(
@@ -135,18 +148,48 @@ class ODCModule:
                         f"{probe.device}: a sharded parameter can't leave the heap. Convert the model before "
                         f"fully_shard, or pass mp_policy=MixedPrecisionPolicy(param_dtype=…)."
                     )
+        for parameter in self.parameters():
+            if id(parameter) not in ours:  # ignored_params
+                parameter.data = fn(parameter.data)
+        for module in self.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = fn(buffer)
         return self
 
+    def to_empty(self, *, device: Any, recurse: bool = True) -> ODCModule:
+        """No-op on the CPU: nothing is on the meta device any more, and what `fully_shard` initialised stays."""
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(
+                f"to_empty(device={device!r}): a sharded model can't leave the heap, which is on the CPU"
+            )
+        return self
+
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """As `nn.Module`'s; then publishes. Every rank must call it. `assign=True` is refused."""
+        """As `nn.Module`'s, from DTensors or from whole tensors; then publishes. `assign=True` is refused.
+
+        Collective: ranks meet before they write, as a slower one may still read the parameters.
+        """
         if assign:
             raise RuntimeError("load_state_dict(assign=True) would replace the heap's memory; leave assign out")
-        result = super().load_state_dict(state_dict, strict=strict)
+        if self._odc_engine.phase.name == "OPEN":
+            raise RuntimeError("load_state_dict inside a minibatch: peers are reading the parameters")
+        parameters = {id(parameter.sharded): parameter for parameter in self._odc_engine.parameters}
+        local = OrderedDict(state_dict)
+        if hasattr(state_dict, "_metadata"):  # versions of the modules' formats
+            local._metadata = state_dict._metadata
+        for name, sharded in self.named_parameters(remove_duplicate=False):
+            value = local.get(name)
+            if id(sharded) in parameters and _is_whole(value, sharded):
+                local[name] = parameters[id(sharded)].own_part(value)
+        self._odc_engine.meetings.meet("load_state_dict", {})
+        result = super().load_state_dict(local, strict=strict)
         self._odc_engine.publish()
         return result
+
+
+def _is_whole(value: Any, sharded: nn.Parameter) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == sharded.shape
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 import weakref
@@ -20,6 +21,15 @@ from .plan import ParameterSpec, Region, shard_rows
 
 _NAP_S = 20e-6
 _LONG_WAIT_S = 1e-3  # waits for a lock that are shorter are not worth an event
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether something waits for this parameter's gradient in a backward: user hooks, optimizer-in-backward."""
+    return bool(
+        parameter._backward_hooks
+        or getattr(parameter, "_post_accumulate_grad_hooks", None)
+        or getattr(parameter, "_in_backward_optimizers", None)  # of torch.distributed.optim
+    )
 
 
 class ShardedParameter:
@@ -55,6 +65,7 @@ class ShardedParameter:
         trains = gradient is not None
         self._mesh = mesh
         self.sharded = nn.Parameter(self._as_dtensor(master), requires_grad=trains)
+        self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
         self.leaf = nn.Parameter(heap.whole(compute), requires_grad=trains)
         self._gradients = [heap.shard(gradient, owner) for owner in range(self._world)] if trains else []
         self.gradient_shard = self._gradients[0 if spec.is_scalar else self._rank] if trains else None
@@ -76,19 +87,22 @@ class ShardedParameter:
 
     @torch.no_grad()
     def fill(self, value: torch.Tensor) -> None:
-        """Writes the whole tensor [N, ...] into all owners' compute shards; `adopt` follows on every rank."""
+        """Writes the whole tensor [N, ...] into all owners' compute shards; the masters `adopt` it."""
         self.leaf.copy_(value)
 
     @torch.no_grad()
-    def adopt(self, value: torch.Tensor | None) -> None:
-        """Sets this rank's master from `value`, the whole tensor in the master's dtype, or from the compute shard."""
-        if not self.spec.has_own_master:
-            return
-        source = self.leaf if value is None else value
-        if not self.spec.is_scalar:
-            start, stop = self._rows[self._rank]
-            source = source[start:stop]
-        self.master.copy_(source)
+    def adopt(self, first: int, values: torch.Tensor) -> None:
+        """Takes what this rank owns of `values`, elements `first`, `first` + 1, … of the whole, into its master."""
+        row = math.prod(self.spec.shape[1:])
+        start, stop = (rows * row for rows in self._rows[self._rank])
+        low, high = max(first, start), min(first + len(values), stop)
+        if low < high:
+            self.master.view(-1)[low - start : high - start].copy_(values[low - first : high - first])
+
+    def own_part(self, whole: torch.Tensor) -> DTensor:
+        """The whole tensor [N, ...], of which every rank has a copy, as a DTensor split like `sharded`."""
+        start, stop = self._rows[self._rank]
+        return self._as_dtensor(whole if self.spec.is_scalar else whole[start:stop])
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -97,41 +111,60 @@ class ShardedParameter:
             self._compute_shard.copy_(self.master)
 
     def listen(self, push: Callable[[ShardedParameter], None]) -> None:
-        """Has `push(self)` called whenever a backward has made a whole gradient, in `leaf.grad`."""
+        """Has `push(self)` called whenever a backward has made a whole gradient, in `leaf.grad`.
+
+        By weak references: the garbage collector does not see into hooks of tensors, so a cycle through one would
+        keep the heap for ever.
+        """
         if self._listener is not None:
             self._listener.remove()
-        self._listener = self.leaf.register_post_accumulate_grad_hook(lambda _: push(self))
+        parameter, method = weakref.ref(self), weakref.WeakMethod(push)
+
+        def landed_in_leaf(_: torch.Tensor) -> None:
+            if (this := parameter()) is not None and (push := method()) is not None:
+                push(this)
+
+        self._listener = self.leaf.register_post_accumulate_grad_hook(landed_in_leaf)
 
     @torch.no_grad()
-    def add_gradient(self, meetings: Meetings) -> float:
-        """Moves `leaf.grad` [N, ...] into its owners' shards, own shard first; returns seconds spent waiting.
+    def add_gradient(self, meetings: Meetings) -> list[tuple[float, float]]:
+        """Moves `leaf.grad` [N, ...] into its owners' shards, own shard first.
 
         Each (parameter, owner) has a lock; one that is taken is left for later, so that ranks that come at the same
-        time work on different owners. Raises DeadlineExceeded with the holder's name.
+        time work on different owners. Returns the times, as (start_s, end_s), at which all that was left was taken.
+        Raises DeadlineExceeded with the holder's name.
         """
         gradient, self.leaf.grad = self.leaf.grad, None
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        waited_s = 0.0
+        waits: list[tuple[float, float]] = []
         with self._threads:
             self.touched = True
             pending = [(self._rank + step) % self._world for step in range(self._world)]
             pending = [owner for owner in pending if self._gradients[owner].numel()]
-            since_s = time.monotonic()
+            stuck_s: float | None = None
             while pending:
+                before_s = time.monotonic()
                 left = [owner for owner in pending if not self._try_add(gradient, owner)]
-                if len(left) == len(pending):
+                if len(left) < len(pending):
+                    if stuck_s is not None and before_s - stuck_s > _LONG_WAIT_S:
+                        waits.append((stuck_s, before_s))
+                    stuck_s = None
+                else:
+                    stuck_s = before_s if stuck_s is None else stuck_s
+                    self._give_up_if_late(before_s - stuck_s, left[0], meetings.timeout_s)
                     time.sleep(_NAP_S)
-                    waited_s = time.monotonic() - since_s
-                    if waited_s > meetings.timeout_s:
-                        holder = self._heap.lock_holder(self.slot, left[0])
-                        raise DeadlineExceeded(
-                            left,
-                            f"rank {self._rank} waited {waited_s:.1f} s to add its gradient of {self.name} to "
-                            f"the shard of rank {left[0]}: {holder} holds the lock",
-                        )
                 pending = left
-        return waited_s if waited_s > _LONG_WAIT_S else 0.0
+        return waits
+
+    def _give_up_if_late(self, waited_s: float, owner: int, timeout_s: float) -> None:
+        if waited_s > timeout_s:
+            holder = self._heap.lock_holder(self.slot, owner)
+            raise DeadlineExceeded(
+                [] if holder is None else [holder],
+                f"rank {self._rank} waited {waited_s:.1f} s to add its gradient of {self.name} to the shard of rank "
+                f"{owner}: its lock is held by {'another process' if holder is None else f'rank {holder}'}",
+            )
 
     def _try_add(self, gradient: torch.Tensor, owner: int) -> bool:
         if not self._heap.try_lock(self.slot, owner):
@@ -182,7 +215,11 @@ class ShardedParameter:
     def check_memory(self) -> None:
         """Raises when something replaced the memory under the parameter, as `.data = …` or `.double()` do."""
         local = self.sharded._local_tensor
-        if local.data_ptr() != self.master.data_ptr() or local.dtype != self.master.dtype:
+        if (
+            local.data_ptr() != self.master.data_ptr()
+            or local.dtype != self.master.dtype
+            or self.sharded.untyped_storage()._cdata != self._outer_storage._cdata
+        ):
             raise RuntimeError(
                 f"{self.name} no longer lies in the shared heap: something replaced its storage "
                 f"(.data = …, .to(dtype) on a submodule, assign=True). Write into it with copy_() instead."

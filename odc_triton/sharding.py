@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 import warnings
-import weakref
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .collect import FoundParameter, dtype_name, find_parameters, refuse_unshardable
+from .collect import SHARDABLE_DTYPES, FoundParameter, dtype_name, find_parameters, refuse_unshardable
 from .engine import Engine
 from .errors import RanksDiffer
 from .initialize import write_initial_values
@@ -27,6 +27,7 @@ from .sharded_param import ShardedParameter
 from .unit import Slot, Unit
 
 Module = TypeVar("Module", bound=nn.Module)
+_AGREEING = "fully_shard: the same model on every rank"
 _FOREIGN_MESH_DIMS = ("tp", "cp", "pp", "ep", "sp")
 
 
@@ -60,8 +61,8 @@ def fully_shard(
     debug: catch collectives inside a minibatch.
     shard_placement_fn, offload_policy, dp_mesh_dims: FSDP2's, refused.
 
-    Raises ValueError for models and options that can't be sharded, RanksDiffer when the ranks' differ, with the
-    first difference, DeadlineExceeded when a rank does not come.
+    Raises ValueError, TypeError, NotImplementedError or RuntimeError for models and options that can't be sharded,
+    RanksDiffer when the ranks' differ, with the first difference, DeadlineExceeded when a rank does not come.
     """
     _check_options(module, mp_policy, reshard_after_forward, backend, timeout)
     for name, value in (
@@ -74,25 +75,28 @@ def fully_shard(
                 f"{name} is not supported, leave it out: parameters are split on dim 0, in memory"
             )
     policy = mp_policy or MixedPrecisionPolicy()
-    mesh = _check_mesh(mesh if mesh is not None else _default_mesh())
+    mesh = _check_mesh(mesh if mesh is not None else default_mesh(timeout))
     rank, world = mesh.get_local_rank(), mesh.size()
-
-    inner = _inner_engines(module)
-    unit_names = [] if inner else find_units(module)
-    known = {id(original): parameter for engine in inner for original, parameter in engine.originals()}
-    found = find_parameters(module, unit_names, ignored_params or set())
-    tied_to_inner = [entry for entry in found if id(entry.value) in known]
-    found = [entry for entry in found if id(entry.value) not in known]
-    if not found and not inner:
-        raise ValueError(f"{type(module).__name__} has no parameters to shard")
-    for entry in found:
-        refuse_unshardable(entry.name, entry.value)
+    meetings = _open_meetings(mesh, rank, world, timeout)
+    try:
+        inner = _inner_engines(module, mesh)
+        unit_names = [] if inner else find_units(module)
+        known = {id(original): parameter for engine in inner for original, parameter in engine.originals()}
+        found = find_parameters(module, unit_names, ignored_params or set())
+        tied_to_inner = [entry for entry in found if id(entry.value) in known]
+        found = [entry for entry in found if id(entry.value) not in known]
+        if not found and not inner:
+            raise ValueError(f"{type(module).__name__} has no parameters to shard")
+        for entry in found:
+            refuse_unshardable(entry.name, entry.value)
+    except Exception as error:  # the other ranks, whose models may be fine, must not wait for this one
+        meetings.tell(_AGREEING, {"refused": f"{type(error).__name__}: {error}"})
+        raise
     plan = make_plan(
         [_spec(entry, policy) for entry in found],
         world=world,
-        itemsizes={dtype_name(d): d.itemsize for d in (torch.float64, torch.float32, torch.bfloat16, torch.float16)},
+        itemsizes={dtype_name(dtype): dtype.itemsize for dtype in SHARDABLE_DTYPES},
     )
-    meetings = _open_meetings(mesh, rank, world, timeout)
     options = {"policy": str(policy), "world": world, "debug": debug, "timeout": str(timeout)}
     token = _agree(meetings, plan, options, sources=[entry.value.is_meta for entry in found])
     heap = SharedMemoryHeap(
@@ -110,13 +114,12 @@ def fully_shard(
         ShardedParameter(spec=spec, slot=slot, compute=compute, gradient=gradient, heap=heap, mesh=mesh)
         for slot, (spec, compute, gradient) in enumerate(zip(plan.parameters, plan.compute, plan.gradient, strict=True))
     ]
-    write_initial_values(module, found, parameters, meetings)
+    write_initial_values(module, found, parameters, meetings, token=f"{token}-initial")
     _warn_of_low_precision_masters(plan, rank)
 
     engine = Engine(heap=heap, meetings=meetings, debug=debug)
     by_unit: dict[str, list[Slot]] = {name: [] for name in [*unit_names, ""]}
     for entry, parameter in zip(found, parameters, strict=True):
-        parameter.original = weakref.ref(entry.value)
         for owner, attribute, unit in entry.places:
             by_unit[unit].append(Slot(owner, attribute, parameter))
     for entry in tied_to_inner:
@@ -138,6 +141,8 @@ def fully_shard(
 
 
 def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, backend: str, timeout: timedelta) -> None:
+    if sys.platform != "linux":
+        raise OSError(f"odc-triton shares memory between ranks by Linux's memfd and does not run on {sys.platform}")
     if isinstance(module, (list, tuple)):
         raise NotImplementedError("fully_shard takes one module; call it on each, or on their common parent")
     if not isinstance(module, nn.Module):
@@ -148,6 +153,11 @@ def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, back
         raise ValueError(f"{type(module).__name__} is sharded already: call fully_shard once per module, blocks first")
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy is a {type(mp_policy).__name__}; give a MixedPrecisionPolicy")
+    for name in ("param_dtype", "reduce_dtype") if mp_policy is not None else ():
+        dtype = getattr(mp_policy, name)
+        if dtype is not None and dtype not in SHARDABLE_DTYPES:
+            names = ", ".join(dtype_name(each) for each in SHARDABLE_DTYPES)
+            raise ValueError(f"mp_policy has {name}={dtype}; it must be one of {names}")
     if not isinstance(reshard_after_forward, (bool, int, type(None))):
         raise TypeError(f"reshard_after_forward is {reshard_after_forward!r}; it must be a bool, an int or None")
     if backend not in ("auto", "cpu"):
@@ -160,16 +170,19 @@ def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, back
         )
 
 
-def _default_mesh() -> DeviceMesh:
+def default_mesh(timeout: timedelta) -> DeviceMesh:
+    """All ranks. Without a process group it starts torchrun's, or else a world of one; `timeout` is its own then."""
     if not dist.is_initialized():
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            dist.init_process_group("gloo")
+        if "RANK" in os.environ:
+            dist.init_process_group("gloo", timeout=timeout)
         else:  # a notebook: a world of one takes the same path as any other
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh, see init_device_mesh")
     names = mesh.mesh_dim_names or ()
     if mesh.ndim != 1:
         raise NotImplementedError(
@@ -183,15 +196,30 @@ def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
         )
     if mesh.device_type != "cpu":
         raise NotImplementedError(f"mesh is on {mesh.device_type!r}: this version has the CPU backend only")
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"rank {dist.get_rank()} is not in {mesh}: call fully_shard on the mesh's ranks only")
     return mesh
 
 
-def _inner_engines(module: nn.Module) -> list[Engine]:
+def _inner_engines(module: nn.Module, mesh: DeviceMesh) -> list[Engine]:
     """Engines of the submodules that were sharded before their root."""
     inner: dict[int, Engine] = {}
-    for child in module.modules():
-        if is_sharded(child):
-            inner.setdefault(id(child._odc_engine), child._odc_engine)
+    below = {id(child) for child in module.modules()}
+    for name, child in module.named_modules():
+        if not is_sharded(child) or id(child._odc_engine) in inner:
+            continue
+        engine = child._odc_engine
+        outside = [unit.name for unit in engine.units if id(unit.module) not in below]
+        if outside:
+            raise ValueError(
+                f"{name} belongs to another sharded model, whose {outside[0] or 'root'} is not part of this "
+                f"{type(module).__name__}: a module can have one engine only. Shard the model that holds both."
+            )
+        for parameter in engine.parameters[:1]:
+            theirs = parameter.sharded.device_mesh
+            if theirs.mesh.tolist() != mesh.mesh.tolist():
+                raise NotImplementedError(f"{name} was sharded over {theirs}, its root over {mesh}: use one mesh")
+        inner[id(engine)] = engine
     return list(inner.values())
 
 
@@ -231,7 +259,10 @@ def _agree(meetings: Meetings, plan: Plan, options: dict[str, Any], sources: lis
     """All ranks compare their plans; returns a secret name for the heap, made by rank 0."""
     digest, lines = plan.fingerprint(options)
     token = uuid.uuid4().hex
-    messages = meetings.meet("fully_shard", {"digest": digest, "token": token, "meta": sources})
+    messages = meetings.meet(_AGREEING, {"digest": digest, "token": token, "meta": sources})
+    for rank, theirs in enumerate(messages):
+        if "refused" in theirs:
+            raise RanksDiffer(f"fully_shard: rank {rank} could not shard its model: {theirs['refused']}")
     different = [rank for rank, theirs in enumerate(messages) if theirs["digest"] != digest]
     disagree = len({theirs["digest"] for theirs in messages}) > 1
     if disagree:

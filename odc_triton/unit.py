@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,11 +56,6 @@ class Unit:
         self._uses = 0  # forwards of this unit that run now
         self._held = False  # by unshard()
         self._whole = False
-        self._hooks = [
-            module.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self._after_forward, always_call=True),
-        ]
-        self._outer_exceptions: list[BaseException | None] = []
         for slot in slots:
             slot.put(slot.parameter.sharded)
 
@@ -77,6 +72,15 @@ class Unit:
             for slot in self.slots:
                 slot.put(slot.parameter.sharded)
 
+    def check_places(self) -> None:
+        """Raises when something registered another parameter at one of the unit's places."""
+        for slot in () if self._whole else self.slots:
+            if slot.module._parameters.get(slot.attribute) is not slot.parameter.sharded:
+                raise RuntimeError(
+                    f"{slot.parameter.name} was replaced by another parameter after fully_shard. Write its values into "
+                    f"the sharded one with copy_() instead."
+                )
+
     def hold(self) -> None:
         self._held = True
         self.make_whole()
@@ -86,52 +90,42 @@ class Unit:
         self.make_sharded()
 
     def reset(self) -> None:
-        """Forgets uses that an exception left open (KeyboardInterrupt calls no forward hooks)."""
+        """Forgets `unshard()`, and uses that an interrupt between two lines left open."""
         self._uses, self._held = 0, False
-        self._outer_exceptions.clear()
         self.make_sharded()
 
-    def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def run(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """`call(*args, **kwargs)` as a forward of this unit: its parameters are whole meanwhile.
+
+        It stands around the module's `__call__` rather than in forward hooks, which an interrupt would skip.
+        """
         self.engine.forward_begins()
-        self._outer_exceptions.append(sys.exc_info()[1])
         self._uses += 1
-        self.make_whole()
-        dtype = self.policy.param_dtype
-        if dtype is not None and self.policy.cast_forward_inputs:
-            args, kwargs = pytree.tree_map(lambda value: _cast(value, dtype), (args, kwargs))
-        return args, kwargs
-
-    def leave(self, output: Any, error: BaseException | None) -> Any:
-        self._uses -= 1
-        self.make_sharded()
-        if error is None:
+        try:
+            self.make_whole()
+            dtype = self.policy.param_dtype
+            if dtype is not None and self.policy.cast_forward_inputs:
+                args, kwargs = pytree.tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+            output = call(*args, **kwargs)
             if self.policy.output_dtype is not None:
                 output = pytree.tree_map(lambda value: _cast(value, self.policy.output_dtype), output)
             self.engine.watch_backward(output)
-        self.engine.forward_ends(error)
+        except BaseException as error:
+            self._leave(error)
+            raise
+        self._leave(None)
         return output
 
-    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return self.enter(args, kwargs)
-
-    def _after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if not self._outer_exceptions:  # our own pre-hook raised: nothing was entered
-            return None
-        outer = self._outer_exceptions.pop()
-        error = sys.exc_info()[1]  # torch calls this hook from its `except` when the forward raised
-        return self.leave(output, None if error is outer else error)
+    def _leave(self, error: BaseException | None) -> None:
+        self._uses -= 1
+        self.make_sharded()
+        self.engine.forward_ends(error)
 
     def wrap_method(self, method: Callable) -> Callable:
         """`method` of the module, run as if it were its forward."""
 
+        @functools.wraps(method)
         def as_forward(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self.enter(args, kwargs)
-            self._outer_exceptions.pop()
-            try:
-                output = method(*args, **kwargs)
-            except BaseException as error:
-                self.leave(None, error)
-                raise
-            return self.leave(output, None)
+            return self.run(method, args, kwargs)
 
         return as_forward

@@ -56,12 +56,11 @@ class Job:
     processes: list[Any]
     connections: list[Any]
     store: Any
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
 
-    def join(self, timeout_s: float = 120) -> list[Outcome]:
-        """Waits for all ranks to end; a rank that does not is an assertion error."""
-        self.outcomes = [Outcome() for _ in self.processes]
-        ranks = {connection: rank for rank, connection in enumerate(self.connections)}
+    def wait_for(self, only: list[int], timeout_s: float = 120) -> list[Outcome]:
+        """Waits for these ranks to end, while others may go on; a rank that does not end is an assertion error."""
+        ranks = {self.connections[rank]: rank for rank in only if rank not in self.outcomes}
         while ranks:
             ready = wait(list(ranks), timeout_s)
             assert ready, f"ranks {sorted(ranks.values())} did not end within {timeout_s} s"
@@ -72,9 +71,13 @@ class Job:
                 except EOFError:
                     self.processes[rank].join(timeout_s)
                     self.outcomes[rank] = Outcome(signal=-(self.processes[rank].exitcode or 0))
-        for process in self.processes:
-            process.join(timeout_s)
-        return self.outcomes
+        for rank in only:
+            self.processes[rank].join(timeout_s)
+        return [self.outcomes[rank] for rank in only]
+
+    def join(self, timeout_s: float = 120) -> list[Outcome]:
+        """Waits for all ranks to end."""
+        return self.wait_for(list(range(len(self.processes))), timeout_s)
 
     def __enter__(self) -> Job:
         return self

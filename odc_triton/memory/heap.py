@@ -16,9 +16,10 @@ class Word(IntEnum):
     PID = 0
     PUBLISHED = 1  # how many times this rank has published its shards
     STEPPING = 2  # PUBLISHED + 1 while this rank may be writing its shards, else PUBLISHED
-    PHASE = 3  # engine.Phase
+    BROKEN = 3  # 1 once this rank has given up on its peers
     MINIBATCH = 4
     LEFT = 5  # 1 after this rank closed its heap
+    MEETINGS = 6  # how many meetings of the engine this rank has come to
 
 
 WORDS = len(Word)
@@ -61,8 +62,8 @@ class SymmetricHeap(ABC):
     def unlock(self, slot: int, owner: int) -> None: ...
 
     @abstractmethod
-    def lock_holder(self, slot: int, owner: int) -> str:
-        """Words for who holds that lock now."""
+    def lock_holder(self, slot: int, owner: int) -> int | None:
+        """The other rank that holds that lock now, if one does."""
 
     @abstractmethod
     def close(self) -> None: ...

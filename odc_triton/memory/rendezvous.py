@@ -44,6 +44,8 @@ def send_files(fds: list[int], *, token: str, world: int, timeout_s: float) -> N
                     f"rank 0 waited {timeout_s:.0f} s for ranks {missing} to open the shared heap; "
                     f"they must run on this host and in its network namespace",
                 ) from None
+            except ConnectionError:  # a rank that died or gave up meanwhile; if it is missed, the deadline says so
+                continue
 
 
 def receive_files(count: int, *, token: str, rank: int, timeout_s: float) -> list[int]:
@@ -59,7 +61,9 @@ def receive_files(count: int, *, token: str, rank: int, timeout_s: float) -> lis
                 connection.sendall(struct.pack("i", rank))
                 _, fds, _, _ = socket.recv_fds(connection, 1, count)
                 if len(fds) == count:
-                    return fds
+                    for fd in fds:
+                        os.set_inheritable(fd, False)
+                    return list(fds)
             except (ConnectionRefusedError, ConnectionResetError, BlockingIOError, TimeoutError):
                 pass
         if time.monotonic() > deadline_s:

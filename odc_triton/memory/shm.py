@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from multiprocessing.util import Finalize
 
 import torch
 
@@ -28,6 +29,11 @@ def _new_memfd(name: str, size_bytes: int) -> int:
     os.ftruncate(fd, size_bytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return fd
+
+
+def _leave(words: memoryview, left: int, locks: ByteLocks) -> None:
+    words[left] = 1
+    locks.close()
 
 
 class SharedMemoryHeap(SymmetricHeap):
@@ -64,6 +70,9 @@ class SharedMemoryHeap(SymmetricHeap):
         if not self._locks.try_lock(rank):
             raise RuntimeError(f"another process is rank {rank} of this heap already")
         self.show(Word.PID, os.getpid())
+        # When this object is collected, and at the end of a script or of a multiprocessing child; never in a forked
+        # child (a data loader's worker), which ends without its rank leaving.
+        self._close = Finalize(self, _leave, (self._words, rank * WORDS + Word.LEFT, self._locks), exitpriority=0)
 
     def _tensor(self, region: Region) -> torch.Tensor:
         dtype = getattr(torch, region.dtype)
@@ -97,14 +106,11 @@ class SharedMemoryHeap(SymmetricHeap):
     def unlock(self, slot: int, owner: int) -> None:
         self._locks.unlock(self._lock_index(slot, owner))
 
-    def lock_holder(self, slot: int, owner: int) -> str:
+    def lock_holder(self, slot: int, owner: int) -> int | None:
         pid = self._locks.holder_pid(self._lock_index(slot, owner))
-        if pid is None:
-            return "nobody"
         pids = self.seen(Word.PID)
-        return f"rank {pids.index(pid)} (process {pid})" if pid in pids else f"process {pid}"
+        return pids.index(pid) if pid in pids else None
 
     def close(self) -> None:
         """Says that this rank left, and lets its locks go. Tensors over the heap stay valid until dropped."""
-        self.show(Word.LEFT, 1)
-        self._locks.close()
+        self._close()

@@ -1,0 +1,72 @@
+"""What is installed is what is in the tree, and the folder `kernels/` shadows nobody."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from odc_triton import cli
+
+tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it; the metadata are the same on 3.10
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def test_every_package_is_installed() -> None:
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "odc_triton").rglob("*.py")} | {
+        "odc_kernels"
+    }
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
+
+
+def test_kernels_is_not_a_package_by_its_own_name() -> None:
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    code = "import odc_kernels, transformers; from transformers import Qwen2Config; print(list(odc_kernels.__path__))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "kernels" in done.stdout
+
+
+def test_pins_lie_in_the_open_ranges() -> None:
+    from packaging.requirements import Requirement
+
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"
+    )
+    ranges = {r.name: r.specifier for r in map(Requirement, PROJECT["project"]["dependencies"])}
+    assert {"torch", "triton", "transformers"} <= pins.keys()
+    for name, version in pins.items():
+        assert version in ranges[name], name
+    assert all("==" not in str(specifier) for specifier in ranges.values()), "a library pins nothing"
+
+
+def test_another_system_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert cli.main(["demo"]) == 1
+    assert "Linux only" in capsys.readouterr().err
+
+
+def test_help_explains_every_option(capsys) -> None:
+    from dataclasses import fields
+
+    from odc_triton.train.options import SftOptions
+
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["train", "sft", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for entry in fields(SftOptions):
+        assert f"--{entry.name.replace('_', '-')}" in text
+        assert " ".join(entry.metadata["help"].split()) in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nonsense"], ["train", "sft", "--data", "x"], ["train", "sft", "--stepz", "3"], ["train", "sft", "--steps", "x"]],
+)
+def test_unknown_arguments_are_errors(arguments: list[str], capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments)
+    assert "error:" in capsys.readouterr().err
