@@ -50,7 +50,7 @@ SAMPLES = 64  # of all ranks per minibatch: about four packs a rank
 WARM_UP = 1
 MINIBATCHES = 6
 EQUAL_LENGTHS = [512] * 4  # of the pack that the overhead is measured on
-OVERHEAD_REPEATS = 6
+OVERHEAD_REPEATS = 10
 LOSS_TOLERANCE = 1e-3
 SHOWN = range(WARM_UP, WARM_UP + 2)  # minibatches in the picture
 

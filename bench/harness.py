@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,10 +121,11 @@ def compare(
     return results
 
 
-def overhead(work: Work, lengths: list[int], repeats: int) -> dict[str, float]:
+def overhead(work: Work, lengths: list[int], repeats: int) -> dict[str, Any]:
     """ODC's time over plain torch's on a balanced minibatch of equal packs, without the optimizer step. Collective.
 
-    `lengths`: tokens of each document of one pack; two packs a rank. Both runs take as long as their slowest rank.
+    `lengths`: tokens of each document of one pack; two packs a rank. Each run takes as long as its slowest rank;
+    medians are compared.
     """
     _open_job()
     generator = torch.Generator().manual_seed(work.seed)
@@ -134,52 +136,43 @@ def overhead(work: Work, lengths: list[int], repeats: int) -> dict[str, float]:
     seconds: dict[str, list[float]] = {plain.name: [], odc.name: []}
     for repeat in range(repeats + 1):
         for variant in (plain, odc) if repeat % 2 else (odc, plain):
-            variant.optimizer.zero_grad()
             dist.barrier()
             start_s = time.monotonic()
             variant.gradients(packs, total)
             took_s = max(_gather(time.monotonic() - start_s))
+            variant.optimizer.zero_grad()  # else plain torch's gradients stand in malloc's way in ODC's turn
             if repeat:  # the first pair warms up
                 seconds[variant.name].append(took_s)
     dist.destroy_process_group()
-    ratios = sorted(b / a for a, b in zip(seconds[plain.name], seconds[odc.name], strict=True))
     return {
-        "fraction": statistics.median(ratios) - 1,
-        "lowest": ratios[0] - 1,
-        "highest": ratios[-1] - 1,
-        "unsharded_s": statistics.median(seconds[plain.name]),
-        "odc_s": statistics.median(seconds[odc.name]),
+        "fraction": statistics.median(seconds[odc.name]) / statistics.median(seconds[plain.name]) - 1,
+        "unsharded_s": seconds[plain.name],
+        "odc_s": seconds[odc.name],
     }
 
 
-class _PeakMemory:
+class PeakMemory:
     """Watches this process's private and shared memory while a `with` block runs."""
 
     def __init__(self, every_s: float = 0.02) -> None:
         self._every_s = every_s
         self._stop = threading.Event()
-        self.private_bytes = self.shared_pss_bytes = 0
+        self.private_bytes = 0  # the peak
 
-    def read(self) -> tuple[int, int]:
-        """Bytes that only this process uses, and its share of the shared memory (PSS of shmem)."""
+    @staticmethod
+    def read() -> tuple[int, int]:
+        """Bytes of this process's own (anonymous) memory, and its share of the shared memory (PSS of shmem)."""
         values = {}
         for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]:
             key, amount = line.split(":")
             values[key] = int(amount.split()[0]) * 1024
-        return values["Private_Clean"] + values["Private_Dirty"] - self._only_shmem(values), values["Pss_Shmem"]
-
-    @staticmethod
-    def _only_shmem(values: dict[str, int]) -> int:
-        # Shared pages that only this rank has touched so far count as private to the kernel; they are not ours.
-        return max(values["Private_Dirty"] - values["Pss_Anon"] - values["Pss_File"], 0)
+        return values["Anonymous"], values["Pss_Shmem"]
 
     def _watch(self) -> None:
         while not self._stop.wait(self._every_s):
-            private, shared = self.read()
-            self.private_bytes = max(self.private_bytes, private)
-            self.shared_pss_bytes = max(self.shared_pss_bytes, shared)
+            self.private_bytes = max(self.private_bytes, self.read()[0])
 
-    def __enter__(self) -> _PeakMemory:
+    def __enter__(self) -> PeakMemory:
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
@@ -195,7 +188,7 @@ def peak_memory(kind: type[Variant], work: Work) -> dict[str, int]:
     data = TokenizedDataset.load(work.dataset)
     cost = work.cost()
     nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()  # what torch itself sets up on first use
-    watch = _PeakMemory()
+    watch = PeakMemory()
     before, _ = watch.read()
     variant = kind(work.build)
     torch.nn.utils.clip_grad_norm_([torch.zeros(1, requires_grad=True)], 1.0)
@@ -205,13 +198,13 @@ def peak_memory(kind: type[Variant], work: Work) -> dict[str, int]:
             variant.start_minibatch(index)
             variant.gradients(dealt[rank], sum(count_target_tokens(packs) for packs in dealt))
             variant.step()
-    peaks = _gather((watch.private_bytes - before, watch.shared_pss_bytes))
-    after = _gather(watch.read()[0] - before)
+    dist.barrier()
+    after = _gather((watch.private_bytes - before, *watch.read()))
     dist.destroy_process_group()
     return {
-        "peak_private_bytes": max(private for private, _ in peaks),
-        "shared_bytes": sum(shared for _, shared in peaks),
-        "private_after_step_bytes": max(after),
+        "peak_private_bytes": max(peak for peak, _, _ in after),
+        "private_after_step_bytes": max(private - before for _, private, _ in after),
+        "shared_bytes": sum(shared for _, _, shared in after),
     }
 
 
