@@ -29,9 +29,9 @@ from odc_triton.train.data import DataSummary, TokenizedDataset
 VARIANTS = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc)
 BASELINES = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp)
 TOKEN_CAP = 2048
-TOKENS = 12_000  # about as many in every minibatch of all ranks, whatever the lengths
+TOKENS = 8_000  # about as many in every minibatch of all ranks, whatever the lengths
 WARM_UP = 1
-MINIBATCHES = 4
+MINIBATCHES = 3
 SEEDS = (0, 1, 2)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.demo import CONFIG
-from bench.harness import Work, PeakMemory
+from bench.harness import PeakMemory, Work
 from odc_triton.footprint import memory_plan
 
 from . import ranks

@@ -1,0 +1,97 @@
+"""A sharded tensor as a kernel sees it: a table of its owners' addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT_BYTES = 16  # of every shard's address: what a vector load or a cp.async of 16 bytes wants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerShards:
+    """The shards of one tensor [N, ...], split on dim 0 as `torch.chunk` splits: `rows_per_owner` each, the last fewer.
+
+    `table`: int64 [world], on the device that the kernels run on; entry r is the address of owner r's first row.
+    `shards` keeps the memory alive; entry r has shape [rows of r, ...], contiguous.
+    """
+
+    table: torch.Tensor
+    shards: tuple[torch.Tensor, ...]
+    shape: tuple[int, ...]
+    rank: int
+
+    @property
+    def world(self) -> int:
+        return len(self.shards)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shards[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    @property
+    def rows_per_owner(self) -> int:
+        return -(-self.shape[0] // self.world)
+
+    @property
+    def row_elements(self) -> int:
+        elements = 1
+        for size in self.shape[1:]:
+            elements *= size
+        return elements
+
+    def rows(self, owner: int) -> int:
+        """How many rows `owner` holds: maybe none."""
+        return min(max(self.shape[0] - owner * self.rows_per_owner, 0), self.rows_per_owner)
+
+    @classmethod
+    def of(cls, shards: Sequence[torch.Tensor], *, shape: Sequence[int], rank: int = 0) -> PeerShards:
+        """From the owners' tensors: views of peers' memory, or plain tensors in a test or on one GPU.
+
+        Raises ValueError for shards of a wrong shape, dtype, device or layout, or at an address that is not a
+        multiple of 16 bytes.
+        """
+        shape, shards = tuple(shape), tuple(shards)
+        if not shards:
+            raise ValueError("shards is empty; give one tensor per owner")
+        if not shape:
+            raise ValueError("shape is (); a scalar is not sharded")
+        if not 0 <= rank < len(shards):
+            raise ValueError(f"rank is {rank}; it must lie in 0..{len(shards) - 1}")
+        first = shards[0]
+        peers = cls(table=torch.empty(0), shards=shards, shape=shape, rank=rank)
+        for owner, shard in enumerate(shards):
+            want = (peers.rows(owner), *shape[1:])
+            if tuple(shard.shape) != want:
+                raise ValueError(f"owner {owner}'s shard has shape {tuple(shard.shape)}; of {shape} it holds {want}")
+            if shard.dtype != first.dtype or shard.device != first.device:
+                raise ValueError(
+                    f"owner {owner}'s shard is {shard.dtype} on {shard.device}, owner 0's {first.dtype} on "
+                    f"{first.device}; all must agree"
+                )
+            if not shard.is_contiguous():
+                raise ValueError(f"owner {owner}'s shard has strides {shard.stride()}; it must be contiguous")
+            if shard.numel() and shard.data_ptr() % ALIGNMENT_BYTES:
+                raise ValueError(
+                    f"owner {owner}'s shard lies at {shard.data_ptr():#x}; align it to {ALIGNMENT_BYTES} bytes"
+                )
+        addresses = [shard.data_ptr() for shard in shards]
+        table = torch.tensor(addresses, dtype=torch.int64, device=first.device)
+        return cls(table=table, shards=shards, shape=shape, rank=rank)
+
+
+def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
+    """The owners' shards of a whole tensor [N, ...], as copies with addresses of their own."""
+    each = -(-whole.shape[0] // world)
+    return [whole[owner * each : (owner + 1) * each].clone().contiguous() for owner in range(world)]
+
+
+def join(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The whole tensor again."""
+    return torch.cat(list(shards))

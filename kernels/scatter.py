@@ -1,0 +1,89 @@
+"""A local gradient added into its owners' shards.
+
+    shard_o[i, :] += scale * g[o n + i, :]        in fp32, atomically
+
+N rows in all, n = ceil(N / R) per owner, K elements a row; R owners. One program adds BLOCK consecutive elements of
+one owner; programs of a rank begin at the owner behind it, so that ranks add to different owners at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .device import add_to_peer, peer_address, turn
+from .peers import PeerShards
+
+
+@triton.jit(do_not_specialize=["rows", "rank"])
+def scatter_kernel(
+    table,
+    gradient,
+    scale,
+    rows,
+    rows_per_owner,
+    row_elements,
+    rank,
+    world,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    owner = turn(tl.program_id(1), rank, world)
+    first_row = owner.to(tl.int64) * rows_per_owner
+    count = tl.minimum(tl.maximum(rows - first_row, 0), rows_per_owner) * row_elements
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    if start < count:
+        target = peer_address(table, owner, tl.float32)
+        base = first_row * row_elements
+        if ALIGNED:
+            base = tl.multiple_of(base, 16)
+        source = gradient + base
+        offsets = start + tl.arange(0, BLOCK)
+        if start + BLOCK <= count:  # without a mask, so that loads stay vectors
+            add_to_peer(target + offsets, tl.load(source + offsets).to(tl.float32) * scale, None)
+        else:
+            mask = offsets < count
+            add_to_peer(target + offsets, tl.load(source + offsets, mask=mask).to(tl.float32) * scale, mask)
+
+
+def scatter(
+    *, gradient: torch.Tensor, peers: PeerShards, scale: float = 1.0, block: int = 2048, num_warps: int = 4
+) -> None:
+    """Adds scale * `gradient` [N, ...], in bf16, fp16 or fp32, into the fp32 shards of `peers`.
+
+    Other ranks may add to the same shards at the same time. What was added is complete when this rank's stream is
+    drained. Raises ValueError for another shape, device, dtype or layout.
+    """
+    if tuple(gradient.shape) != peers.shape or not gradient.is_contiguous():
+        raise ValueError(
+            f"gradient is {tuple(gradient.shape)} with strides {gradient.stride()}; give a contiguous {peers.shape}"
+        )
+    if gradient.device != peers.device:
+        raise ValueError(f"gradient is on {gradient.device} and the shards' table on {peers.device}")
+    if peers.dtype != torch.float32:
+        raise ValueError(f"the shards are {peers.dtype}; gradients are summed in float32 (reduce_dtype=None)")
+    if gradient.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"gradient is {gradient.dtype}; give float32, bfloat16 or float16")
+    elements = peers.rows_per_owner * peers.row_elements
+    if elements == 0:
+        return
+    scatter_kernel[(triton.cdiv(elements, block), peers.world)](
+        peers.table,
+        gradient,
+        scale,
+        peers.shape[0],
+        peers.rows_per_owner,
+        peers.row_elements,
+        peers.rank,
+        peers.world,
+        ALIGNED=elements % 16 == 0,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
+
+
+def scatter_ref(shards: list[torch.Tensor], gradient: torch.Tensor, scale: float) -> list[torch.Tensor]:
+    """The same in plain torch, over all owners' shards: what they hold afterwards."""
+    parts = gradient.split([len(shard) for shard in shards])
+    return [shard + scale * part.float() for shard, part in zip(shards, parts, strict=True)]
