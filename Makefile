@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow venv lint format clean
+.PHONY: demo test test-slow aot venv lint format clean
 
 demo: venv
 	$(BIN)/odc-triton demo --out out/demo
@@ -15,6 +15,10 @@ test: lint
 
 test-slow: venv
 	$(BIN)/python -m pytest -m "not gpu"
+
+# Machine code of every kernel for every architecture; needs no GPU.
+aot: venv
+	$(BIN)/python -m bench.aot
 
 lint: venv
 	$(BIN)/ruff check .

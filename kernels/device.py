@@ -32,3 +32,19 @@ def turn(index, rank, world):
 def add_to_peer(pointer, value, mask):
     """Adds fp32 values into a peer's gradient shard; see [Note: orders]."""
     tl.atomic_add(pointer, value, mask=mask, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def dot(a, b, acc, UPCAST: tl.constexpr):
+    """acc + a b, in fp32. `UPCAST` when interpreting: the interpreter holds bf16 as integers and multiplies those.
+
+    fp32 operands are multiplied in fp32, not in tf32: a layer's result must not depend on which kernel made it.
+    """
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors."""
+    return bool(triton.knobs.runtime.interpret)

@@ -1,0 +1,228 @@
+"""A linear layer whose weight lies on the peers: tiles are read from their owners inside the loop.
+
+    y[t, o n + i] = sum_k x[t, k] W_o[i, k] + b_o[i]
+    dx[t, k]      = sum_o sum_i dy[t, o n + i] W_o[i, k]
+
+T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. This is the strategy
+`direct`: each weight tile crosses the link once per block of tokens, so it is for few tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .device import dot, interpreting, peer_address
+from .peers import PeerShards, join
+
+_TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearTile:
+    """`t`: tokens of a tile; `n`: output features; `k`: input features. The loop runs over `k` for y, `n` for dx."""
+
+    t: int = 64
+    n: int = 64
+    k: int = 64
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+FORWARD_TILE = LinearTile()
+DX_TILE = LinearTile(num_stages=2)  # a third stage spills on sm_120
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "rank"])
+def linear_kernel(
+    x,
+    w_table,
+    b_table,
+    y,
+    tokens,
+    rows,
+    rows_per_owner,
+    columns,
+    rank,
+    world,
+    DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    owner = (rank + tl.program_id(2)) % world  # the own shard first: it is here already
+    first_row = owner.to(tl.int64) * rows_per_owner
+    owned = tl.minimum(tl.maximum(rows - first_row, 0), rows_per_owner)
+    if tl.program_id(1) * BLOCK_N < owned:
+        t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tl.arange(0, BLOCK_K)
+        weight = peer_address(w_table, owner, DTYPE)
+        acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+        for start in range(0, columns, BLOCK_K):
+            k_in = start + k < columns
+            x_TK = tl.load(
+                x + t[:, None] * columns + (start + k)[None, :],
+                mask=(t < tokens)[:, None] & k_in[None, :],
+                other=0.0,
+            )
+            w_NK = tl.load(
+                weight + n[:, None] * columns + (start + k)[None, :],
+                mask=(n < owned)[:, None] & k_in[None, :],
+                other=0.0,
+            )
+            acc = dot(x_TK, tl.trans(w_NK), acc, UPCAST)
+        if HAS_BIAS:
+            acc += tl.load(peer_address(b_table, owner, DTYPE) + n, mask=n < owned, other=0.0).to(tl.float32)[None, :]
+        tl.store(
+            y + t[:, None] * rows + (first_row + n)[None, :],
+            acc.to(DTYPE),
+            mask=(t < tokens)[:, None] & (n < owned)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "rank"])
+def linear_dx_kernel(
+    dy,
+    w_table,
+    dx,
+    tokens,
+    rows,
+    rows_per_owner,
+    columns,
+    rank,
+    world,
+    DTYPE: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    k = tl.program_id(1).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    n = tl.arange(0, BLOCK_N)
+    acc = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
+    for index in range(world):
+        owner = (rank + index) % world
+        first_row = tl.cast(owner, tl.int64) * rows_per_owner
+        owned = tl.minimum(tl.maximum(rows - first_row, 0), rows_per_owner)
+        weight = peer_address(w_table, owner, DTYPE)
+        for start in range(0, owned, BLOCK_N):
+            row = start + n
+            dy_TN = tl.load(
+                dy + t[:, None] * rows + (first_row + row)[None, :],
+                mask=(t < tokens)[:, None] & (row < owned)[None, :],
+                other=0.0,
+            )
+            w_NK = tl.load(
+                weight + row.to(tl.int64)[:, None] * columns + k[None, :],
+                mask=(row < owned)[:, None] & (k < columns)[None, :],
+                other=0.0,
+            )
+            acc = dot(dy_TN, w_NK, acc, UPCAST)
+    tl.store(dx + t[:, None] * columns + k[None, :], acc.to(DTYPE), mask=(t < tokens)[:, None] & (k < columns)[None, :])
+
+
+def linear(
+    *,
+    x: torch.Tensor,
+    weight: PeerShards,
+    bias: PeerShards | None = None,
+    out: torch.Tensor,
+    tile: LinearTile = FORWARD_TILE,
+) -> None:
+    """Writes y = x Wᵀ + b into `out`. x: [T, K], weight: [N, K], bias: [N], out: [T, N], all of one dtype.
+
+    T may be 0. Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
+    """
+    _check("x", x, "out", out, weight, columns_of=1)
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
+        raise ValueError(f"the bias is {bias.shape} {bias.dtype}; give {weight.dtype} shards of {weight.shape[:1]}")
+    tokens, (rows, columns) = x.shape[0], weight.shape
+    if tokens == 0 or rows == 0:
+        return
+    grid = triton.cdiv(tokens, tile.t), triton.cdiv(weight.rows_per_owner, tile.n), weight.world
+    linear_kernel[grid](
+        x,
+        weight.table,
+        weight.table if bias is None else bias.table,
+        out,
+        tokens,
+        rows,
+        weight.rows_per_owner,
+        columns,
+        weight.rank,
+        weight.world,
+        DTYPE=_TL_DTYPES[x.dtype],
+        HAS_BIAS=bias is not None,
+        UPCAST=interpreting(),
+        BLOCK_T=tile.t,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def linear_dx(*, dy: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: LinearTile = DX_TILE) -> None:
+    """Writes dx = dy W into `out`. dy: [T, N], weight: [N, K], out: [T, K], all of one dtype. Errors as in `linear`."""
+    _check("dy", dy, "out", out, weight, columns_of=0)
+    tokens, (rows, columns) = dy.shape[0], weight.shape
+    if tokens == 0 or columns == 0:
+        return
+    linear_dx_kernel[(triton.cdiv(tokens, tile.t), triton.cdiv(columns, tile.k))](
+        dy,
+        weight.table,
+        out,
+        tokens,
+        rows,
+        weight.rows_per_owner,
+        columns,
+        weight.rank,
+        weight.world,
+        DTYPE=_TL_DTYPES[dy.dtype],
+        UPCAST=interpreting(),
+        BLOCK_T=tile.t,
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _check(
+    name: str, value: torch.Tensor, out_name: str, out: torch.Tensor, weight: PeerShards, *, columns_of: int
+) -> None:
+    """`value` has as many columns as the weight's dimension `columns_of`, `out` as the other one."""
+    if len(weight.shape) != 2:
+        raise ValueError(f"the weight is {weight.shape}; give two dimensions [N, K]")
+    want, want_out = weight.shape[columns_of], weight.shape[1 - columns_of]
+    if value.ndim != 2 or value.shape[1] != want:
+        raise ValueError(f"{name} is {tuple(value.shape)}; with a weight of {weight.shape} give [T, {want}]")
+    if tuple(out.shape) != (value.shape[0], want_out):
+        raise ValueError(f"{out_name} is {tuple(out.shape)}; give {(value.shape[0], want_out)}")
+    if not value.dtype == out.dtype == weight.dtype or value.dtype not in _TL_DTYPES:
+        raise ValueError(
+            f"{name} is {value.dtype}, {out_name} {out.dtype}, the weight {weight.dtype}; give all in one of float32, "
+            f"bfloat16 or float16"
+        )
+    if not (value.is_contiguous() and out.is_contiguous()):
+        raise ValueError(f"{name} has strides {value.stride()}, {out_name} {out.stride()}; both must be contiguous")
+    if not value.device == out.device == weight.device:
+        raise ValueError(f"{name} is on {value.device}, {out_name} on {out.device}, the table on {weight.device}")
+
+
+def linear_ref(x: torch.Tensor, weight: list[torch.Tensor], bias: list[torch.Tensor] | None) -> torch.Tensor:
+    """y in plain torch, over all owners' shards, in float64."""
+    y = x.double() @ join(weight).double().T
+    return y if bias is None else y + join(bias).double()
+
+
+def linear_dx_ref(dy: torch.Tensor, weight: list[torch.Tensor]) -> torch.Tensor:
+    """dx in plain torch, over all owners' shards, in float64."""
+    return dy.double() @ join(weight).double()

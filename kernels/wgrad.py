@@ -1,0 +1,175 @@
+"""The weight gradient, every tile added straight into its owner's shard.
+
+    dW_o[i, k] += scale * sum_t dy[t, o n + i] x[t, k]
+    db_o[i]    += scale * sum_t dy[t, o n + i]
+
+T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. One program makes one
+tile [BLOCK_N, BLOCK_K] of one owner's rows over all tokens. Programs of a rank begin at the owner behind it.
+
+On sm_90 and newer a tile leaves by one bulk reduction (`descriptor.atomic_add`), below by relaxed atomics: see
+[Note: orders] in device.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .device import add_to_peer, dot, interpreting, peer_address, turn
+from .peers import PeerShards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WgradTile:
+    """`n` and `k`: a tile's rows and columns of dW; `t`: tokens per step of the loop; `group`: row tiles per column."""
+
+    n: int = 128
+    k: int = 128
+    t: int = 64
+    group: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+DEFAULT_TILE = WgradTile()
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "rank"])
+def wgrad_kernel(
+    dy,
+    x,
+    w_table,
+    b_table,
+    scale,
+    tokens,
+    rows,
+    rows_per_owner,
+    columns,
+    rank,
+    world,
+    HAS_BIAS: tl.constexpr,
+    BULK: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    owner = turn(tl.program_id(1), rank, world)
+    first_row = owner.to(tl.int64) * rows_per_owner
+    owned = tl.minimum(tl.maximum(rows - first_row, 0), rows_per_owner).to(tl.int32)
+    tile_n, tile_k = tl.swizzle2d(
+        tl.program_id(0) // tl.cdiv(columns, BLOCK_K),
+        tl.program_id(0) % tl.cdiv(columns, BLOCK_K),
+        tl.cdiv(rows_per_owner, BLOCK_N),
+        tl.cdiv(columns, BLOCK_K),
+        GROUP,
+    )
+    if tile_n * BLOCK_N < owned:
+        n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        t = tl.arange(0, BLOCK_T)
+        n_in, k_in = n < owned, k < columns
+        acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+        acc_b = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        for start in range(0, tokens, BLOCK_T):
+            row = (start + t).to(tl.int64)
+            t_in = row < tokens
+            dy_TN = tl.load(
+                dy + row[:, None] * rows + (first_row + n)[None, :], mask=t_in[:, None] & n_in[None, :], other=0.0
+            )
+            x_TK = tl.load(x + row[:, None] * columns + k[None, :], mask=t_in[:, None] & k_in[None, :], other=0.0)
+            acc = dot(tl.trans(dy_TN), x_TK, acc, UPCAST)
+            if HAS_BIAS:
+                acc_b += tl.sum(dy_TN.to(tl.float32), axis=0)
+        target = peer_address(w_table, owner, tl.float32)
+        acc *= scale
+        if BULK:
+            descriptor = tl.make_tensor_descriptor(
+                target, shape=[owned, columns], strides=[columns, 1], block_shape=[BLOCK_N, BLOCK_K]
+            )
+            descriptor.atomic_add([tile_n * BLOCK_N, tile_k * BLOCK_K], acc)
+        else:
+            offsets = n.to(tl.int64)[:, None] * columns + k[None, :]
+            add_to_peer(target + offsets, acc, n_in[:, None] & k_in[None, :])
+        if HAS_BIAS and tile_k == 0:
+            add_to_peer(peer_address(b_table, owner, tl.float32) + n, acc_b * scale, n_in)
+
+
+def wgrad(
+    *,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: PeerShards,
+    bias: PeerShards | None = None,
+    scale: float = 1.0,
+    tile: WgradTile = DEFAULT_TILE,
+) -> None:
+    """Adds scale * dyᵀ x into the fp32 shards of `weight` [N, K], and scale * sum(dy) into those of `bias` [N].
+
+    dy: [T, N], x: [T, K], of one dtype (fp32, bf16, fp16), contiguous; T may be 0. Raises ValueError for anything
+    else, before a launch.
+    """
+    _check(dy, x, weight, bias)
+    tokens, rows, columns = dy.shape[0], dy.shape[1], x.shape[1]
+    if tokens == 0 or rows == 0 or columns == 0:
+        return
+    # A bulk reduction wants rows of a multiple of 16 bytes.
+    bulk = not interpreting() and columns % 4 == 0 and torch.cuda.get_device_capability(dy.device) >= (9, 0)
+    if bulk:
+        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=dy.device))
+    tiles = triton.cdiv(weight.rows_per_owner, tile.n) * triton.cdiv(columns, tile.k)
+    wgrad_kernel[(tiles, weight.world)](
+        dy,
+        x,
+        weight.table,
+        weight.table if bias is None else bias.table,
+        scale,
+        tokens,
+        rows,
+        weight.rows_per_owner,
+        columns,
+        weight.rank,
+        weight.world,
+        HAS_BIAS=bias is not None,
+        BULK=bulk,
+        UPCAST=interpreting(),
+        BLOCK_N=tile.n,
+        BLOCK_K=tile.k,
+        BLOCK_T=tile.t,
+        GROUP=tile.group,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _check(dy: torch.Tensor, x: torch.Tensor, weight: PeerShards, bias: PeerShards | None) -> None:
+    if dy.ndim != 2 or x.ndim != 2 or dy.shape[0] != x.shape[0]:
+        raise ValueError(f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}; give [T, N] and [T, K]")
+    if weight.shape != (dy.shape[1], x.shape[1]):
+        raise ValueError(f"the weight is {weight.shape}; dy and x make {(dy.shape[1], x.shape[1])}")
+    if dy.dtype != x.dtype or dy.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"dy is {dy.dtype} and x {x.dtype}; give both in float32, bfloat16 or float16")
+    if not (dy.is_contiguous() and x.is_contiguous()):
+        raise ValueError(f"dy has strides {dy.stride()} and x {x.stride()}; both must be contiguous")
+    if not dy.device == x.device == weight.device:
+        raise ValueError(f"dy is on {dy.device}, x on {x.device}, the weight's table on {weight.device}")
+    if weight.dtype != torch.float32:
+        raise ValueError(f"the shards are {weight.dtype}; gradients are summed in float32 (reduce_dtype=None)")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.float32 or bias.rank != weight.rank):
+        raise ValueError(f"the bias is {bias.shape} {bias.dtype}; give float32 shards of {weight.shape[:1]}")
+
+
+def wgrad_ref(
+    dy: torch.Tensor, x: torch.Tensor, weight: list[torch.Tensor], bias: list[torch.Tensor], scale: float
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The same in plain torch, over all owners' shards: what they hold afterwards."""
+    dw = (scale * (dy.double().T @ x.double())).split([len(shard) for shard in weight])
+    db = (scale * dy.double().sum(0)).split([len(shard) for shard in bias])
+    return (
+        [(shard + part).float() for shard, part in zip(weight, dw, strict=True)],
+        [(shard + part).float() for shard, part in zip(bias, db, strict=True)],
+    )
