@@ -147,17 +147,18 @@ def in_words(report: dict) -> str:
 
     def versus(key: str, name: str) -> str:
         value = report[key]
-        sure = "" if value["low"] > 1 else ", which the interval does not tell from chance"
-        pace = "faster" if value["ratio"] >= 1 else "slower"
-        by = value["ratio"] if value["ratio"] >= 1 else 1 / value["ratio"]
-        return f"{by:.2f} times {pace} than {name} ({value['low']:.2f} to {value['high']:.2f}{sure})"
+        sure = "" if value["low"] > 1 or value["high"] < 1 else ", which is no more than chance may give"
+        low, high = value["low"], value["high"]
+        if value["ratio"] < 1:
+            return f"{1 / value['ratio']:.2f} times slower than {name} ({1 / high:.2f} to {1 / low:.2f}{sure})"
+        return f"{value['ratio']:.2f} times faster than {name} ({low:.2f} to {high:.2f}{sure})"
 
     fastest = report["speedup_vs_fastest"]["name"]
     private = report["peak_private_bytes"]
     differs = (private[Fsdp2NoReshard.name] - private[Odc.name]) / 1e6
     return (
         f"ODC + LB-Mini is {versus('speedup_vs_fsdp2', Fsdp2.name)}, "
-        f"{versus('speedup_vs_fastest', f'the fastest baseline, {fastest}')}, and "
+        f"{versus('speedup_vs_fastest', f'the fastest baseline here, {fastest}')}, and "
         f"{versus('speedup_vs_layer_barrier', 'the same transport with a barrier at every layer')}. "
         f"Its ranks are idle {report['idle_fraction'][Odc.name]:.1%} of the time, FSDP2's "
         f"{report['idle_fraction'][Fsdp2.name]:.1%} (waiting and transfers).\n\n"

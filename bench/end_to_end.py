@@ -115,7 +115,7 @@ def summarise(cells: dict[str, list[list[Measured]]]) -> tuple[list[list[str]], 
                     f"{sum(timed[kind.name]) / len(timed[kind.name]):.2f}",
                     f"{ratio['ratio']:.2f}",
                     f"{ratio['low']:.2f} to {ratio['high']:.2f}",
-                    f"{sum(idle) / len(idle):.1%}",
+                    f"{sum(idle) / len(idle):.1%}" if kind.records_waiting else "not recorded",
                 ]
             )
     return rows, numbers

@@ -191,7 +191,6 @@ def peak_memory(kind: type[Variant], work: Work) -> dict[str, int]:
     watch = PeakMemory()
     before, _ = watch.read()
     variant = kind(work.build)
-    torch.nn.utils.clip_grad_norm_([torch.zeros(1, requires_grad=True)], 1.0)
     with watch:
         for index, samples in enumerate(work.minibatches[:1]):
             dealt = _deal(work, data, samples, variant.balance, cost)
