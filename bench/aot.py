@@ -95,14 +95,14 @@ def cases() -> Iterator[Case]:
     forward_blocks, forward_options = of_tile(linear.FORWARD_TILE)
     dx_blocks, dx_options = of_tile(linear.DX_TILE)
     sizes = {"tokens": "i32", "rows": "i32", "rows_per_owner": "i32", "columns": "i32", "rank": "i32", "world": "i32"}
-    for dtype in ("bf16", "fp16"):
+    for dtype in ("bf16", "fp16", "fp32"):
         yield Case(
             name=f"linear {dtype}",
             kernel=linear.linear_kernel,
             signature={"x": f"*{dtype}", "w_table": "*i64", "b_table": "*i64", "y": f"*{dtype}", **sizes},
             constants={"DTYPE": types[dtype], "HAS_BIAS": True, **forward_blocks},
             aligned=("x", "w_table", "b_table", "y", "rows", "rows_per_owner", "columns"),
-            **forward_options,
+            **forward_options | {"matrix": dtype != "fp32"},
         )
         yield Case(
             name=f"linear_dx {dtype}",
@@ -110,10 +110,10 @@ def cases() -> Iterator[Case]:
             signature={"dy": f"*{dtype}", "w_table": "*i64", "dx": f"*{dtype}", **sizes},
             constants={"DTYPE": types[dtype], **dx_blocks},
             aligned=("dy", "w_table", "dx", "rows", "rows_per_owner", "columns"),
-            **dx_options,
+            **dx_options | {"matrix": dtype != "fp32"},
         )
-    tile = wgrad.DEFAULT_TILE
-    for dtype in ("bf16", "fp16"):
+    for dtype in ("bf16", "fp16", "fp32"):
+        tile = wgrad.FP32_TILE if dtype == "fp32" else wgrad.DEFAULT_TILE
         yield Case(
             name=f"wgrad {dtype}",
             kernel=wgrad.wgrad_kernel,
@@ -137,7 +137,7 @@ def cases() -> Iterator[Case]:
             aligned=("dy", "x", "w_table", "b_table", "rows", "rows_per_owner", "columns"),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
-            matrix=True,
+            matrix=dtype != "fp32",
             reduces=True,
         )
 

@@ -175,6 +175,8 @@ def main(out: Path) -> int:
     """Runs the demo; returns the exit status: 1 when the variants' losses differ."""
     start_s = time.monotonic()
     single_thread_environment()
+    import matplotlib  # noqa: F401  missing: better said before the run than after it
+
     out.mkdir(parents=True, exist_ok=True)
     work = prepare(out / "data")
     parameters = sum(p.numel() for p in work.build().parameters())

@@ -12,8 +12,16 @@ aligned to 16 bytes (peers.py checks it).
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+TL_DTYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
 
 
 @triton.jit

@@ -13,15 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import peer_address, turn
+from .device import TL_DTYPES, peer_address, turn
 from .peers import PeerShards, join
-
-_TL_DTYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
 
 
 @triton.jit(do_not_specialize=["rows", "rank"])
@@ -66,7 +59,7 @@ def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096, num_warps
         raise ValueError(f"out is {tuple(out.shape)} with strides {out.stride()}; give a contiguous {peers.shape}")
     if out.device != peers.device:
         raise ValueError(f"out is on {out.device} and the shards' table on {peers.device}; both must be on one device")
-    if out.dtype not in _TL_DTYPES or peers.dtype not in _TL_DTYPES:
+    if out.dtype not in TL_DTYPES or peers.dtype not in TL_DTYPES:
         raise ValueError(f"can't gather {peers.dtype} into {out.dtype}; floating-point dtypes only")
     elements = peers.rows_per_owner * peers.row_elements
     if elements == 0:
@@ -79,7 +72,7 @@ def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096, num_warps
         peers.row_elements,
         peers.rank,
         peers.world,
-        DTYPE=_TL_DTYPES[peers.dtype],
+        DTYPE=TL_DTYPES[peers.dtype],
         ALIGNED=elements % 16 == 0,
         BLOCK=block,
         num_warps=num_warps,

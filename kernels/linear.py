@@ -15,10 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import dot, interpreting, peer_address
-from .peers import PeerShards, join
-
-_TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+from .device import TL_DTYPES, dot, interpreting, peer_address
+from .peers import PeerShards, check_bias, join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +30,7 @@ class LinearTile:
     num_stages: int = 3
 
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORWARD_TILE = LinearTile()
 DX_TILE = LinearTile(num_stages=2)  # a third stage spills on sm_120
 
@@ -141,8 +140,8 @@ def linear(
     T may be 0. Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     _check("x", x, "out", out, weight, columns_of=1)
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != weight.dtype):
-        raise ValueError(f"the bias is {bias.shape} {bias.dtype}; give {weight.dtype} shards of {weight.shape[:1]}")
+    if bias is not None:
+        check_bias(bias, weight)
     tokens, (rows, columns) = x.shape[0], weight.shape
     if tokens == 0 or rows == 0:
         return
@@ -158,7 +157,7 @@ def linear(
         columns,
         weight.rank,
         weight.world,
-        DTYPE=_TL_DTYPES[x.dtype],
+        DTYPE=TL_DTYPES[x.dtype],
         HAS_BIAS=bias is not None,
         UPCAST=interpreting(),
         BLOCK_T=tile.t,
@@ -185,7 +184,7 @@ def linear_dx(*, dy: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: 
         columns,
         weight.rank,
         weight.world,
-        DTYPE=_TL_DTYPES[dy.dtype],
+        DTYPE=TL_DTYPES[dy.dtype],
         UPCAST=interpreting(),
         BLOCK_T=tile.t,
         BLOCK_N=tile.n,
@@ -206,7 +205,7 @@ def _check(
         raise ValueError(f"{name} is {tuple(value.shape)}; with a weight of {weight.shape} give [T, {want}]")
     if tuple(out.shape) != (value.shape[0], want_out):
         raise ValueError(f"{out_name} is {tuple(out.shape)}; give {(value.shape[0], want_out)}")
-    if not value.dtype == out.dtype == weight.dtype or value.dtype not in _TL_DTYPES:
+    if not value.dtype == out.dtype == weight.dtype or value.dtype not in _DTYPES:
         raise ValueError(
             f"{name} is {value.dtype}, {out_name} {out.dtype}, the weight {weight.dtype}; give all in one of float32, "
             f"bfloat16 or float16"

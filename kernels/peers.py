@@ -86,6 +86,15 @@ class PeerShards:
         return cls(table=table, shards=shards, shape=shape, rank=rank)
 
 
+def check_bias(bias: PeerShards, weight: PeerShards) -> None:
+    """Raises ValueError unless the shards of a bias [N] go with those of a weight [N, K]."""
+    want = (weight.shape[:1], weight.dtype, weight.world, weight.rank, weight.device)
+    have = (bias.shape, bias.dtype, bias.world, bias.rank, bias.device)
+    for name, wanted, given in zip(("shape", "dtype", "world", "rank", "device"), want, have, strict=True):
+        if wanted != given:
+            raise ValueError(f"the bias is of {name} {given}; with this weight give one of {name} {wanted}")
+
+
 def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
     """The owners' shards of a whole tensor [N, ...], as copies with addresses of their own."""
     each = -(-whole.shape[0] // world)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .device import add_to_peer, dot, interpreting, peer_address, turn
-from .peers import PeerShards
+from .peers import PeerShards, check_bias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class WgradTile:
 
 
 DEFAULT_TILE = WgradTile()
+FP32_TILE = WgradTile(n=64, k=64, t=32, num_stages=2)  # operands twice as large: the other does not fit sm_120
 
 
 @triton.jit(do_not_specialize=["tokens", "rows", "rank"])
@@ -106,7 +107,7 @@ def wgrad(
     weight: PeerShards,
     bias: PeerShards | None = None,
     scale: float = 1.0,
-    tile: WgradTile = DEFAULT_TILE,
+    tile: WgradTile | None = None,
 ) -> None:
     """Adds scale * dyᵀ x into the fp32 shards of `weight` [N, K], and scale * sum(dy) into those of `bias` [N].
 
@@ -114,8 +115,10 @@ def wgrad(
     else, before a launch.
     """
     _check(dy, x, weight, bias)
+    if tile is None:
+        tile = FP32_TILE if dy.dtype == torch.float32 else DEFAULT_TILE
     tokens, rows, columns = dy.shape[0], dy.shape[1], x.shape[1]
-    if tokens == 0 or rows == 0 or columns == 0:
+    if tokens == 0 or rows == 0:
         return
     # A bulk reduction wants rows of a multiple of 16 bytes.
     bulk = not interpreting() and columns % 4 == 0 and torch.cuda.get_device_capability(dy.device) >= (9, 0)
@@ -159,8 +162,10 @@ def _check(dy: torch.Tensor, x: torch.Tensor, weight: PeerShards, bias: PeerShar
         raise ValueError(f"dy is on {dy.device}, x on {x.device}, the weight's table on {weight.device}")
     if weight.dtype != torch.float32:
         raise ValueError(f"the shards are {weight.dtype}; gradients are summed in float32 (reduce_dtype=None)")
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.float32 or bias.rank != weight.rank):
-        raise ValueError(f"the bias is {bias.shape} {bias.dtype}; give float32 shards of {weight.shape[:1]}")
+    if weight.shape[1] == 0:
+        raise ValueError(f"the weight is {weight.shape}: a layer without input features has no gradient")
+    if bias is not None:
+        check_bias(bias, weight)
 
 
 def wgrad_ref(

@@ -1,4 +1,4 @@
-"""The calls of a training loop: fully_shard, minibatch, publish, full_parameters."""
+"""The calls of a training loop on a sharded model: minibatch, publish, full_parameters."""
 
 from __future__ import annotations
 
@@ -43,14 +43,11 @@ class minibatch:
         self._engine = engine_of(model)
         self._given = tokens
         self.tokens: int | None = None
-
-    @property
-    def index(self) -> int:
-        """The number of this minibatch, from 0, the same on every rank."""
-        return self._engine.minibatch
+        self.index: int | None = None  # the number of this minibatch, from 0, the same on every rank
 
     def __enter__(self) -> minibatch:
         self.tokens = self._engine.begin(self._given)
+        self.index = self._engine.minibatch
         return self
 
     def __exit__(
@@ -73,7 +70,8 @@ def publish(model: nn.Module) -> None:
     """Makes changes to the parameters readable by peers; call it on every rank.
 
     Only needed after writing parameters by hand (an EMA, `dcp.load` in place): optimizer steps and
-    `load_state_dict` publish by themselves.
+    `load_state_dict` publish by themselves. See to it, by a barrier before the writing, that no other rank still
+    evaluates: fp32 parameters are read where they are written.
     """
     engine_of(model).publish()
 

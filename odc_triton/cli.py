@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except KeyboardInterrupt:
         return 130
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         print(f"odc-triton: {error}", file=sys.stderr)
         return 1
 

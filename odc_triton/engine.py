@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 import time
 import warnings
 import weakref
@@ -54,6 +55,19 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
             yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
+def _checked_tokens(tokens: Any) -> int | None:
+    """`tokens` as an int: any integer, of Python, numpy or a tensor of one element, of at least 0."""
+    if tokens is None:
+        return None
+    try:
+        count = -1 if isinstance(tokens, bool) else operator.index(tokens)
+    except TypeError:
+        count = -1
+    if count < 0:
+        raise ValueError(f"tokens is {tokens!r}; give this rank's number of target tokens, an int of at least 0")
+    return count
+
+
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -78,6 +92,7 @@ class Engine:
         self._forwards = 0  # units whose forward runs now, nested ones counted
         self._forward_start_s = self._backward_start_s = self._step_start_s = 0.0
         self._loss_start_s: float | None = None  # a forward ended there and its backward has not begun
+        self._stepping = False  # an optimizer's step runs now
         self._reading = 0  # the publication that an evaluation reads
         self._warned: set[str] = set()
         self._scope = contextlib.ExitStack()
@@ -134,11 +149,12 @@ class Engine:
             raise RuntimeError("an earlier meeting of this model's ranks failed; start again from the last checkpoint")
         error: BaseException | None = None
         try:
-            self._prepare(tokens)
+            tokens = _checked_tokens(tokens)
+            self._prepare()
         except Exception as raised:
             error = raised
         number = self.minibatch + 1
-        message = {"tokens": tokens, "published": self._published}
+        message = {"tokens": None if error else tokens, "published": self._published}
         self.events.minibatch, self.events.microbatch = number, -1
         messages = self._meet(f"enter minibatch {number}", message, error)
         self.minibatch = number
@@ -160,12 +176,15 @@ class Engine:
             self._scope.enter_context(RefuseCollectives())
         return self._tokens
 
-    def _prepare(self, tokens: int | None) -> None:
+    def _prepare(self) -> None:
         """This rank's side of entering: gradient shards are zero, masters are published."""
-        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
-            raise ValueError(f"tokens is {tokens!r}; give this rank's number of target tokens, an int of at least 0")
         if self._forwards:
             raise RuntimeError("a minibatch can't begin inside a forward of the model")
+        if self._stepping:
+            raise RuntimeError(
+                "a minibatch can't begin: an optimizer step has begun and not ended. Don't run it in step(closure); "
+                "and after a step that raised, start again from the last checkpoint"
+            )
         if torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(
                 "torch.use_deterministic_algorithms(True) can't be kept: gradients are added in the order of their "
@@ -214,7 +233,8 @@ class Engine:
         if lost or (error is not None and not isinstance(error, Exception)):
             # A peer is lost or too late, or a wish to stop (Ctrl-C, exit): peers are told, nobody is waited for.
             self._enter_phase(Phase.BROKEN)
-            self.meetings.tell(purpose, {"error": _describe(error)})
+            with contextlib.suppress(torch.distributed.DistError):  # the store may be what was lost
+                self.meetings.tell(purpose, {"error": _describe(error)})
             return
         if error is None and self._failure is not None:
             error = RuntimeError(self._failure)
@@ -314,6 +334,7 @@ class Engine:
         if self.phase is not Phase.OPEN:
             raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
         if number != self.minibatch:
+            self.fail("a backward belonged to a forward outside of the minibatch")
             raise RuntimeError(
                 f"this backward belongs to a forward outside of minibatch {self.minibatch}: the parameters have "
                 f"changed since. Run forward and backward of a microbatch in one minibatch."
@@ -348,10 +369,10 @@ class Engine:
         """Makes this rank's shards readable as they are now, and says so. Called after every optimizer step."""
         if self.phase is Phase.OPEN:
             raise RuntimeError("parameters can't be published inside a minibatch: peers are reading them")
+        self.heap.show(Word.STEPPING, self._published + 1)  # before the copies: a reader must not miss them
         with self.events.span("publish", microbatch=-1):
             self._copy_masters()
         self._published += 1
-        self.heap.show(Word.STEPPING, self._published)
         self.heap.show(Word.PUBLISHED, self._published)
 
     def wait_readable(self) -> None:
@@ -393,6 +414,8 @@ class Engine:
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (self := engine()) is not None and self._steps_ours(optimizer):
                 self._step_begins()
+            elif self is not None:
+                self._refuse_originals(optimizer)
 
         def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (self := engine()) is not None and self._steps_ours(optimizer):
@@ -405,6 +428,16 @@ class Engine:
         mine = {id(parameter.sharded) for parameter in self.parameters}
         return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
+    def _refuse_originals(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer made before fully_shard would step tensors that nobody reads any more, and say nothing."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for original, parameter in self.originals():
+            if id(original) in stepped:
+                raise RuntimeError(
+                    f"this optimizer holds {parameter.name} as it was before fully_shard: its steps change nothing. "
+                    f"Make the optimizer after fully_shard, from model.parameters()."
+                )
+
     def _step_begins(self) -> None:
         if self.phase is Phase.OPEN:
             raise RuntimeError(
@@ -414,10 +447,12 @@ class Engine:
         if self.phase is Phase.BROKEN:
             raise RuntimeError("the ranks have lost each other; this step would use partial gradients")
         self._step_start_s = time.monotonic()
+        self._stepping = True
         self.heap.show(Word.STEPPING, self._published + 1)
 
     def _step_ends(self) -> None:
         self.events.add("step", self._step_start_s, time.monotonic(), microbatch=-1)
+        self._stepping = False
         self._enter_phase(Phase.READY)
         self.publish()
 

@@ -7,6 +7,17 @@ class OdcError(RuntimeError):
     """Base of the errors that come from the ranks' work together."""
 
 
+class OfRanks(OdcError):
+    """An error that names the ranks that caused it. Can be pickled, as job schedulers do with errors."""
+
+    def __init__(self, ranks: list[int], message: str) -> None:
+        self.ranks = ranks
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.ranks, str(self))
+
+
 class MinibatchFailed(OdcError):
     """A microbatch raised on some rank: raised on every rank; no step may be taken from this minibatch.
 
@@ -20,21 +31,16 @@ class MinibatchFailed(OdcError):
         reasons = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(ranks.items()))
         super().__init__(f"minibatch {minibatch} failed, its gradients are dropped on all ranks ({reasons})")
 
+    def __reduce__(self) -> tuple:
+        return type(self), (self.minibatch, self.ranks)
 
-class RankLost(OdcError):
+
+class RankLost(OfRanks):
     """A peer's process is gone. Training goes on from the last checkpoint, in a new job."""
 
-    def __init__(self, ranks: list[int], message: str) -> None:
-        self.ranks = ranks
-        super().__init__(message)
 
-
-class DeadlineExceeded(OdcError, TimeoutError):
+class DeadlineExceeded(OfRanks, TimeoutError):
     """A peer lives but did not do in time what this rank waited for."""
-
-    def __init__(self, ranks: list[int], message: str) -> None:
-        self.ranks = ranks
-        super().__init__(message)
 
 
 class RanksDiffer(OdcError, ValueError):

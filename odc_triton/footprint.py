@@ -160,7 +160,7 @@ def memory_plan(
 
     Raises ValueError for world < 1, negative tokens, an unknown name, or a model without parameters.
     """
-    if world < 1:
+    if not isinstance(world, int) or world < 1:
         raise ValueError(f"world is {world}; give the number of ranks, at least 1")
     if tokens_per_microbatch < 0:
         raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; give 0 to leave activations out")

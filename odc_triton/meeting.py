@@ -57,12 +57,12 @@ class Meetings:
             self.tell(purpose, message)
             self.wait_until(purpose, lambda: self._missing(number, keys))
             messages = [json.loads(text) for text in self._store.multi_get(keys)]
+            # Whoever holds this meeting's keys has left the one before: nobody reads those any more.
+            if number > 0:
+                self._store.delete_key(self._key(number - 1, self.rank))
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             self._lost(purpose, list(range(self.world)), error)
         self.held += 1
-        # Whoever holds this meeting's keys has left the one before: nobody reads those any more.
-        if number > 0:
-            self._store.delete_key(self._key(number - 1, self.rank))
         for peer, theirs in enumerate(messages):
             if theirs["purpose"] != purpose:
                 raise RanksDiffer(

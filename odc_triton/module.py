@@ -32,7 +32,7 @@ class ODCModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
         """Makes a module of the original class, as FSDP2 does: slicing an nn.Sequential calls its own class."""
-        original = cls.__mro__[2]
+        original = cls.__mro__[2]  # as in `plain_class`
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
         return made
@@ -174,6 +174,8 @@ class ODCModule:
             raise RuntimeError("load_state_dict(assign=True) would replace the heap's memory; leave assign out")
         if self._odc_engine.phase.name == "OPEN":
             raise RuntimeError("load_state_dict inside a minibatch: peers are reading the parameters")
+        for unit in self._odc_engine.units:  # `unshard()` shows whole tensors, which are no place to load into
+            unit.reset()
         parameters = {id(parameter.sharded): parameter for parameter in self._odc_engine.parameters}
         local = OrderedDict(state_dict)
         if hasattr(state_dict, "_metadata"):  # versions of the modules' formats
@@ -194,6 +196,11 @@ def _is_whole(value: Any, sharded: nn.Parameter) -> bool:
 
 def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, ODCModule)
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a sharded module had before `attach` mixed ODCModule into it."""
+    return type(module).__mro__[2]
 
 
 def attach(module: nn.Module, unit: Unit) -> None:

@@ -157,7 +157,12 @@ def find_units(module: Any) -> list[str]:
         lists = [(name, child) for name, child in named if type(child).__name__ == "ModuleList" and len(child) > 1]
         if lists:
             name, longest = max(lists, key=lambda item: len(item[1]))
-            found = [f"{name}.{key}" for key, _ in longest.named_children()]
+            # A list of lists is no unit: it has no forward, its parameters belong to the root.
+            found = [
+                f"{name}.{key}"
+                for key, child in longest.named_children()
+                if type(child).__name__ not in ("ModuleList", "ModuleDict")
+            ]
     outermost: list[str] = []
     for name in found:
         if not any(name.startswith(f"{outer}.") for outer in outermost):

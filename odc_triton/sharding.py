@@ -57,7 +57,8 @@ def fully_shard(
     reshard_after_forward: accepted, no effect on the CPU backend, where whole parameters are views.
     ignored_params: stay as they are on every rank.
     backend: "auto" or "cpu".
-    timeout: how late a live rank may be at a meeting; a dead one is named within seconds.
+    timeout: how late a live rank may be at a meeting; from the first shared memory on, a dead one is named within
+        seconds.
     debug: catch collectives inside a minibatch.
     shard_placement_fn, offload_policy, dp_mesh_dims: FSDP2's, refused.
 
@@ -74,6 +75,9 @@ def fully_shard(
             raise NotImplementedError(
                 f"{name} is not supported, leave it out: parameters are split on dim 0, in memory"
             )
+    for parameter in ignored_params or ():
+        if not isinstance(parameter, nn.Parameter):
+            raise TypeError(f"ignored_params holds {parameter!r}; give the parameters themselves, not their names")
     policy = mp_policy or MixedPrecisionPolicy()
     mesh = _check_mesh(mesh if mesh is not None else default_mesh(timeout))
     rank, world = mesh.get_local_rank(), mesh.size()
@@ -98,7 +102,7 @@ def fully_shard(
         itemsizes={dtype_name(dtype): dtype.itemsize for dtype in SHARDABLE_DTYPES},
     )
     options = {"policy": str(policy), "world": world, "debug": debug, "timeout": str(timeout)}
-    token = _agree(meetings, plan, options, sources=[entry.value.is_meta for entry in found])
+    token = _agree(meetings, plan, options)
     heap = SharedMemoryHeap(
         rank=rank,
         world=world,
@@ -255,11 +259,11 @@ def _open_meetings(mesh: DeviceMesh, rank: int, world: int, timeout: timedelta) 
     )
 
 
-def _agree(meetings: Meetings, plan: Plan, options: dict[str, Any], sources: list[bool]) -> str:
+def _agree(meetings: Meetings, plan: Plan, options: dict[str, Any]) -> str:
     """All ranks compare their plans; returns a secret name for the heap, made by rank 0."""
     digest, lines = plan.fingerprint(options)
     token = uuid.uuid4().hex
-    messages = meetings.meet(_AGREEING, {"digest": digest, "token": token, "meta": sources})
+    messages = meetings.meet(_AGREEING, {"digest": digest, "token": token})
     for rank, theirs in enumerate(messages):
         if "refused" in theirs:
             raise RanksDiffer(f"fully_shard: rank {rank} could not shard its model: {theirs['refused']}")

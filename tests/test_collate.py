@@ -94,6 +94,10 @@ def test_a_rank_without_packs_gets_an_empty_minibatch():
     ("pack", "message"),
     [
         ([], "pack 1 has no samples"),
+        ({"input_ids": [[1, 2]]}, "wrap the data set in PackedDataset"),
+        (["input_ids"], "wrap the data set in PackedDataset"),
+        ([{"tokens": [1]}], r"sample 0 has \['tokens'\]: it needs input_ids"),
+        ([{"input_ids": [1, 0], "attention_mask": [1, 0]}], "sample 0 is padded"),
         ([{"input_ids": []}], "pack 1, sample 0: input_ids has shape"),
         ([{"input_ids": [[1, 2]]}], r"shape \(1, 2\)"),
         ([{"input_ids": [1.5, 2.0]}], "dtype torch.float32"),

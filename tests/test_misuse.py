@@ -493,3 +493,59 @@ def test_zero_grad_anywhere(zero: str) -> None:
     for got in ranks.run(_trained, 2, zero):
         # Two ranks add in either order: a + b == b + a, so the results are the same bits.
         assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+# ---------------------------------------------------------------------- silent mistakes
+
+
+def _silent(rank: int, world: int) -> dict[str, str]:
+    import numpy as np
+
+    from odc_triton import fully_shard, minibatch
+
+    original = net()
+    early = torch.optim.SGD(original.parameters(), lr=0.1)
+    model = fully_shard(original, timeout=timedelta(seconds=20))
+    messages = {"optimizer made before": caught(early.step)}
+    messages["names ignored"] = caught(lambda: fully_shard(net(), ignored_params=["0.weight"]))
+
+    def enter(tokens: object) -> str:
+        with minibatch(model, tokens=tokens) as mb:
+            return f"tokens {mb.tokens}"
+
+    messages["tokens of a tensor"] = enter(torch.tensor(3))
+    messages["tokens of numpy"] = enter(np.int64(4))
+    messages["tokens of a word"] = caught(lambda: enter("five" if rank == 0 else 5))
+    messages["and then"] = enter(5)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    messages["closure"] = caught(lambda: optimizer.step(lambda: enter(1)))
+    return messages
+
+
+def test_silent_mistakes_are_refused() -> None:
+    for messages in ranks.run(_silent, 2):
+        compare(
+            messages,
+            {
+                "optimizer made before": r"RuntimeError: .* as it was before fully_shard",
+                "names ignored": r"TypeError: ignored_params holds '0.weight'",
+                "tokens of a tensor": "^tokens 6$",
+                "tokens of numpy": "^tokens 8$",
+                "tokens of a word": r"MinibatchFailed: .*rank 0: ValueError: tokens is 'five'",
+                "and then": "^tokens 10$",
+                "closure": r"MinibatchFailed: .*an optimizer step has begun and not ended",
+            },
+        )
+
+
+def test_errors_can_be_pickled() -> None:
+    import pickle
+
+    from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost
+
+    for error in (RankLost([1], "x"), DeadlineExceeded([0, 2], "y"), MinibatchFailed(3, {1: "ValueError: z"})):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert again.ranks == error.ranks

@@ -296,3 +296,47 @@ def test_register_fsdp_forward_method() -> None:
     for on_root, on_block in ranks.run(_custom_methods, 2):
         assert_gradients(on_root, want_root)
         assert_gradients(on_block, want_block)
+
+
+class _ListOfLists(nn.Module):
+    """Blocks that are lists of their parts: nothing calls such a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, second in self.layers:
+            x = second(torch.relu(first(x)))
+        return x
+
+
+def _list_of_lists(rank: int, world: int) -> None:
+    from odc_triton import fully_shard, minibatch
+
+    torch.manual_seed(0)
+    plain = _ListOfLists()
+    want = plain(torch.ones(2, 4)).detach().clone()
+    model = fully_shard(plain)
+    with minibatch(model):
+        got = model(torch.ones(2, 4))
+        got.sum().backward()
+    torch.testing.assert_close(got, want)
+
+
+def test_list_of_lists() -> None:
+    ranks.run(_list_of_lists, 2)
+
+
+def _loaded_while_held(rank: int, world: int) -> None:
+    from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard
+
+    model = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model.unshard()
+    model.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
+    for name, value in full_parameters(model):
+        assert (value == 1).all(), name
+
+
+def test_load_state_dict_after_unshard() -> None:
+    ranks.run(_loaded_while_held, 2)

@@ -169,6 +169,8 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
         ({"lr": -1.0}, "lr is -1.0"),
         ({"lr_floor": 2.0}, "lr_floor is 2.0"),
         ({"timeout_minutes": 0.0}, "timeout_minutes is 0.0"),
+        ({"timeout_minutes": float("inf")}, "timeout_minutes is inf"),
+        ({"token_cap": 1}, "token_cap is 1"),
     ],
 )
 def test_bad_options(folder: Path, changes: dict, words: str) -> None:
@@ -184,3 +186,40 @@ def test_schedule() -> None:
     assert factors[110] == pytest.approx(0.1)
     assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
     assert warmup_cosine(5, steps=5, warmup_steps=5, floor=0.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [({"vocab_size": 50}, "the model knows 50"), ({"max_position_embeddings": 16}, "the model is made for 16")],
+)
+def test_samples_that_the_model_cannot_take(folder: Path, config: dict, words: str) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from odc_triton.train.sft import _check_fit
+
+    model = Qwen2ForCausalLM(Qwen2Config(**CONFIG | config))
+    with pytest.raises(ValueError, match=words):
+        _check_fit(model, TokenizedDataset.load(folder / "data.npz"), options(folder))
+
+
+def test_a_foreign_tokenizer_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    from odc_triton.train.sft import _load_tokenizer
+
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "other.json"))
+    with pytest.raises(ValueError, match="this project did not make it"):
+        _load_tokenizer(options(folder, tokenizer=str(tmp_path / "other.json")))
+
+
+def test_state_restores_the_random_numbers() -> None:
+    import random
+
+    from odc_triton.train.state import RunState
+
+    state = RunState()
+    state.capture_rng()
+    want = torch.rand(3), random.random()
+    state.restore_rng()
+    assert torch.equal(torch.rand(3), want[0])
+    assert random.random() == want[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,11 +49,20 @@ def count_target_tokens(packs: Sequence[dict[str, torch.Tensor]]) -> int:
 
 
 def _collate(pack: Sequence[dict[str, Any]], index: int) -> dict[str, torch.Tensor]:
+    if isinstance(pack, dict) or any(not isinstance(sample, Mapping) for sample in pack):
+        raise ValueError(
+            f"pack {index} is a {type(pack).__name__} and no list of samples: wrap the data set in PackedDataset, "
+            f"whose packs are lists of dicts"
+        )
     if not pack:
         raise ValueError(f"pack {index} has no samples: leave it out of the list")
     input_ids, position_ids, labels = [], [], []
     for place, sample in enumerate(pack):
         where = f"pack {index}, sample {place}"
+        if "input_ids" not in sample:
+            raise ValueError(f"{where} has {sorted(sample)}: it needs input_ids")
+        if sample.get("attention_mask") is not None and not torch.as_tensor(sample["attention_mask"]).all():
+            raise ValueError(f"{where} is padded (its attention_mask has zeros): packs take samples without padding")
         ids = _ids(sample["input_ids"], f"{where}: input_ids")
         targets = ids if sample.get("labels") is None else _ids(sample["labels"], f"{where}: labels")
         if len(targets) != len(ids):

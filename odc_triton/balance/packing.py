@@ -17,7 +17,10 @@ def checked_lengths(lengths: Sequence[int], token_cap: int) -> list[int]:
     """
     if token_cap < 1:
         raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
-    checked = [operator.index(length) for length in lengths]
+    try:
+        checked = [operator.index(length) for length in lengths]
+    except TypeError as error:
+        raise ValueError(f"lengths must be whole numbers of tokens: {error}") from None
     if not checked:
         raise ValueError("lengths is empty: give the number of tokens of at least one sample")
     for index, length in enumerate(checked):

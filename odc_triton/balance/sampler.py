@@ -60,8 +60,8 @@ class MinibatchSampler:
             raise ValueError(f"world is {self.world}: give the number of ranks, 1 or more")
         if not 0 <= self.rank < self.world:
             raise ValueError(f"rank is {self.rank}, outside a world of {self.world}: give 0 to {self.world - 1}")
-        if samples_per_rank < 1:
-            raise ValueError(f"samples_per_rank is {samples_per_rank}: give 1 or more")
+        if not isinstance(samples_per_rank, int) or samples_per_rank < 1:
+            raise ValueError(f"samples_per_rank is {samples_per_rank!r}: give a whole number, 1 or more")
         if balance not in BALANCES:
             raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
         self.samples_per_minibatch = self.world * samples_per_rank

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -37,8 +38,10 @@ class SftOptions:
         if (self.model is None) == (self.init is None):
             raise ValueError("give either --model (pretrained) or --init (random weights)")
         for name in ("steps", "samples_per_rank", "lr", "clip_norm", "timeout_minutes"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive and finite")
+        if self.token_cap < 2:
+            raise ValueError(f"token_cap is {self.token_cap}; a sample needs a token to predict and one before it: 2")
         if self.warmup_steps < 0 or self.weight_decay < 0:
             raise ValueError("warmup_steps and weight_decay must be at least 0")
         if not 0 <= self.lr_floor <= 1:

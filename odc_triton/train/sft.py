@@ -33,7 +33,7 @@ from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.train.options import SftOptions
 from odc_triton.train.schedule import warmup_cosine
 from odc_triton.train.state import RunState
-from odc_triton.train.tokenizer import TextEncoder, load_tokenizer, to_transformers
+from odc_triton.train.tokenizer import END, TextEncoder, load_tokenizer, to_transformers
 
 
 class SftRun:
@@ -114,15 +114,20 @@ def train_sft(options: SftOptions, on_metrics: Callable[[dict], None] | None = N
     Rank 0 shows progress, calls `on_metrics` after each step, and writes into `options.out`: metrics.jsonl, the
     last minibatches' trace.json, and the trained model for plain transformers.
     """
-    torch.set_num_threads(1)
     timeout = timedelta(minutes=options.timeout_minutes)
     mesh = default_mesh(timeout)
     out, rank = Path(options.out), mesh.get_rank()
     tokenizer = _load_tokenizer(options)
     data = _prepare_data(options, tokenizer, out, rank)
     torch.manual_seed(options.seed)
+    if len(data) < options.samples_per_rank * mesh.size():
+        raise ValueError(
+            f"{options.data} has {len(data)} samples and one step takes {options.samples_per_rank} on each of "
+            f"{mesh.size()} ranks: lower --samples-per-rank, or give more data"
+        )
     model = _load_model(options)
-    cost = CostModel.from_config(model.config)
+    _check_fit(model, data, options)
+    cost = CostModel.from_config(model.config.get_text_config())
     enable_packing(model)
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -166,7 +171,13 @@ def _load_tokenizer(options: SftOptions) -> Any:
     if source is None:
         raise ValueError("--init has no tokenizer: give --tokenizer, a folder, a hub id or a tokenizer.json")
     if Path(source).suffix == ".json":
-        return to_transformers(load_tokenizer(source))
+        tokenizer = load_tokenizer(source)
+        if tokenizer.token_to_id(END) is None:
+            raise ValueError(
+                f"{source} has no {END} token, so this project did not make it: give the folder of its model, where "
+                f"tokenizer_config.json names its special tokens"
+            )
+        return to_transformers(tokenizer)
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(source)
@@ -190,6 +201,23 @@ def _prepare_data(options: SftOptions, tokenizer: Any, out: Path, rank: int) -> 
     if problem[0] is not None:
         raise problem[0]
     return TokenizedDataset.load(prepared)
+
+
+def _check_fit(model: nn.Module, data: TokenizedDataset, options: SftOptions) -> None:
+    """Raises for samples that the model can't take: tokens it does not know, more of them than it has places for."""
+    config = model.config.get_text_config()
+    largest, longest = int(data.tokens.max()), int(data.lengths.max())
+    if largest >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer made token {largest} and the model knows {config.vocab_size} (vocab_size): give the "
+            f"model's own --tokenizer, or a larger vocab_size in --init"
+        )
+    places = getattr(config, "max_position_embeddings", None)
+    if places is not None and longest > places:
+        raise ValueError(
+            f"the longest sample has {longest} tokens and the model is made for {places} "
+            f"(max_position_embeddings): set --token-cap {places}, which cuts longer samples off"
+        )
 
 
 def _load_model(options: SftOptions) -> nn.Module:
