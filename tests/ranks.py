@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ def _main(connection: Any, function: Callable, rank: int, world: int, port: int,
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background is born deaf to Ctrl-C
     try:
         master = in_rank_0 and rank == 0
         store = dist.TCPStore("127.0.0.1", port, world if in_rank_0 else None, master)

@@ -109,7 +109,6 @@ def test_microbatch_raised(where: str) -> None:
 def _interrupted(rank: int, world: int) -> list[str]:
     from odc_triton import begin_minibatch, fully_shard, minibatch
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background is born deaf to it
     model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S))
     seen = []
     try:
