@@ -17,36 +17,19 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from odc_kernels import device, gather, linear, peers, scatter, wgrad
+import odc_kernels
+from bench.machine import Case, all_cases
 from odc_triton.report import table
 
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One kernel with one set of types and constants. `aligned`: arguments known to be multiples of 16."""
-
-    name: str
-    kernel: Any
-    signature: dict[str, str]
-    constants: dict[str, Any]
-    aligned: tuple[str, ...] = ()
-    num_warps: int = 4
-    num_stages: int = 2
-    matrix: bool = False  # must use the matrix units
-    reduces: bool = False  # adds into peers
 
 
 @dataclass(kw_only=True)
@@ -64,90 +47,12 @@ class Code:
     faults: list[str] = field(default_factory=list)
 
 
-def cases() -> Iterator[Case]:
-    """Every kernel × default configuration × dtype."""
-    import triton.language as tl
-
-    types = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
-    sizes = {"rows": "i32", "rows_per_owner": "i32", "row_elements": "i32", "rank": "i32", "world": "i32"}
-    for source, target in (("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp16", "fp16")):
-        yield Case(
-            name=f"gather {source} to {target}",
-            kernel=gather.gather_kernel,
-            signature={"table": "*i64", "out": f"*{target}", **sizes},
-            constants={"DTYPE": types[source], "ALIGNED": True, "BLOCK": 4096},
-            aligned=("table", "out", "rows_per_owner", "row_elements"),
-        )
-    for dtype in ("fp32", "bf16", "fp16"):
-        yield Case(
-            name=f"scatter {dtype}",
-            kernel=scatter.scatter_kernel,
-            signature={"table": "*i64", "gradient": f"*{dtype}", "scale": "fp32", **sizes},
-            constants={"ALIGNED": True, "BLOCK": 2048},
-            aligned=("table", "gradient", "rows_per_owner", "row_elements"),
-            reduces=True,
-        )
-
-    def of_tile(tile: linear.LinearTile) -> tuple[dict[str, Any], dict[str, Any]]:
-        blocks = {"BLOCK_T": tile.t, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "UPCAST": False}
-        return blocks, {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "matrix": True}
-
-    forward_blocks, forward_options = of_tile(linear.FORWARD_TILE)
-    dx_blocks, dx_options = of_tile(linear.DX_TILE)
-    sizes = {"tokens": "i32", "rows": "i32", "rows_per_owner": "i32", "columns": "i32", "rank": "i32", "world": "i32"}
-    for dtype in ("bf16", "fp16", "fp32"):
-        yield Case(
-            name=f"linear {dtype}",
-            kernel=linear.linear_kernel,
-            signature={"x": f"*{dtype}", "w_table": "*i64", "b_table": "*i64", "y": f"*{dtype}", **sizes},
-            constants={"DTYPE": types[dtype], "HAS_BIAS": True, **forward_blocks},
-            aligned=("x", "w_table", "b_table", "y", "rows", "rows_per_owner", "columns"),
-            **forward_options | {"matrix": dtype != "fp32"},
-        )
-        yield Case(
-            name=f"linear_dx {dtype}",
-            kernel=linear.linear_dx_kernel,
-            signature={"dy": f"*{dtype}", "w_table": "*i64", "dx": f"*{dtype}", **sizes},
-            constants={"DTYPE": types[dtype], **dx_blocks},
-            aligned=("dy", "w_table", "dx", "rows", "rows_per_owner", "columns"),
-            **dx_options | {"matrix": dtype != "fp32"},
-        )
-    for dtype in ("bf16", "fp16", "fp32"):
-        tile = wgrad.FP32_TILE if dtype == "fp32" else wgrad.DEFAULT_TILE
-        yield Case(
-            name=f"wgrad {dtype}",
-            kernel=wgrad.wgrad_kernel,
-            signature={
-                "dy": f"*{dtype}",
-                "x": f"*{dtype}",
-                "w_table": "*i64",
-                "b_table": "*i64",
-                "scale": "fp32",
-                **sizes,
-            },
-            constants={
-                "HAS_BIAS": True,
-                "BULK": None,
-                "UPCAST": False,
-                "GROUP": tile.group,
-                "BLOCK_N": tile.n,
-                "BLOCK_K": tile.k,
-                "BLOCK_T": tile.t,
-            },
-            aligned=("dy", "x", "w_table", "b_table", "rows", "rows_per_owner", "columns"),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            matrix=dtype != "fp32",
-            reduces=True,
-        )
-
-
 def build(case: Case, arch: int) -> Code:
     """Compiles and reads one case; `faults` says what is wrong with the code."""
     names = case.kernel.arg_names
-    constants = dict(case.constants)
-    if "BULK" in constants:  # as the launcher chooses
-        constants["BULK"] = arch >= 90
+    constants = case.constants | {name: choose(arch) for name, choose in case.by_arch.items()}
+    if unknown := set(names) - set(case.signature) - set(constants):
+        raise ValueError(f"{case.name}: no type or value is given for {sorted(unknown)}")
     source = ASTSource(
         fn=case.kernel,
         signature={name: case.signature.get(name, "constexpr") for name in names},
@@ -209,11 +114,11 @@ def _read(code: Code, case: Case, ptx: str, sass: str, usage: str) -> None:
 
 
 def _digest() -> str:
-    """Of all kernels' sources, this file and triton's version."""
+    """Of all kernels' sources, the cases, this file and triton's version."""
     digest = hashlib.sha256(triton.__version__.encode())
-    for module in (device, peers, gather, linear, scatter, wgrad):
-        digest.update(Path(module.__file__).read_bytes())
-    digest.update(Path(__file__).read_bytes())
+    here = Path(__file__).parent
+    for path in sorted([*Path(odc_kernels.__path__[0]).glob("*.py"), *here.glob("machine/*.py"), here / "aot.py"]):
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -249,7 +154,7 @@ def main() -> int:
     cache = options.out / f"{_digest()}.json"
     known = {(c["name"], c["arch"]): Code(**c) for c in json.loads(cache.read_text())} if cache.exists() else {}
     codes = []
-    for case in cases():
+    for case in all_cases():
         if options.kernel and not case.name.startswith(tuple(options.kernel)):
             continue
         for arch in options.arch:

@@ -9,30 +9,15 @@ T tokens, N output features, n = ceil(N / R) of them per owner, K input features
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from .device import TL_DTYPES, dot, interpreting, peer_address
 from .peers import PeerShards, check_bias, join
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LinearTile:
-    """`t`: tokens of a tile; `n`: output features; `k`: input features. The loop runs over `k` for y, `n` for dx."""
-
-    t: int = 64
-    n: int = 64
-    k: int = 64
-    num_warps: int = 4
-    num_stages: int = 3
-
+from .tiles import LINEAR, LINEAR_DX, LinearTile
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-FORWARD_TILE = LinearTile()
-DX_TILE = LinearTile(num_stages=2)  # a third stage spills on sm_120
 
 
 @triton.jit(do_not_specialize=["tokens", "rows", "rank"])
@@ -133,7 +118,7 @@ def linear(
     weight: PeerShards,
     bias: PeerShards | None = None,
     out: torch.Tensor,
-    tile: LinearTile = FORWARD_TILE,
+    tile: LinearTile = LINEAR,
 ) -> None:
     """Writes y = x Wᵀ + b into `out`. x: [T, K], weight: [N, K], bias: [N], out: [T, N], all of one dtype.
 
@@ -168,7 +153,7 @@ def linear(
     )
 
 
-def linear_dx(*, dy: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: LinearTile = DX_TILE) -> None:
+def linear_dx(*, dy: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: LinearTile = LINEAR_DX) -> None:
     """Writes dx = dy W into `out`. dy: [T, N], weight: [N, K], out: [T, K], all of one dtype. Errors as in `linear`."""
     _check("dy", dy, "out", out, weight, columns_of=0)
     tokens, (rows, columns) = dy.shape[0], weight.shape

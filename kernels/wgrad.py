@@ -12,30 +12,13 @@ On sm_90 and newer a tile leaves by one bulk reduction (`descriptor.atomic_add`)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from .device import add_to_peer, dot, interpreting, peer_address, turn
 from .peers import PeerShards, check_bias
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WgradTile:
-    """`n` and `k`: a tile's rows and columns of dW; `t`: tokens per step of the loop; `group`: row tiles per column."""
-
-    n: int = 128
-    k: int = 128
-    t: int = 64
-    group: int = 8
-    num_warps: int = 8
-    num_stages: int = 3
-
-
-DEFAULT_TILE = WgradTile()
-FP32_TILE = WgradTile(n=64, k=64, t=32, num_stages=2)  # operands twice as large: the other does not fit sm_120
+from .tiles import WGRAD, WGRAD_FP32, WgradTile
 
 
 @triton.jit(do_not_specialize=["tokens", "rows", "rank"])
@@ -116,7 +99,7 @@ def wgrad(
     """
     _check(dy, x, weight, bias)
     if tile is None:
-        tile = FP32_TILE if dy.dtype == torch.float32 else DEFAULT_TILE
+        tile = WGRAD_FP32 if dy.dtype == torch.float32 else WGRAD
     tokens, rows, columns = dy.shape[0], dy.shape[1], x.shape[1]
     if tokens == 0 or rows == 0:
         return

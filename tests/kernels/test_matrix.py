@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import interpret  # noqa: F401  isort: skip
+from . import place  # isort: skip
 
-from odc_kernels.linear import LinearTile, linear, linear_dx, linear_dx_ref, linear_ref
+from odc_kernels.linear import linear, linear_dx, linear_dx_ref, linear_ref
 from odc_kernels.peers import PeerShards, join, split
-from odc_kernels.wgrad import WgradTile, wgrad, wgrad_ref
-from tests import ranks
+from odc_kernels.tiles import LinearTile, WgradTile
+from odc_kernels.wgrad import wgrad, wgrad_ref
+
+pytestmark = place.MARKS
 
 # tokens, output features, input features: odd, one row, one token, no token, owners without rows, more than a tile.
 SHAPES = [(5, 7, 3), (1, 16, 16), (33, 20, 18), (0, 4, 4), (4, 1, 5), (17, 3, 40)]
@@ -77,71 +79,3 @@ def test_wgrad(world: int, shape: tuple, dtype: torch.dtype, with_bias: bool) ->
     # Accumulated in fp32 whatever the inputs are.
     close(join(weight), join(want_weight).double(), torch.float32)
     close(join(bias), (join(want_bias) if with_bias else before).double(), torch.float32)
-
-
-def _contend(rank: int, world: int) -> torch.Tensor:
-    """Every rank's tiles into the same shards on the shared heap, all at once: small integers, so sums are exact."""
-    import torch.distributed as dist
-
-    from odc_triton.memory import SharedMemoryHeap
-    from odc_triton.plan import Region
-
-    region = Region(shape=(20, 16), dtype="float32", itemsize=4, offset_bytes=0)
-    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=30)
-    shards = [heap.shard(region, owner) for owner in range(world)]
-    peers = PeerShards.of(shards, shape=region.shape, rank=rank)
-    dy, x = _integers(6, 20, rank), _integers(6, 16, rank + 10)
-    dist.barrier()
-    for _ in range(10):
-        wgrad(dy=dy, x=x, weight=peers, tile=WGRAD_TILE)
-    dist.barrier()
-    return heap.whole(region).clone()
-
-
-def _integers(rows: int, columns: int, seed: int) -> torch.Tensor:
-    return torch.randint(-3, 4, (rows, columns), generator=torch.Generator().manual_seed(seed)).float()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_add_at_the_same_time(world: int) -> None:
-    want = sum(10 * _integers(6, 20, rank).T @ _integers(6, 16, rank + 10) for rank in range(world))
-    for got in ranks.run(_contend, world):
-        assert torch.equal(got, want)
-
-
-X, DY, OUT = torch.zeros(4, 3), torch.zeros(4, 8), torch.zeros(4, 8)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"x": torch.zeros(4, 5)}, r"give \[T, 3\]"),
-        ({"x": torch.zeros(4, 3).half()}, "all in one of"),
-        ({"x": torch.zeros(3, 4).t()}, "contiguous"),
-        ({"x": torch.zeros(4, 3, device="meta")}, "on meta"),
-        ({"out": torch.zeros(4, 9)}, "out is"),
-        ({"bias": PeerShards.of(split(torch.zeros(7), 2), shape=(7,))}, "the bias is of shape"),
-    ],
-)
-def test_linear_refuses(change: dict, words: str) -> None:
-    weight = PeerShards.of(split(torch.zeros(8, 3), 2), shape=(8, 3))
-    with pytest.raises(ValueError, match=words):
-        linear(**{"x": X, "weight": weight, "out": OUT} | change)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"x": torch.zeros(5, 3)}, "give"),
-        ({"dy": torch.zeros(4, 9)}, "the weight is"),
-        ({"dy": torch.zeros(4, 8).double()}, "give both in"),
-        ({"dy": torch.zeros(8, 4).t()}, "contiguous"),
-        ({"weight": PeerShards.of(split(torch.zeros(8, 3).bfloat16(), 2), shape=(8, 3))}, "summed in float32"),
-        ({"bias": PeerShards.of(split(torch.zeros(7), 2), shape=(7,))}, "the bias is of shape"),
-        ({"bias": PeerShards.of(split(torch.zeros(8), 4), shape=(8,))}, "the bias is of world 4"),
-    ],
-)
-def test_wgrad_refuses(change: dict, words: str) -> None:
-    weight = PeerShards.of(split(torch.zeros(8, 3), 2), shape=(8, 3))
-    with pytest.raises(ValueError, match=words):
-        wgrad(**{"dy": DY, "x": X, "weight": weight} | change)

@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from . import place
+
+
+@pytest.fixture
+def on_device() -> Iterator[None]:
+    """New tensors are made on the device under test; on a GPU from a fresh seed, which a failure prints."""
+    if place.INTERPRETED:
+        yield
+        return
+    seed = torch.seed()
+    print(f"torch.manual_seed({seed})")
+    torch.manual_seed(seed)
+    with torch.device(place.DEVICE):
+        yield

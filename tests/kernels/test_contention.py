@@ -1,0 +1,74 @@
+"""Ranks that add into the same shards on the shared heap at the same time, through interpreted kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from . import place  # isort: skip
+
+from odc_kernels.peers import PeerShards
+from odc_kernels.scatter import scatter
+from odc_kernels.tiles import WgradTile
+from odc_kernels.wgrad import wgrad
+from tests import ranks
+
+pytestmark = pytest.mark.skipif(not place.INTERPRETED, reason="tests/gpu holds this test for GPUs")
+WGRAD_TILE = WgradTile(n=16, k=16, t=16, group=2)
+
+
+def _scatters(rank: int, world: int) -> torch.Tensor:
+    """Every rank adds small integers into the same shards on the shared heap, many times, all at once."""
+    import torch.distributed as dist
+
+    from odc_triton.memory import SharedMemoryHeap
+    from odc_triton.plan import Region
+
+    region = Region(shape=(11, 16), dtype="float32", itemsize=4, offset_bytes=0)
+    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=30)
+    shards = [heap.shard(region, owner) for owner in range(world)]
+    peers = PeerShards.of(shards, shape=region.shape, rank=rank)
+    gradient = torch.arange(11 * 16, dtype=torch.float32).view(11, 16) % 7
+    dist.barrier()
+    for _ in range(20):
+        scatter(gradient=gradient, peers=peers, block=32)
+    dist.barrier()
+    return heap.whole(region).clone()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_scatter(world: int) -> None:
+    # Integers below 2^24: sums are exact in any order, so a lost addition shows.
+    want = torch.arange(11 * 16, dtype=torch.float32).view(11, 16) % 7 * 20 * world
+    for got in ranks.run(_scatters, world):
+        assert torch.equal(got, want)
+
+
+def _wgrads(rank: int, world: int) -> torch.Tensor:
+    """Every rank's tiles into the same shards on the shared heap, all at once: small integers, so sums are exact."""
+    import torch.distributed as dist
+
+    from odc_triton.memory import SharedMemoryHeap
+    from odc_triton.plan import Region
+
+    region = Region(shape=(20, 16), dtype="float32", itemsize=4, offset_bytes=0)
+    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=30)
+    shards = [heap.shard(region, owner) for owner in range(world)]
+    peers = PeerShards.of(shards, shape=region.shape, rank=rank)
+    dy, x = _integers(6, 20, rank), _integers(6, 16, rank + 10)
+    dist.barrier()
+    for _ in range(10):
+        wgrad(dy=dy, x=x, weight=peers, tile=WGRAD_TILE)
+    dist.barrier()
+    return heap.whole(region).clone()
+
+
+def _integers(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return torch.randint(-3, 4, (rows, columns), generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_wgrad(world: int) -> None:
+    want = sum(10 * _integers(6, 20, rank).T @ _integers(6, 16, rank + 10) for rank in range(world))
+    for got in ranks.run(_wgrads, world):
+        assert torch.equal(got, want)
