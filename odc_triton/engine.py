@@ -19,7 +19,7 @@ import operator
 import time
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any
 
@@ -32,8 +32,10 @@ from .errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer
 from .events import EventLog
 from .meeting import Meetings
 from .memory.heap import SymmetricHeap, Word
+from .order import StepOrder
 from .sharded_param import ShardedParameter, has_gradient_hooks
-from .unit import Unit
+from .streams import Streams
+from .unit import Unit, in_backward_pass
 
 
 class Phase(IntEnum):
@@ -41,10 +43,6 @@ class Phase(IntEnum):
     OPEN = 1
     LANDED = 2
     BROKEN = 3
-
-
-def _in_backward_pass() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
@@ -75,8 +73,11 @@ def _describe(error: BaseException) -> str:
 class Engine:
     """One sharded model on one rank: its units, its parameters, its place in the protocol."""
 
-    def __init__(self, *, heap: SymmetricHeap, meetings: Meetings, debug: bool) -> None:
+    def __init__(self, *, heap: SymmetricHeap, streams: Streams, meetings: Meetings, debug: bool) -> None:
         self.heap, self.meetings, self.debug = heap, meetings, debug
+        self._streams = [streams]
+        self._order: StepOrder[tuple[bool, Unit]] = StepOrder()
+        self._ahead: Unit | None = None  # the unit that is fetched though nobody needs it yet
         self.rank, self.world = heap.rank, heap.world
         self.units: list[Unit] = []
         self.parameters: list[ShardedParameter] = []
@@ -110,8 +111,9 @@ class Engine:
         """Takes over a submodule that was sharded before its root; its parameters stay where they are."""
         for unit in inner.units:
             unit.reset()
-            unit.engine = self
+            unit.engine, unit.is_root = self, False
         self.units += inner.units
+        self._streams += inner._streams
         self.add(inner.parameters)
         inner.retire()
 
@@ -130,7 +132,7 @@ class Engine:
 
     def _push_gradient(self, parameter: ShardedParameter) -> None:
         self._backward_begins(self.minibatch)
-        for start_s, end_s in parameter.add_gradient(self.meetings):
+        for start_s, end_s in parameter.add_gradient():
             self.events.add("wait", start_s, end_s, label=f"lock of {parameter.name}")
 
     def trainable(self) -> list[ShardedParameter]:
@@ -213,6 +215,7 @@ class Engine:
         for parameter in self.trainable():
             parameter.clear_gradient()
         self._copy_masters()
+        self._drain("clearing gradients and publishing before a minibatch")
 
     def end(self, error: BaseException | None = None) -> None:
         """Leaves the minibatch: all gradients have landed when it returns.
@@ -236,6 +239,10 @@ class Engine:
             with contextlib.suppress(torch.distributed.DistError):  # the store may be what was lost
                 self.meetings.tell(purpose, {"error": _describe(error)})
             return
+        try:
+            self._drain(f"the microbatches of minibatch {self.minibatch}")
+        except Exception as raised:
+            error = error or raised
         if error is None and self._failure is not None:
             error = RuntimeError(self._failure)
         touched = [index for index, parameter in enumerate(self.parameters) if parameter.touched]
@@ -278,6 +285,11 @@ class Engine:
             self._enter_phase(Phase.READY)
             raise MinibatchFailed(self.minibatch, failed) from error
 
+    def _drain(self, purpose: str) -> None:
+        """Waits until this rank's device has done what was enqueued: peers are told so next."""
+        for streams in self._streams:
+            streams.drain(self.meetings.timeout_s, purpose)
+
     def _enter_phase(self, phase: Phase) -> None:
         self.phase = phase
         self.heap.show(Word.BROKEN, phase is Phase.BROKEN)
@@ -291,7 +303,7 @@ class Engine:
 
     def forward_begins(self) -> None:
         self._forwards += 1
-        if self._forwards > 1 or _in_backward_pass():  # a nested unit, or a recomputation of checkpointing
+        if self._forwards > 1 or in_backward_pass():  # a nested unit, or a recomputation of checkpointing
             return
         if self.in_backward:
             self.fail("a backward began and did not end")
@@ -308,25 +320,60 @@ class Engine:
 
     def forward_ends(self, error: BaseException | None) -> None:
         self._forwards -= 1
-        if self._forwards or _in_backward_pass():
+        if self._forwards or in_backward_pass():
             return
         now_s = time.monotonic()
         self.events.add("forward", self._forward_start_s, now_s)
-        self._loss_start_s = now_s if self.phase is Phase.OPEN and torch.is_grad_enabled() else None
+        backward_follows = self.phase is Phase.OPEN and torch.is_grad_enabled() and error is None
+        self._loss_start_s = now_s if backward_follows else None
+        if not backward_follows:
+            self._expect_nothing()
         if error is not None:
             if self.phase is Phase.OPEN:
                 self.fail(_describe(error))
         elif self.phase is not Phase.OPEN:
             self.check_not_torn()
 
-    def watch_backward(self, output: Any) -> None:
-        """Has the output's tensors say when their backward begins."""
+    def watch_backward(self, output: Any, of_unit: Callable[[], None] | None) -> None:
+        """Has the output's tensors say when their backward begins; `of_unit` is then called too."""
         if not torch.is_grad_enabled():
             return
         number = self.minibatch if self.phase is Phase.OPEN else None
+
+        def begins(_: torch.Tensor) -> None:
+            self._backward_begins(number)
+            if of_unit is not None:
+                of_unit()
+
         for value in _tensors(output):
             if value.grad_fn is not None:  # a leaf that is passed through outlives the minibatch, a hook on it too
-                value.register_hook(lambda _: self._backward_begins(number))
+                value.register_hook(begins)
+
+    @property
+    def publication(self) -> int:
+        """Which values of the parameters are read now."""
+        return self._published
+
+    def needs(self, unit: Unit, *, in_backward: bool) -> None:
+        """Fills the whole tensors of `unit`, and begins to fill those of the unit that came after it last time."""
+        unit.fetch()
+        if self._ahead is not unit:
+            self._let_go_ahead()
+        following = self._order.begin((in_backward, unit))
+        unit.wait()
+        if following is not None and following[1] is not unit:
+            self._ahead = following[1]
+            self._ahead.fetch()
+
+    def _let_go_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.let_go()
+
+    def _expect_nothing(self) -> None:
+        """A microbatch is over: what comes next does not follow its last unit."""
+        self._let_go_ahead()
+        self._order.end()
 
     def _backward_begins(self, number: int | None) -> None:
         if self.in_backward:
@@ -355,8 +402,10 @@ class Engine:
 
     def _stop_backward(self) -> None:
         self.in_backward = False
+        self._expect_nothing()
         for unit in self.units:
             unit.make_sharded()
+            unit.let_go()
 
     # ------------------------------------------------------------------ publishing
 
@@ -372,6 +421,7 @@ class Engine:
         self.heap.show(Word.STEPPING, self._published + 1)  # before the copies: a reader must not miss them
         with self.events.span("publish", microbatch=-1):
             self._copy_masters()
+            self._drain("publishing the parameters")
         self._published += 1
         self.heap.show(Word.PUBLISHED, self._published)
 
@@ -398,7 +448,8 @@ class Engine:
         for parameter in self.parameters:
             if self.phase is not Phase.OPEN:
                 self.wait_readable()
-            value = parameter.leaf.detach().clone()
+            value = parameter.read()
+            self._drain("reading whole parameters")
             if self.phase is not Phase.OPEN:
                 self.check_not_torn()
             if self._published != published:

@@ -25,9 +25,16 @@ _PURPOSE = "initial values"
 
 
 def write_initial_values(
-    root: nn.Module, found: list[FoundParameter], parameters: list[ShardedParameter], meetings: Meetings, token: str
+    root: nn.Module,
+    found: list[FoundParameter],
+    parameters: list[ShardedParameter],
+    meetings: Meetings,
+    token: str,
+    device: torch.device,
 ) -> None:
     """Fills all shards and masters, and drops the tensors that they were filled from. Collective.
+
+    All buffers are on `device` afterwards.
 
     Rank 0's values count for all ranks; no other rank's do. What rank 0 has on the meta device is initialised by the
     module that owns it: in a transformers model by the nearest model's `_init_weights`, elsewhere by
@@ -57,6 +64,8 @@ def write_initial_values(
         writer.write()
         for name in wanted:
             _send_buffer(*buffers[name], relay, is_source=meetings.rank == 0)
+        for module, key in buffers.values():
+            module._buffers[key] = module._buffers[key].to(device)
         relay.finish()
         # Ranks with one random state stay so: rank 0 has drawn for all of them.
         rng = torch.get_rng_state().numpy().tobytes().hex() if meetings.rank == 0 else None

@@ -64,6 +64,12 @@ class ODCModule:
         """FSDP2's older name for `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
 
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether whole parameters are freed between forward and backward. On the CPU they are views: no effect."""
+        for module in self.modules() if recurse else [self]:
+            if is_sharded(module):
+                module._odc_unit.reshard_after_forward = reshard_after_forward
+
     def reset_iter_state(self) -> None:
         """No-op: a minibatch that failed leaves no state behind; just enter the next one."""
 
@@ -78,17 +84,14 @@ class ODCModule:
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """No-op on a one-dimensional mesh, as in FSDP2."""
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """No-op: whole parameters are views of the heap, keeping them costs nothing."""
-
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """No-op, see `set_reshard_after_forward`."""
+        """No-op: a unit's whole parameters are always let go of when its backward ends."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """No-op, see `set_reshard_after_forward`."""
+        """No-op: a unit's parameters are whole in its backward."""
 
     def set_modules_to_forward_prefetch(self, modules: list[nn.Module]) -> None:
-        """No-op: there is nothing to fetch ahead on the CPU backend."""
+        """No-op: what is fetched ahead follows the order of the last microbatch."""
 
     def set_modules_to_backward_prefetch(self, modules: list[nn.Module]) -> None:
         """No-op, see `set_modules_to_forward_prefetch`."""
@@ -158,11 +161,10 @@ class ODCModule:
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> ODCModule:
-        """No-op on the CPU: nothing is on the meta device any more, and what `fully_shard` initialised stays."""
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(
-                f"to_empty(device={device!r}): a sharded model can't leave the heap, which is on the CPU"
-            )
+        """No-op: nothing is on the meta device any more, and what `fully_shard` initialised stays."""
+        home = self._odc_engine.heap.device
+        if torch.device(device).type != home.type:
+            raise RuntimeError(f"to_empty(device={device!r}): a sharded model can't leave the heap, which is on {home}")
         return self
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 ALIGNMENT_BYTES = 128  # what a tensor-memory-access descriptor wants of a shard's address
@@ -52,7 +52,9 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A whole tensor in the heap: its owners' shards side by side, row-major, at `offset_bytes`."""
+    """A whole tensor in the heap, row-major, at `offset_bytes`: of one memory in which its owners' shards lie side by
+    side, or of each owner's own memory, where only its rows lie.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -67,20 +69,30 @@ class Region:
     def size_bytes(self) -> int:
         return self.elements * self.itemsize
 
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.itemsize
+
     def shard(self, world: int, owner: int) -> Region:
-        """The rows of `owner` as a region of their own. A scalar is owned by rank 0."""
+        """The rows of `owner` as a region of their own, where all owners' lie side by side. Rank 0 owns a scalar."""
+        own = self.own_shard(world, owner)
         if not self.shape:
-            if owner == 0:
-                return self
-            return Region(shape=(0,), dtype=self.dtype, itemsize=self.itemsize, offset_bytes=self.offset_bytes)
+            return own
+        start, _ = shard_rows(self.shape[0], world, owner)
+        return replace(own, offset_bytes=self.offset_bytes + start * self.row_bytes)
+
+    def own_shard(self, world: int, owner: int) -> Region:
+        """The rows of `owner` as a region of its own memory, where every rank keeps its shard at the same offset."""
+        if not self.shape:
+            return self if owner == 0 else replace(self, shape=(0,))
         start, stop = shard_rows(self.shape[0], world, owner)
-        row_bytes = math.prod(self.shape[1:]) * self.itemsize
-        return Region(
-            shape=(stop - start, *self.shape[1:]),
-            dtype=self.dtype,
-            itemsize=self.itemsize,
-            offset_bytes=self.offset_bytes + start * row_bytes,
-        )
+        return replace(self, shape=(stop - start, *self.shape[1:]))
+
+    def stored_bytes(self, world: int, *, apart: bool) -> int:
+        """What it takes of the memory of all ranks, or, `apart`, of each rank's."""
+        if not apart or not self.shape:
+            return self.size_bytes
+        return -(-self.shape[0] // world) * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +127,11 @@ def _aligned(offset_bytes: int) -> int:
     return -(-offset_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def make_plan(parameters: list[ParameterSpec], *, world: int, itemsizes: dict[str, int]) -> Plan:
+def make_plan(parameters: list[ParameterSpec], *, world: int, itemsizes: dict[str, int], apart: bool = False) -> Plan:
     """Lays out the regions: all compute shards, then all gradient shards, each aligned to 128 bytes.
 
-    `itemsizes`: bytes per element by dtype name.
+    `itemsizes`: bytes per element by dtype name. `apart`: each rank has a memory of its own for its shards, so sizes
+    and offsets are one rank's; else one memory holds all.
     """
     if world < 1:
         raise ValueError(f"world is {world}; it must be at least 1")
@@ -127,7 +140,7 @@ def make_plan(parameters: list[ParameterSpec], *, world: int, itemsizes: dict[st
     def place(shape: tuple[int, ...], dtype: str) -> Region:
         nonlocal offset
         region = Region(shape=shape, dtype=dtype, itemsize=itemsizes[dtype], offset_bytes=_aligned(offset))
-        offset = region.offset_bytes + region.size_bytes
+        offset = region.offset_bytes + region.stored_bytes(world, apart=apart)
         return region
 
     compute = tuple(place(spec.shape, spec.compute_dtype) for spec in parameters)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
 import weakref
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,13 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from .errors import DeadlineExceeded
-from .meeting import Meetings
+from odc_kernels.peers import PeerShards
+
+from .accumulate import Accumulator, Target, Waits
+from .gathered import GatheredParameters
 from .memory.heap import SymmetricHeap
 from .plan import ParameterSpec, Region, shard_rows
-
-_NAP_S = 20e-6
-_LONG_WAIT_S = 1e-3  # waits for a lock that are shorter are not worth an event
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
@@ -37,8 +35,12 @@ class ShardedParameter:
 
     - `sharded`: nn.Parameter over a DTensor, Shard(0) (a scalar: Replicate). What optimizers and checkpoints see.
       Its local tensor is this rank's master shard, which is also its compute shard where the dtypes agree.
-    - `leaf`: nn.Parameter over the whole compute tensor in the heap. What modules compute with.
+    - `leaf`: nn.Parameter over the whole compute tensor: a view of the heap, or gathered for as long as it is needed.
+      What modules compute with.
     - the gradient region [N, ...] in the heap, to which every rank adds and from which each owner reads.
+
+    `whole`: the tensor under `leaf`; `gathered`: its storage, None where it is a view of the heap. `accumulator`: how
+    gradients are added.
     """
 
     def __init__(
@@ -50,15 +52,18 @@ class ShardedParameter:
         gradient: Region | None,
         heap: SymmetricHeap,
         mesh: DeviceMesh,
+        whole: torch.Tensor,
+        gathered: GatheredParameters | None,
+        accumulator: Accumulator,
     ) -> None:
-        self.spec, self.slot, self._heap = spec, slot, heap
+        self.spec, self.slot = spec, slot
         self.name = spec.name
         self._rank, self._world = heap.rank, heap.world
-        self._compute_shard = heap.shard(compute, self._rank)
-        if spec.is_scalar:
-            master = torch.empty((), dtype=getattr(torch, spec.master_dtype))
-        elif spec.has_own_master:
-            master = torch.empty(self._compute_shard.shape, dtype=getattr(torch, spec.master_dtype))
+        self.compute_shards = [heap.shard(compute, owner) for owner in range(self._world)]
+        self._compute_shard = self.compute_shards[self._rank]
+        if spec.has_own_master:
+            shape = () if spec.is_scalar else self._compute_shard.shape
+            master = torch.empty(shape, dtype=getattr(torch, spec.master_dtype), device=heap.device)
         else:
             master = self._compute_shard
         self.master = master
@@ -66,13 +71,18 @@ class ShardedParameter:
         self._mesh = mesh
         self.sharded = nn.Parameter(self._as_dtensor(master), requires_grad=trains)
         self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
-        self.leaf = nn.Parameter(heap.whole(compute), requires_grad=trains)
-        self._gradients = [heap.shard(gradient, owner) for owner in range(self._world)] if trains else []
-        self.gradient_shard = self._gradients[0 if spec.is_scalar else self._rank] if trains else None
+        self.leaf = nn.Parameter(whole, requires_grad=trains)
+        self.gathered = gathered
+        self.gradient_shard: torch.Tensor | None = None
+        self._accumulator = accumulator
+        if trains:
+            shards = [heap.shard(gradient, owner) for owner in range(self._world)]
+            self.gradient_shard = shards[0 if spec.is_scalar else self._rank]
+            rows = [shards[0].view(1)] if spec.is_scalar else shards
+            self._target = Target(slot=slot, shards=rows, rank=self._rank)
         self._rows = [
             (0, 1) if spec.is_scalar else shard_rows(spec.shape[0], self._world, owner) for owner in range(self._world)
         ]
-        self._threads = threading.Lock()  # see [Note: traps of fcntl locks]
         self._landed: DTensor | None = None
         self._listener: Any = None
         self.original: weakref.ref[nn.Parameter] | None = None  # what it was before sharding
@@ -88,7 +98,16 @@ class ShardedParameter:
     @torch.no_grad()
     def fill(self, value: torch.Tensor) -> None:
         """Writes the whole tensor [N, ...] into all owners' compute shards; the masters `adopt` it."""
-        self.leaf.copy_(value)
+        if self.spec.is_scalar:
+            self.compute_shards[0].copy_(value)
+            return
+        for shard, (start, stop) in zip(self.compute_shards, self._rows, strict=True):
+            shard.copy_(value[start:stop])
+
+    @torch.no_grad()
+    def read(self) -> torch.Tensor:
+        """A copy of the whole tensor [N, ...] in the compute dtype, read from its owners as they are now."""
+        return self.compute_shards[0].clone() if self.spec.is_scalar else torch.cat(self.compute_shards)
 
     @torch.no_grad()
     def adopt(self, first: int, values: torch.Tensor) -> None:
@@ -110,6 +129,16 @@ class ShardedParameter:
         if self.spec.has_own_master and not (self.spec.is_scalar and self._rank != 0):
             self._compute_shard.copy_(self.master)
 
+    @cached_property
+    def compute_peers(self) -> PeerShards:
+        """The shards to read, as kernels see them; not for a scalar."""
+        return PeerShards.of(self.compute_shards, shape=self.spec.shape, rank=self._rank)
+
+    @property
+    def gradient_peers(self) -> PeerShards:
+        """The shards to add to, as kernels see them. Who adds through them sets `touched`."""
+        return self._target.peers
+
     def listen(self, push: Callable[[ShardedParameter], None]) -> None:
         """Has `push(self)` called whenever a backward has made a whole gradient, in `leaf.grad`.
 
@@ -127,57 +156,17 @@ class ShardedParameter:
         self._listener = self.leaf.register_post_accumulate_grad_hook(landed_in_leaf)
 
     @torch.no_grad()
-    def add_gradient(self, meetings: Meetings) -> list[tuple[float, float]]:
-        """Moves `leaf.grad` [N, ...] into its owners' shards, own shard first.
-
-        Each (parameter, owner) has a lock; one that is taken is left for later, so that ranks that come at the same
-        time work on different owners. Returns the times, as (start_s, end_s), at which all that was left was taken.
-        Raises DeadlineExceeded with the holder's name.
-        """
+    def add_gradient(self) -> Waits:
+        """Moves `leaf.grad` [N, ...] into its owners' shards; returns the times at which it had to wait for others."""
         gradient, self.leaf.grad = self.leaf.grad, None
+        if gradient is None:  # a fused kernel has added it in the backward, and returned None
+            return []
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        waits: list[tuple[float, float]] = []
-        with self._threads:
-            self.touched = True
-            pending = [(self._rank + step) % self._world for step in range(self._world)]
-            pending = [owner for owner in pending if self._gradients[owner].numel()]
-            stuck_s: float | None = None
-            while pending:
-                before_s = time.monotonic()
-                left = [owner for owner in pending if not self._try_add(gradient, owner)]
-                if len(left) < len(pending):
-                    if stuck_s is not None and before_s - stuck_s > _LONG_WAIT_S:
-                        waits.append((stuck_s, before_s))
-                    stuck_s = None
-                else:
-                    stuck_s = before_s if stuck_s is None else stuck_s
-                    self._give_up_if_late(before_s - stuck_s, left[0], meetings.timeout_s)
-                    time.sleep(_NAP_S)
-                pending = left
-        return waits
-
-    def _give_up_if_late(self, waited_s: float, owner: int, timeout_s: float) -> None:
-        if waited_s > timeout_s:
-            holder = self._heap.lock_holder(self.slot, owner)
-            raise DeadlineExceeded(
-                [] if holder is None else [holder],
-                f"rank {self._rank} waited {waited_s:.1f} s to add its gradient of {self.name} to the shard of rank "
-                f"{owner}: its lock is held by {'another process' if holder is None else f'rank {holder}'}",
-            )
-
-    def _try_add(self, gradient: torch.Tensor, owner: int) -> bool:
-        if not self._heap.try_lock(self.slot, owner):
-            return False
-        try:
-            if self.spec.is_scalar:
-                self._gradients[owner].add_(gradient)
-            else:
-                start, stop = self._rows[owner]
-                self._gradients[owner].add_(gradient[start:stop])
-        finally:
-            self._heap.unlock(self.slot, owner)
-        return True
+        self.touched = True
+        return self._accumulator.add(
+            gradient.view(1) if self.spec.is_scalar else gradient, self._target, name=self.name
+        )
 
     @torch.no_grad()
     def land(self, *, touched_by_any: bool, divide_factor: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import uuid
 import warnings
@@ -15,15 +14,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from .backend import CpuBackend, backend_of, start_process_group
 from .collect import SHARDABLE_DTYPES, FoundParameter, dtype_name, find_parameters, refuse_unshardable
 from .engine import Engine
 from .errors import RanksDiffer
+from .gathered import GatheredParameters
 from .initialize import write_initial_values
 from .meeting import Meetings
-from .memory.shm import SharedMemoryHeap
+from .memory.heap import SymmetricHeap
 from .module import attach, is_sharded
 from .plan import ParameterSpec, Plan, find_units, first_difference, make_plan
 from .sharded_param import ShardedParameter
+from .streams import Streams
 from .unit import Slot, Unit
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -54,9 +56,11 @@ def fully_shard(
 
     mesh: one-dimensional; by default all ranks; without a process group a world of one is made (or torchrun's).
     mp_policy: as in FSDP2, but `reduce_dtype=None` means fp32 accumulation.
-    reshard_after_forward: accepted, no effect on the CPU backend, where whole parameters are views.
+    reshard_after_forward: as in FSDP2: whether whole parameters are freed between forward and backward; by default in
+        all units but the root. An int counts as True. On the CPU backend, where whole parameters are views: no effect.
     ignored_params: stay as they are on every rank.
-    backend: "auto" or "cpu".
+    backend: "cpu", "cuda", or "auto": by the mesh, and without one CUDA if there is a GPU. "cpu-apart" lays memory out
+        on the CPU as on CUDA, to look for a fault.
     timeout: how late a live rank may be at a meeting; from the first shared memory on, a dead one is named within
         seconds.
     debug: catch collectives inside a minibatch.
@@ -65,7 +69,7 @@ def fully_shard(
     Raises ValueError, TypeError, NotImplementedError or RuntimeError for models and options that can't be sharded,
     RanksDiffer when the ranks' differ, with the first difference, DeadlineExceeded when a rank does not come.
     """
-    _check_options(module, mp_policy, reshard_after_forward, backend, timeout)
+    _check_options(module, mp_policy, reshard_after_forward, timeout)
     for name, value in (
         ("shard_placement_fn", shard_placement_fn),
         ("offload_policy", offload_policy),
@@ -79,7 +83,11 @@ def fully_shard(
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(f"ignored_params holds {parameter!r}; give the parameters themselves, not their names")
     policy = mp_policy or MixedPrecisionPolicy()
-    mesh = _check_mesh(mesh if mesh is not None else default_mesh(timeout))
+    mesh = mesh if mesh is not None else default_mesh(timeout, backend)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh, see init_device_mesh")
+    device = backend_of(backend, mesh)
+    _check_mesh(mesh, device)
     rank, world = mesh.get_local_rank(), mesh.size()
     meetings = _open_meetings(mesh, rank, world, timeout)
     try:
@@ -93,35 +101,44 @@ def fully_shard(
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
         for entry in found:
             refuse_unshardable(entry.name, entry.value)
+        specs = [_spec(entry, policy) for entry in found]
+        device.check(specs)
     except Exception as error:  # the other ranks, whose models may be fine, must not wait for this one
         meetings.tell(_AGREEING, {"refused": f"{type(error).__name__}: {error}"})
         raise
     plan = make_plan(
-        [_spec(entry, policy) for entry in found],
+        specs,
         world=world,
         itemsizes={dtype_name(dtype): dtype.itemsize for dtype in SHARDABLE_DTYPES},
+        apart=device.apart,
     )
-    options = {"policy": str(policy), "world": world, "debug": debug, "timeout": str(timeout)}
-    token = _agree(meetings, plan, options)
-    heap = SharedMemoryHeap(
-        rank=rank,
-        world=world,
-        size_bytes=plan.size_bytes,
-        slots=len(plan.parameters),
-        token=token,
-        timeout_s=meetings.timeout_s,
-    )
+    options = {"policy": str(policy), "world": world, "debug": debug, "timeout": str(timeout), "backend": device.name}
+    token, devices = _agree(meetings, plan, options, device.device_id())
+    heap = device.open_heap(plan, mesh, token=token, timeout_s=meetings.timeout_s, shared=len(set(devices)) < world)
     meetings.meet("the shared heap is open", {})
     meetings.heap = heap
 
+    streams = device.streams()
+    accumulator = device.accumulator(heap, streams, meetings.timeout_s)
+    places = zip(plan.parameters, plan.compute, plan.gradient, _whole_tensors(plan, heap, streams), strict=True)
     parameters = [
-        ShardedParameter(spec=spec, slot=slot, compute=compute, gradient=gradient, heap=heap, mesh=mesh)
-        for slot, (spec, compute, gradient) in enumerate(zip(plan.parameters, plan.compute, plan.gradient, strict=True))
+        ShardedParameter(
+            spec=spec,
+            slot=slot,
+            compute=compute,
+            gradient=gradient,
+            heap=heap,
+            mesh=mesh,
+            whole=whole,
+            gathered=gathered,
+            accumulator=accumulator,
+        )
+        for slot, (spec, compute, gradient, (whole, gathered)) in enumerate(places)
     ]
-    write_initial_values(module, found, parameters, meetings, token=f"{token}-initial")
+    write_initial_values(module, found, parameters, meetings, token=f"{token}-initial", device=heap.device)
     _warn_of_low_precision_masters(plan, rank)
 
-    engine = Engine(heap=heap, meetings=meetings, debug=debug)
+    engine = Engine(heap=heap, streams=streams, meetings=meetings, debug=debug)
     by_unit: dict[str, list[Slot]] = {name: [] for name in [*unit_names, ""]}
     for entry, parameter in zip(found, parameters, strict=True):
         for owner, attribute, unit in entry.places:
@@ -131,7 +148,8 @@ def fully_shard(
             by_unit[unit].append(Slot(owner, attribute, known[id(entry.value)]))
     for name, slots in by_unit.items():
         owner = module.get_submodule(name)
-        unit = Unit(name=name, module=owner, slots=slots, policy=policy, engine=engine)
+        reshard = None if reshard_after_forward is None else bool(reshard_after_forward)
+        unit = Unit(name=name, module=owner, slots=slots, policy=policy, engine=engine, reshard_after_forward=reshard)
         attach(owner, unit)
         engine.units.append(unit)
     engine.add(parameters)
@@ -144,7 +162,7 @@ def fully_shard(
     return module
 
 
-def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, backend: str, timeout: timedelta) -> None:
+def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, timeout: timedelta) -> None:
     if sys.platform != "linux":
         raise OSError(f"odc-triton shares memory between ranks by Linux's memfd and does not run on {sys.platform}")
     if isinstance(module, (list, tuple)):
@@ -164,8 +182,6 @@ def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, back
             raise ValueError(f"mp_policy has {name}={dtype}; it must be one of {names}")
     if not isinstance(reshard_after_forward, (bool, int, type(None))):
         raise TypeError(f"reshard_after_forward is {reshard_after_forward!r}; it must be a bool, an int or None")
-    if backend not in ("auto", "cpu"):
-        raise ValueError(f"backend is {backend!r}; it must be 'auto' or 'cpu'")
     if not isinstance(timeout, timedelta) or timeout <= timedelta():
         raise ValueError(f"timeout is {timeout!r}; it must be a positive timedelta")
     if torch.are_deterministic_algorithms_enabled():
@@ -174,19 +190,14 @@ def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, back
         )
 
 
-def default_mesh(timeout: timedelta) -> DeviceMesh:
+def default_mesh(timeout: timedelta, backend: str = "auto") -> DeviceMesh:
     """All ranks. Without a process group it starts torchrun's, or else a world of one; `timeout` is its own then."""
-    if not dist.is_initialized():
-        if "RANK" in os.environ:
-            dist.init_process_group("gloo", timeout=timeout)
-        else:  # a notebook: a world of one takes the same path as any other
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+    chosen = backend_of(backend, None)
+    start_process_group(chosen, timeout)
+    return init_device_mesh(chosen.mesh_device, (dist.get_world_size(),))
 
 
-def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh, see init_device_mesh")
+def _check_mesh(mesh: DeviceMesh, backend: CpuBackend) -> None:
     names = mesh.mesh_dim_names or ()
     if mesh.ndim != 1:
         raise NotImplementedError(
@@ -198,11 +209,13 @@ def _check_mesh(mesh: DeviceMesh) -> DeviceMesh:
         raise NotImplementedError(
             f"mesh dimension {foreign[0]!r}: tensor, context and pipeline parallelism don't combine"
         )
-    if mesh.device_type != "cpu":
-        raise NotImplementedError(f"mesh is on {mesh.device_type!r}: this version has the CPU backend only")
+    if mesh.device_type != backend.mesh_device:
+        raise ValueError(
+            f"mesh is on {mesh.device_type!r} and backend is {backend.name!r}; leave backend out, or give "
+            f"init_device_mesh({backend.mesh_device!r}, …)"
+        )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in {mesh}: call fully_shard on the mesh's ranks only")
-    return mesh
 
 
 def _inner_engines(module: nn.Module, mesh: DeviceMesh) -> list[Engine]:
@@ -239,6 +252,22 @@ def _spec(entry: FoundParameter, policy: MixedPrecisionPolicy) -> ParameterSpec:
     )
 
 
+def _whole_tensors(
+    plan: Plan, heap: SymmetricHeap, streams: Streams
+) -> list[tuple[torch.Tensor, GatheredParameters | None]]:
+    """Every parameter's whole tensor: a view of the heap, or one of its unit's that are gathered together."""
+    if not heap.apart:
+        return [(heap.whole(region), None) for region in plan.compute]
+    found: dict[int, tuple[torch.Tensor, GatheredParameters | None]] = {}
+    for unit in {spec.unit for spec in plan.parameters}:
+        slots = [slot for slot, spec in enumerate(plan.parameters) if spec.unit == unit]
+        specs = [plan.parameters[slot] for slot in slots]
+        shards = [[heap.shard(plan.compute[slot], owner) for owner in range(heap.world)] for slot in slots]
+        gathered = GatheredParameters(specs, shards, rank=heap.rank, streams=streams)
+        found |= {slot: (whole, gathered) for slot, whole in zip(slots, gathered.whole, strict=True)}
+    return [found[slot] for slot in range(len(plan.parameters))]
+
+
 def _reduce_dtype(value: nn.Parameter, policy: MixedPrecisionPolicy) -> str:
     if policy.reduce_dtype is not None:
         return dtype_name(policy.reduce_dtype)
@@ -259,11 +288,11 @@ def _open_meetings(mesh: DeviceMesh, rank: int, world: int, timeout: timedelta) 
     )
 
 
-def _agree(meetings: Meetings, plan: Plan, options: dict[str, Any]) -> str:
-    """All ranks compare their plans; returns a secret name for the heap, made by rank 0."""
+def _agree(meetings: Meetings, plan: Plan, options: dict[str, Any], device: str | None) -> tuple[str, list[str | None]]:
+    """All ranks compare their plans; returns a secret name for the heap, made by rank 0, and all ranks' devices."""
     digest, lines = plan.fingerprint(options)
     token = uuid.uuid4().hex
-    messages = meetings.meet(_AGREEING, {"digest": digest, "token": token})
+    messages = meetings.meet(_AGREEING, {"digest": digest, "token": token, "device": device})
     for rank, theirs in enumerate(messages):
         if "refused" in theirs:
             raise RanksDiffer(f"fully_shard: rank {rank} could not shard its model: {theirs['refused']}")
@@ -276,7 +305,7 @@ def _agree(meetings: Meetings, plan: Plan, options: dict[str, Any]) -> str:
             f"fully_shard: rank {meetings.rank} and rank {rank} differ: "
             f"{first_difference(lines, details[rank]['lines'])}. All ranks must build the same model and options."
         )
-    return messages[0]["token"]
+    return messages[0]["token"], [theirs["device"] for theirs in messages]
 
 
 def _warn_of_low_precision_masters(plan: Plan, rank: int) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
+from .gathered import GatheredParameters
 from .sharded_param import ShardedParameter
 
 if TYPE_CHECKING:
@@ -40,19 +41,70 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
+class _EndOfBackward(torch.autograd.Function):
+    """Passes a unit's inputs through; its backward runs when the unit's is over.
+
+    Autograd runs what was made later first, of all that is ready, and this is made before everything in the unit. So
+    whatever of the unit's backward is left then waits for a gradient that comes from outside of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ended: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.ended = ended
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.ended()
+        return None, *gradients
+
+
+def _watch_end_of_backward(ended: Callable[[], None], arguments: Any) -> Any:
+    """The same arguments, with those that get a gradient passed through `_EndOfBackward`.
+
+    Where none does (token ids), nothing is freed before the microbatch's backward ends.
+    """
+    values, spec = pytree.tree_flatten(arguments)
+    places = [index for index, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
+    if not places:
+        return arguments
+    for index, value in zip(places, _EndOfBackward.apply(ended, *[values[index] for index in places]), strict=True):
+        values[index] = value
+    return pytree.tree_unflatten(values, spec)
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd runs a backward in this thread: a forward now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
 class Unit:
     """Swaps the sharded DTensors of its slots for the whole tensors and back, around the module's forward.
 
     Swapping works on the *unit*, never on single layers, as parents read their children's weights
-    (`nn.TransformerEncoderLayer` does). Whole tensors are zero-copy views on the CPU backend, so this is a matter
-    of a few dictionary entries.
+    (`nn.TransformerEncoderLayer` does). It is a matter of a few dictionary entries.
+
+    `gathered`: the storages that its whole tensors lie in, those of parameters tied into other units too; none where
+    whole tensors are views of the heap. They are filled for the forward and for the backward, and free in between
+    unless `reshard_after_forward` is False; None is FSDP2's default, False for the root, which is needed again at once.
     """
 
     def __init__(
-        self, *, name: str, module: nn.Module, slots: list[Slot], policy: MixedPrecisionPolicy, engine: Engine
+        self,
+        *,
+        name: str,
+        module: nn.Module,
+        slots: list[Slot],
+        policy: MixedPrecisionPolicy,
+        engine: Engine,
+        reshard_after_forward: bool | None,
     ) -> None:
         self.name, self.module, self.slots, self.policy = name, module, slots, policy
         self.engine = engine
+        self.is_root = name == ""
+        self.reshard_after_forward = reshard_after_forward
+        storages = [slot.parameter.gathered for slot in slots if slot.parameter.gathered is not None]
+        self.gathered: list[GatheredParameters] = list(dict.fromkeys(storages))
         self._uses = 0  # forwards of this unit that run now
         self._held = False  # by unshard()
         self._whole = False
@@ -84,15 +136,45 @@ class Unit:
     def hold(self) -> None:
         self._held = True
         self.make_whole()
+        self.fetch()
+        self.wait()
 
     def release(self) -> None:
         self._held = False
         self.make_sharded()
+        self.let_go()
 
     def reset(self) -> None:
         """Forgets `unshard()`, and uses that an interrupt between two lines left open."""
         self._uses, self._held = 0, False
         self.make_sharded()
+        self.let_go()
+
+    def fetch(self) -> None:
+        """Begins to fill the whole tensors."""
+        for storage in self.gathered:
+            storage.fetch(self, self.engine.publication)
+
+    def wait(self) -> None:
+        """What is computed from here on finds the whole tensors filled."""
+        for storage in self.gathered:
+            storage.wait()
+
+    def let_go(self) -> None:
+        """Frees the whole tensors, unless a forward or `unshard()` still needs them."""
+        if not (self._uses or self._held):
+            for storage in self.gathered:
+                storage.release(self)
+
+    @property
+    def _reshards_after_forward(self) -> bool:
+        return not self.is_root if self.reshard_after_forward is None else self.reshard_after_forward
+
+    def _backward_begins(self) -> None:
+        self.engine.needs(self, in_backward=True)
+
+    def _backward_ends(self) -> None:
+        self.let_go()
 
     def run(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         """`call(*args, **kwargs)` as a forward of this unit: its parameters are whole meanwhile.
@@ -106,10 +188,14 @@ class Unit:
             dtype = self.policy.param_dtype
             if dtype is not None and self.policy.cast_forward_inputs:
                 args, kwargs = pytree.tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+            if self.gathered:
+                self.engine.needs(self, in_backward=in_backward_pass())
+                if torch.is_grad_enabled():
+                    args, kwargs = _watch_end_of_backward(self._backward_ends, (args, kwargs))
             output = call(*args, **kwargs)
             if self.policy.output_dtype is not None:
                 output = pytree.tree_map(lambda value: _cast(value, self.policy.output_dtype), output)
-            self.engine.watch_backward(output)
+            self.engine.watch_backward(output, self._backward_begins if self.gathered else None)
         except BaseException as error:
             self._leave(error)
             raise
@@ -119,6 +205,9 @@ class Unit:
     def _leave(self, error: BaseException | None) -> None:
         self._uses -= 1
         self.make_sharded()
+        keep = torch.is_grad_enabled() and error is None and not self._reshards_after_forward
+        if not (keep or in_backward_pass()):  # after a recomputation, the backward through it comes right now
+            self.let_go()
         self.engine.forward_ends(error)
 
     def wrap_method(self, method: Callable) -> Callable:

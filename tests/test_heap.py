@@ -170,15 +170,14 @@ def _two_threads(rank: int, world: int) -> list[float]:
     from odc_triton import fully_shard
 
     model = fully_shard(nn.Linear(768, 768, bias=False))
-    engine = model._odc_engine
-    (parameter,) = engine.parameters
+    (parameter,) = model._odc_engine.parameters
     handing_over = threading.Lock()
 
     def add() -> None:
         for _ in range(ROUNDS // 8):
             with handing_over:  # `leaf.grad` is one place; what follows its hand-over runs at the same time
                 parameter.leaf.grad = torch.ones(768, 768)
-                begun = threading.Thread(target=parameter.add_gradient, args=(engine.meetings,))
+                begun = threading.Thread(target=parameter.add_gradient)
                 begun.start()
                 while parameter.leaf.grad is not None:
                     time.sleep(0)

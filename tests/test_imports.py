@@ -14,17 +14,17 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "odc_triton"
 
-PURE = ("plan", "balance", "events", "trace", "errors", "simulate")  # neither torch nor triton
+PURE = ("plan", "balance", "events", "trace", "errors", "order", "simulate")  # neither torch nor triton
 HEAVY = {"torch", "triton", "transformers", "odc_kernels"}
 MAKES_TENSORS = "balance.collate"
 # Each module may import those of lower floors and of its own. What is not named stands on top of all.
 FLOORS = [
-    {"errors", "plan", "events", "balance", "trace", "options"},
-    {"memory", "footprint", "report"},
-    {"meeting", "debug", "relay"},
+    {"errors", "plan", "events", "balance", "trace", "options", "order"},
+    {"memory", "footprint", "report", "streams"},
+    {"meeting", "debug", "relay", "accumulate", "gathered"},
     {"sharded_param"},
     {"unit", "engine"},
-    {"module", "collect", "initialize"},
+    {"module", "collect", "initialize", "backend"},
     {"sharding", "api"},
     {"hf", "checkpoint", "launch"},
     {"train"},

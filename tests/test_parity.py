@@ -52,7 +52,9 @@ def unsharded(name: str, steps: int, transform=lambda model: None) -> tuple[dict
     return first, {key: p.detach().clone() for key, p in model.named_parameters()}, norms
 
 
-def sharded(rank: int, world: int, name: str, steps: int, kind: str, style: str, transform_name: str) -> tuple:
+def sharded(
+    rank: int, world: int, name: str, steps: int, kind: str, style: str, transform_name: str, backend: str
+) -> tuple:
     from odc_triton import full_parameters, fully_shard, minibatch
 
     case = CASES[name]
@@ -60,8 +62,8 @@ def sharded(rank: int, world: int, name: str, steps: int, kind: str, style: str,
     TRANSFORMS[transform_name](model)
     if style == "bottom-up":
         for block in model.model.layers:
-            fully_shard(block)
-    fully_shard(model)
+            fully_shard(block, backend=backend)
+    fully_shard(model, backend=backend)
     optimizer = _optimizer(model, kind)
     first, norms = {}, []
     for step in range(steps):
@@ -123,9 +125,11 @@ def whole_model_error(got: dict, want: dict) -> float:
     return (squares / sum(want[key].double().norm() ** 2 for key in want)).sqrt().item()
 
 
-def compare(name: str, world: int, kind: str = "foreach", style: str = "root", transform: str = "none") -> None:
+def compare(
+    name: str, world: int, kind: str = "foreach", style: str = "root", transform: str = "none", backend: str = "cpu"
+) -> None:
     want_first, want, want_norms = unsharded(name, STEPS, TRANSFORMS[transform])
-    for first, weights, norms in ranks.run(sharded, world, name, STEPS, kind, style, transform):
+    for first, weights, norms in ranks.run(sharded, world, name, STEPS, kind, style, transform, backend):
         assert first.keys() == want_first.keys()
         for key, gradient in want_first.items():
             if key.endswith(ZERO_GRADIENT):
@@ -147,6 +151,22 @@ def compare(name: str, world: int, kind: str = "foreach", style: str = "root", t
 @pytest.mark.parametrize("name", CASES)
 def test_ten_steps(name: str, world: int) -> None:
     compare(name, world)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_gathered(name: str, world: int) -> None:
+    """Shards apart, whole parameters gathered ahead and freed: CUDA's way."""
+    compare(name, world, backend="cpu-apart")
+
+
+@pytest.mark.parametrize("transform", ["checkpointing", "reentrant", "frozen"])
+def test_gathered_and_transformed(transform: str) -> None:
+    compare("qwen2", 2, transform=transform, backend="cpu-apart")
+
+
+def test_gathered_bottom_up() -> None:
+    compare("qwen2", 2, style="bottom-up", backend="cpu-apart")
 
 
 @pytest.mark.parametrize("kind", ["plain", "fused"])

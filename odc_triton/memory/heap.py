@@ -28,16 +28,15 @@ WORDS = len(Word)
 class SymmetricHeap(ABC):
     """Declared regions, allocated once, mapped on all ranks, freed when the last rank lets go.
 
-    `whole(region)` is the tensor that all owners' shards form together, `shard(region, owner)` one owner's
-    rows. Two calls give tensors over the same memory with *separate* autograd version counters: adding to a
-    gradient must not look like a change of a saved weight.
+    `shard(region, owner)` is one owner's rows. Two calls give tensors over the same memory with *separate* autograd
+    version counters: adding to a gradient must not look like a change of a saved weight.
     """
 
     rank: int
     world: int
-
-    @abstractmethod
-    def whole(self, region: Region) -> torch.Tensor: ...
+    device: torch.device
+    apart: bool
+    """Whether each rank's shards lie in a memory of their own: a whole tensor must be gathered. Else it is a view."""
 
     @abstractmethod
     def shard(self, region: Region, owner: int) -> torch.Tensor: ...
@@ -53,17 +52,6 @@ class SymmetricHeap(ABC):
     @abstractmethod
     def is_alive(self, rank: int) -> bool:
         """Whether that rank's process still exists and has the heap open."""
-
-    @abstractmethod
-    def try_lock(self, slot: int, owner: int) -> bool:
-        """Takes the accumulation lock of (parameter `slot`, `owner`) if it is free."""
-
-    @abstractmethod
-    def unlock(self, slot: int, owner: int) -> None: ...
-
-    @abstractmethod
-    def lock_holder(self, slot: int, owner: int) -> int | None:
-        """The other rank that holds that lock now, if one does."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -43,6 +43,9 @@ class SharedMemoryHeap(SymmetricHeap):
     DeadlineExceeded with the missing ranks when not all came within `timeout_s`.
     """
 
+    device = torch.device("cpu")
+    apart = False
+
     def __init__(self, *, rank: int, world: int, size_bytes: int, slots: int, token: str, timeout_s: float) -> None:
         self.rank, self.world = rank, world
         header = world * WORDS * _WORD_BYTES
@@ -74,15 +77,17 @@ class SharedMemoryHeap(SymmetricHeap):
         # child (a data loader's worker), which ends without its rank leaving.
         self._close = Finalize(self, _leave, (self._words, rank * WORDS + Word.LEFT, self._locks), exitpriority=0)
 
-    def _tensor(self, region: Region) -> torch.Tensor:
+    def _tensor(self, region: Region, part: int = 0) -> torch.Tensor:
+        """`part`: where in the memory the region's offset counts from."""
         dtype = getattr(torch, region.dtype)
         if region.elements == 0:
             return torch.empty(region.shape, dtype=dtype)
-        offset = self._data_offset + region.offset_bytes
+        offset = self._data_offset + part + region.offset_bytes
         flat = torch.frombuffer(self._map, dtype=dtype, count=region.elements, offset=offset)
         return flat.view(region.shape)
 
     def whole(self, region: Region) -> torch.Tensor:
+        """The tensor that all owners' shards form together."""
         return self._tensor(region)
 
     def shard(self, region: Region, owner: int) -> torch.Tensor:
@@ -101,12 +106,14 @@ class SharedMemoryHeap(SymmetricHeap):
         return self.world * (slot + 1) + owner
 
     def try_lock(self, slot: int, owner: int) -> bool:
+        """Takes the accumulation lock of (parameter `slot`, `owner`) if it is free."""
         return self._locks.try_lock(self._lock_index(slot, owner))
 
     def unlock(self, slot: int, owner: int) -> None:
         self._locks.unlock(self._lock_index(slot, owner))
 
     def lock_holder(self, slot: int, owner: int) -> int | None:
+        """The other rank that holds that lock now, if one does."""
         pid = self._locks.holder_pid(self._lock_index(slot, owner))
         pids = self.seen(Word.PID)
         return pids.index(pid) if pid in pids else None

@@ -1,0 +1,114 @@
+"""How a rank's gradient gets into its owners' shards: under locks on the CPU, by atomic additions on a GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+
+from odc_kernels.peers import PeerShards
+
+from .errors import DeadlineExceeded
+from .memory.shm import SharedMemoryHeap
+from .streams import Streams
+
+_NAP_S = 20e-6
+_LONG_WAIT_S = 1e-3  # waits for a lock that are shorter are not worth an event
+
+Waits = list[tuple[float, float]]
+
+
+class Target:
+    """Where one parameter's gradient goes. `slot`: its number in the plan; `shards`: rows per owner, in their order.
+
+    A scalar's one owner is rank 0: give its shard as one row.
+    """
+
+    def __init__(self, *, slot: int, shards: Sequence[torch.Tensor], rank: int) -> None:
+        self.slot, self.shards, self._rank = slot, tuple(shards), rank
+
+    @cached_property
+    def peers(self) -> PeerShards:
+        """As kernels see it. Raises ValueError where the shards are not aligned, as in the CPU's joined heap."""
+        shape = (sum(len(shard) for shard in self.shards), *self.shards[0].shape[1:])
+        return PeerShards.of(self.shards, shape=shape, rank=self._rank if len(self.shards) > 1 else 0)
+
+
+class Accumulator(ABC):
+    """Adds whole gradients into their owners' shards while other ranks do the same."""
+
+    @abstractmethod
+    def add(self, gradient: torch.Tensor, target: Target, *, name: str) -> Waits:
+        """Adds `gradient`, whose rows are those of all shards together. `name`: the parameter's, for errors.
+
+        Returns the times, as (start_s, end_s), at which it could not go on because of other ranks.
+        """
+
+
+class LockedAccumulator(Accumulator):
+    """One lock per (parameter, owner). One that is taken is left for later, so that ranks that come at the same time
+    work on different owners. Raises DeadlineExceeded with the holder's name.
+    """
+
+    def __init__(self, heap: SharedMemoryHeap, timeout_s: float) -> None:
+        self._heap, self._timeout_s = heap, timeout_s
+        self._threads: dict[int, threading.Lock] = {}  # per slot; see [Note: traps of fcntl locks]
+
+    def add(self, gradient: torch.Tensor, target: Target, *, name: str) -> Waits:
+        waits: Waits = []
+        rows = gradient.split([len(shard) for shard in target.shards])
+        world = len(target.shards)
+        with self._threads.setdefault(target.slot, threading.Lock()):
+            pending = [(self._heap.rank + step) % world for step in range(world)]
+            pending = [owner for owner in pending if target.shards[owner].numel()]
+            stuck_s: float | None = None
+            while pending:
+                before_s = time.monotonic()
+                left = [owner for owner in pending if not self._try_add(rows[owner], target, owner)]
+                if len(left) < len(pending):
+                    if stuck_s is not None and before_s - stuck_s > _LONG_WAIT_S:
+                        waits.append((stuck_s, before_s))
+                    stuck_s = None
+                else:
+                    stuck_s = before_s if stuck_s is None else stuck_s
+                    self._give_up_if_late(before_s - stuck_s, target.slot, left[0], name)
+                    time.sleep(_NAP_S)
+                pending = left
+        return waits
+
+    def _try_add(self, rows: torch.Tensor, target: Target, owner: int) -> bool:
+        if not self._heap.try_lock(target.slot, owner):
+            return False
+        try:
+            target.shards[owner].add_(rows)
+        finally:
+            self._heap.unlock(target.slot, owner)
+        return True
+
+    def _give_up_if_late(self, waited_s: float, slot: int, owner: int, name: str) -> None:
+        if waited_s > self._timeout_s:
+            holder = self._heap.lock_holder(slot, owner)
+            raise DeadlineExceeded(
+                [] if holder is None else [holder],
+                f"rank {self._heap.rank} waited {waited_s:.1f} s to add its gradient of {name} to the shard of "
+                f"rank {owner}: its lock is held by {'another process' if holder is None else f'rank {holder}'}",
+            )
+
+
+class KernelAccumulator(Accumulator):
+    """The scatter kernel, on a stream of its own: additions are atomic, ranks never wait for each other."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def add(self, gradient: torch.Tensor, target: Target, *, name: str) -> Waits:
+        from odc_kernels.scatter import scatter  # here, as importing triton takes a second
+
+        gradient, peers = gradient.contiguous(), target.peers
+        with self._streams.adding(gradient):
+            scatter(gradient=gradient, peers=peers)
+        return []

@@ -1,0 +1,137 @@
+"""What differs between a CPU and a GPU: where the heap lies, in which order work is done, how gradients are added."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from .accumulate import Accumulator, KernelAccumulator, LockedAccumulator
+from .memory import ApartHeap, CudaHeap, SharedMemoryHeap, SymmetricHeap
+from .plan import ParameterSpec, Plan
+from .streams import CudaStreams, Streams
+
+
+class CpuBackend:
+    """One shared mapping; whole tensors are views, gradients are added under locks."""
+
+    name = "cpu"
+    mesh_device = "cpu"
+    apart = False
+
+    def device_id(self) -> str | None:
+        """Names this rank's device, where two ranks on one are worth a thought."""
+        return None
+
+    def check(self, specs: list[ParameterSpec]) -> None:
+        """Raises for parameters that this backend can't hold."""
+
+    def streams(self) -> Streams:
+        return Streams()
+
+    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
+        """Collective. `token`: a name that only these ranks know; `shared`: whether ranks have one device in common."""
+        return self._open(SharedMemoryHeap, plan, mesh, token, timeout_s)
+
+    def _open(self, heap: type[Any], plan: Plan, mesh: DeviceMesh, token: str, timeout_s: float) -> SymmetricHeap:
+        return heap(
+            rank=mesh.get_local_rank(),
+            world=mesh.size(),
+            size_bytes=plan.size_bytes,
+            slots=len(plan.parameters),
+            token=token,
+            timeout_s=timeout_s,
+        )
+
+    def accumulator(self, heap: Any, streams: Streams, timeout_s: float) -> Accumulator:
+        return LockedAccumulator(heap, timeout_s)
+
+
+class ApartBackend(CpuBackend):
+    """CUDA's ways on the CPU: shards apart, whole tensors gathered and freed. Kernels too, with TRITON_INTERPRET=1."""
+
+    name = "cpu-apart"
+    apart = True
+
+    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
+        return self._open(ApartHeap, plan, mesh, token, timeout_s)
+
+    def accumulator(self, heap: Any, streams: Streams, timeout_s: float) -> Accumulator:
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            return KernelAccumulator(streams)
+        return LockedAccumulator(heap, timeout_s)
+
+
+class CudaBackend(CpuBackend):
+    """torch's symmetric memory; units are gathered ahead by the copy engine, gradients leave by the scatter kernel."""
+
+    name = "cuda"
+    mesh_device = "cuda"
+    apart = True
+
+    def device_id(self) -> str | None:
+        return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+    def check(self, specs: list[ParameterSpec]) -> None:
+        for spec in specs:
+            if spec.reduce_dtype not in (None, "float32"):
+                raise NotImplementedError(
+                    f"{spec.name} would sum its gradient in {spec.reduce_dtype}: on CUDA gradients are summed in "
+                    f"float32. Leave reduce_dtype out, and convert float64 models before fully_shard."
+                )
+
+    def streams(self) -> Streams:
+        return CudaStreams(torch.device("cuda", torch.cuda.current_device()))
+
+    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
+        return CudaHeap(
+            rank=mesh.get_local_rank(),
+            world=mesh.size(),
+            size_bytes=plan.size_bytes,
+            token=token,
+            timeout_s=timeout_s,
+            group=mesh.get_group(),
+            shared_device=shared,
+        )
+
+    def accumulator(self, heap: Any, streams: Streams, timeout_s: float) -> Accumulator:
+        return KernelAccumulator(streams)
+
+
+BACKENDS = {backend.name: backend for backend in (CpuBackend, ApartBackend, CudaBackend)}
+
+
+def backend_of(name: str, mesh: DeviceMesh | None) -> CpuBackend:
+    """The backend of that name; for "auto" by the mesh, without one CUDA where there is a GPU.
+
+    Raises ValueError for an unknown name, RuntimeError where there is no GPU.
+    """
+    if name == "auto":
+        kind = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
+        if kind not in ("cpu", "cuda"):
+            raise NotImplementedError(f"mesh is on {kind!r}; parameters can be sharded on 'cpu' and 'cuda'")
+        name = kind
+    if name not in BACKENDS:
+        raise ValueError(f"backend is {name!r}; it must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("backend='cuda', but torch sees no GPU; give backend='cpu' or a CUDA build of torch")
+    return BACKENDS[name]()
+
+
+def start_process_group(backend: CpuBackend, timeout: Any) -> None:
+    """torchrun's process group, or else a world of one, and this rank's GPU; nothing where there is one already."""
+    launched = "RANK" in os.environ
+    on_gpu = backend.mesh_device == "cuda"
+    if on_gpu and launched:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+    if dist.is_initialized():
+        return
+    if not launched:  # a notebook: a world of one takes the same path as any other
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return
+    # NCCL refuses two ranks on one GPU.
+    alone = on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if alone else "gloo", timeout=timeout)

@@ -1,0 +1,90 @@
+"""Whole parameters of one unit, where shards lie apart: gathered before they are needed, freed afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import torch
+
+from .plan import ParameterSpec
+from .streams import Streams
+
+_ALIGNMENT_BYTES = 128
+
+
+class GatheredParameters:
+    """One storage for all whole parameters of a unit, of which autograd may save views.
+
+    As in FSDP2 the tensors stay the same and their storage comes and goes, so what autograd saved in the forward is
+    right again as soon as the storage is filled for the backward, and no gathered weight is kept between the two.
+    Filling goes through tensors of their own version counters: it is no change of a saved weight.
+
+    `shards`: per parameter its owners' rows, in order of the owners. `whole`: the tensors, in the same order.
+    """
+
+    def __init__(
+        self, specs: list[ParameterSpec], shards: list[list[torch.Tensor]], *, rank: int, streams: Streams
+    ) -> None:
+        self._rank, self._streams, self._shards = rank, streams, shards
+        self._users: set[Hashable] = set()
+        self._filled_at: int | None = None  # the publication that the storage holds
+        self._mark: object = None  # where the copies end that fill it
+        device = shards[0][0].device
+        offsets, self._size_bytes = [], 0
+        for spec, owners in zip(specs, shards, strict=True):
+            offsets.append(self._size_bytes)
+            size_bytes = math.prod(spec.shape) * owners[0].element_size()
+            self._size_bytes += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        flat = torch.empty(self._size_bytes, dtype=torch.uint8, device=device)
+        self._storage = flat.untyped_storage()
+        self.whole = []
+        for spec, owners, offset in zip(specs, shards, offsets, strict=True):
+            dtype = owners[0].dtype
+            stride = torch.empty(spec.shape, device="meta").stride()
+            tensor = torch.empty(0, dtype=dtype, device=device)
+            tensor.set_(self._storage, offset // dtype.itemsize, spec.shape, stride)
+            self.whole.append(tensor)
+        self._writable = [tensor.data for tensor in self.whole]
+        self._storage.resize_(0)
+
+    @property
+    def is_filled(self) -> bool:
+        return self._filled_at is not None
+
+    @torch.no_grad()
+    def fetch(self, user: Hashable, publication: int) -> None:
+        """Begins to fill the storage, unless it holds that publication already, and keeps it for `user`."""
+        self._users.add(user)
+        if self._filled_at == publication:
+            return
+        self._finish()
+        self._storage.resize_(self._size_bytes)
+        with self._streams.copying():
+            for writable, owners in zip(self._writable, self._shards, strict=True):
+                if not writable.shape:
+                    writable.copy_(owners[0])
+                    continue
+                rows = writable.split([len(owner) for owner in owners])
+                for step in range(len(owners)):  # the own shard first, then the next ranks': all read different owners
+                    peer = (self._rank + step) % len(owners)
+                    rows[peer].copy_(owners[peer], non_blocking=True)
+            self._mark = self._streams.copied()
+        self._filled_at = publication
+
+    def _finish(self) -> None:
+        if self._mark is not None:
+            self._streams.wait(self._mark)
+            self._mark = None
+
+    def wait(self) -> None:
+        """What is computed from here on finds the storage filled."""
+        self._finish()
+
+    def release(self, user: Hashable) -> None:
+        """Frees the storage if `user` was the last that needs it."""
+        self._users.discard(user)
+        if not self._users and self.is_filled:
+            self._finish()
+            self._storage.resize_(0)
+            self._filled_at = None
