@@ -123,15 +123,15 @@ def backend_of(name: str, mesh: DeviceMesh | None) -> CpuBackend:
 
 def start_process_group(backend: CpuBackend, timeout: Any) -> None:
     """torchrun's process group, or else a world of one, and this rank's GPU; nothing where there is one already."""
-    launched = "RANK" in os.environ
-    on_gpu = backend.mesh_device == "cuda"
-    if on_gpu and launched:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     if dist.is_initialized():
         return
-    if not launched:  # a notebook: a world of one takes the same path as any other
+    if "RANK" not in os.environ:  # a notebook: a world of one takes the same path as any other
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return
-    # NCCL refuses two ranks on one GPU.
-    alone = on_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= torch.cuda.device_count()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if alone else "gloo", timeout=timeout)
+    kinds = "gloo"
+    if backend.mesh_device == "cuda":
+        devices = torch.cuda.device_count()
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % devices)
+        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= devices:  # NCCL refuses two ranks on one GPU
+            kinds = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(kinds, timeout=timeout)

@@ -1,0 +1,128 @@
+"""The heap on a GPU: real processes that read and add to each other's memory through torch's symmetric memory.
+
+All ranks use the first GPU, so that one is enough.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from odc_triton.memory import CudaHeap
+from odc_triton.memory.heap import Word
+from odc_triton.plan import ALIGNMENT_BYTES, Region
+from tests import ranks
+
+from .marks import MARKS
+
+pytestmark = MARKS
+ROUNDS = 20
+
+
+def _open(rank: int, world: int, size_bytes: int) -> CudaHeap:
+    torch.cuda.set_device(0)
+    heap = CudaHeap(
+        rank=rank,
+        world=world,
+        size_bytes=size_bytes,
+        token="tests",
+        timeout_s=60,
+        group=dist.group.WORLD,
+        shared_device=world > 1,
+    )
+    dist.barrier()
+    return heap
+
+
+def _region(shape: tuple[int, ...], offset_bytes: int = 0, dtype: str = "float32") -> Region:
+    return Region(shape=shape, dtype=dtype, itemsize=getattr(torch, dtype).itemsize, offset_bytes=offset_bytes)
+
+
+def _read_peers(rank: int, world: int) -> tuple:
+    heap = _open(rank, world, 4096)
+    region = _region((7, 5), offset_bytes=ALIGNMENT_BYTES)
+    zeros = [bool((heap.shard(region, owner) == 0).all()) for owner in range(world)]
+    dist.barrier()
+    heap.shard(region, rank).fill_(rank + 1)
+    torch.cuda.synchronize()
+    dist.barrier()
+    seen = [heap.shard(region, owner).cpu() for owner in range(world)]
+    heap.show(Word.MINIBATCH, rank + 10)
+    dist.barrier()
+    return zeros, seen, heap.seen(Word.MINIBATCH), [heap.is_alive(peer) for peer in range(world)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ranks_read_each_other(world: int) -> None:
+    for zeros, seen, words, alive in ranks.run(_read_peers, world):
+        assert zeros == alive == [True] * world
+        for owner, shard in enumerate(seen):
+            assert shard.shape[1] == 5
+            assert (shard == owner + 1).all()
+        assert sum(len(shard) for shard in seen) == 7
+        assert words == [rank + 10 for rank in range(world)]
+
+
+def _contend(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every rank adds small integers into the same shards at the same time, by both kernels that do so."""
+    from odc_kernels.peers import PeerShards
+    from odc_kernels.scatter import scatter
+    from odc_kernels.wgrad import wgrad
+
+    heap = _open(rank, world, 8 * 2**20)
+    flat, matrix = _region((1001, 64)), _region((250, 256), offset_bytes=4 * 2**20)
+    scattered = [heap.shard(flat, owner) for owner in range(world)]
+    multiplied = [heap.shard(matrix, owner) for owner in range(world)]
+    gradient = (torch.arange(1001 * 64, device="cuda").view(1001, 64) % 7).float()
+    dy, x = _integers(64, 250, rank), _integers(64, 256, rank + 10)
+    torch.cuda.synchronize()
+    dist.barrier()
+    for _ in range(ROUNDS):
+        scatter(gradient=gradient, peers=PeerShards.of(scattered, shape=flat.shape, rank=rank))
+        wgrad(
+            dy=dy.cuda().bfloat16(),
+            x=x.cuda().bfloat16(),
+            weight=PeerShards.of(multiplied, shape=matrix.shape, rank=rank),
+        )
+    torch.cuda.synchronize()
+    dist.barrier()
+    result = torch.cat(scattered).cpu(), torch.cat(multiplied).cpu()
+    dist.barrier()  # nobody's memory goes while it is still read
+    return result
+
+
+def _integers(rows: int, columns: int, seed: int) -> torch.Tensor:
+    return torch.randint(-3, 4, (rows, columns), generator=torch.Generator().manual_seed(seed)).float()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_additions_are_exact(world: int) -> None:
+    # Integers below 2^24: sums are exact in any order, so a lost addition shows.
+    scattered = (torch.arange(1001 * 64).view(1001, 64) % 7).float() * ROUNDS * world
+    multiplied = sum(ROUNDS * _integers(64, 250, rank).T @ _integers(64, 256, rank + 10) for rank in range(world))
+    for got_scattered, got_multiplied in ranks.run(_contend, world):
+        assert torch.equal(got_scattered, scattered)
+        assert torch.equal(got_multiplied, multiplied)
+
+
+def _killed(rank: int, world: int) -> list[bool]:
+    heap = _open(rank, world, 4096)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline_s = time.monotonic() + 10
+    while heap.is_alive(1):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return [heap.is_alive(peer) for peer in range(world)]
+
+
+def test_a_killed_rank_is_seen() -> None:
+    with ranks.start(_killed, 2) as job:
+        survivor, killed = job.join()
+    assert killed.signal == signal.SIGKILL
+    assert survivor.value == [True, False], survivor.error
