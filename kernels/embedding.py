@@ -1,0 +1,304 @@
+"""An embedding whose table lies on the peers: the rows at hand are read from, their gradients added to, their owners.
+
+    y[t, :]     = W_o[id_t - o n, :]                             o = id_t // n
+    dW_o[i, :] += scale * sum_{t: id_t = o n + i} dy[t, :]       in fp32
+
+T tokens, N rows (the vocabulary) in all, n = ceil(N / R) of them per owner, K columns; R owners.
+
+[Note: runs] An id's rows of dy are summed here before they cross the link, and each distinct id is added to its owner
+once. Sorting the ids makes equal ids neighbours: a *run*. A run is cut into pieces of SEGMENT tokens from its beginning
+on; the program of a piece's first position sums it, those of all other positions return at once. A run of one piece
+goes straight to its owner. The pieces of a longer one (a padding token, ten thousand times) are summed in parallel
+into a scratch buffer, which a second kernel sums up. No length is read back to the host.
+
+[Note: slots] The piece that begins at position p has the row 2 (p // SEGMENT) + (1 if it is its run's first) of the
+scratch buffer. Only runs longer than SEGMENT come there, so between two multiples of SEGMENT at most one such run
+begins, and at most one later piece: no two pieces share a row.
+
+Sorted ids lie owner by owner. Ranks begin at different quantiles of that order, so they add to different owners at a
+time, also when most ids are small, as in text. Reading is in the order of the tokens, which mixes owners anyway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .device import TL_DTYPES, add_to_peer, peer_address
+from .peers import PeerShards, join
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingTile:
+    """`k`: columns of one row that a program copies."""
+
+    k: int = 1024
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingGradTile:
+    """`k`: columns of a program; `t`: rows of dy per step of its loop; `segment`: most rows that one program sums."""
+
+    t: int = 4
+    k: int = 512
+    segment: int = 128
+    num_warps: int = 4
+
+
+EMBEDDING = EmbeddingTile()
+EMBEDDING_GRAD = EmbeddingGradTile()
+
+
+@triton.jit(do_not_specialize=["rows", "rows_per_owner"])
+def embedding_kernel(
+    ids,
+    table,
+    out,
+    rows,
+    rows_per_owner,
+    columns,
+    DTYPE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    row = tl.load(ids + t).to(tl.int64)
+    known = (row >= 0) & (row < rows)
+    owner = tl.where(known, row // rows_per_owner, 0)
+    source = peer_address(table, owner, DTYPE) + (row - owner * rows_per_owner) * columns
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    values = tl.load(source + k, mask=known & (k < columns), other=float("nan"))
+    tl.store(out + t * columns + k, values, mask=k < columns)
+
+
+@triton.jit
+def _trains(row, rows, padding):
+    """Whether an id has a gradient: it is a row of the table, and not the padding's (-1: none)."""
+    return (row >= 0) & (row < rows) & (row != padding)
+
+
+@triton.jit
+def _add_row(table, row, rows_per_owner, columns, k, value):
+    owner = row // rows_per_owner
+    target = peer_address(table, owner, tl.float32) + (row - owner * rows_per_owner) * columns
+    add_to_peer(target + k, value, k < columns)
+
+
+@triton.jit(do_not_specialize=["tokens", "shift", "rows", "rows_per_owner", "padding"])
+def embedding_grad_kernel(
+    dy,
+    ids,
+    order,
+    begins,
+    ends,
+    table,
+    partial,
+    scale,
+    tokens,
+    shift,
+    rows,
+    rows_per_owner,
+    columns,
+    padding,
+    SEGMENT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    position = (tl.program_id(0).to(tl.int64) + shift) % tokens
+    begin = tl.load(begins + position)
+    row = tl.load(ids + position).to(tl.int64)
+    if _trains(row, rows, padding) & ((position - begin) % SEGMENT == 0):
+        end = tl.load(ends + position)
+        stop = tl.minimum(position + SEGMENT, end)
+        k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+        acc = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
+        for start in range(position, stop, BLOCK_T):
+            at = start + tl.arange(0, BLOCK_T)
+            t = tl.load(order + at, mask=at < stop, other=0)
+            dy_TK = tl.load(
+                dy + t[:, None] * columns + k[None, :], mask=(at < stop)[:, None] & (k < columns)[None, :], other=0.0
+            )
+            acc += dy_TK.to(tl.float32)
+        total = tl.sum(acc, axis=0)
+        if end - begin <= SEGMENT:
+            _add_row(table, row, rows_per_owner, columns, k, total * scale)
+        else:
+            slot = 2 * (position // SEGMENT) + (position == begin).to(tl.int64)  # [Note: slots]
+            tl.store(partial + slot * columns + k, total, mask=k < columns)
+
+
+@triton.jit(do_not_specialize=["tokens", "rows", "rows_per_owner", "padding"])
+def embedding_grad_long_kernel(
+    ids,
+    begins,
+    ends,
+    table,
+    partial,
+    scale,
+    tokens,
+    rows,
+    rows_per_owner,
+    columns,
+    padding,
+    SEGMENT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program for the only run longer than SEGMENT, if any, that begins at one of SEGMENT positions."""
+    segment = tl.program_id(0).to(tl.int64)
+    positions = segment * SEGMENT + tl.arange(0, SEGMENT)
+    begin = tl.load(begins + positions, mask=positions < tokens, other=-1)
+    end = tl.load(ends + positions, mask=positions < tokens, other=0)
+    first = tl.max(tl.where((begin == positions) & (end - positions > SEGMENT), positions, -1))
+    if first >= 0:
+        row = tl.load(ids + first).to(tl.int64)
+        if _trains(row, rows, padding):
+            pieces = tl.cdiv(tl.load(ends + first) - first, SEGMENT)
+            k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+            acc = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
+            for start in range(0, pieces, BLOCK_T):
+                piece = start + tl.arange(0, BLOCK_T)
+                slot = 2 * (segment + piece) + (piece == 0).to(tl.int64)
+                acc += tl.load(
+                    partial + slot[:, None] * columns + k[None, :],
+                    mask=(piece < pieces)[:, None] & (k < columns)[None, :],
+                    other=0.0,
+                )
+            _add_row(table, row, rows_per_owner, columns, k, tl.sum(acc, axis=0) * scale)
+
+
+def embedding(*, ids: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: EmbeddingTile = EMBEDDING) -> None:
+    """Writes the rows of `weight` [N, K] that `ids` [T] names into `out` [T, K], of the weight's dtype.
+
+    Only these rows cross the link, one for each token. `ids`: int64 or int32; T may be 0. An id outside 0..N-1 can't
+    be refused without waiting for the device: it reads nothing, and its row of `out` becomes NaN. Raises ValueError
+    for other shapes, dtypes, devices or layouts, before a launch.
+    """
+    _check(ids, "out", out, weight)
+    if out.dtype != weight.dtype:
+        raise ValueError(f"out is {out.dtype} and the weight {weight.dtype}; give both in one dtype")
+    tokens, (rows, columns) = ids.shape[0], weight.shape
+    if tokens == 0 or columns == 0:
+        return
+    embedding_kernel[(tokens, triton.cdiv(columns, tile.k))](
+        ids,
+        weight.table,
+        out,
+        rows,
+        max(weight.rows_per_owner, 1),  # a divisor, also of an empty vocabulary
+        columns,
+        DTYPE=TL_DTYPES[weight.dtype],
+        BLOCK_K=tile.k,
+        num_warps=tile.num_warps,
+    )
+
+
+def embedding_grad(
+    *,
+    dy: torch.Tensor,
+    ids: torch.Tensor,
+    weight: PeerShards,
+    scale: float = 1.0,
+    padding_idx: int | None = None,
+    tile: EmbeddingGradTile = EMBEDDING_GRAD,
+) -> None:
+    """Adds scale * the rows of `dy` [T, K] into the rows of `weight` [N, K] (fp32 shards) that `ids` [T] names.
+
+    Rows of equal ids are summed in fp32 first: each distinct id is added to its owner once. `dy`: fp32, bf16 or fp16;
+    `ids`: int64 or int32; T may be 0. `padding_idx` has no gradient, as in `torch.nn.Embedding`; ids outside 0..N-1 add
+    nothing. Takes 8 K / `tile.segment` bytes of scratch memory a token, and never waits for the device. Raises
+    ValueError for other shapes, dtypes, devices or layouts and for a `padding_idx` outside 0..N-1, before a launch.
+    """
+    _check(ids, "dy", dy, weight)
+    tokens, (rows, columns) = ids.shape[0], weight.shape
+    if weight.dtype != torch.float32:
+        raise ValueError(f"the shards are {weight.dtype}; gradients are summed in float32 (reduce_dtype=None)")
+    if padding_idx is not None and not 0 <= padding_idx < rows:
+        raise ValueError(
+            f"padding_idx is {padding_idx}; give None or one of 0..{rows - 1} (a negative one plus {rows})"
+        )
+    if tokens == 0 or rows == 0 or columns == 0:
+        return
+    sorted_ids, order = torch.sort(ids, stable=True)
+    begins = torch.searchsorted(sorted_ids, sorted_ids)
+    ends = torch.searchsorted(sorted_ids, sorted_ids, right=True)
+    padding = -1 if padding_idx is None else padding_idx
+    segments = triton.cdiv(tokens, tile.segment) if tokens > tile.segment else 0  # 0: no run can be longer
+    partial = torch.empty(2 * segments, columns, dtype=torch.float32, device=dy.device)
+    blocks = triton.cdiv(columns, tile.k)
+    shape = {"SEGMENT": tile.segment, "BLOCK_T": tile.t, "BLOCK_K": tile.k, "num_warps": tile.num_warps}
+    embedding_grad_kernel[(tokens, blocks)](
+        dy,
+        sorted_ids,
+        order,
+        begins,
+        ends,
+        weight.table,
+        partial,
+        scale,
+        tokens,
+        (weight.rank + 1) * tokens // weight.world,
+        rows,
+        weight.rows_per_owner,
+        columns,
+        padding,
+        **shape,
+    )
+    if segments:
+        embedding_grad_long_kernel[(segments, blocks)](
+            sorted_ids,
+            begins,
+            ends,
+            weight.table,
+            partial,
+            scale,
+            tokens,
+            rows,
+            weight.rows_per_owner,
+            columns,
+            padding,
+            **shape,
+        )
+
+
+def _check(ids: torch.Tensor, name: str, value: torch.Tensor, weight: PeerShards) -> None:
+    """`value` [T, K] goes with `ids` [T] and a weight [N, K]."""
+    if len(weight.shape) != 2:
+        raise ValueError(f"the weight is {weight.shape}; give two dimensions [N, K]")
+    if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"ids is {tuple(ids.shape)} in {ids.dtype}; give [T] in int64 or int32 (flatten batches)")
+    if tuple(value.shape) != (ids.shape[0], weight.shape[1]):
+        raise ValueError(f"{name} is {tuple(value.shape)}; give {(ids.shape[0], weight.shape[1])}")
+    for what, dtype in ((name, value.dtype), ("the weight", weight.dtype)):
+        if dtype not in _DTYPES:
+            raise ValueError(f"{what} is {dtype}; give float32, bfloat16 or float16")
+    if not (ids.is_contiguous() and value.is_contiguous()):
+        raise ValueError(f"ids has strides {ids.stride()} and {name} {value.stride()}; both must be contiguous")
+    if not ids.device == value.device == weight.device:
+        raise ValueError(f"ids is on {ids.device}, {name} on {value.device}, the weight's table on {weight.device}")
+
+
+def embedding_ref(ids: torch.Tensor, weight: list[torch.Tensor]) -> torch.Tensor:
+    """The same in plain torch, over all owners' shards, in float64."""
+    whole = join(weight).double()
+    out = whole.new_full((len(ids), whole.shape[1]), torch.nan)
+    known = (ids >= 0) & (ids < len(whole))
+    out[known] = whole[ids[known].long()]
+    return out
+
+
+def embedding_grad_ref(
+    dy: torch.Tensor, ids: torch.Tensor, weight: list[torch.Tensor], scale: float, padding_idx: int | None
+) -> list[torch.Tensor]:
+    """The same in plain torch, over all owners' shards: what they hold afterwards, in float64."""
+    whole = join(weight).double()
+    trains = (ids >= 0) & (ids < len(whole))
+    if padding_idx is not None:
+        trains &= ids != padding_idx
+    whole.index_add_(0, ids[trains].long(), scale * dy[trains].double())
+    return list(whole.split([len(shard) for shard in weight]))

@@ -1,0 +1,348 @@
+"""Head and loss over a vocabulary whose rows lie on the peers; the logits are never whole.
+
+    z[t, o n + i] = logit_scale * sum_k h[t, k] W_o[i, k]
+    lse[t]        = log sum_v exp z[t, v]                    p[t, v] = exp(z[t, v] - lse[t])
+    logp[t]       = z[t, y_t] - lse[t]                       the loss is -logp; 0 where y_t is ignored
+    entropy[t]    = -sum_v p[t, v] log p[t, v]
+
+    dz[t, v]  = g_logp[t] (1[v = y_t] - p[t, v]) - g_entropy[t] p[t, v] (log p[t, v] + entropy[t])
+    dh[t, k]  = logit_scale * sum_v dz[t, v] W[v, k]
+    dW_o[i, k] += logit_scale * sum_t dz[t, o n + i] h[t, k]      into the owner's fp32 gradient shard
+
+T tokens, D columns of h, V rows of W, n = ceil(V / R) of them per owner; R owners. One chunk of one owner's rows at a
+time, own shard first, then that of rank + 1, ...: pulled into a local buffer, multiplied by the library, its logits
+taken into a running softmax (online_softmax.py). The backward makes the same logits again, turns them into dz in
+place, and adds the chunk's dW to its owner before the next.
+
+[Note: fp32 sums] dh is a sum over chunks: it is accumulated in fp32 by the library's product itself (`addmm` with
+`out_dtype`, which knows 16-bit operands with an fp32 sum on CUDA only; elsewhere they are widened first). Rounding
+after each chunk would make the result depend on how the vocabulary was cut. A chunk's dW, likewise in fp32, is what
+`scatter` adds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .online_softmax import COLUMN_MULTIPLE, ONLINE_SOFTMAX, SoftmaxState, SoftmaxTile, online_softmax, softmax_grad
+from .peers import PeerShards, join
+from .scatter import scatter
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CHUNK_MULTIPLE = 64
+_CHUNK_LEAST, _CHUNK_MOST = 512, 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOutput:
+    """Per token, fp32 [T]: the target's log-probability, the log of the softmax's sum, the distribution's entropy.
+
+    `logp` is 0 for an ignored target and NaN for one that is no row of the vocabulary; the others don't depend on it.
+    """
+
+    logp: torch.Tensor
+    lse: torch.Tensor
+    entropy: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Rows start..stop-1 of an owner's shard; `first`: the first one's index in the vocabulary."""
+
+    owner: int
+    start: int
+    stop: int
+    first: int
+
+
+def extra_bytes(*, chunk: int, tokens: int, columns: int, element_bytes: int, backward: bool) -> int:
+    """What a pass allocates at its peak beside its arguments and results, with chunks of `chunk` rows."""
+    held = 2 * chunk * columns * element_bytes + tokens * chunk * element_bytes + 64 * tokens
+    if backward:
+        held += 4 * chunk * columns + (4 * tokens * columns if element_bytes < 4 else 0)  # dW of a chunk; dh in fp32
+    return held
+
+
+def chunk_rows(*, tokens: int, vocabulary: int, columns: int, world: int, element_bytes: int, backward: bool) -> int:
+    """How many rows of the vocabulary to take at a time: a multiple of 64, the same for nearly all chunks.
+
+    As many as keep `extra_bytes` within 1/8 of the whole logits, at most 4096 (a product that large is efficient), at
+    least 512: with few tokens, whose logits are small anyway, or with a vocabulary that is not large against D, the
+    eighth is exceeded rather than the head cut into slivers.
+    """
+    sizes = {"tokens": tokens, "columns": columns, "element_bytes": element_bytes, "backward": backward}
+    fixed = extra_bytes(chunk=0, **sizes)
+    per_row = extra_bytes(chunk=1, **sizes) - fixed
+    most = (tokens * vocabulary * element_bytes // 8 - fixed) // per_row // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
+    most = min(max(most, _CHUNK_LEAST), _CHUNK_MOST)
+    owned = -(-vocabulary // world)
+    even = -(-owned // -(-owned // most))
+    return -(-even // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
+
+
+@torch.no_grad()
+def linear_cross_entropy(
+    *,
+    h: torch.Tensor,
+    weight: PeerShards,
+    targets: torch.Tensor,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    chunk: int | None = None,
+    tile: SoftmaxTile = ONLINE_SOFTMAX,
+) -> HeadOutput:
+    """Log-probabilities of `targets` under the head `weight`.
+
+    h: [T, D], contiguous; weight: [V, D], of h's dtype (fp32, bf16, fp16); targets: int64 [T].
+
+    `chunk`: rows of the vocabulary at a time, a multiple of 16; `chunk_rows` by default. T may be 0. Nothing waits on
+    the host, so a target outside the vocabulary is not refused: its `logp` is NaN. Raises ValueError for other shapes,
+    dtypes, devices or layouts, before a launch.
+    """
+    _check_head(h, weight, targets, logit_scale, chunk)
+    tokens = h.shape[0]
+    targets = targets.contiguous()
+    state = SoftmaxState.of(tokens, h.device)
+    if tokens:
+        chunk = chunk or _default_chunk(h, weight, backward=False)
+        logits = h.new_empty(tokens, chunk)
+        for part, rows in _pulled(weight, chunk):
+            logits_TV = logits[:, : len(rows)]
+            torch.mm(h, rows.t(), out=logits_TV)
+            online_softmax(
+                logits=logits_TV, first=part.first, targets=targets, state=state, scale=logit_scale, tile=tile
+            )
+    logp, lse, entropy = state.result()
+    return HeadOutput(logp=logp.masked_fill_(targets == ignore_index, 0.0), lse=lse, entropy=entropy)
+
+
+@torch.no_grad()
+def linear_cross_entropy_grad(
+    *,
+    h: torch.Tensor,
+    weight: PeerShards,
+    targets: torch.Tensor,
+    output: HeadOutput,
+    g_logp: torch.Tensor,
+    g_entropy: torch.Tensor | None = None,
+    gradient: PeerShards | None,
+    dh: torch.Tensor | None,
+    ignore_index: int = -100,
+    logit_scale: float = 1.0,
+    chunk: int | None = None,
+    tile: SoftmaxTile = ONLINE_SOFTMAX,
+) -> None:
+    """Writes the gradient of h into `dh` and adds that of the weight into `gradient`; None where it is frozen.
+
+    `output` is what `linear_cross_entropy` gave for the same arguments; g_logp, g_entropy: fp32 [T], the loss's
+    gradient with respect to its fields. gradient: [V, D] in fp32, other ranks may add at the same time; dh: [T, D] in
+    h's dtype or in fp32, which saves an fp32 sum beside it. A token whose `logp` is NaN has a NaN gradient. Raises
+    ValueError as `linear_cross_entropy` does.
+    """
+    _check_head(h, weight, targets, logit_scale, chunk)
+    _check_gradients(h, weight, output, g_logp, g_entropy, gradient, dh)
+    if h.shape[0] == 0 or (gradient is None and dh is None):
+        return
+    chunk = chunk or _default_chunk(h, weight, backward=True)
+    targets, g_logp = targets.contiguous(), g_logp.contiguous()
+    g_entropy = None if g_entropy is None else g_entropy.contiguous()
+    logits = h.new_empty(h.shape[0], chunk)
+    dw = None if gradient is None else h.new_empty(chunk, h.shape[1], dtype=torch.float32)
+    dh_sum = (
+        None if dh is None else dh.zero_() if dh.dtype == torch.float32 else torch.zeros_like(dh, dtype=torch.float32)
+    )
+    for part, rows in _pulled(weight, chunk):
+        dz_TV = logits[:, : len(rows)]
+        torch.mm(h, rows.t(), out=dz_TV)
+        softmax_grad(
+            logits=dz_TV,
+            first=part.first,
+            vocabulary=weight.shape[0],
+            targets=targets,
+            lse=output.lse.contiguous(),
+            entropy=output.entropy.contiguous(),
+            g_logp=g_logp,
+            g_entropy=g_entropy,
+            ignore_index=ignore_index,
+            scale=logit_scale,
+            tile=tile,
+        )
+        if dh_sum is not None:
+            _add_product(dh_sum, dz_TV, rows, beta=1)
+        if gradient is not None:
+            dw_VD = dw[: len(rows)]
+            _add_product(dw_VD, dz_TV.t(), h, beta=0)
+            scatter(gradient=dw_VD, peers=_rows_of(gradient, part))
+    if dh_sum is not None and dh_sum is not dh:
+        dh.copy_(dh_sum)
+
+
+def _default_chunk(h: torch.Tensor, weight: PeerShards, *, backward: bool) -> int:
+    return chunk_rows(
+        tokens=h.shape[0],
+        vocabulary=weight.shape[0],
+        columns=h.shape[1],
+        world=weight.world,
+        element_bytes=h.element_size(),
+        backward=backward,
+    )
+
+
+def _parts(weight: PeerShards, chunk: int) -> list[_Part]:
+    """All rows of the vocabulary in the order in which `rank` takes them."""
+    return [
+        _Part(owner, start, min(start + chunk, weight.rows(owner)), owner * weight.rows_per_owner + start)
+        for owner in ((weight.rank + index) % weight.world for index in range(weight.world))
+        for start in range(0, weight.rows(owner), chunk)
+    ]
+
+
+def _pulled(weight: PeerShards, chunk: int) -> Iterator[tuple[_Part, torch.Tensor]]:
+    """Every part with its rows: own ones where they lie, others' in one of two buffers, till the next is asked for.
+
+    On CUDA the next part is pulled on a stream of its own while the caller's work on the present one runs. A pull waits
+    for what the caller had enqueued when it was started: the work on the part before the present one, whose buffer it
+    takes.
+    """
+    parts = _parts(weight, chunk)
+    own = weight.shards[weight.rank]
+    buffers = [own.new_empty(chunk, weight.shape[1]) for _ in range(2 if weight.world > 1 else 0)]
+    compute = torch.cuda.current_stream(weight.device) if weight.device.type == "cuda" else None
+    pull = None if compute is None else torch.cuda.Stream(weight.device)
+
+    def start(index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        part = parts[index]
+        rows = weight.shards[part.owner][part.start : part.stop]
+        if part.owner == weight.rank:
+            return rows, None
+        buffer = buffers[index % 2][: len(rows)]
+        if pull is None:
+            return buffer.copy_(rows), None
+        pull.wait_stream(compute)
+        with torch.cuda.stream(pull):
+            buffer.copy_(rows, non_blocking=True)
+            return buffer, pull.record_event()
+
+    try:
+        coming = start(0)
+        for index, part in enumerate(parts):
+            rows, arrived = coming
+            if index + 1 < len(parts):
+                coming = start(index + 1)
+            if arrived is not None:
+                compute.wait_event(arrived)
+            yield part, rows
+    finally:  # also when the caller left early: the buffers' memory goes back to the caller's stream
+        if pull is not None:
+            compute.wait_stream(pull)
+
+
+def _rows_of(peers: PeerShards, part: _Part) -> PeerShards:
+    """A part of one owner's rows as shards of their own. The address is computed on the device: nothing waits."""
+    rows = peers.shards[part.owner][part.start : part.stop]
+    skipped_bytes = part.start * peers.row_elements * rows.element_size()
+    table = peers.table[part.owner : part.owner + 1] + skipped_bytes
+    return PeerShards(table=table, shards=(rows,), shape=tuple(rows.shape), rank=0)
+
+
+def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int) -> None:
+    """out = beta out + a b, summed in fp32; see [Note: fp32 sums]."""
+    if a.dtype == torch.float32:
+        torch.addmm(out, a, b, beta=beta, out=out)
+    elif out.is_cuda:
+        torch.addmm(out, a, b, out_dtype=torch.float32, beta=beta, out=out)
+    else:
+        torch.addmm(out, a.float(), b.float(), beta=beta, out=out)
+
+
+def _check_head(
+    h: torch.Tensor, weight: PeerShards, targets: torch.Tensor, logit_scale: float, chunk: int | None
+) -> None:
+    if len(weight.shape) != 2 or 0 in weight.shape:
+        raise ValueError(f"the weight is {weight.shape}; give [V, D] with V and D at least 1")
+    if h.ndim != 2 or h.shape[1] != weight.shape[1]:
+        raise ValueError(f"h is {tuple(h.shape)}; with a weight of {weight.shape} give [T, {weight.shape[1]}]")
+    if h.dtype != weight.dtype or h.dtype not in _DTYPES:
+        raise ValueError(f"h is {h.dtype}, the weight {weight.dtype}; give both in float32, bfloat16 or float16")
+    if not h.is_contiguous():
+        raise ValueError(f"h has strides {h.stride()}; it must be contiguous")
+    if targets.shape != h.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(f"targets is {targets.dtype} {tuple(targets.shape)}; give int64 {tuple(h.shape[:1])}")
+    if not h.device == targets.device == weight.device:
+        raise ValueError(f"h is on {h.device}, targets on {targets.device}, the weight's table on {weight.device}")
+    if not math.isfinite(logit_scale):
+        raise ValueError(f"logit_scale is {logit_scale}; give a finite number")
+    if chunk is not None and (chunk <= 0 or chunk % COLUMN_MULTIPLE):
+        raise ValueError(f"chunk is {chunk}; give a positive multiple of {COLUMN_MULTIPLE}, or None")
+
+
+def _check_gradients(
+    h: torch.Tensor,
+    weight: PeerShards,
+    output: HeadOutput,
+    g_logp: torch.Tensor,
+    g_entropy: torch.Tensor | None,
+    gradient: PeerShards | None,
+    dh: torch.Tensor | None,
+) -> None:
+    per_token = {"output.lse": output.lse, "output.entropy": output.entropy, "g_logp": g_logp, "g_entropy": g_entropy}
+    for name, value in per_token.items():
+        if value is None:
+            continue
+        if value.shape != h.shape[:1] or value.dtype != torch.float32 or value.device != h.device:
+            raise ValueError(
+                f"{name} is {value.dtype} {tuple(value.shape)} on {value.device}; give float32 {tuple(h.shape[:1])} on "
+                f"{h.device}"
+            )
+    if dh is not None:
+        if dh.shape != h.shape or not dh.is_contiguous() or dh.device != h.device:
+            raise ValueError(
+                f"dh is {tuple(dh.shape)} with strides {dh.stride()} on {dh.device}; give a contiguous "
+                f"{tuple(h.shape)} on {h.device}"
+            )
+        if dh.dtype not in (h.dtype, torch.float32):
+            raise ValueError(f"dh is {dh.dtype}; give h's {h.dtype}, or float32")
+    if gradient is not None:
+        want = (weight.shape, torch.float32, weight.world, weight.rank, weight.device)
+        have = (gradient.shape, gradient.dtype, gradient.world, gradient.rank, gradient.device)
+        for name, wanted, given in zip(("shape", "dtype", "world", "rank", "device"), want, have, strict=True):
+            if wanted != given:
+                raise ValueError(f"the gradient is of {name} {given}; with this weight give one of {name} {wanted}")
+
+
+def linear_cross_entropy_ref(
+    h: torch.Tensor, weight: list[torch.Tensor], targets: torch.Tensor, ignore_index: int, logit_scale: float
+) -> HeadOutput:
+    """The same in plain torch, over all owners' shards, in float64. Targets lie in the vocabulary or are ignored."""
+    z = logit_scale * (h.double() @ join(weight).double().T)
+    lse = z.logsumexp(1)
+    log_p = z - lse[:, None]
+    ignored = targets == ignore_index
+    logp = log_p.gather(1, targets.masked_fill(ignored, 0)[:, None])[:, 0].masked_fill(ignored, 0.0)
+    return HeadOutput(logp=logp, lse=lse, entropy=-(log_p.exp() * log_p).sum(1))
+
+
+def linear_cross_entropy_grad_ref(
+    h: torch.Tensor,
+    weight: list[torch.Tensor],
+    targets: torch.Tensor,
+    g_logp: torch.Tensor,
+    g_entropy: torch.Tensor,
+    ignore_index: int,
+    logit_scale: float,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """dh and every owner's dW in plain torch, in float64."""
+    whole = join(weight).double()
+    z = logit_scale * (h.double() @ whole.T)
+    log_p = z.log_softmax(1)
+    p = log_p.exp()
+    entropy = -(p * log_p).sum(1, keepdim=True)
+    ignored = targets == ignore_index
+    g = g_logp.double().masked_fill(ignored, 0.0)[:, None]
+    hit = torch.nn.functional.one_hot(targets.masked_fill(ignored, 0), len(whole))
+    dz = logit_scale * (g * (hit - p) - g_entropy.double()[:, None] * p * (log_p + entropy))
+    return dz @ whole, list((dz.T @ h.double()).split([len(shard) for shard in weight]))

@@ -1,0 +1,239 @@
+"""embedding and its gradient against plain torch, over all owners' shards and on the joined table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.nn import functional
+
+from . import place  # isort: skip
+
+from odc_kernels.embedding import (
+    EmbeddingGradTile,
+    EmbeddingTile,
+    embedding,
+    embedding_grad,
+    embedding_grad_ref,
+    embedding_ref,
+)
+from odc_kernels.peers import PeerShards, join, split
+from tests import ranks
+
+pytestmark = place.MARKS
+
+# tokens, vocabulary, columns: odd, one token, no token, one row, owners without rows, no row, no column, more than a
+# tile, and runs of several segments.
+SHAPES = [(13, 7, 5), (1, 16, 16), (0, 4, 4), (5, 1, 3), (9, 3, 40), (3, 0, 4), (3, 4, 0), (40, 11, 33), (70, 4, 8)]
+WORLDS = [1, 2, 3, 4, 8]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TILE = EmbeddingTile(k=16)
+GRAD_TILE = EmbeddingGradTile(t=2, k=16, segment=8)
+
+# Gradients are summed in fp32 whatever dy is: up to some 70 terms in another order than float64's.
+TOLERANCE = 1e-5
+
+
+@contextmanager
+def launched_blind() -> Iterator[None]:
+    """On a GPU torch raises where it waits for the device, and NaN stands in memory that nobody wrote."""
+    if not place.INTERPRETED:
+        torch.cuda.set_sync_debug_mode("error")
+    torch.use_deterministic_algorithms(True)  # fills torch.empty with NaN: here the scratch buffer
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        if not place.INTERPRETED:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def ids_of(tokens: int, rows: int) -> torch.Tensor:
+    """Any ids, also outside 0..rows-1: just outside and far."""
+    ids = torch.randint(-1, rows + 1, (tokens,))
+    ids[1::7] = torch.tensor([-(2**31), rows + 2, 2**31 - 1, -rows - 3]).repeat(tokens)[: len(ids[1::7])]
+    return ids
+
+
+def grad(shards: list[torch.Tensor], dy: torch.Tensor, ids: torch.Tensor, **options: object) -> None:
+    shape = (sum(len(shard) for shard in shards), dy.shape[1])
+    weight = PeerShards.of(shards, shape=shape, rank=len(shards) // 2)
+    with launched_blind():
+        embedding_grad(**{"dy": dy, "ids": ids, "weight": weight, "tile": GRAD_TILE} | options)
+
+
+def close(got: list[torch.Tensor], want: torch.Tensor) -> None:
+    whole = join(got).double()
+    assert whole.isfinite().all()
+    scale = want.abs().max().item() if want.numel() else 1.0
+    torch.testing.assert_close(whole, want, rtol=TOLERANCE, atol=TOLERANCE * scale)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embedding(world: int, shape: tuple, dtype: torch.dtype) -> None:
+    tokens, rows, columns = shape
+    whole = torch.randn(rows, columns).to(dtype)
+    shards, ids = split(whole, world), ids_of(tokens, rows)
+    weight = PeerShards.of(shards, shape=(rows, columns), rank=world // 2)
+    for index_dtype in (torch.int64, torch.int32):
+        out = torch.full((tokens, columns), torch.inf, dtype=dtype)  # NaN would be right for ids outside
+        embedding(ids=ids.to(index_dtype), weight=weight, out=out, tile=TILE)
+        # A copy: bitwise. Ids outside are NaN in both.
+        torch.testing.assert_close(out.double(), embedding_ref(ids, shards), rtol=0, atol=0, equal_nan=True)
+    known = (ids >= 0) & (ids < rows)
+    assert torch.equal(out[known], functional.embedding(ids[known], whole))
+    assert out[~known].isnan().all()
+
+
+def test_an_unknown_id_reads_nothing() -> None:
+    # The last owner holds 1 row where others hold 3: ids 7 and 8 would be behind its end. Addresses of the others
+    # would be no memory of this process.
+    whole = torch.randn(7, 4)
+    ids = torch.tensor([-1, 7, 8, 9, 2**62, -(2**62), 6])
+    out = torch.zeros(7, 4)
+    embedding(ids=ids, weight=PeerShards.of(split(whole, 3), shape=(7, 4)), out=out, tile=TILE)
+    assert out[:-1].isnan().all()
+    assert torch.equal(out[-1], whole[6])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradient(world: int, shape: tuple, dtype: torch.dtype) -> None:
+    tokens, rows, columns = shape
+    shards, ids, dy = split(torch.randn(rows, columns), world), ids_of(tokens, rows), torch.randn(tokens, columns)
+    padding_idx = rows // 2 if rows > 1 and dtype == torch.float32 else None
+    want = join(embedding_grad_ref(dy.to(dtype), ids, shards, 0.5, padding_idx))
+    grad(shards, dy.to(dtype), ids, scale=0.5, padding_idx=padding_idx)
+    close(shards, want)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("padding_idx", [None, 0, 10])
+@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32], ids=str)
+def test_gradient_is_autograds(world: int, padding_idx: int | None, index_dtype: torch.dtype) -> None:
+    # Half of the tokens are one id, as padding is: a run of several segments beside short ones.
+    ids, dy = torch.randint(0, 11, (60,)), torch.randn(60, 20)
+    ids[::2] = 10
+    whole = torch.randn(11, 20, dtype=torch.float64, requires_grad=True)
+    functional.embedding(ids, whole, padding_idx=padding_idx).backward(dy.double())
+    shards = split(torch.zeros(11, 20), world)
+    grad(shards, dy, ids.to(index_dtype), padding_idx=padding_idx)
+    close(shards, whole.grad)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 24, 25, 65])
+def test_runs_around_the_length_of_a_segment(length: int) -> None:
+    # Runs of each length side by side, beginning at any place in a segment. Small integers: every sum is exact.
+    ids = torch.cat([torch.full((count,), row) for row, count in enumerate([3, length, 1, length, 8, length + 1])])
+    ids = ids[torch.randperm(len(ids))]
+    dy = torch.randint(-3, 4, (len(ids), 17)).float()
+    shards = split(torch.zeros(6, 17), 2)
+    want = join(embedding_grad_ref(dy, ids, shards, 1.0, None))
+    grad(shards, dy, ids)
+    assert torch.equal(join(shards).double(), want)
+
+
+def test_every_rank_adds_to_the_same_shards() -> None:
+    shards = split(torch.zeros(11, 8), 4)
+    want = torch.zeros(11, 8)
+    for rank in range(4):
+        ids, dy = torch.randint(0, 11, (rank * 9,)), torch.randint(-3, 4, (rank * 9, 8)).float()
+        want.index_add_(0, ids, dy)
+        grad(shards, dy, ids, weight=PeerShards.of(shards, shape=(11, 8), rank=rank))
+    assert torch.equal(join(shards), want)
+
+
+@pytest.mark.parametrize(("repeats", "held"), [(8, 2**24), (64, 2**28)], ids=["one segment", "several segments"])
+def test_an_id_is_added_to_its_owner_once(repeats: int, held: int) -> None:
+    # The shard holds so much that 1.0 is lost beside it, and so is a segment of 8 beside 2^28: what arrives, arrived
+    # in one addition.
+    shards = split(torch.full((5, 4), float(held)), 2)
+    ids = torch.full((repeats + 2,), 3)
+    ids[[2, 5]] = torch.tensor([0, 4])
+    grad(shards, torch.ones(repeats + 2, 4), ids)
+    assert torch.equal(join(shards)[:, 0] - held, torch.tensor([0.0, 0, 0, repeats, 0]))
+
+
+def test_nothing_else_is_written() -> None:
+    # Owners' memory goes on behind their rows, as other parameters do in a region. -0.0 shows an addition of 0.0 too.
+    rows, regions = [3, 3, 1], [torch.full((8, 4), -0.0) for _ in range(3)]
+    shards = [region[2 : 2 + count] for region, count in zip(regions, rows, strict=True)]
+    ids = torch.tensor([7, 8, 9, -1, -2, 2**40, -(2**40), *[7] * 9, 5])
+    with launched_blind():
+        embedding_grad(dy=torch.ones(17, 4), ids=ids, weight=PeerShards.of(shards, shape=(7, 4)), tile=GRAD_TILE)
+    assert torch.equal(shards[1][2], torch.ones(4))
+    untouched = torch.stack([region.signbit().all(1) for region in regions])
+    assert untouched.sum() == 23
+    assert not untouched[1, 4]
+
+
+def test_addresses_past_two_to_the_31() -> None:
+    # A table says that a shard begins 2^31 elements before the one row that there is.
+    rows, columns = 2**20 + 1, 2**11
+    for dtype in (torch.bfloat16, torch.float32):
+        row = torch.randn(1, columns).to(dtype)
+        before = 2**31 * row.element_size()
+        table = torch.tensor([row.data_ptr() - before], dtype=torch.int64)
+        weight = PeerShards(table=table, shards=(row,), shape=(rows, columns), rank=0)
+        ids, out = torch.tensor([rows - 1, rows]), torch.zeros(2, columns, dtype=dtype)
+        embedding(ids=ids, weight=weight, out=out)
+        assert torch.equal(out[0], row[0])
+        assert out[1].isnan().all()
+    want = row[0] + 1
+    embedding_grad(dy=torch.ones(2, columns), ids=ids, weight=weight)
+    assert torch.equal(row[0], want)
+
+
+def test_default_tiles() -> None:
+    # Rows of more than one program, and a run of more than one default segment.
+    shards, ids = split(torch.randn(5, 1040), 2), torch.randint(0, 5, (140,))
+    ids[3:] = 4
+    weight, out = PeerShards.of(shards, shape=(5, 1040)), torch.full((140, 1040), torch.nan)
+    embedding(ids=ids, weight=weight, out=out)
+    assert torch.equal(out.double(), embedding_ref(ids, shards))
+    want = join(embedding_grad_ref(out, ids, shards, 1.0, None))
+    with launched_blind():
+        embedding_grad(dy=out, ids=ids, weight=weight)
+    close(shards, want)
+
+
+def _adds(rank: int, world: int) -> torch.Tensor:
+    """Every rank adds rows of small integers into the same shards on the shared heap, many times, all at once."""
+    import torch.distributed as dist
+
+    from odc_triton.memory import SharedMemoryHeap
+    from odc_triton.plan import Region
+
+    region = Region(shape=(7, 16), dtype="float32", itemsize=4, offset_bytes=0)
+    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=30)
+    shards = [heap.shard(region, owner) for owner in range(world)]
+    weight = PeerShards.of(shards, shape=region.shape, rank=rank)
+    ids, dy = _contended(rank)
+    dist.barrier()
+    for _ in range(20):
+        embedding_grad(dy=dy, ids=ids, weight=weight, tile=GRAD_TILE)
+    dist.barrier()
+    return heap.whole(region).clone()
+
+
+def _contended(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    ids = torch.randint(0, 7, (30,), generator=generator)
+    ids[:12] = 5
+    return ids, torch.randint(-3, 4, (30, 16), generator=generator).float()
+
+
+@pytest.mark.skipif(not place.INTERPRETED, reason="tests/gpu holds tests of several processes on GPUs")
+def test_ranks_add_at_the_same_time() -> None:
+    # Integers below 2^24: sums are exact in any order, so a lost addition shows.
+    want = torch.zeros(7, 16)
+    for rank in range(2):
+        ids, dy = _contended(rank)
+        want.index_add_(0, ids, 20 * dy)
+    for got in ranks.run(_adds, 2):
+        assert torch.equal(got, want)

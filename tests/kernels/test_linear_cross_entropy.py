@@ -1,0 +1,434 @@
+"""The head with its loss, against float64 autograd over the unsharded head and the reference over all shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from . import place  # isort: skip
+
+from odc_kernels.linear_cross_entropy import (
+    HeadOutput,
+    chunk_rows,
+    extra_bytes,
+    linear_cross_entropy,
+    linear_cross_entropy_grad,
+    linear_cross_entropy_grad_ref,
+    linear_cross_entropy_ref,
+)
+from odc_kernels.online_softmax import SoftmaxState, SoftmaxTile, online_softmax, softmax_grad
+from odc_kernels.peers import PeerShards, join, split
+
+pytestmark = place.MARKS
+
+# tokens, vocabulary, columns: several chunks an owner, odd, aligned, one word, no token, owners without rows.
+SHAPES = [(33, 100, 24), (5, 7, 3), (1, 16, 16), (4, 1, 5), (0, 4, 4), (17, 3, 40)]
+WORLDS = [1, 2, 3, 4, 8]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TILE = SoftmaxTile(t=16, v=16)
+SCALE, IGNORE = 0.7, -100
+
+# The inputs below make logits that every dtype holds exactly, so what is left is fp32's rounding of logits of up to
+# some tens (forward). In the gradients dz is rounded to the dtype; for bf16 the interpreter cuts off there where a GPU
+# rounds.
+FORWARD_TOLERANCE = 5e-6
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-6}
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float, what: str) -> None:
+    assert got.isfinite().all(), f"{what}: unwritten elements"
+    # Gradients of a vocabulary of one are zero in exact arithmetic: hence a floor.
+    scale = max(want.abs().max().item(), 0.1) if want.numel() else 1.0
+    torch.testing.assert_close(
+        got.double(), want, rtol=tolerance, atol=tolerance * scale, msg=lambda text: f"{what}: {text}"
+    )
+
+
+def head(tokens: int, vocabulary: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """h and the whole weight on a grid so coarse that sums of their products are exact in bf16."""
+    h = torch.randint(-1, 2, (tokens, columns)).to(dtype)
+    return h, (torch.randint(-4, 5, (vocabulary, columns)) / 8).to(dtype)
+
+
+def targets_of(tokens: int, vocabulary: int, world: int) -> torch.Tensor:
+    """Random ones; among them, where there is room, owners' first and last rows, and ignored ones."""
+    each = -(-vocabulary // world)
+    borders = [row for owner in range(world) for row in (owner * each, owner * each + each - 1) if row < vocabulary]
+    targets = torch.randint(0, vocabulary, (tokens,))
+    special = torch.tensor([*borders, vocabulary - 1, IGNORE, IGNORE])[:tokens]
+    targets[: len(special)] = special
+    return targets[torch.randperm(tokens)]
+
+
+def oracle(
+    h: torch.Tensor,
+    whole: torch.Tensor,
+    targets: torch.Tensor,
+    g_logp: torch.Tensor,
+    g_entropy: torch.Tensor,
+    scale: float = SCALE,
+) -> tuple[HeadOutput, torch.Tensor, torch.Tensor]:
+    """Outputs, dh and dW by autograd over the unsharded head, in float64."""
+    h, whole = h.double().requires_grad_(), whole.double().requires_grad_()
+    z = scale * (h @ whole.T)
+    logp = -F.cross_entropy(z, targets, ignore_index=IGNORE, reduction="none")
+    entropy = -(z.softmax(1) * z.log_softmax(1)).sum(1)
+    (g_logp * logp + g_entropy * entropy).sum().backward()
+    output = HeadOutput(logp=logp.detach(), lse=z.logsumexp(1).detach(), entropy=entropy.detach())
+    return output, h.grad, whole.grad
+
+
+def check_output(got: HeadOutput, want: HeadOutput, tolerance: float = FORWARD_TOLERANCE) -> None:
+    for name in ("logp", "lse", "entropy"):
+        assert getattr(got, name).dtype == torch.float32
+        close(getattr(got, name), getattr(want, name), tolerance, name)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_outputs_and_gradients(world: int, shape: tuple, dtype: torch.dtype) -> None:
+    tokens, vocabulary, columns = shape
+    h, whole = head(*shape, dtype)
+    targets = targets_of(tokens, vocabulary, world)
+    g_logp, g_entropy = torch.randn(tokens), torch.randn(tokens)
+    before = torch.randn(vocabulary, columns)
+    gradient, dh = split(before, world), torch.full((tokens, columns), torch.nan, dtype=dtype)
+    rank = world // 2
+    weight = PeerShards.of(split(whole, world), shape=whole.shape, rank=rank)
+    given = {"h": h, "weight": weight, "targets": targets, "logit_scale": SCALE, "chunk": 16, "tile": TILE}
+
+    output = linear_cross_entropy(**given)
+    linear_cross_entropy_grad(
+        **given,
+        output=output,
+        g_logp=g_logp,
+        g_entropy=g_entropy,
+        gradient=PeerShards.of(gradient, shape=whole.shape, rank=rank),
+        dh=dh,
+    )
+
+    want, want_dh, want_dw = oracle(h, whole, targets, g_logp, g_entropy)
+    check_output(output, want)
+    close(dh, want_dh, TOLERANCE[dtype], "dh")
+    close(join(gradient) - before, want_dw, TOLERANCE[dtype], "dW")
+    ref_dh, ref_dw = linear_cross_entropy_grad_ref(h, weight.shards, targets, g_logp, g_entropy, IGNORE, SCALE)
+    check_output(output, linear_cross_entropy_ref(h, weight.shards, targets, IGNORE, SCALE))
+    close(dh, ref_dh, TOLERANCE[dtype], "dh against the reference")
+    for owner, (had, now, part) in enumerate(zip(split(before, world), gradient, ref_dw, strict=True)):
+        close(now - had, part, TOLERANCE[dtype], f"owner {owner}'s dW against the reference")
+
+
+def gradients(
+    h: torch.Tensor, whole: torch.Tensor, targets: torch.Tensor, g_logp: torch.Tensor, **changes: object
+) -> tuple[HeadOutput, torch.Tensor, torch.Tensor]:
+    """Output, dh (in fp32) and dW of a world of two."""
+    weight = PeerShards.of(split(whole, 2), shape=whole.shape)
+    gradient = split(torch.zeros(whole.shape), 2)
+    dh = torch.full(h.shape, torch.nan)
+    both = {"h": h, "weight": weight, "targets": targets, "chunk": 16, "tile": TILE} | changes
+    g_entropy = both.pop("g_entropy", None)
+    output = linear_cross_entropy(**both)
+    linear_cross_entropy_grad(
+        **both,
+        output=output,
+        g_logp=g_logp,
+        g_entropy=g_entropy,
+        gradient=PeerShards.of(gradient, shape=whole.shape),
+        dh=dh,
+    )
+    return output, dh, join(gradient)
+
+
+@pytest.mark.parametrize("with_logp", [True, False])
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_each_gradient_alone(with_logp: bool, with_entropy: bool) -> None:
+    h, whole = head(9, 21, 6, torch.float32)
+    targets = targets_of(9, 21, 2)
+    g_logp, g_entropy = torch.randn(9) * with_logp, torch.randn(9) * with_entropy
+    _, dh, dw = gradients(h, whole, targets, g_logp, g_entropy=g_entropy if with_entropy else None, logit_scale=SCALE)
+    _, want_dh, want_dw = oracle(h, whole, targets, g_logp, g_entropy)
+    close(dh, want_dh, TOLERANCE[torch.float32], "dh")
+    close(dw, want_dw, TOLERANCE[torch.float32], "dW")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [1.0, -0.5, 30.0])
+def test_large_logits(dtype: torch.dtype, scale: float) -> None:
+    """±80 before the scale: a softmax that is not about its maximum overflows, one whose entropy isn't loses it."""
+    h = torch.tensor([[80.0, 0.0], [-80.0, 0.0], [80.0, 1.0], [0.0, 80.0]]).to(dtype)
+    whole = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, -1.0]]).to(dtype)
+    targets, g_logp, g_entropy = torch.tensor([0, 0, 3, 4]), torch.randn(4), torch.randn(4)
+    output, dh, dw = gradients(h, whole, targets, g_logp, g_entropy=g_entropy, logit_scale=scale)
+    want, want_dh, want_dw = oracle(h, whole, targets, g_logp, g_entropy, scale)
+    check_output(output, want, 1e-6)
+    # p comes from lse, of up to 2401, which fp32 holds to 1e-4.
+    close(dh, want_dh, max(TOLERANCE[dtype], 2e-4), "dh")
+    close(dw, want_dw, max(TOLERANCE[dtype], 2e-4), "dW")
+
+
+def test_a_logit_of_minus_infinity_has_no_part() -> None:
+    h = torch.tensor([[256.0]]).half()
+    whole = torch.tensor([[-60000.0], [1 / 256], [2 / 256]]).half()  # the first product is beyond fp16
+    g = torch.ones(1)
+    output, dh, dw = gradients(h, whole, torch.tensor([2]), g, g_entropy=g)
+    want, _, want_dw = oracle(h, whole[1:], torch.tensor([1]), g, g, 1.0)
+    check_output(output, want)
+    assert dw[0] == 0
+    assert dh.isfinite().all()
+    close(dw[1:], want_dw, TOLERANCE[torch.float16], "dW")
+
+
+def test_all_ignored() -> None:
+    h, whole = head(6, 20, 4, torch.float32)
+    targets = torch.full((6,), IGNORE)
+    output, dh, dw = gradients(h, whole, targets, torch.randn(6))
+    for name, value in {"logp": output.logp, "dh": dh, "dW": dw}.items():
+        assert (value == 0).all(), name
+    close(output.lse, (h.double() @ whole.double().T).logsumexp(1), FORWARD_TOLERANCE, "lse")
+    close(output.entropy, linear_cross_entropy_ref(h, [whole], targets, IGNORE, 1.0).entropy, 5e-6, "entropy")
+
+
+def test_an_ignored_token_hides_what_its_gradient_is() -> None:
+    h, whole = head(2, 20, 4, torch.float32)
+    _, dh, dw = gradients(h, whole, torch.tensor([3, IGNORE]), torch.tensor([1.0, torch.nan]))
+    assert dh[0].isfinite().all()
+    assert dw.isfinite().all()
+    assert (dh[1] == 0).all()
+
+
+def test_ignore_index_may_be_a_row() -> None:
+    h, whole = head(3, 20, 4, torch.float32)
+    output, dh, _ = gradients(h, whole, torch.tensor([0, 5, 0]), torch.ones(3), ignore_index=0)
+    assert (output.logp == 0).tolist() == [True, False, True]
+    assert (dh == 0).all(1).tolist() == [True, False, True]
+
+
+def test_a_target_outside_the_vocabulary_is_nan() -> None:
+    # 21 rows in chunks of 16: 21 and 31 lie in what the last chunk reads beyond them.
+    wrong = [-1, 21, 31, 2**40, -(2**63), 2**63 - 1]
+    h, whole = head(len(wrong) + 2, 21, 4, torch.float32)
+    targets = torch.tensor([20, *wrong, 0])
+    output, dh, dw = gradients(h, whole, targets, torch.ones(len(targets)))
+    want = [False, *[True] * len(wrong), False]
+    assert output.logp.isnan().tolist() == want
+    assert dh.isnan().all(1).tolist() == want == dh.isnan().any(1).tolist()
+    assert dw.isnan().all()
+    assert output.lse.isfinite().all()
+    assert output.entropy.isfinite().all()
+
+
+def test_frozen_weight_and_frozen_input() -> None:
+    h, whole = head(7, 20, 4, torch.float16)
+    targets, g = targets_of(7, 20, 2), torch.randn(7)
+    output, want_dh, want_dw = gradients(h, whole, targets, g)
+    given = {
+        "h": h,
+        "weight": PeerShards.of(split(whole, 2), shape=whole.shape),
+        "targets": targets,
+        "output": output,
+        "g_logp": g,
+        "chunk": 16,
+        "tile": TILE,
+    }
+    dh = torch.full(h.shape, torch.nan)
+    linear_cross_entropy_grad(**given, gradient=None, dh=dh)
+    torch.testing.assert_close(dh, want_dh, rtol=0, atol=0)
+    gradient = split(torch.zeros(whole.shape), 2)
+    linear_cross_entropy_grad(**given, gradient=PeerShards.of(gradient, shape=whole.shape), dh=None)
+    torch.testing.assert_close(join(gradient), want_dw, rtol=0, atol=0)
+    linear_cross_entropy_grad(**given, gradient=None, dh=None)
+
+
+@pytest.mark.parametrize("chunk", [16, 32, 64, None])
+def test_chunks_do_not_show(chunk: int | None) -> None:
+    h, whole = head(5, 150, 8, torch.float32)
+    targets, g = targets_of(5, 150, 2), torch.randn(5)
+    output, dh, dw = gradients(h, whole, targets, g, chunk=chunk)
+    want, want_dh, want_dw = oracle(h, whole, targets, g, torch.zeros(5), 1.0)
+    check_output(output, want)
+    close(dh, want_dh, 1e-5, "dh")
+    close(dw, want_dw, 1e-5, "dW")
+
+
+def test_inputs_as_autograd_hands_them_over() -> None:
+    """Shifted labels are a strided view, and the gradient of a sum is one number expanded. h wants a gradient."""
+    h, whole = head(6, 20, 4, torch.float32)
+    targets = torch.randint(0, 20, (6, 2))[:, 1]
+    g = torch.tensor(0.5).expand(6)
+    output, dh, _ = gradients(h.requires_grad_(), whole, targets, g)
+    want, want_dh, _ = oracle(h.detach(), whole, targets, g, torch.zeros(6), 1.0)
+    check_output(output, want)
+    close(dh, want_dh, 1e-5, "dh")
+
+
+@contextlib.contextmanager
+def synchronising_raises() -> Iterator[None]:
+    """On a GPU, any wait of the host for the device raises; elsewhere there is none."""
+    if place.INTERPRETED:
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_never_waits() -> None:
+    h, whole = head(9, 100, 8, torch.bfloat16)
+    targets, g = targets_of(9, 100, 3), torch.randn(9)
+    weight = PeerShards.of(split(whole, 3), shape=whole.shape, rank=1)
+    shards = split(torch.zeros(whole.shape), 3)
+    gradient = PeerShards.of(shards, shape=whole.shape, rank=1)
+    dh = torch.full(h.shape, torch.nan, dtype=h.dtype)
+    given = {"h": h, "weight": weight, "targets": targets, "logit_scale": SCALE, "chunk": 16, "tile": TILE}
+    with synchronising_raises():
+        output = linear_cross_entropy(**given)
+        linear_cross_entropy_grad(**given, output=output, g_logp=g, gradient=gradient, dh=dh)
+    want, want_dh, want_dw = oracle(h, whole, targets, g, torch.zeros(9))
+    check_output(output, want)
+    close(dh, want_dh, TOLERANCE[torch.bfloat16], "dh")
+    close(join(shards), want_dw, TOLERANCE[torch.bfloat16], "dW")
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 47])
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+def test_what_lies_behind_a_chunk_is_not_seen(count: int, garbage: float) -> None:
+    buffer = torch.full((5, 48), garbage)
+    logits = buffer[:3, :count]
+    logits.copy_(torch.randn(3, count))
+    z = logits.double()
+    state = SoftmaxState.of(3, logits.device)
+    targets = torch.tensor([0, count - 1, count])
+    online_softmax(logits=logits, first=0, targets=targets, state=state, scale=1.0, tile=SoftmaxTile(t=4, v=16))
+    logp, lse, entropy = state.result()
+    close(lse, z.logsumexp(1), 5e-6, "lse")
+    close(entropy, -(z.softmax(1) * z.log_softmax(1)).sum(1), 5e-6, "entropy")
+    close(logp[:2], torch.stack([z[0, 0] - lse[0], z[1, -1] - lse[1]]), 5e-6, "logp")
+    assert logp[2].isnan()
+    softmax_grad(
+        logits=logits,
+        first=0,
+        vocabulary=count + 1,
+        targets=targets,
+        lse=lse,
+        entropy=entropy,
+        g_logp=torch.ones(3),
+        g_entropy=torch.ones(3),
+        ignore_index=IGNORE,
+        scale=1.0,
+        tile=SoftmaxTile(t=4, v=16),
+    )
+    hit = F.one_hot(targets, count + 1)[:, :count]
+    p, log_p = z.softmax(1), z.log_softmax(1)
+    close(logits, hit - p - p * (log_p - (p * log_p).sum(1, keepdim=True)), 1e-5, "dz")
+    unwritten = buffer[3:].isnan() if garbage != garbage else buffer[3:] == garbage
+    assert unwritten.all(), "rows behind the last token were written"
+
+
+def test_addresses_past_two_to_the_31_elements() -> None:
+    """Three rows 2³⁰ elements apart: the third one's offset overflows 32 bits. Only touched pages become memory."""
+    stride = 2**30
+    logits = torch.empty(2 * stride + 16, dtype=torch.float16).as_strided((3, 16), (stride, 1))
+    logits.copy_(torch.randn(3, 16))
+    z, targets = logits.double(), torch.tensor([2, 0, 15])
+    state = SoftmaxState.of(3, logits.device)
+    online_softmax(logits=logits, first=0, targets=targets, state=state, scale=1.0, tile=TILE)
+    logp, lse, entropy = state.result()
+    close(logp, z.log_softmax(1).gather(1, targets[:, None])[:, 0], 5e-6, "logp")
+    softmax_grad(
+        logits=logits,
+        first=0,
+        vocabulary=16,
+        targets=targets,
+        lse=lse,
+        entropy=entropy,
+        g_logp=torch.ones(3),
+        g_entropy=None,
+        ignore_index=IGNORE,
+        scale=1.0,
+        tile=TILE,
+    )
+    close(logits, F.one_hot(targets, 16) - z.softmax(1), TOLERANCE[torch.float16], "dz")
+
+
+# Llama-3-8B; Qwen2.5-1.5B, 7B and 32B.
+HEADS = [(128256, 4096), (151936, 1536), (152064, 3584), (152064, 5120)]
+
+
+@pytest.mark.parametrize("head_of", HEADS, ids=str)
+@pytest.mark.parametrize("tokens", [2048, 4096, 5000, 16384, 65536])
+@pytest.mark.parametrize("world", WORLDS)
+def test_default_chunks_keep_to_an_eighth_of_the_logits(head_of: tuple, tokens: int, world: int) -> None:
+    vocabulary, columns = head_of
+    for element_bytes in (2, 4):
+        for backward in (False, True):
+            sizes = {"tokens": tokens, "columns": columns, "element_bytes": element_bytes, "backward": backward}
+            chunk = chunk_rows(vocabulary=vocabulary, world=world, **sizes)
+            assert extra_bytes(chunk=chunk, **sizes) <= tokens * vocabulary * element_bytes / 8
+            assert chunk in range(512, 4097, 64)
+
+
+def test_chunks_of_small_heads() -> None:
+    sizes = {"columns": 4096, "element_bytes": 2, "backward": True}
+    assert chunk_rows(tokens=1, vocabulary=128256, world=1, **sizes) == 512  # an eighth of 250 KB is no chunk
+    assert chunk_rows(tokens=4096, vocabulary=100, world=8, **sizes) == 64  # 13 rows an owner
+    assert chunk_rows(tokens=1, vocabulary=1, world=8, **sizes) == 64
+
+
+def peak_extra_bytes(run: Callable[[], object]) -> int:
+    """What `run` allocates at its peak over what there was, allocations inside of operators included."""
+    if not place.INTERPRETED:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    changes = [event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = torch.tensor(changes, device="cpu").cumsum(0)
+    return int(held.max())
+
+
+def test_peak_memory_of_a_run() -> None:
+    """fp32 off the GPU: only on CUDA are products of 16-bit operands made without widening them, which would count."""
+    tokens, dtype = (256, torch.float32) if place.INTERPRETED else (16384, torch.bfloat16)
+    vocabulary, columns, world = 16384, 16, 2
+    h, whole = torch.randn(tokens, columns).to(dtype), torch.randn(vocabulary, columns).to(dtype)
+    targets, g = torch.randint(0, vocabulary, (tokens,)), torch.randn(tokens)
+    weight = PeerShards.of(split(whole, world), shape=whole.shape)
+    gradient = PeerShards.of(split(torch.zeros(whole.shape), world), shape=whole.shape)
+    dh = torch.full(h.shape, torch.nan, dtype=dtype)
+    tile = SoftmaxTile(t=64 if place.INTERPRETED else 4)  # the interpreter wants few programs
+
+    def forward(count: int) -> HeadOutput:
+        return linear_cross_entropy(h=h[:count], weight=weight, targets=targets[:count], tile=tile)
+
+    def backward(count: int, output: HeadOutput) -> None:
+        linear_cross_entropy_grad(
+            h=h[:count],
+            weight=weight,
+            targets=targets[:count],
+            output=output,
+            g_logp=g[:count],
+            gradient=gradient,
+            dh=dh[:count],
+            tile=tile,
+        )
+
+    backward(1, forward(1))  # libraries' workspaces, once per process
+    output = forward(tokens)
+    sizes = {"tokens": tokens, "columns": columns, "element_bytes": h.element_size()}
+    for run, is_backward in ((lambda: forward(tokens), False), (lambda: backward(tokens, output), True)):
+        peak = peak_extra_bytes(run)
+        assert peak <= tokens * vocabulary * h.element_size() / 8
+        chunk = chunk_rows(vocabulary=vocabulary, world=world, backward=is_backward, **sizes)
+        # Allocators round up; nothing else is allocated than what `extra_bytes` counts.
+        assert peak == pytest.approx(extra_bytes(chunk=chunk, backward=is_backward, **sizes), rel=0.1)
