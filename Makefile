@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow aot venv lint format clean
+.PHONY: demo test test-slow test-gpu-image aot venv lint format clean
 
 demo: venv
 	$(BIN)/odc-triton demo --out out/demo
@@ -15,6 +15,16 @@ test: lint
 
 test-slow: venv
 	$(BIN)/python -m pytest -m "not gpu"
+
+# The tests, without a GPU, under the versions of a machine that has one.
+test-gpu-image: .venv-gpu-image/.installed
+	.venv-gpu-image/bin/python -m pytest -m "not slow and not gpu"
+
+.venv-gpu-image/.installed: pyproject.toml constraints-gpu-image.txt
+	$(PYTHON) -m venv .venv-gpu-image
+	.venv-gpu-image/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints-gpu-image.txt --editable ".[test,demo]"
+	touch $@
 
 # Machine code of every kernel for every architecture; needs no GPU.
 aot: venv
@@ -39,4 +49,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-gpu-image build out *.egg-info .pytest_cache .ruff_cache .hypothesis

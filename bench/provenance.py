@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
@@ -22,8 +23,6 @@ def versions() -> dict[str, str]:
 
 def hardware() -> str:
     """The processor's name and the number of cores that this process may use."""
-    import os
-
     name = platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -33,7 +32,9 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, marked where files differ from it; "unknown" outside of a checkout."""
+    """The checkout's commit, marked where files differ from it. Outside of a checkout what ODC_COMMIT says, or
+    "unknown".
+    """
     root = Path(__file__).resolve().parent.parent
 
     def git(*words: str) -> str:
@@ -42,4 +43,30 @@ def commit() -> str:
     try:
         return git("rev-parse", "HEAD") + (" and uncommitted changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("ODC_COMMIT", "unknown")
+
+
+def gpu() -> dict[str, str] | None:
+    """The GPU that torch uses: name, memory, and driver, clocks and power limit as nvidia-smi gives them; None without
+    one.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    found = {
+        "name": properties.name,
+        "arch": f"sm_{properties.major}{properties.minor}",
+        "memory": f"{properties.total_memory / 2**30:.0f} GiB",
+        "multiprocessors": str(properties.multi_processor_count),
+        "l2": f"{properties.L2_cache_size / 2**20:.0f} MiB",
+        "cuda": str(torch.version.cuda),
+    }
+    fields = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
+    command = ["nvidia-smi", f"--id=GPU-{properties.uuid}", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        return found | {"nvidia-smi": f"did not answer: {error}"}
+    return found | dict(zip(fields, (value.strip() for value in done.stdout.split(",")), strict=False))

@@ -51,8 +51,18 @@ class PeerShards:
         return min(max(self.shape[0] - owner * self.rows_per_owner, 0), self.rows_per_owner)
 
     @classmethod
-    def of(cls, shards: Sequence[torch.Tensor], *, shape: Sequence[int], rank: int = 0) -> PeerShards:
+    def of(
+        cls,
+        shards: Sequence[torch.Tensor],
+        *,
+        shape: Sequence[int],
+        rank: int = 0,
+        device: torch.device | None = None,
+    ) -> PeerShards:
         """From the owners' tensors: views of peers' memory, or plain tensors in a test or on one GPU.
+
+        `device`: where the kernels run, by default where the shards lie. Given, shards may also lie in pinned host
+        memory: under unified addressing kernels read and write it at the same address, over the bus.
 
         Raises ValueError for shards of a wrong shape, dtype, device or layout, or at an address that is not a
         multiple of 16 bytes.
@@ -70,11 +80,13 @@ class PeerShards:
             want = (peers.rows(owner), *shape[1:])
             if tuple(shard.shape) != want:
                 raise ValueError(f"owner {owner}'s shard has shape {tuple(shard.shape)}; of {shape} it holds {want}")
-            if shard.dtype != first.dtype or shard.device != first.device:
+            if shard.dtype != first.dtype or (device is None and shard.device != first.device):
                 raise ValueError(
                     f"owner {owner}'s shard is {shard.dtype} on {shard.device}, owner 0's {first.dtype} on "
                     f"{first.device}; all must agree"
                 )
+            if device is not None and shard.device != device and not shard.is_pinned():
+                raise ValueError(f"owner {owner}'s shard is on {shard.device}; put it on {device} or pin its memory")
             if not shard.is_contiguous():
                 raise ValueError(f"owner {owner}'s shard has strides {shard.stride()}; it must be contiguous")
             if shard.numel() and shard.data_ptr() % ALIGNMENT_BYTES:
@@ -82,7 +94,7 @@ class PeerShards:
                     f"owner {owner}'s shard lies at {shard.data_ptr():#x}; align it to {ALIGNMENT_BYTES} bytes"
                 )
         addresses = [shard.data_ptr() for shard in shards]
-        table = torch.tensor(addresses, dtype=torch.int64, device=first.device)
+        table = torch.tensor(addresses, dtype=torch.int64, device=device or first.device)
         return cls(table=table, shards=shards, shape=shape, rank=rank)
 
 

@@ -1,17 +1,26 @@
-"""Tile configurations as data: what the kernels run with unless a launcher is told otherwise."""
+"""Tile configurations as data: what the kernels run with unless a launcher is told otherwise, what else they might run
+with, and a model of what it would cost. Imports neither torch nor triton.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
+from math import ceil
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearTile:
-    """`t`: tokens of a tile; `n`: output features; `k`: input features. The loop runs over `k` for y, `n` for dx."""
+    """`t`: tokens of a tile; `n`: output features; `k`: input features. The loop runs over `k` for y, `n` for dx.
+
+    `group`: token tiles that share a column of weight tiles before the next group begins (persistent kernels only).
+    """
 
     t: int = 64
     n: int = 64
     k: int = 64
+    group: int = 8
     num_warps: int = 4
     num_stages: int = 3
 
@@ -30,5 +39,263 @@ class WgradTile:
 
 LINEAR = LinearTile()
 LINEAR_DX = LinearTile(num_stages=2)  # a third stage spills on sm_120
+STAGED = LinearTile(t=128, n=256, k=64, num_warps=8)  # 213 KB of shared memory for 2-byte elements
+STAGED_80 = LinearTile(t=128, n=128, k=64, num_warps=8)
+STAGED_120 = LinearTile(t=128, n=128, k=32, num_warps=8)
+STAGED_FP32 = LinearTile(t=64, n=64, k=32, num_warps=8, num_stages=2)
+STAGED_DX = LinearTile(t=128, n=64, k=256, num_warps=8)
+STAGED_DX_80 = LinearTile(t=128, n=64, k=128, num_warps=8)
+STAGED_DX_120 = LinearTile(t=128, n=32, k=128, num_warps=8)
+STAGED_DX_FP32 = LinearTile(t=64, n=32, k=64, num_warps=8, num_stages=2)
+STAGED_ODD = LinearTile(t=64, n=128, k=32, num_warps=8)  # for sizes that are no multiples of 16
+STAGED_DX_ODD = LinearTile(t=64, n=32, k=128, num_warps=8)
 WGRAD = WgradTile()
 WGRAD_FP32 = WgradTile(n=64, k=64, t=32, num_stages=2)  # operands twice as large: the other does not fit sm_120
+
+ARCHITECTURES = (80, 90, 100, 120)
+SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+# Chips without entries of their own, and whose entries they take: those with no more shared memory than they have.
+SAME_TILES_AS = {86: 120, 87: 80, 89: 120, 103: 100, 110: 100, 121: 120}
+
+# Matrix operators: dimensions of a program's output tile, and the one that its loop runs over.
+DIMENSIONS = {"linear": ("t", "n", "k"), "linear_dx": ("t", "k", "n"), "linear_staged": ("t", "n", "k")}
+DIMENSIONS |= {"linear_dx_staged": ("t", "k", "n"), "wgrad": ("n", "k", "t")}
+
+# [Note: no autotuning] Tiles come from this table and never from `triton.autotune`: it finds the best tile by running
+# a kernel many times on the arguments at hand. Kernels that add into gradient shards would add that many times, into
+# memory that peers add to meanwhile, and every rank would time the others' traffic and choose for itself.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """`tile` is for these operators, dtypes and architectures, and for at most `tokens` tokens (None: any number)."""
+
+    operators: tuple[str, ...]
+    tile: Any
+    element_bytes: tuple[int, ...] = (2, 4)
+    archs: tuple[int, ...] = ARCHITECTURES
+    tokens: int | None = None
+
+
+# The first that fits counts. Not measured yet: these compile without a fault. `ranked` says which others to try.
+DEFAULTS: tuple[Entry, ...] = (
+    Entry(operators=("linear",), tokens=64, tile=LINEAR),
+    # Twice the tokens: half as many reads of the weight over the link.
+    Entry(operators=("linear",), element_bytes=(2,), tile=LinearTile(t=128)),
+    Entry(operators=("linear",), tile=LINEAR),
+    Entry(operators=("linear_dx",), tokens=64, tile=LINEAR_DX),
+    Entry(operators=("linear_dx",), element_bytes=(2,), tile=LinearTile(t=128, num_stages=2)),
+    Entry(operators=("linear_dx",), tile=LINEAR_DX),
+    Entry(operators=("linear_staged",), element_bytes=(4,), tile=STAGED_FP32),
+    Entry(operators=("linear_staged",), archs=(90, 100), tile=STAGED),
+    Entry(operators=("linear_staged",), archs=(80,), tile=STAGED_80),
+    Entry(operators=("linear_staged",), archs=(120,), tile=STAGED_120),
+    Entry(operators=("linear_dx_staged",), element_bytes=(4,), tile=STAGED_DX_FP32),
+    Entry(operators=("linear_dx_staged",), archs=(90, 100), tile=STAGED_DX),
+    Entry(operators=("linear_dx_staged",), archs=(80,), tile=STAGED_DX_80),
+    Entry(operators=("linear_dx_staged",), archs=(120,), tile=STAGED_DX_120),
+    Entry(operators=("wgrad",), element_bytes=(4,), tile=WGRAD_FP32),
+    Entry(operators=("wgrad",), tile=WGRAD),
+)
+
+
+def tile_of(operator: str, *, element_bytes: int, arch: int, tokens: int) -> Any:
+    """The default tile of `operator` for elements of that many bytes on sm_`arch` and that many tokens.
+
+    Raises ValueError, with what is known, where the table has no entry.
+    """
+    same = SAME_TILES_AS.get(arch, arch)
+    for entry in DEFAULTS:
+        wide = operator in entry.operators and element_bytes in entry.element_bytes and same in entry.archs
+        if wide and (entry.tokens is None or tokens <= entry.tokens):
+            return entry.tile
+    known = sorted({name for entry in DEFAULTS for name in entry.operators})
+    raise ValueError(
+        f"no default tile of {operator} for {element_bytes}-byte elements on sm_{arch}; there are tiles of "
+        f"{', '.join(known)}, of 2 and 4 bytes, on {', '.join(f'sm_{a}' for a in (*ARCHITECTURES, *SAME_TILES_AS))}"
+    )
+
+
+def shared_bytes(operator: str, tile: Any, *, element_bytes: int, arch: int) -> int:
+    """An upper estimate of a program's shared memory: the loop's buffers or the output tile, and 8 KiB besides.
+
+    sm_90 and sm_100 multiply 2-byte elements from shared memory, so a stage stays there while it is used; elsewhere it
+    is copied to registers first, which takes one stage less.
+    """
+    rows, columns, step = (getattr(tile, name) for name in DIMENSIONS[operator])
+    stages = tile.num_stages if arch in (90, 100) and element_bytes == 2 else max(tile.num_stages - 1, 1)
+    loop = stages * (rows + columns) * step * element_bytes
+    return max(loop, rows * columns * 4) + 8192
+
+
+def fits(operator: str, tile: Any, *, element_bytes: int, arch: int) -> bool:
+    """Whether a tile can be expected to compile on sm_`arch` without a fault; `bench.aot` has the last word."""
+    rows, columns, _ = (getattr(tile, name) for name in DIMENSIONS[operator])
+    enough = shared_bytes(operator, tile, element_bytes=element_bytes, arch=arch) <= SHARED_LIMIT_BYTES[arch]
+    # More sums per thread spill, with fp32 operands sooner; sm_100 keeps those of its matrix units in another memory.
+    per_thread = 32 if element_bytes == 4 else {90: 128, 100: 256}.get(arch, 64)
+    registers = rows * columns <= per_thread * 32 * tile.num_warps
+    # A warp group of sm_90 multiplies 64 rows at least.
+    matrix = arch not in (90, 100) or element_bytes == 4 or rows >= 64
+    return enough and registers and matrix
+
+
+def candidates(operator: str, *, element_bytes: int, arch: int) -> list[Any]:
+    """The tiles of `operator` to choose from on sm_`arch`: all that `fits`."""
+    if operator not in DIMENSIONS:
+        raise ValueError(f"no tiles are known for {operator}; known are {', '.join(DIMENSIONS)}")
+    kind = WgradTile if operator == "wgrad" else LinearTile
+    rows, columns, step = DIMENSIONS[operator]
+    found = [
+        kind(**{rows: r, columns: c, step: s}, num_warps=warps, num_stages=stages)
+        for r, c, s in product((16, 32, 64, 128), (64, 128, 256), (32, 64, 128))
+        for warps, stages in product((4, 8), (2, 3, 4))
+    ]
+    return [tile for tile in found if fits(operator, tile, element_bytes=element_bytes, arch=arch)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chip:
+    """Data-sheet figures of one kind of GPU: dense, per direction, per second. `arch`: 90 for sm_90.
+
+    Rates of computing and of the L2 are per multiprocessor (`sms` of them), so that a chip with more is faster.
+    """
+
+    arch: int
+    sms: int
+    matrix_flops_per_sm: float  # bf16 and fp16
+    fp32_flops_per_sm: float
+    l2_bytes_s_per_sm: float  # what is reached of 64 bytes a clock: about half
+    hbm_bytes_s: float
+    link_bytes_s: float
+    l2_bytes: int
+    launch_s: float = 4e-6  # of a kernel or a copy
+
+    def flops_per_sm(self, element_bytes: int) -> float:
+        return self.matrix_flops_per_sm if element_bytes == 2 else self.fp32_flops_per_sm
+
+
+CHIPS = {
+    "A100 SXM": Chip(
+        arch=80,
+        sms=108,
+        matrix_flops_per_sm=312e12 / 108,
+        fp32_flops_per_sm=19.5e12 / 108,
+        l2_bytes_s_per_sm=45e9,
+        hbm_bytes_s=2.0e12,
+        link_bytes_s=300e9,
+        l2_bytes=40_000_000,
+    ),
+    "H200 SXM": Chip(
+        arch=90,
+        sms=132,
+        matrix_flops_per_sm=989e12 / 132,
+        fp32_flops_per_sm=67e12 / 132,
+        l2_bytes_s_per_sm=56e9,
+        hbm_bytes_s=4.8e12,
+        link_bytes_s=450e9,
+        l2_bytes=60_000_000,
+    ),
+    "B200": Chip(
+        arch=100,
+        sms=148,
+        matrix_flops_per_sm=2250e12 / 148,
+        fp32_flops_per_sm=75e12 / 148,
+        l2_bytes_s_per_sm=59e9,
+        hbm_bytes_s=7.7e12,
+        link_bytes_s=900e9,
+        l2_bytes=126_000_000,
+    ),
+    # Its link is PCIe 5.0 x16.
+    "RTX PRO 6000": Chip(
+        arch=120,
+        sms=188,
+        matrix_flops_per_sm=503e12 / 188,
+        fp32_flops_per_sm=125e12 / 188,
+        l2_bytes_s_per_sm=40e9,
+        hbm_bytes_s=1.79e12,
+        link_bytes_s=64e9,
+        l2_bytes=128_000_000,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """T tokens, a weight [N, K] of `rows` N and `columns` K split over `world` owners, elements of so many bytes."""
+
+    tokens: int
+    rows: int
+    columns: int
+    world: int
+    element_bytes: int = 2
+
+    @property
+    def own_rows(self) -> int:
+        """Of rank 0. The last owners may have fewer."""
+        return -(-self.rows // self.world)
+
+    @property
+    def owned_rows(self) -> list[int]:
+        each = self.own_rows
+        return [min(max(self.rows - owner * each, 0), each) for owner in range(self.world)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a kernel is predicted to do. `flops` counts the tiles' empty parts too. `waves`: rounds of programs."""
+
+    flops: float
+    hbm_bytes: float
+    link_bytes: float
+    waves: int
+    seconds: float
+
+
+def predict(operator: str, tile: Any, problem: Problem, chip: Chip) -> Cost:
+    """The cost of one call of a matrix operator, for ranking tiles and strategies where there is nothing to measure.
+
+    Computing, memory and link overlap, so the slowest of them counts. It counts one program per multiprocessor at a
+    time and one rate of computing for every tile; a tile's size shows in waves and in bytes read from the L2. Copies
+    of `linear_staged` overlap with all but the work on the shard that arrives last.
+    """
+    t, n, k = problem.tokens, problem.rows, problem.columns
+    size, staged = problem.element_bytes, operator.endswith("_staged")
+    row_tiles = sum(ceil(owned / tile.n) for owned in problem.owned_rows)
+    blocks = {"t": ceil(t / tile.t), "n": row_tiles, "k": ceil(k / tile.k)}
+    out_rows, out_columns, step = DIMENSIONS[operator]
+    programs, steps = blocks[out_rows] * blocks[out_columns], blocks[step]
+    waves = ceil(programs / chip.sms)
+    tile_flops = 2 * steps * tile.t * tile.n * tile.k
+    tile_l2_bytes = steps * (getattr(tile, out_rows) + getattr(tile, out_columns)) * getattr(tile, step) * size
+    compute_s = waves * max(tile_flops / chip.flops_per_sm(size), tile_l2_bytes / chip.l2_bytes_s_per_sm)
+
+    def read(elements: int, times: int) -> int:
+        """Bytes from HBM: what does not stay in the L2 is read again in every wave that needs it."""
+        return elements * size * (1 if elements * size <= chip.l2_bytes else max(1, min(times, waves)))
+
+    remote = (n - problem.own_rows) * k
+    if operator == "wgrad":
+        link_bytes = remote * 4
+        hbm_bytes = read(t * n, blocks["k"]) + read(t * k, blocks["n"]) + problem.own_rows * k * 8
+    else:
+        link_bytes = remote * size * (1 if staged else blocks["t"])
+        here = n * k if staged else problem.own_rows * k
+        x, y = (t * k, t * n) if out_columns == "n" else (t * n, t * k)
+        hbm_bytes = read(x, blocks[out_columns]) + read(here, blocks["t"]) + y * size + staged * remote * size
+    link_s, hbm_s = link_bytes / chip.link_bytes_s, hbm_bytes / chip.hbm_bytes_s
+    if staged and link_bytes:
+        link_s += chip.launch_s * (problem.world - 1) + compute_s / problem.world
+    return Cost(
+        flops=float(programs * tile_flops),
+        hbm_bytes=float(hbm_bytes),
+        link_bytes=float(link_bytes),
+        waves=waves,
+        seconds=chip.launch_s + max(compute_s, hbm_s, link_s),
+    )
+
+
+def ranked(operator: str, problem: Problem, chip: Chip) -> list[tuple[float, Any]]:
+    """(predicted seconds, tile) of every candidate, the fastest first."""
+    tiles = candidates(operator, element_bytes=problem.element_bytes, arch=chip.arch)
+    return sorted(((predict(operator, tile, problem, chip).seconds, tile) for tile in tiles), key=lambda pair: pair[0])

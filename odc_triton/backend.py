@@ -51,7 +51,7 @@ class CpuBackend:
 
 
 class ApartBackend(CpuBackend):
-    """CUDA's ways on the CPU: shards apart, whole tensors gathered and freed. Kernels too, with TRITON_INTERPRET=1."""
+    """CUDA's ways on the CPU: shards apart, whole tensors gathered and freed."""
 
     name = "cpu-apart"
     apart = True
@@ -59,10 +59,19 @@ class ApartBackend(CpuBackend):
     def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
         return self._open(ApartHeap, plan, mesh, token, timeout_s)
 
+
+class InterpreterBackend(ApartBackend):
+    """The same, and gradients are added by the scatter kernel, which Triton's interpreter runs."""
+
+    name = "cpu-interpreter"
+
+    def check(self, specs: list[ParameterSpec]) -> None:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError(f"backend={self.name!r}: set TRITON_INTERPRET=1 before triton is imported")
+        _only_fp32_sums(specs)
+
     def accumulator(self, heap: Any, streams: Streams, timeout_s: float) -> Accumulator:
-        if os.environ.get("TRITON_INTERPRET") == "1":
-            return KernelAccumulator(streams)
-        return LockedAccumulator(heap, timeout_s)
+        return KernelAccumulator(streams)
 
 
 class CudaBackend(CpuBackend):
@@ -76,12 +85,7 @@ class CudaBackend(CpuBackend):
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
     def check(self, specs: list[ParameterSpec]) -> None:
-        for spec in specs:
-            if spec.reduce_dtype not in (None, "float32"):
-                raise NotImplementedError(
-                    f"{spec.name} would sum its gradient in {spec.reduce_dtype}: on CUDA gradients are summed in "
-                    f"float32. Leave reduce_dtype out, and convert float64 models before fully_shard."
-                )
+        _only_fp32_sums(specs)
 
     def streams(self) -> Streams:
         return CudaStreams(torch.device("cuda", torch.cuda.current_device()))
@@ -101,7 +105,16 @@ class CudaBackend(CpuBackend):
         return KernelAccumulator(streams)
 
 
-BACKENDS = {backend.name: backend for backend in (CpuBackend, ApartBackend, CudaBackend)}
+BACKENDS = {each.name: each for each in (CpuBackend, ApartBackend, InterpreterBackend, CudaBackend)}
+
+
+def _only_fp32_sums(specs: list[ParameterSpec]) -> None:
+    for spec in specs:
+        if spec.reduce_dtype not in (None, "float32"):
+            raise NotImplementedError(
+                f"{spec.name} would sum its gradient in {spec.reduce_dtype}: kernels sum in float32. Leave "
+                f"reduce_dtype out, and convert float64 models before fully_shard."
+            )
 
 
 def backend_of(name: str, mesh: DeviceMesh | None) -> CpuBackend:

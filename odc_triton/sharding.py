@@ -59,8 +59,8 @@ def fully_shard(
     reshard_after_forward: as in FSDP2: whether whole parameters are freed between forward and backward; by default in
         all units but the root. An int counts as True. On the CPU backend, where whole parameters are views: no effect.
     ignored_params: stay as they are on every rank.
-    backend: "cpu", "cuda", or "auto": by the mesh, and without one CUDA if there is a GPU. "cpu-apart" lays memory out
-        on the CPU as on CUDA, to look for a fault.
+    backend: "cpu", "cuda", or "auto": by the mesh, and without one CUDA if there is a GPU. To look for a
+        fault: "cpu-apart" lays memory out on the CPU as on CUDA, "cpu-interpreter" runs Triton's kernels too.
     timeout: how late a live rank may be at a meeting; from the first shared memory on, a dead one is named within
         seconds.
     debug: catch collectives inside a minibatch.

@@ -66,7 +66,7 @@ def _batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _sharded(rank: int, world: int) -> tuple[list[dict], dict]:
     from odc_triton import full_parameters, fully_shard, minibatch
 
-    model = fully_shard(_model(_KernelLinear), backend="cpu-apart")
+    model = fully_shard(_model(_KernelLinear), backend="cpu-interpreter")
     by_leaf = {id(parameter.leaf): parameter for parameter in model._odc_engine.parameters}
     model._odc_unit.make_whole()
     for module in model.modules():

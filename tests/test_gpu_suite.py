@@ -1,0 +1,81 @@
+"""The GPU suite's plumbing, on a machine without a GPU: it runs real pytest and writes what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.gpu_suite import ROOT, Outcome, install, run_tests, write
+
+
+def _paths(folder: Path) -> list[str]:
+    (folder / "test_good.py").write_text("def test_good():\n    pass\n")
+    (folder / "test_mixed.py").write_text(
+        "import pytest\n\ndef test_bad():\n    assert 1 == 2, 'no luck'\n\n"
+        "@pytest.mark.skip(reason='not here')\ndef test_skipped():\n    pass\n"
+    )
+    (folder / "test_broken.py").write_text("import no_such_module\n")
+    (folder / "test_slow.py").write_text("import time\n\ndef test_slow():\n    time.sleep(60)\n")
+    return [str(folder / f"test_{name}.py") for name in ("good", "mixed", "broken", "slow")]
+
+
+def test_every_outcome_is_told(tmp_path: Path) -> None:
+    outcome = run_tests(_paths(tmp_path), "not gpu", dict(os.environ), 20)
+    assert not outcome.passed
+    assert outcome.data["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
+    bad, broken = outcome.data["failures"]
+    assert "test_bad" in bad["test"]
+    assert "no luck" in bad["text"]
+    assert "no_such_module" in broken["text"]
+    assert outcome.data["unfinished"] == [str(tmp_path / "test_slow.py")]
+    assert outcome.details[0] == "1 passed, 1 failed, 1 skipped"
+
+
+def test_nothing_collected_is_no_success(tmp_path: Path) -> None:
+    (tmp_path / "test_good.py").write_text("def test_good():\n    pass\n")
+    assert not run_tests([str(tmp_path)], "gpu", dict(os.environ), 60).passed
+    assert run_tests([str(tmp_path)], "not gpu", dict(os.environ), 60).passed
+
+
+def test_files(tmp_path: Path) -> None:
+    outcome = Outcome(stage="tests", passed=False, seconds=1.25, details=["one line"], data={"counts": {"failed": 1}})
+    write(outcome, {"commit": "abc"}, tmp_path)
+    assert json.loads((tmp_path / "gpu_tests.json").read_text()) == {
+        "commit": "abc",
+        "stage": "tests",
+        "passed": False,
+        "seconds": 1.2,
+        "counts": {"failed": 1},
+    }
+    text = (tmp_path / "gpu_tests.md").read_text()
+    assert "FAILED" in text
+    assert "commit: abc" in text
+    assert "one line" in text
+
+
+def test_installed_without_network(tmp_path: Path) -> None:
+    installed = install(tmp_path)
+    code = "import odc_kernels.peers, odc_triton.plan; print(odc_kernels.__path__[0])"
+    environment = {"PYTHONPATH": installed["path"], "PATH": os.environ["PATH"]}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path += {sys.path!r}; {code}"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().startswith(installed["path"]), installed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so() -> None:
+    done = subprocess.run([sys.executable, "-m", "bench.gpu_suite"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "no GPU" in done.stderr

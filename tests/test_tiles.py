@@ -1,0 +1,244 @@
+"""Tiles as data: the table, the candidates and the cost model, in plain arithmetic."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odc_kernels.tiles import (
+    ARCHITECTURES,
+    CHIPS,
+    DEFAULTS,
+    DIMENSIONS,
+    LINEAR,
+    SHARED_LIMIT_BYTES,
+    WGRAD,
+    WGRAD_FP32,
+    Chip,
+    LinearTile,
+    Problem,
+    WgradTile,
+    candidates,
+    fits,
+    predict,
+    ranked,
+    shared_bytes,
+    tile_of,
+)
+
+H200 = CHIPS["H200 SXM"]
+problems = st.builds(
+    Problem,
+    tokens=st.integers(0, 10_000),
+    rows=st.integers(1, 10_000),
+    columns=st.integers(1, 10_000),
+    world=st.integers(1, 8),
+    element_bytes=st.sampled_from([2, 4]),
+)
+operators = st.sampled_from(sorted(DIMENSIONS))
+chips = st.sampled_from(list(CHIPS.values()))
+
+
+def some_tile(operator: str) -> LinearTile | WgradTile:
+    return WGRAD if operator == "wgrad" else LINEAR
+
+
+def test_it_imports_neither_torch_nor_triton() -> None:
+    code = "import sys, odc_kernels.tiles; print({'torch', 'triton'} & set(sys.modules))"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("COV")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("element_bytes", [2, 4])
+@pytest.mark.parametrize("operator", sorted(DIMENSIONS))
+def test_candidates_fit(operator: str, element_bytes: int, arch: int) -> None:
+    found = candidates(operator, element_bytes=element_bytes, arch=arch)
+    assert len(found) > 5
+    assert len(set(found)) == len(found)
+    for tile in found:
+        assert shared_bytes(operator, tile, element_bytes=element_bytes, arch=arch) <= SHARED_LIMIT_BYTES[arch]
+        if arch == 90 and element_bytes == 2:
+            assert getattr(tile, DIMENSIONS[operator][0]) >= 64
+
+
+def test_candidates_of_an_unknown_operator() -> None:
+    with pytest.raises(ValueError, match="known are linear, linear_dx"):
+        candidates("conv", element_bytes=2, arch=90)
+
+
+# What triton 3.7.1 allots, in bytes, and whether the code had spills or too much shared memory.
+COMPILED = [
+    ("linear", LinearTile(), 2, {80: 32768, 90: 49152, 100: 49168, 120: 32768}),
+    ("linear", LinearTile(t=128), 2, {80: 49152, 90: 73728, 100: 73744, 120: 49152}),
+    ("linear", LinearTile(t=128, n=128, num_warps=8), 2, {80: 65536, 90: 98304, 100: 98320, 120: 65536}),
+    ("linear", LinearTile(num_stages=2), 4, {80: 32768, 90: 32768, 100: 32768, 120: 32768}),
+    ("wgrad", WGRAD, 2, {80: 69632, 90: 86016, 100: 102416, 120: 69632}),
+    ("wgrad", WgradTile(k=256), 2, {80: 102400, 90: 135168, 100: 151568, 120: 131200}),
+    ("wgrad", WGRAD_FP32, 4, {80: 17408, 90: 17408, 100: 17408, 120: 17408}),
+]
+
+
+@pytest.mark.parametrize(("operator", "tile", "element_bytes", "compiled"), COMPILED)
+def test_shared_memory_is_estimated_from_above(operator: str, tile, element_bytes: int, compiled: dict) -> None:
+    for arch, used in compiled.items():
+        estimate = shared_bytes(operator, tile, element_bytes=element_bytes, arch=arch)
+        assert used <= estimate <= 1.5 * used + 8192, arch
+
+
+def test_what_does_not_compile_is_no_candidate() -> None:
+    assert not fits("wgrad", WgradTile(k=256), element_bytes=2, arch=120)  # 131200 bytes of shared memory of 101376
+    assert not fits("wgrad", WgradTile(k=256), element_bytes=2, arch=80)  # spills
+    assert fits("wgrad", WgradTile(k=256), element_bytes=2, arch=90)
+    assert not fits("linear", LinearTile(t=16), element_bytes=2, arch=90)  # no HGMMA
+    assert not fits("linear", LinearTile(t=128), element_bytes=4, arch=100)  # spills
+
+
+@pytest.mark.parametrize("arch", [*ARCHITECTURES, 86, 89, 103, 121])
+@pytest.mark.parametrize("tokens", [0, 1, 64, 65, 65536])
+@pytest.mark.parametrize("element_bytes", [2, 4])
+def test_the_table_covers_all_and_fits(arch: int, tokens: int, element_bytes: int) -> None:
+    for operator in {name for entry in DEFAULTS for name in entry.operators}:
+        tile = tile_of(operator, element_bytes=element_bytes, arch=arch, tokens=tokens)
+        if operator in DIMENSIONS and arch in ARCHITECTURES:
+            used = shared_bytes(operator, tile, element_bytes=element_bytes, arch=arch)
+            assert used <= SHARED_LIMIT_BYTES[arch], (operator, tile)
+
+
+def test_the_table_goes_by_tokens_and_dtype() -> None:
+    assert tile_of("linear", element_bytes=2, arch=90, tokens=64).t == 64
+    assert tile_of("linear", element_bytes=2, arch=90, tokens=65).t == 128
+    assert tile_of("linear", element_bytes=4, arch=90, tokens=65).t == 64
+    assert tile_of("wgrad", element_bytes=4, arch=80, tokens=1) == WGRAD_FP32
+
+
+@pytest.mark.parametrize(("operator", "element_bytes", "arch"), [("conv", 2, 90), ("linear", 8, 90), ("linear", 2, 75)])
+def test_what_is_not_in_the_table_is_refused(operator: str, element_bytes: int, arch: int) -> None:
+    with pytest.raises(ValueError, match=f"no default tile of {operator}.*there are tiles of linear.*sm_120"):
+        tile_of(operator, element_bytes=element_bytes, arch=arch, tokens=1)
+
+
+# One multiprocessor does 1000 operations a second and reads the L2 at once; memory and links move bytes 1 by 1.
+TOY = Chip(
+    arch=90,
+    sms=4,
+    matrix_flops_per_sm=1000.0,
+    fp32_flops_per_sm=500.0,
+    l2_bytes_s_per_sm=1e12,
+    hbm_bytes_s=1e12,
+    link_bytes_s=1e12,
+    l2_bytes=10**9,
+    launch_s=0.0,
+)
+TILE = LinearTile(t=4, n=5, k=10)
+
+
+def test_compute_by_hand() -> None:
+    # 2 blocks of tokens, 2 owners with 5 + 5 rows: 4 programs of 3 steps over k, one wave on 4 multiprocessors.
+    problem = Problem(tokens=7, rows=10, columns=25, world=2)
+    cost = predict("linear", TILE, problem, TOY)
+    assert cost.waves == 1
+    assert cost.flops == 4 * 3 * 2 * 4 * 5 * 10
+    assert cost.seconds == pytest.approx(3 * 2 * 4 * 5 * 10 / 1000)
+    # 9 + 1 rows make 3 blocks of 5: two waves.
+    assert predict("linear", TILE, replace(problem, rows=11), TOY).waves == 2
+
+
+def test_bytes_by_hand() -> None:
+    problem = Problem(tokens=7, rows=10, columns=25, world=2)
+    direct = predict("linear", TILE, problem, TOY)
+    # 5 rows of 25 lie elsewhere, and both blocks of tokens read them; x and the own 5 rows are read, y is written.
+    assert direct.link_bytes == 2 * 5 * 25 * 2
+    assert direct.hbm_bytes == 2 * (7 * 25 + 5 * 25 + 7 * 10)
+    staged = predict("linear_staged", TILE, problem, TOY)
+    assert staged.link_bytes == 5 * 25 * 2
+    assert staged.hbm_bytes == 2 * (7 * 25 + 10 * 25 + 7 * 10 + 5 * 25)
+    dx = predict("linear_dx", TILE, problem, TOY)
+    assert (dx.link_bytes, dx.hbm_bytes) == (2 * 5 * 25 * 2, direct.hbm_bytes)
+    wgrad = predict("wgrad", WgradTile(n=5, k=10, t=4), problem, TOY)
+    # Sums of 4 bytes: sent for the rows of others, read and written for the own.
+    assert wgrad.link_bytes == 5 * 25 * 4
+    assert wgrad.hbm_bytes == 2 * (7 * 10 + 7 * 25) + 8 * 5 * 25
+
+
+def test_what_the_l2_does_not_hold_is_read_again_in_every_wave() -> None:
+    # 8 blocks of tokens, 4 of rows: 32 programs, 8 waves on 4 multiprocessors.
+    problem = Problem(tokens=32, rows=20, columns=25, world=1)
+    small = replace(TOY, l2_bytes=2 * 20 * 25)  # the weight just fits, x does not
+    assert predict("linear", TILE, problem, small).hbm_bytes == 2 * (4 * 32 * 25 + 20 * 25 + 32 * 20)
+    assert predict("linear", TILE, problem, replace(small, l2_bytes=1)).hbm_bytes == (
+        2 * (4 * 32 * 25 + 8 * 20 * 25 + 32 * 20)
+    )
+    assert predict("linear", TILE, problem, replace(small, l2_bytes=1, sms=16)).hbm_bytes == (
+        2 * (2 * 32 * 25 + 2 * 20 * 25 + 32 * 20)
+    )
+
+
+def test_a_slow_link_sets_the_time_of_a_staged_layer() -> None:
+    problem = Problem(tokens=7, rows=10, columns=25, world=2)
+    slow = replace(TOY, link_bytes_s=1.0, launch_s=0.25)
+    compute_s = predict("linear_staged", TILE, problem, TOY).seconds
+    # Launching the kernel and one copy, 250 bytes, then the half of the work that waited for them.
+    assert compute_s == pytest.approx(1.2)
+    assert predict("linear_staged", TILE, problem, slow).seconds == pytest.approx(0.25 + 0.25 + 250 + 0.6)
+
+
+@given(operators, problems, chips)
+def test_a_world_of_one_has_no_link(operator: str, problem: Problem, chip: Chip) -> None:
+    alone = replace(problem, world=1)
+    cost = predict(operator, some_tile(operator), alone, chip)
+    assert cost.link_bytes == 0
+    assert cost == predict(operator, some_tile(operator), alone, replace(chip, link_bytes_s=1.0))
+
+
+@given(operators, problems, chips, st.sampled_from(["tokens", "rows", "columns", "element_bytes"]), st.integers(2, 5))
+def test_more_bytes_are_never_faster(operator: str, problem: Problem, chip: Chip, what: str, times: int) -> None:
+    if what == "element_bytes":
+        small, large = replace(problem, element_bytes=2), replace(problem, element_bytes=4)
+    else:
+        small, large = problem, replace(problem, **{what: times * getattr(problem, what)})
+    tile = some_tile(operator)
+    before, after = (predict(operator, tile, each, chip) for each in (small, large))
+    assert before.hbm_bytes <= after.hbm_bytes
+    assert before.link_bytes <= after.link_bytes
+    assert before.seconds <= after.seconds
+
+
+@given(operators, problems, chips, st.integers(1, 200))
+def test_more_multiprocessors_are_never_slower(operator: str, problem: Problem, chip: Chip, more: int) -> None:
+    tile = some_tile(operator)
+    larger = replace(chip, sms=chip.sms + more)
+    assert predict(operator, tile, problem, larger).seconds <= predict(operator, tile, problem, chip).seconds
+
+
+@given(problems, st.integers(1, 20))
+def test_direct_reads_the_link_once_per_block_of_tokens(problem: Problem, blocks: int) -> None:
+    problem = replace(problem, tokens=blocks * LINEAR.t)
+    once = predict("linear_staged", LINEAR, problem, H200).link_bytes
+    for operator in ("linear", "linear_dx"):
+        assert predict(operator, LINEAR, problem, H200).link_bytes == blocks * once
+
+
+@given(problems)
+def test_rows_are_owned_once(problem: Problem) -> None:
+    assert sum(problem.owned_rows) == problem.rows
+    assert len(problem.owned_rows) == problem.world
+    assert problem.owned_rows[0] == problem.own_rows
+
+
+def test_staged_wins_where_there_are_many_tokens() -> None:
+    def seconds(operator: str, tokens: int) -> float:
+        return ranked(operator, Problem(tokens=tokens, rows=14336, columns=4096, world=8), H200)[0][0]
+
+    assert seconds("linear", 16) < seconds("linear_staged", 16)
+    assert seconds("linear_staged", 8192) < seconds("linear", 8192)
+    best, tile = ranked("wgrad", Problem(tokens=8192, rows=14336, columns=4096, world=8), H200)[0]
+    assert tile.n * tile.k >= 128 * 128
+    assert best > 2 * 8192 * 14336 * 4096 / 989e12
