@@ -188,7 +188,7 @@ class Odc(Variant):
     balance = "mini"
 
     def shard(self, model: nn.Module) -> nn.Module:
-        return fully_shard(model)
+        return fully_shard(model, backend="cpu")
 
     def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
         tokens = total_tokens if dist.get_rank() == 0 else 0
@@ -225,7 +225,7 @@ class LayerBarrier(Odc):
         for block in self.blocks:
             block.register_forward_pre_hook(self._meet)
             block.register_full_backward_pre_hook(self._meet)
-        return fully_shard(model)
+        return fully_shard(model, backend="cpu")
 
     def _meet(self, *_: Any) -> None:
         start_s = time.monotonic()

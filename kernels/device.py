@@ -8,6 +8,12 @@ and the exit meeting, after the stream is drained, is what tells the owner that 
 [Note: alignment] An address loaded from a table has no known alignment. Without the hint, 2-byte loads are not joined
 into vectors and additions of 16-bit values become compare-and-swap loops. Hence `peer_address`, and shards that are
 aligned to 16 bytes (peers.py checks it).
+
+[Note: arrival] The copy engine fills a local buffer while the kernel that reads it runs. A stream operation behind each
+copy writes the copy's flag and makes the copy visible to the whole system first; so the kernel's read of the flag is an
+`acquire` at `sys` scope (adding zero compiles to a plain load, `ld.acquire.sys`). One thread reads it, and the barrier
+behind which the others learn its value orders their loads too. TMA reads through another proxy, which an acquire does
+not order: `bulk_reads_follow` must stand between the wait and the first TMA load.
 """
 
 from __future__ import annotations
@@ -43,6 +49,28 @@ def add_to_peer(pointer, value, mask):
 
 
 @triton.jit
+def wait_for_shard(flags, status, owner, epoch, spins):
+    """Waits until `owner`'s flag is `epoch`, looking at most `spins` times; see [Note: arrival].
+
+    Returns whether it came. If not, `status` becomes owner + 1 and the caller must not use what is in the buffer.
+    """
+    seen = tl.atomic_add(flags + owner, 0, sem="acquire", scope="sys")
+    looks = 1
+    while (seen != epoch) & (looks < spins):
+        seen = tl.atomic_add(flags + owner, 0, sem="acquire", scope="sys")
+        looks += 1
+    if seen != epoch:
+        tl.store(status, owner + 1)
+    return seen == epoch
+
+
+@triton.jit
+def bulk_reads_follow():
+    """Orders TMA loads after what this thread has seen so far; see [Note: arrival]. Needs sm_90."""
+    tl.inline_asm_elementwise("fence.proxy.async; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def dot(a, b, acc, UPCAST: tl.constexpr):
     """acc + a b, in fp32. `UPCAST` when interpreting: the interpreter holds bf16 as integers and multiplies those.
 
@@ -56,3 +84,11 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors."""
     return bool(triton.knobs.runtime.interpret)
+
+
+def architecture(device: torch.device) -> int:
+    """90 for sm_90. When interpreting, of the oldest chip that is supported: its tiles are the smallest."""
+    if interpreting():
+        return 80
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

@@ -4,23 +4,29 @@
     dx[t, k]      = sum_o sum_i dy[t, o n + i] W_o[i, k]
 
 T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. This is the strategy
-`direct`: each weight tile crosses the link once per block of tokens, so it is for few tokens.
+`direct`: each weight tile crosses the link once per block of tokens, so it is for few tokens. Programs that share a
+weight tile (those of all blocks of tokens) are neighbours, and the own shard's come first.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from .device import TL_DTYPES, dot, interpreting, peer_address
+from .device import TL_DTYPES, architecture, dot, interpreting, peer_address
 from .peers import PeerShards, check_bias, join
-from .tiles import LINEAR, LINEAR_DX, LinearTile
+from .tiles import LinearTile, tile_of
+
+if TYPE_CHECKING:
+    from .staged import StagedWeight
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "rank"])
+@triton.jit(do_not_specialize=["tokens", "rank"])
 def linear_kernel(
     x,
     w_table,
@@ -70,7 +76,7 @@ def linear_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "rank"])
+@triton.jit(do_not_specialize=["tokens", "rank"])
 def linear_dx_kernel(
     dy,
     w_table,
@@ -118,18 +124,19 @@ def linear(
     weight: PeerShards,
     bias: PeerShards | None = None,
     out: torch.Tensor,
-    tile: LinearTile = LINEAR,
+    tile: LinearTile | None = None,
 ) -> None:
     """Writes y = x Wᵀ + b into `out`. x: [T, K], weight: [N, K], bias: [N], out: [T, N], all of one dtype.
 
     T may be 0. Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
-    _check("x", x, "out", out, weight, columns_of=1)
+    check_linear("x", x, out, weight, columns_of=1)
     if bias is not None:
         check_bias(bias, weight)
     tokens, (rows, columns) = x.shape[0], weight.shape
     if tokens == 0 or rows == 0:
         return
+    tile = tile or tile_of("linear", **traits(x))
     grid = triton.cdiv(tokens, tile.t), triton.cdiv(weight.rows_per_owner, tile.n), weight.world
     linear_kernel[grid](
         x,
@@ -153,12 +160,13 @@ def linear(
     )
 
 
-def linear_dx(*, dy: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: LinearTile = LINEAR_DX) -> None:
+def linear_dx(*, dy: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: LinearTile | None = None) -> None:
     """Writes dx = dy W into `out`. dy: [T, N], weight: [N, K], out: [T, K], all of one dtype. Errors as in `linear`."""
-    _check("dy", dy, "out", out, weight, columns_of=0)
+    check_linear("dy", dy, out, weight, columns_of=0)
     tokens, (rows, columns) = dy.shape[0], weight.shape
     if tokens == 0 or columns == 0:
         return
+    tile = tile or tile_of("linear_dx", **traits(dy))
     linear_dx_kernel[(triton.cdiv(tokens, tile.t), triton.cdiv(columns, tile.k))](
         dy,
         weight.table,
@@ -179,26 +187,39 @@ def linear_dx(*, dy: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: 
     )
 
 
-def _check(
-    name: str, value: torch.Tensor, out_name: str, out: torch.Tensor, weight: PeerShards, *, columns_of: int
+def traits(value: torch.Tensor) -> dict[str, int]:
+    """What the choice of a tile depends on, for x or dy [T, ...]."""
+    return {
+        "element_bytes": value.element_size(),
+        "arch": architecture(value.device),
+        "tokens": value.shape[0],
+    }
+
+
+def check_linear(
+    name: str, value: torch.Tensor, out: torch.Tensor, weight: PeerShards | StagedWeight, *, columns_of: int
 ) -> None:
-    """`value` has as many columns as the weight's dimension `columns_of`, `out` as the other one."""
+    """Raises ValueError unless `value` has as many columns as the weight's dimension `columns_of`, `out` as the other
+    one, all are of one supported dtype and on one device, and both are contiguous.
+    """
     if len(weight.shape) != 2:
         raise ValueError(f"the weight is {weight.shape}; give two dimensions [N, K]")
     want, want_out = weight.shape[columns_of], weight.shape[1 - columns_of]
     if value.ndim != 2 or value.shape[1] != want:
         raise ValueError(f"{name} is {tuple(value.shape)}; with a weight of {weight.shape} give [T, {want}]")
     if tuple(out.shape) != (value.shape[0], want_out):
-        raise ValueError(f"{out_name} is {tuple(out.shape)}; give {(value.shape[0], want_out)}")
+        raise ValueError(f"out is {tuple(out.shape)}; give {(value.shape[0], want_out)}")
     if not value.dtype == out.dtype == weight.dtype or value.dtype not in _DTYPES:
         raise ValueError(
-            f"{name} is {value.dtype}, {out_name} {out.dtype}, the weight {weight.dtype}; give all in one of float32, "
+            f"{name} is {value.dtype}, out {out.dtype}, the weight {weight.dtype}; give all in one of float32, "
             f"bfloat16 or float16"
         )
     if not (value.is_contiguous() and out.is_contiguous()):
-        raise ValueError(f"{name} has strides {value.stride()}, {out_name} {out.stride()}; both must be contiguous")
+        raise ValueError(f"{name} has strides {value.stride()}, out {out.stride()}; both must be contiguous")
     if not value.device == out.device == weight.device:
-        raise ValueError(f"{name} is on {value.device}, {out_name} on {out.device}, the table on {weight.device}")
+        raise ValueError(
+            f"{name} is on {value.device}, out on {out.device}, the weight on {weight.device}; give all on one device"
+        )
 
 
 def linear_ref(x: torch.Tensor, weight: list[torch.Tensor], bias: list[torch.Tensor] | None) -> torch.Tensor:

@@ -28,8 +28,11 @@ class FoundParameter:
         return self.names[0]
 
 
-def refuse_unshardable(name: str, parameter: nn.Parameter) -> None:
-    """Raises ValueError, with the name and the remedy, for a parameter that can't be split over ranks."""
+def refuse_unshardable(name: str, parameter: nn.Parameter, home: str) -> None:
+    """Raises ValueError, with the name and the remedy, for a parameter that can't be split over ranks.
+
+    `home`: the type of the device where shards lie.
+    """
     kind = type(parameter).__name__
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(f"{name} is a lazy parameter without a shape; run one forward before fully_shard")
@@ -43,10 +46,10 @@ def refuse_unshardable(name: str, parameter: nn.Parameter) -> None:
             f"{name} is {kind} of {parameter.dtype}: quantised (4-bit, 8-bit) and complex parameters can't be sharded. "
             f"Load the model in bf16 or fp32, or pass them in ignored_params."
         )
-    if parameter.device.type not in ("cpu", "meta"):
+    if parameter.device.type not in ("cpu", "meta", home):
         raise ValueError(
-            f"{name} is on {parameter.device}: the CPU backend shards models on the CPU or the meta device. "
-            f"Move the model with .cpu() first."
+            f"{name} is on {parameter.device}: models are sharded from the CPU, the meta device or {home!r}, where "
+            f"their shards lie. Move the model with .cpu() first, or give another mesh or backend."
         )
     if has_gradient_hooks(parameter):
         raise ValueError(

@@ -100,7 +100,7 @@ def fully_shard(
         if not found and not inner:
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
         for entry in found:
-            refuse_unshardable(entry.name, entry.value)
+            refuse_unshardable(entry.name, entry.value, device.mesh_device)
         specs = [_spec(entry, policy) for entry in found]
         device.check(specs)
     except Exception as error:  # the other ranks, whose models may be fine, must not wait for this one

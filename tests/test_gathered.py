@@ -10,6 +10,10 @@ from odc_triton import full_parameters, fully_shard, minibatch
 from odc_triton.order import StepOrder
 
 from . import ranks
+from .kernels.place import DEVICE, INTERPRETED
+
+BACKEND = "cpu-apart" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 
 class Block(nn.Module):
@@ -39,7 +43,7 @@ class Stack(nn.Module):
 
 
 def _sharded(**options: object) -> nn.Module:
-    return fully_shard(Stack(), backend="cpu-apart", **options)
+    return fully_shard(Stack(), backend=BACKEND, **options)
 
 
 def _filled(model: nn.Module) -> list[str]:
@@ -59,7 +63,7 @@ class _Watch:
 
 
 def _microbatch(model: nn.Module, rows: int = 5) -> None:
-    model(torch.randn(rows, 3)).square().sum().backward()
+    model(torch.randn(rows, 3, device=DEVICE)).square().sum().backward()
 
 
 def _b(*numbers: int) -> list[str]:
@@ -84,12 +88,12 @@ def test_one_unit_and_the_next_are_whole() -> None:
 def test_nothing_is_freed_between_forward_and_backward_if_told_so() -> None:
     model = _sharded(reshard_after_forward=False)
     with minibatch(model):
-        loss = model(torch.randn(5, 3)).sum()
+        loss = model(torch.randn(5, 3, device=DEVICE)).sum()
         assert _filled(model) == _b(0, 1, 2, 3)
         loss.backward()
         assert _filled(model) == []
         model.set_reshard_after_forward(True)
-        loss = model(torch.randn(5, 3)).sum()
+        loss = model(torch.randn(5, 3, device=DEVICE)).sum()
         assert _filled(model) == []
         loss.backward()
 
@@ -98,14 +102,14 @@ def test_evaluation_leaves_nothing_whole() -> None:
     model = _sharded()
     for _ in range(2):
         with torch.no_grad():
-            model(torch.randn(5, 3))
+            model(torch.randn(5, 3, device=DEVICE))
         assert _filled(model) == []
 
 
 def test_a_failed_forward_leaves_nothing_whole() -> None:
     model = _sharded()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model(torch.randn(5, 4))
+        model(torch.randn(5, 4, device=DEVICE))
     assert _filled(model) == []
 
 
@@ -113,9 +117,9 @@ def test_unshard_keeps_a_unit_whole() -> None:
     model = _sharded()
     block = model.blocks[1]
     block.unshard()
-    assert torch.equal(block.up.weight, Stack().blocks[1].up.weight)
+    assert torch.equal(block.up.weight.cpu(), Stack().blocks[1].up.weight)
     with torch.no_grad():
-        model(torch.randn(5, 3))
+        model(torch.randn(5, 3, device=DEVICE))
     assert _filled(model) == ["blocks.1"]
     block.reshard()
     assert _filled(model) == []
@@ -131,14 +135,14 @@ def test_no_gathered_weight_is_saved() -> None:
         return tensor
 
     with minibatch(model), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = model(torch.randn(5, 3)).sum()
+        loss = model(torch.randn(5, 3, device=DEVICE)).sum()
         weights = [t for t in saved if t.shape[-2:] in {(8, 6), (6, 8), (6, 3), (2, 6), (3, 6), (6, 2)}]
         assert len(weights) >= 9
         assert all(t.untyped_storage().nbytes() == 0 for t in weights)
         loss.backward()
 
 
-def _other_orders(rank: int, world: int) -> tuple[dict, dict]:
+def _other_orders(rank: int, world: int) -> dict:
     """Blocks left out, otherwise on each rank and in each microbatch: only the guess of what comes next is wrong."""
     model = _sharded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -147,14 +151,14 @@ def _other_orders(rank: int, world: int) -> tuple[dict, dict]:
             for micro in range(2):
                 model.skip = {(rank + step + micro) % 4}
                 torch.manual_seed(7 * step + micro + 100 * rank)
-                (model(torch.randn(5, 3)).square().sum() / mb.tokens).backward()
+                (model(torch.randn(5, 3, device=DEVICE)).square().sum() / mb.tokens).backward()
                 assert _filled(model) == []
         optimizer.step()
-    return dict(full_parameters(model))
+    return {name: value.cpu() for name, value in full_parameters(model)}
 
 
 def test_another_order_is_still_right() -> None:
-    model = Stack()
+    model = Stack().to(DEVICE)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(3):
         optimizer.zero_grad()
@@ -162,13 +166,13 @@ def test_another_order_is_still_right() -> None:
             for micro in range(2):
                 model.skip = {(rank + step + micro) % 4}
                 torch.manual_seed(7 * step + micro + 100 * rank)
-                (model(torch.randn(5, 3)).square().sum() / 20).backward()
+                (model(torch.randn(5, 3, device=DEVICE)).square().sum() / 20).backward()
         optimizer.step()
     for weights in ranks.run(_other_orders, 2):
         for name, want in model.named_parameters():
             # fp32 sums in another order, three small steps.
             torch.testing.assert_close(
-                weights[name], want.detach(), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+                weights[name], want.detach().cpu(), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
             )
 
 
@@ -188,8 +192,8 @@ class Tied(nn.Module):
 
 
 def test_tied_over_units() -> None:
-    plain, model = Tied(), fully_shard(Tied(), backend="cpu-apart")
-    x = torch.randn(5, 6)
+    plain, model = Tied().to(DEVICE), fully_shard(Tied(), backend=BACKEND)
+    x = torch.randn(5, 6, device=DEVICE)
     for _ in range(2):
         plain.zero_grad()
         plain(x).square().sum().backward()
@@ -198,7 +202,7 @@ def test_tied_over_units() -> None:
         for (name, got), (_, want) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
             # The same operations on the same numbers; a tied gradient is summed in another order.
             torch.testing.assert_close(
-                got.grad.full_tensor(), want.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: n + m
+                got.grad.to_local(), want.grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: n + m
             )
         model.zero_grad()
 

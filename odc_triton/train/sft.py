@@ -82,10 +82,12 @@ class SftRun:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = options.lr * factor
-        loss_sum = torch.zeros((), dtype=torch.float64)
+        device = self.engine.heap.device
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         with minibatch(self.model, tokens=count_target_tokens(packs)) as mb:
             for pack in packs:
-                loss = summed_loss(self.model, pack)
+                here = {name: value.to(device, non_blocking=True) for name, value in pack.items()}
+                loss = summed_loss(self.model, here)
                 (loss / mb.tokens).backward()
                 loss_sum += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip_norm)
