@@ -1,0 +1,266 @@
+"""linear and its input gradient on a weight that arrives while they run, against plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from . import place  # isort: skip
+
+from bench.machine.staged import faults_of_waits
+from odc_kernels.linear import linear_dx_ref, linear_ref
+from odc_kernels.peers import PeerShards, split
+from odc_kernels.staged import (
+    StagedWeight,
+    check,
+    linear_dx_staged,
+    linear_dx_staged_ref,
+    linear_staged,
+    linear_staged_ref,
+    pull,
+)
+from odc_kernels.tiles import LinearTile
+from tests import ranks
+
+pytestmark = place.MARKS
+
+# tokens, output features, input features: odd, one row, one token, no token, owners without rows: by pointers. The last
+# two by TMA where owners have a multiple of 16 rows: whole tiles in world 1 and 4, in 2 and 8 not.
+SHAPES = [
+    (5, 7, 3),
+    (1, 16, 16),
+    (33, 40, 18),
+    (0, 4, 4),
+    (4, 1, 5),
+    (17, 3, 40),
+    (3, 5, 0),
+    (3, 0, 5),
+    (33, 96, 48),
+    (50, 128, 32),
+]
+WORLDS = [1, 2, 3, 4, 8]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+TILE = LinearTile(t=16, n=32, k=16, group=2)
+
+# fp32: a sum of K terms in another order. fp16: products are exact in fp32, one rounding at the end. bf16 likewise,
+# but the interpreter cuts off where a GPU rounds.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2**-6}
+
+
+def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+    assert torch.equal(got.isfinite(), want.isfinite()), "unwritten elements, or NaN where rows have arrived"
+    scale = want.nan_to_num().abs().max().item() if want.numel() else 1.0
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+def pulled(weight: list[torch.Tensor], shape: tuple, rank: int) -> StagedWeight:
+    """The weight after a pull into a buffer of NaN, but for the rows that stay zero behind the last owner's."""
+    peers = PeerShards.of(weight, shape=shape, rank=rank)
+    staged = StagedWeight.of(peers)
+    staged.buffer[: shape[0]] = torch.nan
+    settle()
+    return pull(peers=peers, staged=staged)
+
+
+def settle() -> None:
+    """What tests write, they write on the current stream, for which the copies' stream does not wait."""
+    if not place.INTERPRETED:
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_and_its_gradients(world: int, shape: tuple, dtype: torch.dtype) -> None:
+    tokens, rows, columns = shape
+    rank = world // 2
+    x, whole = torch.randn(tokens, columns).to(dtype), torch.randn(rows, columns).to(dtype)
+    dy, whole_bias = torch.randn(tokens, rows).to(dtype), torch.randn(rows).to(dtype)
+    weight, bias = split(whole, world), split(whole_bias, world)
+    staged = pulled(weight, (rows, columns), rank)
+    y, dx = torch.full((tokens, rows), torch.nan, dtype=dtype), torch.full((tokens, columns), torch.nan, dtype=dtype)
+    with_bias = tokens != 1
+    bias_peers = PeerShards.of(bias, shape=(rows,), rank=rank) if with_bias else None
+    linear_staged(x=x, weight=staged, bias=bias_peers, out=y, tile=TILE)
+    linear_dx_staged(dy=dy, weight=staged, out=dx, tile=TILE)
+    check(staged)
+    close(y, linear_ref(x, weight, bias if with_bias else None), dtype)
+    close(dx, linear_dx_ref(dy, weight), dtype)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(130, 320, 80), (70, 136, 36)], ids=str)
+def test_default_tiles(world: int, dtype: torch.dtype, shape: tuple) -> None:
+    tokens, rows, columns = shape
+    x, dy = torch.randn(tokens, columns).to(dtype), torch.randn(tokens, rows).to(dtype)
+    weight = split(torch.randn(rows, columns).to(dtype), world)
+    staged = pulled(weight, (rows, columns), world - 1)
+    y, dx = torch.full((tokens, rows), torch.nan, dtype=dtype), torch.full((tokens, columns), torch.nan, dtype=dtype)
+    linear_staged(x=x, weight=staged, out=y)
+    linear_dx_staged(dy=dy, weight=staged, out=dx)
+    check(staged)
+    close(y, linear_ref(x, weight, None), dtype)
+    close(dx, linear_dx_ref(dy, weight), dtype)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+@pytest.mark.parametrize("flag", ["never set", "of the pull before", "of the pull after"])
+@pytest.mark.parametrize("columns", [32, 5])  # by TMA and by pointers
+def test_an_owner_whose_rows_do_not_come(missing: int, flag: str, columns: int) -> None:
+    tokens, rows, world = 33, 48, 3
+    x, dy = torch.randn(tokens, columns), torch.randn(tokens, rows)
+    weight = split(torch.randn(rows, columns), world)
+    staged = replace(pulled(weight, (rows, columns), 1), epoch=5)
+    settle()
+    staged.flags.fill_(5)
+    staged.flags[missing] = {"never set": 0, "of the pull before": 4, "of the pull after": 6}[flag]
+    y, dx = torch.zeros(tokens, rows), torch.zeros(tokens, columns)
+    arrived = [owner != missing for owner in range(world)]
+
+    linear_staged(x=x, weight=staged, out=y, tile=TILE, spins=3)
+    close(y, linear_staged_ref(x, weight, None, arrived), x.dtype)
+    with pytest.raises(TimeoutError, match=f"owner {missing} of a weight .* in pull 5 "):
+        check(staged)
+
+    linear_dx_staged(dy=dy, weight=staged, out=dx, tile=TILE, spins=3)
+    close(dx, linear_dx_staged_ref(dy, weight, arrived), dy.dtype)
+    with pytest.raises(TimeoutError, match=f"owner {missing} "):
+        check(staged)
+    check(staged)  # told once
+
+
+def test_a_buffer_serves_one_weight_after_the_other() -> None:
+    x, y = torch.randn(20, 24), torch.empty(20, 40)
+    staged = None
+    for layer in range(3):
+        weight = split(torch.randn(40, 24), 4)
+        peers = PeerShards.of(weight, shape=(40, 24), rank=2)
+        settle()
+        staged = pull(peers=peers, staged=staged or StagedWeight.of(peers))
+        assert staged.epoch == layer + 1
+        linear_staged(x=x, weight=staged, out=y.fill_(torch.nan), tile=TILE)
+        check(staged)
+        close(y, linear_ref(x, weight, None), x.dtype)
+
+
+def test_epochs_go_round_without_zero() -> None:
+    weight = split(torch.randn(8, 8), 2)
+    peers = PeerShards.of(weight, shape=(8, 8))
+    last = replace(StagedWeight.of(peers), epoch=2**31 - 1)
+    last.flags.fill_(last.epoch)
+    x, y = torch.randn(3, 8), torch.empty(3, 8)
+    linear_staged(x=x, weight=last, out=y, tile=TILE)
+    check(last)
+    after = pull(peers=peers, staged=last)
+    assert after.epoch == 1
+    linear_staged(x=x, weight=after, out=y, tile=TILE)
+    check(after)
+    close(y, linear_ref(x, weight, None), x.dtype)
+    # Not mistaken for one another: the flags say 1 now.
+    linear_staged(x=x, weight=last, out=y, tile=TILE, spins=3)
+    with pytest.raises(TimeoutError):
+        check(last)
+
+
+SHAPE, WAIT_S = (64, 32), 0.15
+
+
+def _late(rank: int, world: int, operator: str) -> torch.Tensor | None:
+    """Rank 0 runs the kernel at once; rank 1 writes the rows of three owners and then their flags meanwhile, slowly."""
+    import time
+
+    import torch.distributed as dist
+
+    from odc_triton.memory import SharedMemoryHeap
+    from odc_triton.plan import Region
+
+    buffer = Region(shape=SHAPE, dtype="float32", itemsize=4, offset_bytes=0)
+    flags = Region(shape=(8,), dtype="float32", itemsize=4, offset_bytes=12288)
+    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=16384, slots=1, token="late", timeout_s=30)
+    x, dy, weight = late_inputs()
+    staged = StagedWeight(
+        buffer=heap.whole(buffer),
+        flags=heap.whole(flags).view(torch.int32)[:4],
+        status=torch.zeros(1, dtype=torch.int32),
+        epoch=7,
+        shape=SHAPE,
+        rank=2,
+        world=4,
+    )
+    if rank == 0:
+        staged.buffer.fill_(torch.nan)
+        staged.flags.fill_(6)
+    dist.barrier()
+    if rank == 1:
+        for owner in (2, 3, 0, 1):
+            time.sleep(WAIT_S)
+            staged.buffer[owner * 16 : (owner + 1) * 16] = weight[owner]
+            staged.flags[owner] = 7
+        return None
+    assert staged.flags.tolist() == [6] * 4, "the kernel must start before the rows come"
+    if operator == "linear":
+        out = torch.zeros(33, SHAPE[0])
+        linear_staged(x=x, weight=staged, out=out, tile=TILE)
+    else:
+        out = torch.zeros(33, SHAPE[1])
+        linear_dx_staged(dy=dy, weight=staged, out=out, tile=TILE)
+    check(staged)
+    return out
+
+
+def late_inputs() -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    random = torch.Generator().manual_seed(3)
+    x, dy = torch.randn(33, SHAPE[1], generator=random), torch.randn(33, SHAPE[0], generator=random)
+    return x, dy, split(torch.randn(SHAPE, generator=random), 4)
+
+
+@pytest.mark.skipif(not place.INTERPRETED, reason="a stream operation sets the flags on a GPU")
+@pytest.mark.parametrize("operator", ["linear", "linear_dx"])
+def test_the_kernel_waits_for_rows_that_another_process_writes_late(operator: str) -> None:
+    x, dy, weight = late_inputs()
+    got = ranks.run(_late, 2, operator)[0]
+    close(got, linear_ref(x, weight, None) if operator == "linear" else linear_dx_ref(dy, weight), got.dtype)
+
+
+PTX = """
+{outer}
+@%p1 bra $L_here;
+$L_look:
+ld.global.sys.acquire.b32 %r1, [ %rd1 + 0 ];
+@%p2 bra $L_look;
+{fence}
+$L_here:
+cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd2, {{%r3, %r4, %r5}}], [%r6];
+{drain}
+@%p3 bra $L_tile;
+ret;
+"""
+PARTS = {
+    "outer": "$L_tile:",
+    "fence": "fence.proxy.async; mov.u32 %r1, 0;",
+    "drain": "mbarrier.inval.shared::cta.b64 [%r6];",
+}
+LOAD = "cp.async.bulk.tensor.3d.shared::cta.global.mbarrier::complete_tx::bytes [%r2], [%rd2, {%r3}], [%r6];"
+
+
+@pytest.mark.parametrize(
+    ("change", "faults"),
+    [
+        ({}, []),
+        ({"fence": ""}, ["no proxy fence between a wait and a TMA load"]),
+        ({"fence": "fence.proxy.async.shared::cta;"}, ["no proxy fence between a wait and a TMA load"]),
+        ({"drain": ""}, ["a weight load in flight over a wait"]),
+        ({"drain": PARTS["drain"] + "\n" + LOAD}, ["a weight load in flight over a wait"]),
+        (
+            {"outer": LOAD + "\n" + PARTS["outer"]},
+            ["a weight load before the wait", "a weight load in flight over a wait"],
+        ),
+    ],
+)
+def test_machine_code_is_held_to_the_order_of_waits_and_loads(change: dict, faults: list[str]) -> None:
+    assert faults_of_waits(PTX.format(**PARTS | change)) == faults
+    assert faults_of_waits("ret;") == ["0 waits and 0 loads of weights"]
