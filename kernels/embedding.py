@@ -21,38 +21,15 @@ time, also when most ids are small, as in text. Reading is in the order of the t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from .device import TL_DTYPES, add_to_peer, peer_address
 from .peers import PeerShards, join
+from .tiles import EMBEDDING, EMBEDDING_GRAD, EmbeddingGradTile, EmbeddingTile
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingTile:
-    """`k`: columns of one row that a program copies."""
-
-    k: int = 1024
-    num_warps: int = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddingGradTile:
-    """`k`: columns of a program; `t`: rows of dy per step of its loop; `segment`: most rows that one program sums."""
-
-    t: int = 4
-    k: int = 512
-    segment: int = 128
-    num_warps: int = 4
-
-
-EMBEDDING = EmbeddingTile()
-EMBEDDING_GRAD = EmbeddingGradTile()
 
 
 @triton.jit(do_not_specialize=["rows", "rows_per_owner"])

@@ -28,9 +28,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .online_softmax import COLUMN_MULTIPLE, ONLINE_SOFTMAX, SoftmaxState, SoftmaxTile, online_softmax, softmax_grad
+from .online_softmax import COLUMN_MULTIPLE, SoftmaxState, online_softmax, softmax_grad
 from .peers import PeerShards, join
 from .scatter import scatter
+from .tiles import ONLINE_SOFTMAX, SoftmaxTile
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHUNK_MULTIPLE = 64

@@ -19,17 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .tiles import ONLINE_SOFTMAX, SoftmaxTile
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoftmaxTile:
-    """`t`: tokens of one program; `v`: columns of one step of its loop."""
-
-    t: int = 4
-    v: int = 1024
-    num_warps: int = 4
-
-
-ONLINE_SOFTMAX = SoftmaxTile()
 COLUMN_MULTIPLE = 16
 """Rows of logits begin at multiples of this many elements, so that loads of 2-byte values are joined into vectors."""
 

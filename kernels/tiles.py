@@ -37,6 +37,33 @@ class WgradTile:
     num_stages: int = 3
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingTile:
+    """`k`: columns of one row that a program copies."""
+
+    k: int = 1024
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingGradTile:
+    """`k`: columns of a program; `t`: rows of dy per step of its loop; `segment`: most rows that one program sums."""
+
+    t: int = 4
+    k: int = 512
+    segment: int = 128
+    num_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftmaxTile:
+    """`t`: tokens of one program; `v`: columns of one step of its loop."""
+
+    t: int = 4
+    v: int = 1024
+    num_warps: int = 4
+
+
 LINEAR = LinearTile()
 LINEAR_DX = LinearTile(num_stages=2)  # a third stage spills on sm_120
 STAGED = LinearTile(t=128, n=256, k=64, num_warps=8)  # 213 KB of shared memory for 2-byte elements
@@ -51,6 +78,10 @@ STAGED_ODD = LinearTile(t=64, n=128, k=32, num_warps=8)  # for sizes that are no
 STAGED_DX_ODD = LinearTile(t=64, n=32, k=128, num_warps=8)
 WGRAD = WgradTile()
 WGRAD_FP32 = WgradTile(n=64, k=64, t=32, num_stages=2)  # operands twice as large: the other does not fit sm_120
+EMBEDDING = EmbeddingTile()  # a 16-byte load per thread in bf16
+# Most runs of equal tokens are one to three rows long; 128 rows balance the two levels of the long ones.
+EMBEDDING_GRAD = EmbeddingGradTile()
+ONLINE_SOFTMAX = SoftmaxTile()
 
 ARCHITECTURES = (80, 90, 100, 120)
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import add_to_peer, dot, interpreting, peer_address, turn
+from .device import add_to_peer, architecture, dot, interpreting, peer_address, turn
 from .peers import PeerShards, check_bias
-from .tiles import WGRAD, WGRAD_FP32, WgradTile
+from .tiles import WgradTile, tile_of
 
 
 @triton.jit(do_not_specialize=["tokens", "rows", "rank"])
@@ -98,13 +98,12 @@ def wgrad(
     else, before a launch.
     """
     _check(dy, x, weight, bias)
-    if tile is None:
-        tile = WGRAD_FP32 if dy.dtype == torch.float32 else WGRAD
     tokens, rows, columns = dy.shape[0], dy.shape[1], x.shape[1]
     if tokens == 0 or rows == 0:
         return
-    # A bulk reduction wants rows of a multiple of 16 bytes.
-    bulk = not interpreting() and columns % 4 == 0 and torch.cuda.get_device_capability(dy.device) >= (9, 0)
+    arch = architecture(dy.device)
+    tile = tile or tile_of("wgrad", element_bytes=dy.element_size(), arch=arch, tokens=tokens)
+    bulk = arch >= 90 and columns % 4 == 0  # its rows are multiples of 16 bytes
     if bulk:
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=dy.device))
     tiles = triton.cdiv(weight.rows_per_owner, tile.n) * triton.cdiv(columns, tile.k)
