@@ -22,36 +22,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import TL_DTYPES, dot, interpreting, peer_address
+from .device import TL_DTYPES, architecture, dot, interpreting, peer_address
 from .peers import PeerShards, check_bias, join
+from .tiles import QkvTile, tile_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QkvTile:
-    """`t`: tokens of a tile, whose other side is a head; `k`: input features a step; `group`: token tiles per head."""
-
-    t: int
-    k: int = 64
-    group: int = 8
-    num_warps: int = 4
-    num_stages: int = 3
-
-
-QKV_FEW = QkvTile(t=64, num_warps=8, num_stages=4)  # many loads under way at a time: the weights cross a link
-QKV_MANY = QkvTile(t=128, num_warps=8)
-QKV_WIDE = QkvTile(t=64, num_warps=8, num_stages=2)  # heads of 256
-QKV_FP32 = QkvTile(t=64, k=32, num_warps=8, num_stages=2)
-
-
-def qkv_tile(dtype: torch.dtype, head_dim: int, tokens: int) -> QkvTile:
-    """The default: tall tiles re-read the weights less often, but leave few programs when there are few tokens."""
-    if dtype == torch.float32:
-        return QKV_FP32
-    if head_dim > 128:
-        return QKV_WIDE
-    return QKV_FEW if tokens <= QKV_FEW.t else QKV_MANY
 
 
 @triton.jit
@@ -288,7 +263,8 @@ def qkv(
     tokens, q_heads, head_dim = q.shape
     if tokens == 0:
         return
-    tile = tile or qkv_tile(x.dtype, head_dim, tokens)
+    operator = "qkv" if head_dim <= 128 else "qkv_wide"
+    tile = tile or tile_of(operator, element_bytes=x.element_size(), arch=architecture(x.device), tokens=tokens)
     kv_heads, columns = k.shape[1], x.shape[1]
     save = q_pre is not None
     qkv_kernel[(triton.cdiv(tokens, tile.t) * (q_heads + 2 * kv_heads),)](

@@ -23,24 +23,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import TL_DTYPES, dot, interpreting, peer_address
+from .device import TL_DTYPES, architecture, dot, interpreting, peer_address
 from .peers import PeerShards, join
 from .qkv import QkNorm, QkvWeights, Rope, check_qkv, pick, rope_rows, row_vector, store_halves
 from .scatter import scatter
-from .tiles import LinearTile, WgradTile
+from .tiles import LinearTile, WgradTile, tile_of
 from .wgrad import wgrad
 
-QKV_DX_FEW = LinearTile(num_stages=2)
-QKV_DX_MANY = LinearTile(t=128, n=64, k=128, num_warps=8)
-QKV_DX_FP32 = LinearTile(n=32, num_stages=2)
 UNDO_WARPS = 8  # 4 spill on sm_80
-
-
-def qkv_dx_tile(dtype: torch.dtype, tokens: int) -> LinearTile:
-    """The default; few tokens want many programs, many want tiles that read the weights less often."""
-    if dtype == torch.float32:
-        return QKV_DX_FP32
-    return QKV_DX_FEW if tokens <= QKV_DX_FEW.t else QKV_DX_MANY
 
 
 @triton.jit(do_not_specialize=["tokens", "table_rows"])
@@ -236,7 +226,8 @@ def qkv_grad(
         torch.sum(parts[1], dim=0, out=out.k_norm)
     pre = [gradient.view(tokens, -1) for gradient in (dq_pre, dk_pre, dv)]
     if out.dx is not None:
-        _dx(pre, weights, out.dx, dx_tile or qkv_dx_tile(x.dtype, tokens))
+        traits = {"element_bytes": x.element_size(), "arch": architecture(x.device), "tokens": tokens}
+        _dx(pre, weights, out.dx, dx_tile or tile_of("qkv_dx", **traits))
     for gradient, weight, bias in zip(pre, (out.wq, out.wk, out.wv), (out.bq, out.bk, out.bv), strict=True):
         if weight is not None:
             wgrad(dy=gradient, x=x, weight=weight, bias=bias, scale=scale, tile=wgrad_tile)

@@ -64,6 +64,17 @@ class SoftmaxTile:
     num_warps: int = 4
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkvTile:
+    """`t`: tokens of a tile, whose other side is a head; `k`: input features a step; `group`: token tiles per head."""
+
+    t: int
+    k: int = 64
+    group: int = 8
+    num_warps: int = 4
+    num_stages: int = 3
+
+
 LINEAR = LinearTile()
 LINEAR_DX = LinearTile(num_stages=2)  # a third stage spills on sm_120
 STAGED = LinearTile(t=128, n=256, k=64, num_warps=8)  # 213 KB of shared memory for 2-byte elements
@@ -82,6 +93,13 @@ EMBEDDING = EmbeddingTile()  # a 16-byte load per thread in bf16
 # Most runs of equal tokens are one to three rows long; 128 rows balance the two levels of the long ones.
 EMBEDDING_GRAD = EmbeddingGradTile()
 ONLINE_SOFTMAX = SoftmaxTile()
+QKV_FEW = QkvTile(t=64, num_warps=8, num_stages=4)  # many loads under way at a time: the weights cross a link
+QKV_MANY = QkvTile(t=128, num_warps=8)
+QKV_WIDE = QkvTile(t=64, num_warps=8, num_stages=2)  # heads of 256
+QKV_FP32 = QkvTile(t=64, k=32, num_warps=8, num_stages=2)
+QKV_DX_FEW = LinearTile(num_stages=2)
+QKV_DX_MANY = LinearTile(t=128, n=64, k=128, num_warps=8)
+QKV_DX_FP32 = LinearTile(n=32, num_stages=2)
 
 ARCHITECTURES = (80, 90, 100, 120)
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -125,6 +143,14 @@ DEFAULTS: tuple[Entry, ...] = (
     Entry(operators=("linear_dx_staged",), archs=(90, 100), tile=STAGED_DX),
     Entry(operators=("linear_dx_staged",), archs=(80,), tile=STAGED_DX_80),
     Entry(operators=("linear_dx_staged",), archs=(120,), tile=STAGED_DX_120),
+    Entry(operators=("qkv", "qkv_wide"), element_bytes=(4,), tile=QKV_FP32),
+    Entry(operators=("qkv_wide",), tile=QKV_WIDE),
+    # Tall tiles re-read the weights less often, but leave few programs when there are few tokens.
+    Entry(operators=("qkv",), tokens=64, tile=QKV_FEW),
+    Entry(operators=("qkv",), tile=QKV_MANY),
+    Entry(operators=("qkv_dx",), element_bytes=(4,), tile=QKV_DX_FP32),
+    Entry(operators=("qkv_dx",), tokens=64, tile=QKV_DX_FEW),
+    Entry(operators=("qkv_dx",), tile=QKV_DX_MANY),
     Entry(operators=("wgrad",), element_bytes=(4,), tile=WGRAD_FP32),
     Entry(operators=("wgrad",), tile=WGRAD),
 )

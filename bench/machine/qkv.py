@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from odc_kernels import qkv, qkv_grad
+from odc_kernels import qkv, qkv_grad, tiles
 
 from .case import TYPES, Case
 
@@ -29,7 +29,8 @@ def cases() -> Iterator[Case]:
 
 
 def _forward(dtype: str, head_dim: int, tokens: int, word: str) -> Case:
-    tile = qkv.qkv_tile(_TORCH[dtype], head_dim, tokens)
+    operator = "qkv" if head_dim <= 128 else "qkv_wide"
+    tile = tiles.tile_of(operator, element_bytes=_TORCH[dtype].itemsize, arch=90, tokens=tokens)  # the same for all
     names = ("x", "q_norm", "k_norm", "q", "k", "v", "q_pre", "k_pre")
     data = dict.fromkeys(names, f"*{dtype}")
     vector = 16 // _TORCH[dtype].itemsize
@@ -62,7 +63,7 @@ def _undo(dtype: str, head_dim: int) -> Case:
 
 
 def _dx(dtype: str, tokens: int, word: str) -> Case:
-    tile = qkv_grad.qkv_dx_tile(_TORCH[dtype], tokens)
+    tile = tiles.tile_of("qkv_dx", element_bytes=_TORCH[dtype].itemsize, arch=90, tokens=tokens)
     data = dict.fromkeys(("dq_pre", "dk_pre", "dv", "dx"), f"*{dtype}")
     sizes = {"tokens": "i32", "columns": "i32", "q_rows": "i32", "kv_rows": "i32"}
     blocks = {"BLOCK_T": tile.t, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "UPCAST": False}

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from odc_kernels import staged, tiles
+from odc_kernels import linear_staged, tiles
 
 from .case import MATRIX_SIZES, TYPES, Case
 
@@ -32,7 +32,7 @@ def cases() -> Iterator[Case]:
         for name, whole in ((f"staged {dtype}", True), (f"staged {dtype} ragged", False)):
             yield Case(
                 name=name,
-                kernel=staged.linear_staged_kernel,
+                kernel=linear_staged.linear_staged_kernel,
                 signature={"x": pointer, "w": pointer, "b_table": "*i64", "y": pointer, **_WAIT},
                 constants={"HAS_BIAS": True, **common},
                 by_arch={
@@ -46,7 +46,7 @@ def cases() -> Iterator[Case]:
             )
         yield Case(
             name=f"staged_dx {dtype}",
-            kernel=staged.linear_dx_staged_kernel,
+            kernel=linear_staged.linear_dx_staged_kernel,
             signature={"dy": pointer, "w": pointer, "dx": pointer, **_WAIT},
             constants=common,
             by_arch={"BULK": lambda arch: arch >= 90, **dx_blocks},

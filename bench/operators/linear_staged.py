@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from odc_kernels.linear import linear_dx_ref, linear_ref
+from odc_kernels.linear_staged import linear_dx_staged, linear_staged
 from odc_kernels.peers import PeerShards
-from odc_kernels.staged import StagedWeight, check, linear_dx_staged, linear_staged, pull
+from odc_kernels.staged import StagedWeight, check, pull
 
 from .linear import product_baselines, product_work
 from .operator import CHUNK, Operator, Prepared, Problem, Results
@@ -66,9 +67,8 @@ def prepare_linear_dx(problem: Problem) -> Prepared:
     )
 
 
+_FILES = ("staged", "linear_staged")
 OPERATORS = (
-    Operator(name="linear staged", kernels=("staged",), layers=lambda model: model.layers(), prepare=prepare_linear),
-    Operator(
-        name="linear_dx staged", kernels=("staged",), layers=lambda model: model.layers(), prepare=prepare_linear_dx
-    ),
+    Operator(name="linear staged", kernels=_FILES, layers=lambda model: model.layers(), prepare=prepare_linear),
+    Operator(name="linear_dx staged", kernels=_FILES, layers=lambda model: model.layers(), prepare=prepare_linear_dx),
 )

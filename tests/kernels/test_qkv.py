@@ -14,9 +14,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotar
 from . import place  # isort: skip
 
 from odc_kernels.peers import PeerShards, join, split
-from odc_kernels.qkv import QkNorm, QkvTile, QkvWeights, Rope, qkv, qkv_ref
+from odc_kernels.qkv import QkNorm, QkvWeights, Rope, qkv, qkv_ref
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad, qkv_grad_ref
-from odc_kernels.tiles import LinearTile, WgradTile
+from odc_kernels.tiles import LinearTile, QkvTile, WgradTile
 
 pytestmark = place.MARKS
 

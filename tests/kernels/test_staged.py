@@ -11,16 +11,9 @@ from . import place  # isort: skip
 
 from bench.machine.staged import faults_of_waits
 from odc_kernels.linear import linear_dx_ref, linear_ref
+from odc_kernels.linear_staged import linear_dx_staged, linear_dx_staged_ref, linear_staged, linear_staged_ref
 from odc_kernels.peers import PeerShards, split
-from odc_kernels.staged import (
-    StagedWeight,
-    check,
-    linear_dx_staged,
-    linear_dx_staged_ref,
-    linear_staged,
-    linear_staged_ref,
-    pull,
-)
+from odc_kernels.staged import StagedWeight, check, pull
 from odc_kernels.tiles import LinearTile
 from tests import ranks
 

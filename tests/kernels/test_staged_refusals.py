@@ -9,8 +9,9 @@ import torch
 
 from . import place  # noqa: F401  isort: skip
 
+from odc_kernels.linear_staged import linear_dx_staged, linear_staged
 from odc_kernels.peers import PeerShards, split
-from odc_kernels.staged import StagedWeight, linear_dx_staged, linear_staged, pull
+from odc_kernels.staged import StagedWeight, pull
 
 
 def shards(whole: torch.Tensor, world: int = 2, rank: int = 0) -> PeerShards:

@@ -1,0 +1,342 @@
+"""A linear layer whose weight arrives from the peers while it is computed.
+
+    y[t, o n + i] = sum_k x[t, k] W_o[i, k] + b_o[i]
+    dx[t, k]      = sum_o sum_i dy[t, o n + i] W_o[i, k]
+
+T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. This is the strategy
+`staged`: `pull` (staged.py) has the copy engine fetch each owner's W_o once into a local buffer, the own one first,
+then rank + 1, and so on; the kernel starts at once and waits for each owner's rows by a flag of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .device import TL_DTYPES, architecture, bulk_reads_follow, dot, interpreting, peer_address, wait_for_shard
+from .linear import check_linear, linear_dx_ref, linear_ref, traits
+from .peers import PeerShards, check_bias
+from .staged import StagedWeight
+from .tiles import STAGED_DX_ODD, STAGED_ODD, LinearTile, tile_of
+
+SPINS = 1 << 24  # looks at a flag before it counts as lost: about 10 s on a GPU
+
+
+@triton.jit(do_not_specialize=["epoch", "spins", "tokens", "rank"])
+def linear_staged_kernel(
+    x,
+    w,
+    b_table,
+    y,
+    flags,
+    status,
+    epoch,
+    spins,
+    tokens,
+    rows,
+    rows_per_owner,
+    columns,
+    rank,
+    world,
+    DTYPE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BULK: tl.constexpr,
+    BULK_OUT: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tiles_t, tiles_n = tl.cdiv(tokens, BLOCK_T), tl.cdiv(rows_per_owner, BLOCK_N)
+    owner_tiles = tiles_t * tiles_n  # no tile has rows of two owners
+    if BULK:
+        owner_stride = tl.cast(rows_per_owner, tl.int64) * columns
+        x_bulk = tl.make_tensor_descriptor(x, [tokens, columns], [columns, 1], [BLOCK_T, BLOCK_K])
+        w_bulk = tl.make_tensor_descriptor(
+            w, [world, rows_per_owner, columns], [owner_stride, columns, 1], [1, BLOCK_N, BLOCK_K]
+        )
+    if BULK_OUT:
+        y_bulk = tl.make_tensor_descriptor(y, [tokens, rows], [rows, 1], [BLOCK_T, BLOCK_N])
+    waited_for = -1
+    arrived = True
+    patience = spins
+    for tile in tl.range(tl.program_id(0), owner_tiles * world, tl.num_programs(0)):
+        turn = tile // owner_tiles
+        owner = (rank + turn) % world  # in the order in which they arrive
+        tile_t, tile_n = tl.swizzle2d(
+            tile % owner_tiles // tiles_n, tile % owner_tiles % tiles_n, tiles_t, tiles_n, GROUP
+        )
+        first_row = tl.cast(owner, tl.int64) * rows_per_owner
+        owned = tl.minimum(tl.maximum(rows - first_row, 0), rows_per_owner).to(tl.int32)
+        if tile_n * BLOCK_N < owned:
+            if turn != waited_for:
+                arrived = wait_for_shard(flags, status, owner, epoch, patience)
+                patience = tl.where(arrived, patience, 1)  # once in vain is long enough
+                waited_for = turn
+                if BULK and not UPCAST:
+                    bulk_reads_follow()
+            t = tile_t.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+            n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+            k = tl.arange(0, BLOCK_K)
+            acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
+            if HAS_BIAS:
+                # Added before the loop: behind it there are no registers for it. Loaded 8 times over: shared out among
+                # the threads it would be single loads of 2 bytes.
+                offsets = n[None, :] + tl.zeros((8, BLOCK_N), dtype=tl.int32)
+                bias_8N = tl.load(peer_address(b_table, owner, DTYPE) + offsets, mask=offsets < owned, other=0.0)
+                acc += tl.sum(bias_8N.to(tl.float32) * 0.125, axis=0)[None, :]
+            for start in tl.range(0, columns, BLOCK_K, num_stages=STAGES):
+                if BULK:
+                    x_TK = x_bulk.load([tile_t * BLOCK_T, start])
+                    w_NK = w_bulk.load([owner, tile_n * BLOCK_N, start]).reshape(BLOCK_N, BLOCK_K)
+                else:
+                    k_in = start + k < columns
+                    x_TK = tl.load(
+                        x + t[:, None] * columns + (start + k)[None, :],
+                        mask=(t < tokens)[:, None] & k_in[None, :],
+                        other=0.0,
+                    )
+                    w_NK = tl.load(
+                        w + (first_row + n)[:, None] * columns + (start + k)[None, :],
+                        mask=(n < owned)[:, None] & k_in[None, :],
+                        other=0.0,
+                    )
+                acc = dot(x_TK, tl.trans(w_NK), acc, UPCAST)
+            acc = tl.where(arrived, acc, float("nan"))
+            if BULK_OUT:
+                y_bulk.store([tile_t * BLOCK_T, first_row.to(tl.int32) + tile_n * BLOCK_N], acc.to(DTYPE))
+            else:
+                tl.store(
+                    y + t[:, None] * rows + (first_row + n)[None, :],
+                    acc.to(DTYPE),
+                    mask=(t < tokens)[:, None] & (n < owned)[None, :],
+                )
+
+
+@triton.jit(do_not_specialize=["epoch", "spins", "tokens", "rank"])
+def linear_dx_staged_kernel(
+    dy,
+    w,
+    dx,
+    flags,
+    status,
+    epoch,
+    spins,
+    tokens,
+    rows,
+    rows_per_owner,
+    columns,
+    rank,
+    world,
+    DTYPE: tl.constexpr,
+    BULK: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    tiles_t, tiles_k = tl.cdiv(tokens, BLOCK_T), tl.cdiv(columns, BLOCK_K)
+    owner_steps = tl.cdiv(rows_per_owner, BLOCK_N)  # no step has rows of two owners
+    if BULK:
+        owner_stride = tl.cast(rows_per_owner, tl.int64) * columns
+        dy_bulk = tl.make_tensor_descriptor(dy, [tokens, rows], [rows, 1], [BLOCK_T, BLOCK_N])
+        w_bulk = tl.make_tensor_descriptor(
+            w, [world, rows_per_owner, columns], [owner_stride, columns, 1], [1, BLOCK_N, BLOCK_K]
+        )
+        dx_bulk = tl.make_tensor_descriptor(dx, [tokens, columns], [columns, 1], [BLOCK_T, BLOCK_K])
+    arrived = True
+    for tile in tl.range(tl.program_id(0), tiles_t * tiles_k, tl.num_programs(0)):
+        tile_t, tile_k = tl.swizzle2d(tile // tiles_k, tile % tiles_k, tiles_t, tiles_k, GROUP)
+        t = tile_t.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+        k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+        acc = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
+        # The first tile waits at each owner; behind it all owners are here, and one long loop keeps its loads going.
+        first = tile == tl.program_id(0)
+        segments = tl.where(first, world, 1)
+        segment_steps = owner_steps * world // segments
+        for segment in range(segments):
+            if first:
+                here = wait_for_shard(flags, status, (rank + segment) % world, epoch, tl.where(arrived, spins, 1))
+                arrived = arrived & here
+                if BULK and not UPCAST:
+                    bulk_reads_follow()
+            for step in tl.range(segment * segment_steps, (segment + 1) * segment_steps, num_stages=STAGES):
+                owner = (rank + step // owner_steps) % world
+                first_row = tl.cast(owner, tl.int64) * rows_per_owner
+                row = step % owner_steps * BLOCK_N
+                if BULK:
+                    # Behind an owner's last row the weight's side reads zeros.
+                    dy_TN = dy_bulk.load([tile_t * BLOCK_T, first_row.to(tl.int32) + row])
+                    w_NK = w_bulk.load([owner, row, tile_k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
+                else:
+                    owned = tl.minimum(tl.maximum(rows - first_row, 0), rows_per_owner)
+                    n = row + tl.arange(0, BLOCK_N)
+                    dy_TN = tl.load(
+                        dy + t[:, None] * rows + (first_row + n)[None, :],
+                        mask=(t < tokens)[:, None] & (n < owned)[None, :],
+                        other=0.0,
+                    )
+                    w_NK = tl.load(
+                        w + (first_row + n)[:, None] * columns + k[None, :],
+                        mask=(n < owned)[:, None] & (k < columns)[None, :],
+                        other=0.0,
+                    )
+                acc = dot(dy_TN, w_NK, acc, UPCAST)
+        acc = tl.where(arrived, acc, float("nan"))
+        if BULK:
+            dx_bulk.store([tile_t * BLOCK_T, tile_k * BLOCK_K], acc.to(DTYPE))
+        else:
+            tl.store(
+                dx + t[:, None] * columns + k[None, :],
+                acc.to(DTYPE),
+                mask=(t < tokens)[:, None] & (k < columns)[None, :],
+            )
+
+
+def linear_staged(
+    *,
+    x: torch.Tensor,
+    weight: StagedWeight,
+    bias: PeerShards | None = None,
+    out: torch.Tensor,
+    tile: LinearTile | None = None,
+    spins: int = SPINS,
+) -> None:
+    """Writes y = x Wᵀ + b into `out`, waiting for the rows of `weight` as they arrive.
+
+    x: [T, K], weight: [N, K] as `pull` returned it, bias: [N], out: [T, N], all of one dtype; T may be 0. After
+    `spins` looks at an owner's flag the kernel gives up: outputs from its rows are NaN and `check` raises. Raises
+    ValueError for other shapes, dtypes, devices or layouts, before a launch.
+    """
+    check_linear("x", x, out, weight, columns_of=1)
+    _check_pulled(weight, spins)
+    if bias is not None:
+        check_bias(bias, weight)
+    tokens, rows = x.shape[0], weight.shape[0]
+    if tokens == 0 or rows == 0:
+        return
+    vectors = _vectors(weight, x, out)
+    bulk = vectors and _bulk(x.device)
+    tile = tile or _tile("linear_staged", x, vectors, STAGED_ODD)
+    tiles = triton.cdiv(tokens, tile.t) * triton.cdiv(weight.rows_per_owner, tile.n) * weight.world
+    linear_staged_kernel[(min(_programs(x.device), tiles),)](
+        x,
+        weight.buffer,
+        weight.flags if bias is None else bias.table,
+        out,
+        HAS_BIAS=bias is not None,
+        BULK=bulk,
+        # Only whole tiles leave in bulk: another owner's columns begin behind an odd one.
+        BULK_OUT=bulk and weight.rows_per_owner % tile.n == 0,
+        **_shared(x, weight, spins, tile),
+    )
+    if weight.read is not None:
+        weight.read.record()
+
+
+def linear_dx_staged(
+    *,
+    dy: torch.Tensor,
+    weight: StagedWeight,
+    out: torch.Tensor,
+    tile: LinearTile | None = None,
+    spins: int = SPINS,
+) -> None:
+    """Writes dx = dy W into `out`, waiting for the rows of `weight` as they arrive.
+
+    dy: [T, N], weight: [N, K] as `pull` returned it, out: [T, K], all of one dtype. If an owner's rows don't come, all
+    of `out` is NaN; else as `linear_staged`.
+    """
+    check_linear("dy", dy, out, weight, columns_of=0)
+    _check_pulled(weight, spins)
+    tokens, columns = dy.shape[0], weight.shape[1]
+    if tokens == 0 or columns == 0:
+        return
+    vectors = _vectors(weight, dy, out)
+    tile = tile or _tile("linear_dx_staged", dy, vectors, STAGED_DX_ODD)
+    tiles = triton.cdiv(tokens, tile.t) * triton.cdiv(columns, tile.k)
+    linear_dx_staged_kernel[(min(_programs(dy.device), tiles),)](
+        dy,
+        weight.buffer,
+        out,
+        BULK=vectors and _bulk(dy.device),
+        **_shared(dy, weight, spins, tile),
+    )
+    if weight.read is not None:
+        weight.read.record()
+
+
+def _check_pulled(weight: StagedWeight, spins: int) -> None:
+    if weight.epoch == 0:
+        raise ValueError("the weight is of epoch 0, never pulled: give what `pull` returned")
+    if not 1 <= spins < 2**31:
+        raise ValueError(f"spins is {spins}; give 1 to 2^31 - 1 looks at a flag")
+
+
+def _shared(value: torch.Tensor, weight: StagedWeight, spins: int, tile: LinearTile) -> dict[str, Any]:
+    """The arguments that both kernels take, for x or dy."""
+    return {
+        "flags": weight.flags,
+        "status": weight.status,
+        "epoch": weight.epoch,
+        "spins": spins,
+        "tokens": value.shape[0],
+        "rows": weight.shape[0],
+        "rows_per_owner": weight.rows_per_owner,
+        "columns": weight.shape[1],
+        "rank": weight.rank,
+        "world": weight.world,
+        "DTYPE": TL_DTYPES[value.dtype],
+        "UPCAST": interpreting(),
+        "BLOCK_T": tile.t,
+        "BLOCK_N": tile.n,
+        "BLOCK_K": tile.k,
+        "GROUP": tile.group,
+        "STAGES": tile.num_stages,
+        "num_warps": tile.num_warps,
+    }
+
+
+def _vectors(weight: StagedWeight, *matrices: torch.Tensor) -> bool:
+    """Whether rows and owners begin at multiples of 16 elements: what TMA and vector loads by triton want."""
+    sizes = (*weight.shape, weight.rows_per_owner)
+    return all(size and size % 16 == 0 for size in sizes) and all(m.data_ptr() % 16 == 0 for m in matrices)
+
+
+def _tile(operator: str, value: torch.Tensor, vectors: bool, odd: LinearTile) -> LinearTile:
+    """The table's tile, or `odd`: the addresses of 2-byte elements that are loaded singly leave room for no more."""
+    return tile_of(operator, **traits(value)) if vectors or value.element_size() > 2 else odd
+
+
+def _programs(device: torch.device) -> int:
+    """One program per multiprocessor. In the interpreter a few, so that each has several tiles as on a GPU."""
+    return 3 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _bulk(device: torch.device) -> bool:
+    """Whether there is TMA, with memory for the descriptors that a kernel makes: triton asks for it."""
+    if interpreting():
+        return True
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    return architecture(device) >= 90
+
+
+def linear_staged_ref(
+    x: torch.Tensor, weight: list[torch.Tensor], bias: list[torch.Tensor] | None, arrived: list[bool]
+) -> torch.Tensor:
+    """y in plain torch, over all owners' shards, in float64: NaN where an owner's rows have not arrived."""
+    y = linear_ref(x, weight, bias)
+    come = torch.cat([torch.full((len(shard),), here) for shard, here in zip(weight, arrived, strict=True)])
+    return y.masked_fill(~come.to(y.device), torch.nan)
+
+
+def linear_dx_staged_ref(dy: torch.Tensor, weight: list[torch.Tensor], arrived: list[bool]) -> torch.Tensor:
+    """dx in plain torch, over all owners' shards, in float64: all NaN unless everything has arrived."""
+    return linear_dx_ref(dy, weight) * (1.0 if all(arrived) else torch.nan)
