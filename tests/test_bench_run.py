@@ -277,7 +277,7 @@ def raising(results: Results) -> Results:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (larger, "y is off by 4.*allowed 1.6e-02"),
+        (larger, r"y is off by [45]\..*allowed 1.6e-02"),
         (unwritten, "y is off by inf"),
         (narrower, "its reference"),
         (raising, "RuntimeError: no such instruction$"),
@@ -346,7 +346,9 @@ def bench(*words: str) -> subprocess.CompletedProcess:
     """The command as it runs on a machine without a GPU."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", "-m", "bench.run", *words]
+    # But for what triton 3.6's interpreter does, as in pyproject.toml.
+    allowed = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
+    command = [sys.executable, "-W", "error", "-W", allowed, "-m", "bench.run", *words]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
