@@ -15,21 +15,19 @@ class PeerShards:
     """The shards of one tensor [N, ...], split on dim 0 as `torch.chunk` splits: `rows_per_owner` each, the last fewer.
 
     `table`: int64 [world], on the device that the kernels run on; entry r is the address of owner r's first row.
-    `shards` keeps the memory alive; entry r has shape [rows of r, ...], contiguous.
+    `shards`: the rows themselves, entry r of shape [rows of r, ...], contiguous, which also keeps their memory alive.
+    What only runs kernels does without.
     """
 
     table: torch.Tensor
-    shards: tuple[torch.Tensor, ...]
     shape: tuple[int, ...]
     rank: int
+    dtype: torch.dtype
+    shards: tuple[torch.Tensor, ...] = ()
 
     @property
     def world(self) -> int:
-        return len(self.shards)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.shards[0].dtype
+        return self.table.numel()
 
     @property
     def device(self) -> torch.device:
@@ -75,7 +73,8 @@ class PeerShards:
         if not 0 <= rank < len(shards):
             raise ValueError(f"rank is {rank}; it must lie in 0..{len(shards) - 1}")
         first = shards[0]
-        peers = cls(table=torch.empty(0), shards=shards, shape=shape, rank=rank)
+        table = torch.tensor([s.data_ptr() for s in shards], dtype=torch.int64, device=device or first.device)
+        peers = cls(table=table, shape=shape, rank=rank, dtype=first.dtype, shards=shards)
         for owner, shard in enumerate(shards):
             want = (peers.rows(owner), *shape[1:])
             if tuple(shard.shape) != want:
@@ -93,9 +92,7 @@ class PeerShards:
                 raise ValueError(
                     f"owner {owner}'s shard lies at {shard.data_ptr():#x}; align it to {ALIGNMENT_BYTES} bytes"
                 )
-        addresses = [shard.data_ptr() for shard in shards]
-        table = torch.tensor(addresses, dtype=torch.int64, device=device or first.device)
-        return cls(table=table, shards=shards, shape=shape, rank=rank)
+        return peers
 
 
 def check_bias(bias: PeerShards, weight: PeerShards) -> None:

@@ -81,11 +81,12 @@ def _sharded(rank: int, world: int) -> tuple[list[dict], dict]:
             (nn.functional.mse_loss(model(x), y, reduction="sum") / mb.tokens).backward()
         gradients.append({name: p.grad.full_tensor().clone() for name, p in model.named_parameters()})
         optimizer.step()
-    for parameter in model._odc_engine.parameters:  # the gather kernel reads what the walk over all parameters reads
+    weights = dict(full_parameters(model))  # waits until every owner has stepped
+    for parameter in model._odc_engine.parameters:
         whole = torch.full(parameter.spec.shape, torch.nan)
         gather(peers=parameter.compute_peers, out=whole, block=64)
-        assert torch.equal(whole, dict(full_parameters(model))[parameter.name])
-    return gradients, dict(full_parameters(model))
+        assert torch.equal(whole, weights[parameter.name])
+    return gradients, weights
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

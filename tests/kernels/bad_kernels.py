@@ -1,0 +1,133 @@
+"""Kernels that are wrong on purpose, one fault each, as cases of `bench.aot`: it has to find them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+import triton.language as tl
+from odc_kernels.device import add_to_peer, bulk_reads_follow, dot, peer_address, wait_for_shard
+
+from bench.machine import Case
+from bench.machine.staged import faults_of_waits
+
+
+@triton.jit
+def product(x, w, y, columns, B_T: tl.constexpr, B_N: tl.constexpr, B_K: tl.constexpr, STAGES: tl.constexpr):
+    t, n, k = tl.arange(0, B_T).to(tl.int64), tl.arange(0, B_N).to(tl.int64), tl.arange(0, B_K)
+    acc = tl.zeros((B_T, B_N), dtype=tl.float32)
+    for start in tl.range(0, columns, B_K, num_stages=STAGES):
+        x_TK = tl.load(x + t[:, None] * columns + (start + k)[None, :])
+        w_NK = tl.load(w + n[:, None] * columns + (start + k)[None, :])
+        acc = dot(x_TK, tl.trans(w_NK), acc, False)
+    tl.store(y + t[:, None] * columns + n[None, :], acc)
+
+
+@triton.jit
+def copy_unaligned(table, out, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(tl.load(table).to(tl.pointer_type(DTYPE)) + at))
+
+
+@triton.jit
+def copy_narrow(source, out, rows, columns, BLOCK: tl.constexpr):
+    for row in range(rows):
+        at = row * columns + tl.arange(0, BLOCK)
+        tl.store(out + row.to(tl.int64) * columns + tl.arange(0, BLOCK), tl.load(source + at))
+
+
+@triton.jit
+def copy_narrow_if(source, out, rows, columns, BLOCK: tl.constexpr):
+    # The product reaches the address through a branch and a loop, and is widened too late.
+    first = 0
+    if rows > 8:
+        first = tl.program_id(0) * columns
+    for step in range(rows):
+        tl.store(out + step * BLOCK + tl.arange(0, BLOCK), tl.load(source + first.to(tl.int64) + tl.arange(0, BLOCK)))
+        first += BLOCK
+
+
+@triton.jit
+def copy_narrow_stride(source, out, rows, columns, BLOCK: tl.constexpr):
+    whole = tl.make_tensor_descriptor(source, [rows, 8, columns], [rows * columns, columns, 1], [1, 8, BLOCK])
+    tl.store(out + tl.arange(0, BLOCK), tl.sum(whole.load([rows // 2, 0, 0]).reshape(8, BLOCK), axis=0))
+
+
+@triton.jit
+def add_compared(source, table, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    target = peer_address(table, 0, tl.int32)
+    tl.atomic_cas(target + at, tl.load(source + at), tl.load(source + at) + 1, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def add_on_this_gpu(source, table, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.atomic_add(peer_address(table, 0, tl.float32) + at, tl.load(source + at), sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def add_in_order(source, table, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.atomic_add(peer_address(table, 0, tl.float32) + at, tl.load(source + at), sem="acq_rel", scope="sys")
+
+
+@triton.jit
+def add_and_look(source, table, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    target = peer_address(table, 0, tl.float32)
+    tl.store(out + at, tl.atomic_add(target + at, tl.load(source + at), sem="relaxed", scope="sys"))
+
+
+@triton.jit
+def add_tile(source, table, columns, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    offsets = at.to(tl.int64)[:, None] * columns + at[None, :]
+    add_to_peer(peer_address(table, 0, tl.float32) + offsets, tl.load(source + offsets), None)
+
+
+@triton.jit
+def read_before_wait(w, out, flags, status, epoch, BLOCK: tl.constexpr, BULK: tl.constexpr, EARLY: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    shard = tl.make_tensor_descriptor(w, [BLOCK], [1], [BLOCK])
+    rows = tl.zeros((BLOCK,), dtype=tl.float32)
+    if EARLY:
+        rows = tl.load(w + at)
+    wait_for_shard(flags, status, 0, epoch, 1000)
+    if BULK:
+        rows = shard.load([0])
+    elif not EARLY:
+        bulk_reads_follow()
+        rows = tl.load(w + at)
+    tl.store(out + at, rows)
+
+
+def cases() -> Iterator[Case]:
+    pointers = ("x", "w", "y", "table", "source", "out", "columns")
+
+    def case(name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any], **more: Any) -> Case:
+        aligned = tuple(argument for argument in signature if argument in pointers)
+        return Case(name=name, kernel=kernel, signature=signature, constants=constants, aligned=aligned, **more)
+
+    data = {"x": "*bf16", "w": "*bf16", "y": "*fp32", "columns": "i32"}
+    yield case("good", product, data, {"B_T": 128, "B_N": 128, "B_K": 64, "STAGES": 3}, num_warps=8, matrix=True)
+    yield case("spills", product, data, {"B_T": 256, "B_N": 256, "B_K": 64, "STAGES": 2}, num_warps=4)
+    yield case("shared", product, data, {"B_T": 128, "B_N": 256, "B_K": 128, "STAGES": 4}, num_warps=8)
+    yield case("no HGMMA", product, data, {"B_T": 32, "B_N": 64, "B_K": 64, "STAGES": 2})
+    yield case("2 bytes", copy_unaligned, {"table": "*i64", "out": "*bf16"}, {"DTYPE": tl.bfloat16, "BLOCK": 1024})
+    sizes = {"rows": "i32", "columns": "i32"}
+    for kernel in (copy_narrow, copy_narrow_if, copy_narrow_stride):
+        yield case(kernel.fn.__name__, kernel, {"source": "*fp32", "out": "*fp32", **sizes}, {"BLOCK": 512})
+    adds = {"source": "*fp32", "table": "*i64"}
+    ints = {"source": "*i32", "table": "*i64"}
+    yield case("CAS", add_compared, ints, {"BLOCK": 512}, reduces=True)
+    yield case("scope", add_on_this_gpu, adds, {"BLOCK": 512}, reduces=True)
+    yield case("order", add_in_order, adds, {"BLOCK": 512}, reduces=True)
+    yield case("atom", add_and_look, {**adds, "out": "*fp32"}, {"BLOCK": 512}, reduces=True)
+    yield case("tile", add_tile, {**adds, "columns": "i32"}, {"BLOCK": 64}, reduces=True)
+    waits = {"w": "*fp32", "out": "*fp32", "flags": "*i32", "status": "*i32", "epoch": "i32"}
+    for name, bulk, early in (("early", False, True), ("unfenced", True, False), ("patient", False, False)):
+        constants = {"BLOCK": 512, "BULK": bulk, "EARLY": early}
+        yield case(name, read_before_wait, waits, constants, faults_of_ptx=faults_of_waits)
+    yield case("no code", product, data, {"B_T": 128, "B_N": 128, "B_K": 3, "STAGES": 2})
