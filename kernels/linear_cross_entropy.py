@@ -23,16 +23,18 @@ after each chunk would make the result depend on how the vocabulary was cut. A c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from .device import interpreting
 from .online_softmax import COLUMN_MULTIPLE, SoftmaxState, online_softmax, softmax_grad
 from .peers import PeerShards, join
 from .scatter import scatter
 from .tiles import ONLINE_SOFTMAX, SoftmaxTile
 
+AddRows = Callable[[int, int, torch.Tensor], None]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHUNK_MULTIPLE = 64
 _CHUNK_LEAST, _CHUNK_MOST = 512, 4096
@@ -60,15 +62,31 @@ class _Part:
     first: int
 
 
-def extra_bytes(*, chunk: int, tokens: int, columns: int, element_bytes: int, backward: bool) -> int:
-    """What a pass allocates at its peak beside its arguments and results, with chunks of `chunk` rows."""
+def extra_bytes(
+    *, chunk: int, tokens: int, columns: int, element_bytes: int, backward: bool, eager: bool = False
+) -> int:
+    """What a pass allocates at its peak beside its arguments and results, with chunks of `chunk` rows.
+
+    On the CPU it is less by the buffers of pulled rows, which are read where they lie.
+    """
     held = 2 * chunk * columns * element_bytes + tokens * chunk * element_bytes + 64 * tokens
+    if eager:
+        held += tokens * chunk * (4 if element_bytes == 4 else 8)  # probabilities; of 16-bit logits a wide copy too
     if backward:
         held += 4 * chunk * columns + (4 * tokens * columns if element_bytes < 4 else 0)  # dW of a chunk; dh in fp32
     return held
 
 
-def chunk_rows(*, tokens: int, vocabulary: int, columns: int, world: int, element_bytes: int, backward: bool) -> int:
+def chunk_rows(
+    *,
+    tokens: int,
+    vocabulary: int,
+    columns: int,
+    world: int,
+    element_bytes: int,
+    backward: bool,
+    eager: bool = False,
+) -> int:
     """How many rows of the vocabulary to take at a time: a multiple of 64, the same for nearly all chunks.
 
     As many as keep `extra_bytes` within 1/8 of the whole logits, at most 4096 (a product that large is efficient), at
@@ -76,6 +94,7 @@ def chunk_rows(*, tokens: int, vocabulary: int, columns: int, world: int, elemen
     eighth is exceeded rather than the head cut into slivers.
     """
     sizes = {"tokens": tokens, "columns": columns, "element_bytes": element_bytes, "backward": backward}
+    sizes["eager"] = eager
     fixed = extra_bytes(chunk=0, **sizes)
     per_row = extra_bytes(chunk=1, **sizes) - fixed
     most = (tokens * vocabulary * element_bytes // 8 - fixed) // per_row // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
@@ -94,14 +113,16 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     chunk: int | None = None,
+    eager: bool | None = None,
     tile: SoftmaxTile = ONLINE_SOFTMAX,
 ) -> HeadOutput:
     """Log-probabilities of `targets` under the head `weight`.
 
     h: [T, D], contiguous; weight: [V, D], of h's dtype (fp32, bf16, fp16); targets: int64 [T].
 
-    `chunk`: rows of the vocabulary at a time, a multiple of 16; `chunk_rows` by default. T may be 0. Nothing waits on
-    the host, so a target outside the vocabulary is not refused: its `logp` is NaN. Raises ValueError for other shapes,
+    `chunk`: rows of the vocabulary at a time, a multiple of 16; `chunk_rows` by default. `eager`: the softmax by plain
+    torch; by default where there is neither a GPU nor the interpreter. T may be 0. Nothing waits on the host, so a
+    target outside the vocabulary is not refused: its `logp` is NaN. Raises ValueError for other shapes,
     dtypes, devices or layouts, before a launch.
     """
     _check_head(h, weight, targets, logit_scale, chunk)
@@ -109,13 +130,20 @@ def linear_cross_entropy(
     targets = targets.contiguous()
     state = SoftmaxState.of(tokens, h.device)
     if tokens:
-        chunk = chunk or _default_chunk(h, weight, backward=False)
+        eager = _is_eager(h) if eager is None else eager
+        chunk = chunk or _default_chunk(h, weight, backward=False, eager=eager)
         logits = h.new_empty(tokens, chunk)
         for part, rows in _pulled(weight, chunk):
             logits_TV = logits[:, : len(rows)]
             torch.mm(h, rows.t(), out=logits_TV)
             online_softmax(
-                logits=logits_TV, first=part.first, targets=targets, state=state, scale=logit_scale, tile=tile
+                logits=logits_TV,
+                first=part.first,
+                targets=targets,
+                state=state,
+                scale=logit_scale,
+                eager=eager,
+                tile=tile,
             )
     logp, lse, entropy = state.result()
     return HeadOutput(logp=logp.masked_fill_(targets == ignore_index, 0.0), lse=lse, entropy=entropy)
@@ -130,25 +158,28 @@ def linear_cross_entropy_grad(
     output: HeadOutput,
     g_logp: torch.Tensor,
     g_entropy: torch.Tensor | None = None,
-    gradient: PeerShards | None,
+    gradient: PeerShards | AddRows | None,
     dh: torch.Tensor | None,
     ignore_index: int = -100,
     logit_scale: float = 1.0,
     chunk: int | None = None,
+    eager: bool | None = None,
     tile: SoftmaxTile = ONLINE_SOFTMAX,
 ) -> None:
     """Writes the gradient of h into `dh` and adds that of the weight into `gradient`; None where it is frozen.
 
     `output` is what `linear_cross_entropy` gave for the same arguments; g_logp, g_entropy: fp32 [T], the loss's
-    gradient with respect to its fields. gradient: [V, D] in fp32, other ranks may add at the same time; dh: [T, D] in
-    h's dtype or in fp32, which saves an fp32 sum beside it. A token whose `logp` is NaN has a NaN gradient. Raises
+    gradient with respect to its fields. gradient: [V, D] in fp32, other ranks may add at the same time, or a function
+    that adds fp32 rows to those of an owner from `start` on: `gradient(owner, start, rows)`. dh: [T, D] in h's dtype or
+    in fp32, which saves an fp32 sum beside it. A token whose `logp` is NaN has a NaN gradient. Raises
     ValueError as `linear_cross_entropy` does.
     """
     _check_head(h, weight, targets, logit_scale, chunk)
     _check_gradients(h, weight, output, g_logp, g_entropy, gradient, dh)
     if h.shape[0] == 0 or (gradient is None and dh is None):
         return
-    chunk = chunk or _default_chunk(h, weight, backward=True)
+    eager = _is_eager(h) if eager is None else eager
+    chunk = chunk or _default_chunk(h, weight, backward=True, eager=eager)
     targets, g_logp = targets.contiguous(), g_logp.contiguous()
     g_entropy = None if g_entropy is None else g_entropy.contiguous()
     logits = h.new_empty(h.shape[0], chunk)
@@ -170,6 +201,7 @@ def linear_cross_entropy_grad(
             g_entropy=g_entropy,
             ignore_index=ignore_index,
             scale=logit_scale,
+            eager=eager,
             tile=tile,
         )
         if dh_sum is not None:
@@ -177,12 +209,19 @@ def linear_cross_entropy_grad(
         if gradient is not None:
             dw_VD = dw[: len(rows)]
             _add_product(dw_VD, dz_TV.t(), h, beta=0)
-            scatter(gradient=dw_VD, peers=_rows_of(gradient, part))
+            if isinstance(gradient, PeerShards):
+                scatter(gradient=dw_VD, peers=_rows_of(gradient, part))
+            else:
+                gradient(part.owner, part.start, dw_VD)
     if dh_sum is not None and dh_sum is not dh:
         dh.copy_(dh_sum)
 
 
-def _default_chunk(h: torch.Tensor, weight: PeerShards, *, backward: bool) -> int:
+def _is_eager(h: torch.Tensor) -> bool:
+    return not (h.is_cuda or interpreting())
+
+
+def _default_chunk(h: torch.Tensor, weight: PeerShards, *, backward: bool, eager: bool) -> int:
     return chunk_rows(
         tokens=h.shape[0],
         vocabulary=weight.shape[0],
@@ -190,6 +229,7 @@ def _default_chunk(h: torch.Tensor, weight: PeerShards, *, backward: bool) -> in
         world=weight.world,
         element_bytes=h.element_size(),
         backward=backward,
+        eager=eager,
     )
 
 
@@ -204,6 +244,7 @@ def _parts(weight: PeerShards, chunk: int) -> list[_Part]:
 
 def _pulled(weight: PeerShards, chunk: int) -> Iterator[tuple[_Part, torch.Tensor]]:
     """Every part with its rows: own ones where they lie, others' in one of two buffers, till the next is asked for.
+    On the CPU all where they lie: there is no link.
 
     On CUDA the next part is pulled on a stream of its own while the caller's work on the present one runs. A pull waits
     for what the caller had enqueued when it was started: the work on the part before the present one, whose buffer it
@@ -211,18 +252,17 @@ def _pulled(weight: PeerShards, chunk: int) -> Iterator[tuple[_Part, torch.Tenso
     """
     parts = _parts(weight, chunk)
     own = weight.shards[weight.rank]
-    buffers = [own.new_empty(chunk, weight.shape[1]) for _ in range(2 if weight.world > 1 else 0)]
+    far = weight.world > 1 and weight.device.type != "cpu"
+    buffers = [own.new_empty(chunk, weight.shape[1]) for _ in range(2 if far else 0)]
     compute = torch.cuda.current_stream(weight.device) if weight.device.type == "cuda" else None
     pull = None if compute is None else torch.cuda.Stream(weight.device)
 
     def start(index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         part = parts[index]
         rows = weight.shards[part.owner][part.start : part.stop]
-        if part.owner == weight.rank:
+        if part.owner == weight.rank or pull is None:
             return rows, None
         buffer = buffers[index % 2][: len(rows)]
-        if pull is None:
-            return buffer.copy_(rows), None
         pull.wait_stream(compute)
         with torch.cuda.stream(pull):
             buffer.copy_(rows, non_blocking=True)
@@ -287,7 +327,7 @@ def _check_gradients(
     output: HeadOutput,
     g_logp: torch.Tensor,
     g_entropy: torch.Tensor | None,
-    gradient: PeerShards | None,
+    gradient: PeerShards | AddRows | None,
     dh: torch.Tensor | None,
 ) -> None:
     per_token = {"output.lse": output.lse, "output.entropy": output.entropy, "g_logp": g_logp, "g_entropy": g_entropy}
@@ -307,7 +347,7 @@ def _check_gradients(
             )
         if dh.dtype not in (h.dtype, torch.float32):
             raise ValueError(f"dh is {dh.dtype}; give h's {h.dtype}, or float32")
-    if gradient is not None:
+    if isinstance(gradient, PeerShards):
         want = (weight.shape, torch.float32, weight.world, weight.rank, weight.device)
         have = (gradient.shape, gradient.dtype, gradient.world, gradient.rank, gradient.device)
         for name, wanted, given in zip(("shape", "dtype", "world", "rank", "device"), want, have, strict=True):

@@ -56,11 +56,13 @@ class PeerShards:
         shape: Sequence[int],
         rank: int = 0,
         device: torch.device | None = None,
+        aligned: bool = True,
     ) -> PeerShards:
         """From the owners' tensors: views of peers' memory, or plain tensors in a test or on one GPU.
 
         `device`: where the kernels run, by default where the shards lie. Given, shards may also lie in pinned host
         memory: under unified addressing kernels read and write it at the same address, over the bus.
+        `aligned=False`: for plain torch on a CPU only, to which addresses don't matter.
 
         Raises ValueError for shards of a wrong shape, dtype, device or layout, or at an address that is not a
         multiple of 16 bytes.
@@ -88,7 +90,7 @@ class PeerShards:
                 raise ValueError(f"owner {owner}'s shard is on {shard.device}; put it on {device} or pin its memory")
             if not shard.is_contiguous():
                 raise ValueError(f"owner {owner}'s shard has strides {shard.stride()}; it must be contiguous")
-            if shard.numel() and shard.data_ptr() % ALIGNMENT_BYTES:
+            if aligned and shard.numel() and shard.data_ptr() % ALIGNMENT_BYTES:
                 raise ValueError(
                     f"owner {owner}'s shard lies at {shard.data_ptr():#x}; align it to {ALIGNMENT_BYTES} bytes"
                 )

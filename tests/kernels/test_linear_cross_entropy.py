@@ -26,6 +26,18 @@ from odc_kernels.peers import PeerShards, join, split
 
 pytestmark = place.MARKS
 
+
+class Softmax:
+    """Whether plain torch stands in for the kernels: every test runs both ways."""
+
+    eager = False
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["kernel", "eager"])
+def _softmax(request: pytest.FixtureRequest) -> None:
+    Softmax.eager = request.param
+
+
 # tokens, vocabulary, columns: several chunks an owner, odd, aligned, one word, no token, owners without rows.
 SHAPES = [(33, 100, 24), (5, 7, 3), (1, 16, 16), (4, 1, 5), (0, 4, 4), (17, 3, 40)]
 WORLDS = [1, 2, 3, 4, 8]
@@ -101,7 +113,15 @@ def test_outputs_and_gradients(world: int, shape: tuple, dtype: torch.dtype) -> 
     gradient, dh = split(before, world), torch.full((tokens, columns), torch.nan, dtype=dtype)
     rank = world // 2
     weight = PeerShards.of(split(whole, world), shape=whole.shape, rank=rank)
-    given = {"h": h, "weight": weight, "targets": targets, "logit_scale": SCALE, "chunk": 16, "tile": TILE}
+    given = {
+        "h": h,
+        "weight": weight,
+        "targets": targets,
+        "logit_scale": SCALE,
+        "chunk": 16,
+        "tile": TILE,
+        "eager": Softmax.eager,
+    }
 
     output = linear_cross_entropy(**given)
     linear_cross_entropy_grad(
@@ -131,7 +151,7 @@ def gradients(
     weight = PeerShards.of(split(whole, 2), shape=whole.shape)
     gradient = split(torch.zeros(whole.shape), 2)
     dh = torch.full(h.shape, torch.nan)
-    both = {"h": h, "weight": weight, "targets": targets, "chunk": 16, "tile": TILE} | changes
+    both = {"h": h, "weight": weight, "targets": targets, "chunk": 16, "tile": TILE, "eager": Softmax.eager} | changes
     g_entropy = both.pop("g_entropy", None)
     output = linear_cross_entropy(**both)
     linear_cross_entropy_grad(
@@ -235,6 +255,7 @@ def test_frozen_weight_and_frozen_input() -> None:
         "g_logp": g,
         "chunk": 16,
         "tile": TILE,
+        "eager": Softmax.eager,
     }
     dh = torch.full(h.shape, torch.nan)
     linear_cross_entropy_grad(**given, gradient=None, dh=dh)
@@ -287,7 +308,15 @@ def test_the_host_never_waits() -> None:
     shards = split(torch.zeros(whole.shape), 3)
     gradient = PeerShards.of(shards, shape=whole.shape, rank=1)
     dh = torch.full(h.shape, torch.nan, dtype=h.dtype)
-    given = {"h": h, "weight": weight, "targets": targets, "logit_scale": SCALE, "chunk": 16, "tile": TILE}
+    given = {
+        "h": h,
+        "weight": weight,
+        "targets": targets,
+        "logit_scale": SCALE,
+        "chunk": 16,
+        "tile": TILE,
+        "eager": Softmax.eager,
+    }
     with synchronising_raises():
         output = linear_cross_entropy(**given)
         linear_cross_entropy_grad(**given, output=output, g_logp=g, gradient=gradient, dh=dh)
@@ -409,7 +438,7 @@ def test_peak_memory_of_a_run() -> None:
     tile = SoftmaxTile(t=64 if place.INTERPRETED else 4)  # the interpreter wants few programs
 
     def forward(count: int) -> HeadOutput:
-        return linear_cross_entropy(h=h[:count], weight=weight, targets=targets[:count], tile=tile)
+        return linear_cross_entropy(h=h[:count], weight=weight, targets=targets[:count], tile=tile, eager=Softmax.eager)
 
     def backward(count: int, output: HeadOutput) -> None:
         linear_cross_entropy_grad(
@@ -421,14 +450,18 @@ def test_peak_memory_of_a_run() -> None:
             gradient=gradient,
             dh=dh[:count],
             tile=tile,
+            eager=Softmax.eager,
         )
 
     backward(1, forward(1))  # libraries' workspaces, once per process
     output = forward(tokens)
-    sizes = {"tokens": tokens, "columns": columns, "element_bytes": h.element_size()}
+    sizes = {"tokens": tokens, "columns": columns, "element_bytes": h.element_size(), "eager": Softmax.eager}
     for run, is_backward in ((lambda: forward(tokens), False), (lambda: backward(tokens, output), True)):
         peak = peak_extra_bytes(run)
         assert peak <= tokens * vocabulary * h.element_size() / 8
         chunk = chunk_rows(vocabulary=vocabulary, world=world, backward=is_backward, **sizes)
+        want = extra_bytes(chunk=chunk, backward=is_backward, **sizes)
+        if place.INTERPRETED:
+            want -= 2 * chunk * columns * h.element_size()  # peers' rows are read where they lie
         # Allocators round up; nothing else is allocated than what `extra_bytes` counts.
-        assert peak == pytest.approx(extra_bytes(chunk=chunk, backward=is_backward, **sizes), rel=0.1)
+        assert peak == pytest.approx(want, rel=0.1)
