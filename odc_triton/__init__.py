@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .errors import RankLost as RankLost
     from .errors import RanksDiffer as RanksDiffer
     from .footprint import memory_plan as memory_plan
+    from .replace import replace_layers as replace_layers
     from .sharding import fully_shard as fully_shard
 
 _API = (
@@ -40,6 +41,7 @@ _HOME = {
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "fully_shard": "odc_triton.sharding",
     "memory_plan": "odc_triton.footprint",
+    "replace_layers": "odc_triton.replace",
 }
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"

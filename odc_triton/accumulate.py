@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -20,6 +20,7 @@ _NAP_S = 20e-6
 _LONG_WAIT_S = 1e-3  # waits for a lock that are shorter are not worth an event
 
 Waits = list[tuple[float, float]]
+AddRows = Callable[[int, int, torch.Tensor], None]
 
 
 class Target:
@@ -46,6 +47,12 @@ class Accumulator(ABC):
         """Adds `gradient`, whose rows are those of all shards together. `name`: the parameter's, for errors.
 
         Returns the times, as (start_s, end_s), at which it could not go on because of other ranks.
+        """
+
+    @abstractmethod
+    def sink(self, target: Target, *, name: str) -> PeerShards | AddRows:
+        """What an operator that makes a gradient piece by piece adds it through: shards to add to by a kernel, or a
+        function `(owner, start, rows)` that adds rows to those of an owner from `start` on.
         """
 
 
@@ -80,11 +87,22 @@ class LockedAccumulator(Accumulator):
                 pending = left
         return waits
 
-    def _try_add(self, rows: torch.Tensor, target: Target, owner: int) -> bool:
+    def sink(self, target: Target, *, name: str) -> AddRows:
+        @torch.no_grad()
+        def add_rows(owner: int, start: int, rows: torch.Tensor) -> None:
+            begin_s = time.monotonic()
+            with self._threads.setdefault(target.slot, threading.Lock()):
+                while not self._try_add(rows, target, owner, start):
+                    self._give_up_if_late(time.monotonic() - begin_s, target.slot, owner, name)
+                    time.sleep(_NAP_S)
+
+        return add_rows
+
+    def _try_add(self, rows: torch.Tensor, target: Target, owner: int, start: int = 0) -> bool:
         if not self._heap.try_lock(target.slot, owner):
             return False
         try:
-            target.shards[owner].add_(rows)
+            target.shards[owner][start : start + len(rows)].add_(rows)
         finally:
             self._heap.unlock(target.slot, owner)
         return True
@@ -112,3 +130,6 @@ class KernelAccumulator(Accumulator):
         with self._streams.adding(gradient):
             scatter(gradient=gradient, peers=peers)
         return []
+
+    def sink(self, target: Target, *, name: str) -> PeerShards:
+        return target.peers

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from odc_kernels.peers import PeerShards
 
-from .accumulate import Accumulator, Target, Waits
+from .accumulate import Accumulator, AddRows, Target, Waits
 from .gathered import GatheredParameters
 from .memory.heap import SymmetricHeap
 from .plan import ParameterSpec, Region, shard_rows
@@ -28,6 +28,12 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
         or getattr(parameter, "_post_accumulate_grad_hooks", None)
         or getattr(parameter, "_in_backward_optimizers", None)  # of torch.distributed.optim
     )
+
+
+def sharded_parameter(weight: torch.Tensor) -> ShardedParameter | None:
+    """What is behind a weight as a module's forward sees it; None if it is not sharded."""
+    reference = getattr(weight, "_odc_sharded", None)
+    return None if reference is None else reference()
 
 
 class ShardedParameter:
@@ -58,7 +64,7 @@ class ShardedParameter:
     ) -> None:
         self.spec, self.slot = spec, slot
         self.name = spec.name
-        self._rank, self._world = heap.rank, heap.world
+        self._rank, self._world, self._heap_is_apart = heap.rank, heap.world, heap.apart
         self.compute_shards = [heap.shard(compute, owner) for owner in range(self._world)]
         self._compute_shard = self.compute_shards[self._rank]
         if spec.has_own_master:
@@ -72,6 +78,7 @@ class ShardedParameter:
         self.sharded = nn.Parameter(self._as_dtensor(master), requires_grad=trains)
         self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
         self.leaf = nn.Parameter(whole, requires_grad=trains)
+        self.leaf._odc_sharded = weakref.ref(self)
         self.gathered = gathered
         self.gradient_shard: torch.Tensor | None = None
         self._accumulator = accumulator
@@ -131,13 +138,22 @@ class ShardedParameter:
 
     @cached_property
     def compute_peers(self) -> PeerShards:
-        """The shards to read, as kernels see them; not for a scalar."""
-        return PeerShards.of(self.compute_shards, shape=self.spec.shape, rank=self._rank)
+        """The shards to read, as kernels see them; not for a scalar.
+
+        Plain torch may read them too, where kernels could not: side by side, shards are aligned as their rows are.
+        """
+        aligned = self._heap_is_apart
+        return PeerShards.of(self.compute_shards, shape=self.spec.shape, rank=self._rank, aligned=aligned)
 
     @property
     def gradient_peers(self) -> PeerShards:
         """The shards to add to, as kernels see them. Who adds through them sets `touched`."""
         return self._target.peers
+
+    @property
+    def gradient_sink(self) -> PeerShards | AddRows:
+        """What an operator adds a gradient through that it makes piece by piece. Who does so sets `touched`."""
+        return self._accumulator.sink(self._target, name=self.name)
 
     def listen(self, push: Callable[[ShardedParameter], None]) -> None:
         """Has `push(self)` called whenever a backward has made a whole gradient, in `leaf.grad`.

@@ -120,7 +120,9 @@ def fully_shard(
 
     streams = device.streams()
     accumulator = device.accumulator(heap, streams, meetings.timeout_s)
-    places = zip(plan.parameters, plan.compute, plan.gradient, _whole_tensors(plan, heap, streams), strict=True)
+    on_demand = {slot for slot, entry in enumerate(found) if _is_read_on_demand(entry)}
+    wholes = _whole_tensors(plan, heap, streams, on_demand)
+    places = zip(plan.parameters, plan.compute, plan.gradient, wholes, strict=True)
     parameters = [
         ShardedParameter(
             spec=spec,
@@ -252,15 +254,30 @@ def _spec(entry: FoundParameter, policy: MixedPrecisionPolicy) -> ParameterSpec:
     )
 
 
+def _is_read_on_demand(entry: FoundParameter) -> bool:
+    """Whether everything that has this parameter reads its owners by itself, so that it need not be whole."""
+    return all(attribute in getattr(owner, "reads_on_demand", ()) for owner, attribute, _ in entry.places)
+
+
 def _whole_tensors(
-    plan: Plan, heap: SymmetricHeap, streams: Streams
+    plan: Plan, heap: SymmetricHeap, streams: Streams, on_demand: set[int]
 ) -> list[tuple[torch.Tensor, GatheredParameters | None]]:
-    """Every parameter's whole tensor: a view of the heap, or one of its unit's that are gathered together."""
+    """Every parameter's whole tensor: a view of the heap, or one of its unit's that are gathered together.
+
+    `on_demand`: slots of those that are never gathered: tensors without memory.
+    """
     if not heap.apart:
         return [(heap.whole(region), None) for region in plan.compute]
     found: dict[int, tuple[torch.Tensor, GatheredParameters | None]] = {}
+    for slot in on_demand:
+        region = plan.compute[slot]
+        empty = torch.empty(region.shape, dtype=getattr(torch, region.dtype), device=heap.device)
+        empty.untyped_storage().resize_(0)
+        found[slot] = empty, None
     for unit in {spec.unit for spec in plan.parameters}:
-        slots = [slot for slot, spec in enumerate(plan.parameters) if spec.unit == unit]
+        slots = [slot for slot, spec in enumerate(plan.parameters) if spec.unit == unit and slot not in on_demand]
+        if not slots:
+            continue
         specs = [plan.parameters[slot] for slot in slots]
         shards = [[heap.shard(plan.compute[slot], owner) for owner in range(heap.world)] for slot in slots]
         gathered = GatheredParameters(specs, shards, rank=heap.rank, streams=streams)

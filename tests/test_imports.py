@@ -23,10 +23,12 @@ FLOORS = [
     {"memory", "footprint", "report", "streams"},
     {"meeting", "debug", "relay", "accumulate", "gathered"},
     {"sharded_param"},
-    {"unit", "engine"},
+    {"unit", "engine", "functions"},
+    {"head"},
+    {"nn"},
     {"module", "collect", "initialize", "backend"},
     {"sharding", "api"},
-    {"hf", "checkpoint", "launch"},
+    {"hf", "checkpoint", "launch", "replace"},
     {"train"},
 ]
 

@@ -108,8 +108,15 @@ def _frozen(model: nn.Module) -> None:
     model.model.layers[0].mlp.requires_grad_(False)
 
 
+def _fused_head(model: nn.Module) -> None:
+    from odc_triton.replace import replace_layers
+
+    assert replace_layers(model, roles=["head"], verbose=False).swapped["head"]
+
+
 TRANSFORMS = {
     "none": _nothing,
+    "head": _fused_head,
     "checkpointing": _checkpointing,
     "reentrant": _reentrant_checkpointing,
     "frozen": _frozen,
