@@ -26,9 +26,13 @@ test-gpu-image: .venv-gpu-image/.installed
 		--constraint constraints-gpu-image.txt --editable ".[test,demo]"
 	touch $@
 
-# Machine code of every kernel for every architecture; needs no GPU.
-aot: venv
-	$(BIN)/python -m bench.aot
+# Machine code of every kernel for every architecture, by both tritons that are supported; needs no GPU.
+OTHER_TRITON := out/triton-3.6.0
+aot: venv $(OTHER_TRITON)/triton/__init__.py
+	env -u TRITON_INTERPRET $(BIN)/python -m bench.aot --also $(OTHER_TRITON)
+
+$(OTHER_TRITON)/triton/__init__.py: | venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OTHER_TRITON) triton==3.6.0
 
 lint: venv
 	$(BIN)/ruff check .

@@ -1,10 +1,12 @@
 """Machine code without a GPU: cross-compiles every kernel for every architecture and reads what came out.
 
-    python -m bench.aot [--arch 90 ...] [--kernel gather ...] [--out FOLDER]
+    python -m bench.aot [--arch 90 ...] [--kernel gather ...] [--also FOLDER] [--out FOLDER]
 
 Prints one table (registers, spills, shared memory, matrix instructions, load width, kind of reduction) and fails on
 spills, shared memory over the chip's limit, matrix kernels without HGMMA on sm_90, scalar 2-byte loads,
-compare-and-swap, and reductions into peers by anything but relaxed system-scope red. Results are cached by source.
+compare-and-swap, tiles reduced into peers on sm_90 and sm_100 by anything but TMA, other reductions into peers by
+anything but relaxed system-scope red, 32-bit products in addresses, and weight loads before their wait. Results are
+cached, each until the source of its kernel changes.
 """
 
 from __future__ import annotations
@@ -13,157 +15,132 @@ import argparse
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
-from dataclasses import asdict, dataclass, field
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
 
-import odc_kernels
-from bench.machine import Case, all_cases
+from bench.machine import Case, all_cases, modules
+from bench.machine.code import Code, build
+from odc_kernels.tiles import ARCHITECTURES
 from odc_triton.report import table
 
-SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_JUDGES = ("case.py", "code.py", "offsets.py")
+COLUMNS = ("kernel", "sm", "triton", "registers", "spills", "shared bytes", "matrix", "loads", "reduction", "faults")
+_PROGRESS_S = 10.0
 
 
-@dataclass(kw_only=True)
-class Code:
-    """What the compiler made of a case."""
-
-    name: str
-    arch: int
-    registers: int = 0
-    spills: int = 0
-    shared_bytes: int = 0
-    matrix: str = "-"
-    loads: str = ""
-    reduction: str = "-"
-    faults: list[str] = field(default_factory=list)
+def row_of(code: Code) -> list[object]:
+    """A row of the table, in the order of `COLUMNS`."""
+    read = (code.registers, code.spills, code.shared_bytes, code.matrix, code.loads, code.reduction)
+    return [code.name, code.arch, code.triton, *read, "; ".join(code.faults) or "-"]
 
 
-def build(case: Case, arch: int) -> Code:
-    """Compiles and reads one case; `faults` says what is wrong with the code."""
-    names = case.kernel.arg_names
-    constants = case.constants | {name: choose(arch) for name, choose in case.by_arch.items()}
-    if unknown := set(names) - set(case.signature) - set(constants):
-        raise ValueError(f"{case.name}: no type or value is given for {sorted(unknown)}")
-    source = ASTSource(
-        fn=case.kernel,
-        signature={name: case.signature.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in case.aligned},
-    )
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
-    compiled = compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    code = Code(name=case.name, arch=arch, shared_bytes=compiled.metadata.shared)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(compiled.asm["cubin"])
-        cubin.flush()
-        sass = _dump("-sass", cubin.name)
-        usage = _dump("-res-usage", cubin.name)
-    _read(code, case, compiled.asm["ptx"], sass, usage)
-    return code
+@lru_cache(maxsize=1)
+def _cases(names: tuple[str, ...]) -> dict[str, Case]:
+    return {case.name: case for case in all_cases(list(names))}
 
 
-def _dump(what: str, path: str) -> str:
-    return subprocess.run([_CUOBJDUMP, what, path], capture_output=True, text=True, check=True).stdout
+def _build(names: tuple[str, ...], name: str, arch: int) -> Code:
+    """Runs in another process, where a case, which can't be sent, is looked up by its name."""
+    return build(_cases(names)[name], arch)
 
 
-def _count(pattern: str, text: str) -> int:
-    return len(re.findall(pattern, text))
+def compile_all(names: tuple[str, ...], jobs: list[tuple[str, int]], *, processes: int) -> Iterator[Code]:
+    """The code of each (case's name, architecture) as it is done. Says how far it is on the standard error."""
+    began = said = time.monotonic()
+    for done, code in enumerate(_built(names, jobs, processes), 1):
+        yield code
+        now = time.monotonic()
+        if code.faults:
+            print(f"{code.name} on sm_{code.arch}: {'; '.join(code.faults)}", file=sys.stderr, flush=True)
+        if now - said > _PROGRESS_S or done == len(jobs):
+            said = now
+            passed = f"triton {triton.__version__}: {done} of {len(jobs)} compiled in {now - began:.0f} s"
+            print(passed, file=sys.stderr, flush=True)
 
 
-def _read(code: Code, case: Case, ptx: str, sass: str, usage: str) -> None:
-    code.registers = int(re.search(r"REG:(\d+)", usage).group(1))
-    code.spills = _count(r"\b(?:LDL|STL)\b", sass)
-    matrix = {name: _count(rf"\b{name}\b", sass) for name in ("HGMMA", "HMMA", "UTCHMMA", "QMMA")}
-    code.matrix = ", ".join(f"{count} {name}" for name, count in matrix.items() if count) or "-"
-    loads = re.findall(r"ld\.global(?:\.\w+)*?(?:\.v(\d))?\.b(\d+)", ptx)
-    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*?\], \[.*?\], (0x[0-9a-f]+|\d+)", ptx)
-    widths = sorted({int(bits) * int(count or 1) // 8 for count, bits in loads} | {int(size, 0) for size in copies})
-    code.loads = "/".join(str(width) for width in widths) + " bytes" if widths else "-"
-    reductions = re.findall(r"\b(?:red|atom|cp\.reduce)\.[\w.:]+", ptx)
-    units = {word.split(".")[0] for word in re.findall(r"\b(?:RED|REDG|ATOM|ATOMG|UTMAREDG)\b[\w.]*", sass)}
-    code.reduction = ", ".join([*sorted(units), *sorted(set(reductions))]) or "-"
-    if code.spills:
-        code.faults.append(f"{code.spills} spills")
-    if code.shared_bytes > SHARED_LIMIT_BYTES[code.arch]:
-        code.faults.append(f"{code.shared_bytes} bytes of shared memory, the chip has {SHARED_LIMIT_BYTES[code.arch]}")
-    if case.matrix and code.arch == 90 and not matrix["HGMMA"]:
-        code.faults.append("no HGMMA")
-    if _count(r"\bCAS\b|atom\.[\w.]*cas", sass + ptx):
-        code.faults.append("compare-and-swap")
-    if case.reduces:
-        # A bulk reduction has no order or scope of its own; it is what a 2-D tile must use where the chip has it.
-        bulk = {r for r in reductions if r.startswith("cp.reduce.async.bulk.tensor.2d.global") and ".add" in r}
-        wrong = {r for r in reductions if not {"sys", "relaxed", "add"} <= set(r.split("."))} - bulk
-        if case.matrix and code.arch in (90, 100) and not bulk:
-            code.faults.append("a tile reduced by single atomics")
-        if wrong or not reductions:
-            code.faults.append(f"reduces by {', '.join(sorted(wrong)) or 'nothing'}")
-    if 2 in widths:
-        code.faults.append("scalar 2-byte loads")
-    if 16 not in widths:
-        code.faults.append("no 16-byte loads")
+def _built(names: tuple[str, ...], jobs: list[tuple[str, int]], processes: int) -> Iterator[Code]:
+    if processes == 1:
+        yield from (_build(names, name, arch) for name, arch in jobs)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        try:
+            for future in as_completed([pool.submit(_build, names, name, arch) for name, arch in jobs]):
+                yield future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-def _digest() -> str:
-    """Of all kernels' sources, the cases, this file and triton's version."""
-    digest = hashlib.sha256(triton.__version__.encode())
-    here = Path(__file__).parent
-    for path in sorted([*Path(odc_kernels.__path__[0]).glob("*.py"), *here.glob("machine/*.py"), here / "aot.py"]):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def codes_of(names: tuple[str, ...], options: argparse.Namespace) -> list[Code]:
+    """The code of all cases asked for, by this triton; from the cache what has not changed."""
+    judges = hashlib.sha256(b"".join((Path(__file__).parent / "machine" / name).read_bytes() for name in _JUDGES))
+    cache = options.out / f"triton-{triton.__version__}.json"
+    known = json.loads(cache.read_text()) if cache.exists() else {}
+    wanted = {}
+    for name, case in _cases(names).items():
+        if any(fnmatchcase(name, f"{pattern}*") for pattern in options.kernel):
+            wanted |= {(name, arch): f"{case.digest(arch)}-{judges.hexdigest()[:16]}" for arch in options.arch}
+    jobs = [key for key, digest in wanted.items() if known.get(f"{key[0]} sm_{key[1]}", {}).get("digest") != digest]
+    try:
+        for code in compile_all(names, jobs, processes=options.processes) if jobs else ():
+            known[f"{code.name} sm_{code.arch}"] = {"digest": wanted[code.name, code.arch], "code": asdict(code)}
+    finally:  # an interrupted run goes on where it was
+        cache.write_text(json.dumps(known, indent=1))
+    return [Code(**known[f"{name} sm_{arch}"]["code"]) for name, arch in wanted]
 
 
-COLUMNS = ("kernel", "sm", "registers", "spills", "shared bytes", "matrix", "loads", "reduction", "faults")
-
-
-def rows_of(codes: list[Code]) -> list[list[object]]:
-    return [
-        [
-            c.name,
-            c.arch,
-            c.registers,
-            c.spills,
-            c.shared_bytes,
-            c.matrix,
-            c.loads,
-            c.reduction,
-            "; ".join(c.faults) or "-",
-        ]
-        for c in codes
-    ]
+def _codes_of_other(options: argparse.Namespace) -> list[Code]:
+    """The same by the triton in another folder, which a process of its own imports."""
+    found = options.out / "other.json"
+    command = [sys.executable, "-m", "bench.aot", "--results", str(found), "--out", str(options.out)]
+    command += ["--arch", *map(str, options.arch), "--processes", str(options.processes), "--cases", *options.cases]
+    command += ["--kernel", *options.kernel] if options.kernel != [""] else []
+    path = os.pathsep.join(filter(None, [str(options.also.resolve()), os.environ.get("PYTHONPATH")]))
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True)
+    return [Code(**code) for code in json.loads(found.read_text())]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", type=int, nargs="*", default=sorted(SHARED_LIMIT_BYTES), help="80, 90, 100, 120")
-    parser.add_argument("--kernel", nargs="*", default=[], help="only cases whose name begins so")
-    parser.add_argument("--out", type=Path, default=Path("out/aot"), help="folder of the cache and aot.json")
+    parser.add_argument("--arch", type=int, nargs="*", default=list(ARCHITECTURES), help="80, 90, 100, 120")
+    parser.add_argument("--kernel", nargs="*", default=[""], help="only cases whose name begins so (patterns: *bf16)")
+    parser.add_argument("--cases", nargs="*", default=modules(), help="modules that have the cases")
+    parser.add_argument("--also", type=Path, help="folder of another triton, which compiles everything once more")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile at a time")
+    parser.add_argument("--out", type=Path, default=Path("out/aot"), help="folder of the cache and of aot.json")
+    parser.add_argument("--results", type=Path, help="write the results to this file and print no table")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set: the interpreter compiles nothing; unset it")
+    if options.also and not (options.also / "triton").is_dir():
+        parser.error(
+            f"{options.also} has no triton in it; run: pip install --no-deps --target {options.also} triton==…"
+        )
+    began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
-    cache = options.out / f"{_digest()}.json"
-    known = {(c["name"], c["arch"]): Code(**c) for c in json.loads(cache.read_text())} if cache.exists() else {}
-    codes = []
-    for case in all_cases():
-        if options.kernel and not case.name.startswith(tuple(options.kernel)):
-            continue
-        for arch in options.arch:
-            known[case.name, arch] = known.get((case.name, arch)) or build(case, arch)
-            codes.append(known[case.name, arch])
-    cache.write_text(json.dumps([asdict(code) for code in known.values()]))
-    print(table(rows_of(codes), COLUMNS))
+    codes = codes_of(tuple(options.cases), options)
+    if not codes:
+        parser.error(f"no case begins with {' or '.join(options.kernel)}")
+    if options.also:
+        codes += _codes_of_other(options)
+    (options.results or options.out / "aot.json").write_text(json.dumps([asdict(code) for code in codes], indent=1))
+    if options.results:
+        return 0
+    print(table([row_of(code) for code in codes], COLUMNS))
     faulty = [code for code in codes if code.faults]
-    print(f"triton {triton.__version__}: {len(codes) - len(faulty)} of {len(codes)} kernels compile as they should")
+    tritons = " and ".join(dict.fromkeys(code.triton for code in codes))
+    kernels = len({code.name for code in codes})
+    verdict = f"{len(faulty)} of {len(codes)} are faulty" if faulty else f"all {len(codes)} compile as they should"
+    print(f"{kernels} cases, triton {tritons}, {time.monotonic() - began:.0f} s: {verdict}")
     return 1 if faulty else 0
 
 

@@ -16,10 +16,12 @@ Exits with 0 if every stage passed, 1 if not, 2 without a GPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -80,6 +82,34 @@ def read_junit(path: Path) -> tuple[Counter[str], list[dict[str, str]]]:
     return counts, failures
 
 
+def run(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
+    """The exit code, None where the time ran out, and all that was printed. Nothing that it started stays behind."""
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+            # Ranks of a test are in groups of their own, but of this session.
+            for pid in _of_session(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        return code, said.read()
+
+
+def _of_session(session: int) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            if os.getsid(int(entry.name)) == session:
+                found.append(int(entry.name))
+    return found
+
+
 def run_tests(paths: list[str], marker: str, environment: dict[str, str], seconds: float) -> Outcome:
     """`pytest -m marker paths`, as far as it comes in the time; the order of `paths` is that of their worth."""
     begin_s = time.monotonic()
@@ -96,15 +126,13 @@ def run_tests(paths: list[str], marker: str, environment: dict[str, str], second
             command = [sys.executable, "-m", "pytest", "-q", "-m", marker, *workers, "-p", "no:cacheprovider"]
             # Warnings are errors where versions are pinned; that machine's are its own.
             command += ["-W", "default", "--timeout", "120", f"--junit-xml={junit}", path]
-            try:
-                done = subprocess.run(
-                    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=max(left_s, 1)
-                )
-            except subprocess.TimeoutExpired:
+            code, text = run(command, environment, max(left_s, 1))
+            tail = "\n".join(text.splitlines()[-_TAIL_LINES:])
+            if code is None:
                 unfinished.append(path)
+                failures.append({"test": f"{path}, stopped when its time was over", "text": tail})
                 continue
-            if not junit.exists() or done.returncode not in (0, 1, 5):  # 5: nothing was collected
-                tail = "\n".join((done.stdout + done.stderr).splitlines()[-_TAIL_LINES:])
+            if not junit.exists() or code not in (0, 1, 5):  # 5: nothing was collected
                 failures.append({"test": f"{path} as a whole", "text": tail})
                 continue
             of_path, failed = read_junit(junit)
@@ -127,11 +155,9 @@ def run_kernels(out: Path, environment: dict[str, str], seconds: float) -> Outco
     """bench.run, which keeps its own files up to date while it runs."""
     begin_s = time.monotonic()
     command = [sys.executable, "-m", "bench.run", "--seconds", f"{max(seconds - 20, 1):.0f}", "--out", str(out)]
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
-        text, code = done.stdout + done.stderr, done.returncode
-    except subprocess.TimeoutExpired as late:
-        text, code = f"{late.stdout or ''}\nstopped: it did not end by itself", 1
+    code, text = run(command, environment, seconds)
+    if code is None:
+        text, code = f"{text}\nstopped: it did not end by itself", 1
     return Outcome(
         stage="kernels",
         passed=code == 0,

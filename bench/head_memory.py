@@ -18,7 +18,6 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from bench.operators.timing import median_interval
 from bench.provenance import commit, hardware, versions
 from odc_triton.nn import LMHead
 from odc_triton.report import table

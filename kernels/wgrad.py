@@ -7,7 +7,8 @@ T tokens, N output features, n = ceil(N / R) of them per owner, K input features
 tile [BLOCK_N, BLOCK_K] of one owner's rows over all tokens. Programs of a rank begin at the owner behind it.
 
 On sm_90 and newer a tile leaves by one bulk reduction (`descriptor.atomic_add`), below by relaxed atomics: see
-[Note: orders] in device.py.
+[Note: orders] in device.py. The bias's gradient, whole in one program per row tile, is summed here and scattered
+behind: beside a bulk reduction ptxas would make atomics of its additions, not reductions.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ import triton.language as tl
 
 from .device import add_to_peer, architecture, dot, interpreting, peer_address, turn
 from .peers import PeerShards, check_bias
+from .scatter import scatter
 from .tiles import WgradTile, tile_of
 
 
-@triton.jit(do_not_specialize=["tokens", "rows", "rank"])
+@triton.jit(do_not_specialize=["tokens", "rank"])
 def wgrad_kernel(
     dy,
     x,
     w_table,
-    b_table,
+    db,
     scale,
     tokens,
     rows,
@@ -80,7 +82,7 @@ def wgrad_kernel(
             offsets = n.to(tl.int64)[:, None] * columns + k[None, :]
             add_to_peer(target + offsets, acc, n_in[:, None] & k_in[None, :])
         if HAS_BIAS and tile_k == 0:
-            add_to_peer(peer_address(b_table, owner, tl.float32) + n, acc_b * scale, n_in)
+            tl.store(db + first_row + n, acc_b, mask=n_in)
 
 
 def wgrad(
@@ -107,11 +109,12 @@ def wgrad(
     if bulk:
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=dy.device))
     tiles = triton.cdiv(weight.rows_per_owner, tile.n) * triton.cdiv(columns, tile.k)
+    db = None if bias is None else torch.empty(rows, dtype=torch.float32, device=dy.device)
     wgrad_kernel[(tiles, weight.world)](
         dy,
         x,
         weight.table,
-        weight.table if bias is None else bias.table,
+        weight.table if db is None else db,
         scale,
         tokens,
         rows,
@@ -129,6 +132,8 @@ def wgrad(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+    if bias is not None:
+        scatter(gradient=db, peers=bias, scale=scale)
 
 
 def _check(dy: torch.Tensor, x: torch.Tensor, weight: PeerShards, bias: PeerShards | None) -> None:

@@ -164,6 +164,7 @@ class Engine:
         given = [theirs["tokens"] for theirs in messages]
         missing = [rank for rank, count in enumerate(given) if count is None]
         if missing and len(missing) < self.world:
+            self.heap.show(Word.LANDED, self.minibatch + 1)
             self._enter_phase(Phase.READY)
             raise RanksDiffer(f"tokens was given on some ranks but not on ranks {missing}; give it on all or on none")
         self._tokens = None if missing else sum(given)
@@ -212,10 +213,16 @@ class Engine:
                 f"the gradients of minibatch {self.minibatch} are dropped: no optimizer step followed it. "
                 f"Put all microbatches of a step into one minibatch.",
             )
+        if self.rank == 0 and any(parameter.spec.is_scalar for parameter in self.trainable()):
+            # Every rank takes a scalar's gradient from here, a slow one maybe not yet.
+            self.meetings.wait_until(
+                f"the scalars' gradients of minibatch {self.minibatch} to be taken",
+                lambda: [rank for rank, count in enumerate(self.heap.seen(Word.LANDED)) if count <= self.minibatch],
+            )
         for parameter in self.trainable():
             parameter.clear_gradient()
         self._copy_masters()
-        self._drain("clearing gradients and publishing before a minibatch")
+        self.drain("clearing gradients and publishing before a minibatch")
 
     def end(self, error: BaseException | None = None) -> None:
         """Leaves the minibatch: all gradients have landed when it returns.
@@ -240,7 +247,7 @@ class Engine:
                 self.meetings.tell(purpose, {"error": _describe(error)})
             return
         try:
-            self._drain(f"the microbatches of minibatch {self.minibatch}")
+            self.drain(f"the microbatches of minibatch {self.minibatch}")
         except Exception as raised:
             error = error or raised
         if error is None and self._failure is not None:
@@ -251,6 +258,8 @@ class Engine:
         self.events.microbatch = -1
         self._settle(messages, error)
         self._land({index for theirs in messages for index in theirs["touched"]})
+        self.drain("taking the landed gradients")
+        self.heap.show(Word.LANDED, self.minibatch + 1)
         self._enter_phase(Phase.LANDED)
         counts = [theirs["microbatches"] for theirs in messages]
         if self._tokens is None and len(set(counts)) > 1:
@@ -282,10 +291,11 @@ class Engine:
             for parameter in self.trainable():
                 parameter.sharded.grad = None
                 parameter.dirty = True
+            self.heap.show(Word.LANDED, self.minibatch + 1)
             self._enter_phase(Phase.READY)
             raise MinibatchFailed(self.minibatch, failed) from error
 
-    def _drain(self, purpose: str) -> None:
+    def drain(self, purpose: str) -> None:
         """Waits until this rank's device has done what was enqueued: peers are told so next."""
         for streams in self._streams:
             streams.drain(self.meetings.timeout_s, purpose)
@@ -421,7 +431,7 @@ class Engine:
         self.heap.show(Word.STEPPING, self._published + 1)  # before the copies: a reader must not miss them
         with self.events.span("publish", microbatch=-1):
             self._copy_masters()
-            self._drain("publishing the parameters")
+            self.drain("publishing the parameters")
         self._published += 1
         self.heap.show(Word.PUBLISHED, self._published)
 
@@ -449,7 +459,7 @@ class Engine:
             if self.phase is not Phase.OPEN:
                 self.wait_readable()
             value = parameter.read()
-            self._drain("reading whole parameters")
+            self.drain("reading whole parameters")
             if self.phase is not Phase.OPEN:
                 self.check_not_torn()
             if self._published != published:

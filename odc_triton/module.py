@@ -186,6 +186,7 @@ class ODCModule:
             value = local.get(name)
             if id(sharded) in parameters and _is_whole(value, sharded):
                 local[name] = parameters[id(sharded)].own_part(value)
+        self._odc_engine.drain("what still reads the parameters")
         self._odc_engine.meetings.meet("load_state_dict", {})
         result = super().load_state_dict(local, strict=strict)
         self._odc_engine.publish()

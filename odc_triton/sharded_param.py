@@ -64,7 +64,8 @@ class ShardedParameter:
     ) -> None:
         self.spec, self.slot = spec, slot
         self.name = spec.name
-        self._rank, self._world, self._heap_is_apart = heap.rank, heap.world, heap.apart
+        self._heap = heap  # on a GPU, tensors of peers' memory don't keep it mapped
+        self._rank, self._world = heap.rank, heap.world
         self.compute_shards = [heap.shard(compute, owner) for owner in range(self._world)]
         self._compute_shard = self.compute_shards[self._rank]
         if spec.has_own_master:
@@ -142,8 +143,7 @@ class ShardedParameter:
 
         Plain torch may read them too, where kernels could not: side by side, shards are aligned as their rows are.
         """
-        aligned = self._heap_is_apart
-        return PeerShards.of(self.compute_shards, shape=self.spec.shape, rank=self._rank, aligned=aligned)
+        return PeerShards.of(self.compute_shards, shape=self.spec.shape, rank=self._rank, aligned=self._heap.apart)
 
     @property
     def gradient_peers(self) -> PeerShards:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -220,6 +223,17 @@ def test_another_publication_is_read_anew() -> None:
     publish(model)
     model.unshard()
     torch.testing.assert_close(model.enter.weight, before + 1)
+
+
+def test_a_heap_lives_as_long_as_parameters_in_it() -> None:
+    # Gradients go through kernels, as on CUDA: there tensors of peers' memory do not own it.
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    backend = "cpu-interpreter" if INTERPRETED else BACKEND
+    fully_shard(model[0], backend=backend)
+    heap = weakref.ref(model[0]._odc_engine.heap)
+    fully_shard(model, backend=backend)
+    gc.collect()
+    assert heap() is not None
 
 
 def test_order() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,12 +31,20 @@ def test_every_outcome_is_told(tmp_path: Path) -> None:
     outcome = run_tests(_paths(tmp_path), "not gpu", dict(os.environ), 20)
     assert not outcome.passed
     assert outcome.data["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
-    bad, broken = outcome.data["failures"]
+    bad, broken, late = outcome.data["failures"]
     assert "test_bad" in bad["test"]
     assert "no luck" in bad["text"]
     assert "no_such_module" in broken["text"]
     assert outcome.data["unfinished"] == [str(tmp_path / "test_slow.py")]
+    assert "slow" in late["test"]
+    assert not any("test_slow.py" in command for command in _running())
     assert outcome.details[0] == "1 passed, 1 failed, 1 skipped"
+
+
+def _running() -> Iterator[str]:
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            yield entry.read_text()
 
 
 def test_nothing_collected_is_no_success(tmp_path: Path) -> None:

@@ -546,3 +546,34 @@ def test_fifty_models_in_a_row() -> None:
         assert after <= before
         assert mapped == 0
         assert hooks == 0
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def _late_at_landing(rank: int, world: int) -> list[float]:
+    """The scalar's gradient in two minibatches; rank 1 loses time between the exit meeting and taking it."""
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(_Scaled(), backend="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, gradients = model._odc_engine, []
+    land = engine._land
+    if rank == 1:
+        engine._land = lambda touched: (time.sleep(0.5), land(touched))
+    for _ in range(2):
+        with minibatch(model, tokens=1):
+            model(torch.ones(3)).sum().backward()
+        gradients.append(model.scale.grad.to_local().item())
+        optimizer.step()
+    return gradients
+
+
+def test_a_scalars_gradient_is_taken_before_it_is_cleared() -> None:
+    assert ranks.run(_late_at_landing, 2) == [[6.0, 6.0]] * 2

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import triton
 import triton.language as tl
 
 TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
@@ -23,7 +27,8 @@ class Case:
     """`signature`: types of the arguments, `constants`: values of the constexprs; what neither names is an error.
 
     `aligned`: arguments known to be multiples of 16. `by_arch`: constants that the launcher chooses by architecture,
-    as a function of it (90 for sm_90).
+    as a function of it (90 for sm_90). `faults_of_ptx`: what is wrong with the PTX of this kernel besides what is
+    asked of every kernel, a line each.
     """
 
     name: str
@@ -36,3 +41,36 @@ class Case:
     num_stages: int = 2
     matrix: bool = False  # must use the matrix units
     reduces: bool = False  # adds into peers
+    flat: bool = False  # addresses the elements of a tensor by one number
+    faults_of_ptx: Callable[[str], list[str]] | None = None
+
+    def constants_on(self, arch: int) -> dict[str, Any]:
+        """The values of all constexprs on sm_`arch`. Raises ValueError where an argument has no type or value, or is
+        said to be aligned though a launch would not tell the compiler.
+        """
+        constants = self.constants | {name: choose(arch) for name, choose in self.by_arch.items()}
+        if unknown := set(self.kernel.arg_names) - set(self.signature) - set(constants):
+            raise ValueError(f"{self.name}: no type or value is given for {sorted(unknown)}")
+        if untold := [
+            p.name for p in getattr(self.kernel, "params", ()) if p.do_not_specialize and p.name in self.aligned
+        ]:
+            raise ValueError(f"{self.name}: {untold} are aligned here and in do_not_specialize")
+        return constants
+
+    def digest(self, arch: int) -> str:
+        """Of what its code depends on: triton, the source of the kernel and of all that it calls, and the case."""
+        given = [
+            triton.__version__,
+            self.kernel.cache_key,
+            sorted(self.signature.items()),
+            sorted((name, str(value)) for name, value in self.constants_on(arch).items()),
+            self.aligned,
+            self.num_warps,
+            self.num_stages,
+            self.matrix,
+            self.reduces,
+            self.flat,
+            inspect.getsource(inspect.getmodule(self.faults_of_ptx)) if self.faults_of_ptx else "",
+            arch,
+        ]
+        return hashlib.sha256(repr(given).encode()).hexdigest()[:16]

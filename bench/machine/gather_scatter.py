@@ -17,6 +17,7 @@ def cases() -> Iterator[Case]:
             signature={"table": "*i64", "out": f"*{target}", **_SIZES},
             constants={"DTYPE": TYPES[source], "ALIGNED": True, "BLOCK": 4096},
             aligned=("table", "out", "rows_per_owner", "row_elements"),
+            flat=True,
         )
     for dtype in ("fp32", "bf16", "fp16"):
         yield Case(
@@ -26,4 +27,5 @@ def cases() -> Iterator[Case]:
             constants={"ALIGNED": True, "BLOCK": 2048},
             aligned=("table", "gradient", "rows_per_owner", "row_elements"),
             reduces=True,
+            flat=True,
         )

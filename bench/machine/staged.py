@@ -43,6 +43,7 @@ def cases() -> Iterator[Case]:
                 aligned=("x", "b_table", "y", *aligned),
                 num_warps=8,
                 matrix=dtype != "fp32",
+                faults_of_ptx=faults_of_waits,
             )
         yield Case(
             name=f"staged_dx {dtype}",
@@ -53,6 +54,7 @@ def cases() -> Iterator[Case]:
             aligned=("dy", "dx", *aligned),
             num_warps=8,
             matrix=dtype != "fp32",
+            faults_of_ptx=faults_of_waits,
         )
 
 

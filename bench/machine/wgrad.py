@@ -10,7 +10,7 @@ from .case import MATRIX_SIZES, Case
 def cases() -> Iterator[Case]:
     for dtype in ("bf16", "fp16", "fp32"):
         tile = tiles.WGRAD_FP32 if dtype == "fp32" else tiles.WGRAD
-        data = {"dy": f"*{dtype}", "x": f"*{dtype}", "w_table": "*i64", "b_table": "*i64", "scale": "fp32"}
+        data = {"dy": f"*{dtype}", "x": f"*{dtype}", "w_table": "*i64", "db": "*fp32", "scale": "fp32"}
         blocks = {"BLOCK_N": tile.n, "BLOCK_K": tile.k, "BLOCK_T": tile.t, "GROUP": tile.group}
         yield Case(
             name=f"wgrad {dtype}",
@@ -18,7 +18,7 @@ def cases() -> Iterator[Case]:
             signature={**data, **MATRIX_SIZES},
             constants={"HAS_BIAS": True, "UPCAST": False, **blocks},
             by_arch={"BULK": lambda arch: arch >= 90},
-            aligned=("dy", "x", "w_table", "b_table", "rows", "rows_per_owner", "columns"),
+            aligned=("dy", "x", "w_table", "db", "rows", "rows_per_owner", "columns"),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             matrix=dtype != "fp32",

@@ -48,6 +48,7 @@ class CudaHeap(SymmetricHeap):
         )
         if shared_device:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        torch.cuda.empty_cache()  # what the caching allocator keeps is not given to symmetric memory by itself
         total_bytes = _HEADER_BYTES + max(size_bytes, 1)
         self._memory = symmetric_memory.empty(total_bytes, dtype=torch.uint8, device=self.device)
         self._memory.zero_()
@@ -59,6 +60,7 @@ class CudaHeap(SymmetricHeap):
         try:
             self._handle = symmetric_memory.rendezvous(self._memory, group)
             self._parts = [self._handle.get_buffer(peer, (total_bytes,), torch.uint8) for peer in range(world)]
+            self._parts[rank] = self._memory
             marks = [int(part[:8].view(torch.int64).item()) for part in self._parts]
         except RuntimeError as error:
             raise RuntimeError(
@@ -87,7 +89,7 @@ class CudaHeap(SymmetricHeap):
         return self._host.is_alive(rank)
 
     def close(self) -> None:
-        """Says that this rank left. Tensors over the heap stay valid until dropped."""
+        """Says that this rank left. Tensors over the heap stay valid for as long as the heap is held, and no longer."""
         self._host.close()
 
 

@@ -20,6 +20,7 @@ class Word(IntEnum):
     MINIBATCH = 4
     LEFT = 5  # 1 after this rank closed its heap
     MEETINGS = 6  # how many meetings of the engine this rank has come to
+    LANDED = 7  # how many minibatches' gradients this rank has taken, or given up
 
 
 WORDS = len(Word)

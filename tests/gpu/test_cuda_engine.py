@@ -45,12 +45,15 @@ def _unsharded(name: str, transform: str) -> tuple[dict, dict, list[float]]:
     return first, {key: p.detach().clone() for key, p in model.named_parameters()}, losses
 
 
-def _sharded(rank: int, world: int, name: str, transform: str) -> tuple[dict, dict, list[float]]:
+def _sharded(rank: int, world: int, name: str, transform: str, style: str) -> tuple[dict, dict, list[float]]:
     """Gradient shards of the first minibatch, whole weights at the end, this rank's share of the losses."""
     from odc_triton import full_parameters, fully_shard, minibatch
 
     case, model = CASES[name], build(name)
     TRANSFORMS[transform](model)
+    if style == "bottom-up":
+        for block in model.model.layers:
+            fully_shard(block, backend="cuda")
     model = fully_shard(model, backend="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first, losses = {}, []
@@ -69,12 +72,14 @@ def _sharded(rank: int, world: int, name: str, transform: str) -> tuple[dict, di
     return first, dict(full_parameters(model)), losses
 
 
-def _differences(rank: int, world: int, name: str, transform: str) -> tuple[dict, dict, list[float], list[float]]:
+def _differences(
+    rank: int, world: int, name: str, transform: str, style: str
+) -> tuple[dict, dict, list[float], list[float]]:
     from odc_triton.plan import shard_rows
 
     torch.cuda.set_device(0)
     want_first, want, want_losses = _unsharded(name, transform)
-    first, weights, losses = _sharded(rank, world, name, transform)
+    first, weights, losses = _sharded(rank, world, name, transform, style)
     assert first.keys() == want_first.keys()
     assert weights.keys() == want.keys()
     gradients = {}
@@ -87,8 +92,8 @@ def _differences(rank: int, world: int, name: str, transform: str) -> tuple[dict
     return gradients, of_weights, losses, want_losses
 
 
-def _compare(name: str, world: int, transform: str = "none") -> None:
-    results = ranks.run(_differences, world, name, transform, timeout_s=240)
+def _compare(name: str, world: int, transform: str = "none", style: str = "root") -> None:
+    results = ranks.run(_differences, world, name, transform, style, timeout_s=240)
     for gradients, weights, _, _ in results:
         assert gradients
         # fp32 sums in another order, on a device whose library picks other algorithms for other shapes.
@@ -109,7 +114,11 @@ def test_ten_steps_of_other_models(name: str) -> None:
     _compare(name, 2)
 
 
-@pytest.mark.parametrize("transform", ["checkpointing", "reentrant", "frozen"])
+def test_bottom_up() -> None:
+    _compare("qwen2", 2, style="bottom-up")
+
+
+@pytest.mark.parametrize("transform", ["checkpointing", "reentrant", "frozen", "head"])
 def test_transformed(transform: str) -> None:
     _compare("qwen2", 2, transform)
 
@@ -161,6 +170,7 @@ def _bf16(rank: int, world: int) -> tuple[float, int, int, int]:
         rows = slice(*shard_rows(parameter.shape[0], world, rank))
         squares += (parameter.grad.to_local() - want[key][rows]).double().square().sum().item()
         total += want[key][rows].double().square().sum().item()
+    torch._C._cuda_clearCublasWorkspaces()
     return (squares / total) ** 0.5, reserved[1], reserved[-1], torch.cuda.memory_allocated()
 
 
@@ -170,8 +180,8 @@ def test_bf16_and_memory(world: int) -> None:
         assert error <= 3e-2  # autocast keeps the residual in fp32, our unit casts its inputs: 8 bits of mantissa apart
         assert late == early, "steady state allocates nothing"
         parameters = 6 * (8 * 1024 * 1024 + 5 * 1024)
-        # Masters (fp32), compute shards (bf16), gradient shards (fp32), and the gradients that the test itself holds.
-        assert allocated <= (4 + 2 + 4) * parameters / world + 4 * parameters + 64 * 2**20
+        # Masters in fp32, and the gradients that the test itself holds. The heap is not the caching allocator's.
+        assert allocated <= 4 * parameters / world + 4 * parameters + 32 * 2**20
 
 
 def _clipped(rank: int, world: int) -> tuple[float, float]:

@@ -7,10 +7,10 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from odc_kernels.device import add_to_peer, bulk_reads_follow, dot, peer_address, wait_for_shard
 
 from bench.machine import Case
 from bench.machine.staged import faults_of_waits
+from odc_kernels.device import add_to_peer, bulk_reads_follow, dot, peer_address, wait_for_shard
 
 
 @triton.jit
@@ -55,6 +55,12 @@ def copy_narrow_stride(source, out, rows, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def copy_flat(source, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(source + at, mask=at < count))
+
+
+@triton.jit
 def add_compared(source, table, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     target = peer_address(table, 0, tl.int32)
@@ -85,6 +91,14 @@ def add_tile(source, table, columns, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     offsets = at.to(tl.int64)[:, None] * columns + at[None, :]
     add_to_peer(peer_address(table, 0, tl.float32) + offsets, tl.load(source + offsets), None)
+
+
+@triton.jit
+def add_and_look_beside_tensor_map(source, table, out, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    whole = tl.make_tensor_descriptor(source, [BLOCK], [1], [BLOCK])
+    target = peer_address(table, 0, tl.float32)
+    tl.store(out + at, tl.atomic_add(target + at, whole.load([0]), sem="relaxed", scope="sys"))
 
 
 @triton.jit
@@ -119,12 +133,15 @@ def cases() -> Iterator[Case]:
     sizes = {"rows": "i32", "columns": "i32"}
     for kernel in (copy_narrow, copy_narrow_if, copy_narrow_stride):
         yield case(kernel.fn.__name__, kernel, {"source": "*fp32", "out": "*fp32", **sizes}, {"BLOCK": 512})
+    yield case("copy_flat", copy_flat, {"source": "*fp32", "out": "*fp32", "count": "i32"}, {"BLOCK": 512}, flat=True)
     adds = {"source": "*fp32", "table": "*i64"}
     ints = {"source": "*i32", "table": "*i64"}
     yield case("CAS", add_compared, ints, {"BLOCK": 512}, reduces=True)
     yield case("scope", add_on_this_gpu, adds, {"BLOCK": 512}, reduces=True)
     yield case("order", add_in_order, adds, {"BLOCK": 512}, reduces=True)
+    yield case("nothing", product, data, {"B_T": 128, "B_N": 128, "B_K": 64, "STAGES": 3}, num_warps=8, reduces=True)
     yield case("atom", add_and_look, {**adds, "out": "*fp32"}, {"BLOCK": 512}, reduces=True)
+    yield case("used", add_and_look_beside_tensor_map, {**adds, "out": "*fp32"}, {"BLOCK": 512}, reduces=True)
     yield case("tile", add_tile, {**adds, "columns": "i32"}, {"BLOCK": 64}, reduces=True)
     waits = {"w": "*fp32", "out": "*fp32", "flags": "*i32", "status": "*i32", "epoch": "i32"}
     for name, bulk, early in (("early", False, True), ("unfenced", True, False), ("patient", False, False)):

@@ -164,8 +164,9 @@ def test_nothing_else_is_written() -> None:
     rows, regions = [3, 3, 1], [torch.full((8, 4), -0.0) for _ in range(3)]
     shards = [region[2 : 2 + count] for region, count in zip(regions, rows, strict=True)]
     ids = torch.tensor([7, 8, 9, -1, -2, 2**40, -(2**40), *[7] * 9, 5])
+    weight = PeerShards.of(shards, shape=(7, 4))
     with launched_blind():
-        embedding_grad(dy=torch.ones(17, 4), ids=ids, weight=PeerShards.of(shards, shape=(7, 4)), tile=GRAD_TILE)
+        embedding_grad(dy=torch.ones(17, 4), ids=ids, weight=weight, tile=GRAD_TILE)
     assert torch.equal(shards[1][2], torch.ones(4))
     untouched = torch.stack([region.signbit().all(1) for region in regions])
     assert untouched.sum() == 23

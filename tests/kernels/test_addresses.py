@@ -1,0 +1,161 @@
+"""Addresses past 2^31 elements: the arithmetic in every kernel's code, and flat copies, without such an allocation."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from . import place  # isort: skip
+
+import triton.language as tl
+
+from bench.machine.offsets import faults_of_offsets
+from odc_kernels.gather import gather_kernel
+from odc_kernels.scatter import scatter_kernel
+
+from .machine import compiled
+
+pytestmark = place.MARKS
+
+BLOCK = 256
+
+
+def test_no_kernel_multiplies_addresses_in_32_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
+    # Kernels with tensor descriptors (sm_90) and without; the element's type does not matter.
+    out = tmp_path_factory.getbasetemp() / "aot"
+    codes = compiled(out, "--arch", "90", "--kernel", "*bf16", "embedding_grad_long")[1]
+    codes |= compiled(out, "--arch", "80", "--kernel", "wgrad bf16", "staged bf16", "staged_dx bf16")[1]
+    for kernel in (
+        "linear bf16",
+        "linear_dx bf16",
+        "qkv dx bf16, many tokens",
+        "embedding bf16",
+        "gather fp32 to bf16",
+    ):
+        assert (kernel, 90) in codes
+    faults = {key: [fault for fault in code["faults"] if "32-bit" in fault] for key, code in codes.items()}
+    assert not any(faults.values()), faults
+
+
+def test_32_bit_products_are_found(tmp_path: Path) -> None:
+    names = ("copy_narrow", "copy_narrow_if", "copy_narrow_stride", "copy_flat")
+    failed, codes = compiled(tmp_path, "--cases", "tests.kernels.bad_kernels", "--arch", "90", "--kernel", *names)
+    assert failed == 1
+    found = {name: [re.sub("%\\w+ = ", "", fault) for fault in code["faults"]] for (name, _), code in codes.items()}
+    product = "32-bit address arithmetic: arith.muli"
+    assert found["copy_narrow"] == [f"{product} %row, %columns : i32"]
+    assert found["copy_narrow_if"] == [f"{product} %first_0, %columns : i32"]
+    assert found["copy_narrow_stride"] == [f"{product} %rows, %columns : i32"]
+    (flat,) = (fault for fault in found["copy_flat"] if "32-bit" in fault)
+    assert re.fullmatch(f"{product} %\\w+, %c512_i32 : i32", flat)
+
+
+TTIR = """
+tt.func public @kernel(%p: !tt.ptr<f32>, %a: i32, %b: i32, %on: i1) attributes {{noinline = false}} {{
+  %c8 = arith.constant 8 : i32
+  %wide = arith.extsi %a : i32 to i64
+  {lines}
+  %q = tt.addptr %p, %at : !tt.ptr<f32>, {kind} loc(#loc)
+  tt.return
+}}
+"""
+NARROW = ["32-bit address arithmetic: %n = arith.muli %a, %b : i32"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "faults"),
+    [
+        ("%at = arith.muli %a, %c8 : i32", "i32", []),
+        ("%at = arith.muli %wide, %wide : i64", "i64", []),
+        ("%n = arith.muli %a, %b : i32\n%at = arith.divsi %n, %c8 : i32", "i32", []),
+        ("%n = arith.muli %a, %b : i32\n%at = arith.extsi %n : i32 to i64", "i64", NARROW),
+        (
+            "%n = arith.muli %a, %b : i32\n%w = arith.extsi %n : i32 to i64\n%at = arith.muli %w, %w : i64",
+            "i64",
+            NARROW,
+        ),
+        # Out of one half of a branch, by the second of two results.
+        (
+            "%n = arith.muli %a, %b : i32\n%r:2 = scf.if %on -> (i32, i32) {\nscf.yield %a, %b : i32, i32\n} else {\n"
+            "scf.yield %a, %n : i32, i32\n}\n%at = arith.addi %r#1, %c8 : i32",
+            "i32",
+            NARROW,
+        ),
+        (
+            "%n = arith.muli %a, %b : i32\n%r:2 = scf.if %on -> (i32, i32) {\nscf.yield %a, %b : i32, i32\n} else {\n"
+            "scf.yield %a, %n : i32, i32\n}\n%at = arith.addi %r#0, %c8 : i32",
+            "i32",
+            [],
+        ),
+        # Carried round a loop, and into a loop as its bound.
+        (
+            "%at = scf.for %i = %a to %b step %c8 iter_args(%s = %c8) -> (i32)  : i32 {\n"
+            "%n = arith.muli %a, %b : i32\n%t = arith.addi %s, %n : i32\nscf.yield %t : i32\n}",
+            "i32",
+            NARROW,
+        ),
+        (
+            "%n = arith.muli %a, %b : i32\nscf.for %at = %n to %b step %c8  : i32 {\n"
+            "%q0 = tt.addptr %p, %at : !tt.ptr<f32>, i32\n}\n%at = arith.addi %a, %b : i32",
+            "i32",
+            NARROW,
+        ),
+        # Through both halves of a `while`.
+        (
+            "%at = scf.while (%s = %c8) : (i32) -> i32 {\n%g = arith.cmpi slt, %s, %b : i32\n"
+            "scf.condition(%g) %s : i32\n} do {\n^bb0(%u: i32 loc(#loc)):\n%n = arith.muli %a, %b : i32\n"
+            "%t = arith.addi %u, %n : i32\nscf.yield %t : i32\n}",
+            "i32",
+            NARROW,
+        ),
+        ("%at = tt.call @other(%a) : (i32) -> i32", "i32", ["addresses are not followed through tt.call"]),
+        ("cf.br ^bb1(%a : i32)\n^bb1(%at: i32):", "i32", ["addresses are not followed through cf.br"]),
+        # A name of another region is another value.
+        (
+            "scf.if %on {\n%n = arith.muli %a, %b : i32\n}\nscf.if %on {\n%n = arith.addi %a, %b : i32\n"
+            "%q0 = tt.addptr %p, %n : !tt.ptr<f32>, i32\n}\n%at = arith.addi %a, %b : i32",
+            "i32",
+            [],
+        ),
+    ],
+)
+def test_products_are_followed_through(lines: str, kind: str, faults: list[str]) -> None:
+    assert faults_of_offsets(TTIR.format(lines=lines, kind=kind)) == faults
+
+
+def far(elements: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of which only those pages that are touched take memory; on a GPU a real one."""
+    if not place.INTERPRETED:
+        return torch.empty(elements, dtype=dtype, device=place.DEVICE)
+    descriptor = os.memfd_create("far")
+    try:
+        os.ftruncate(descriptor, elements * dtype.itemsize)
+        return torch.frombuffer(mmap.mmap(descriptor, elements * dtype.itemsize), dtype=dtype)
+    finally:
+        os.close(descriptor)
+
+
+# Of two owners the second has one row of 2^16 elements, which begins 2^31 elements into the whole.
+SIZES = {"rows": 2**15 + 1, "rows_per_owner": 2**15, "row_elements": 2**16, "rank": 0, "world": 2}
+
+
+def test_gather_past_two_to_the_31() -> None:
+    row, out = torch.randn(2**16).bfloat16(), far(2**31 + 2**16, torch.bfloat16)
+    table = torch.tensor([0, row.data_ptr()])
+    # One program: rank 0 begins with the first elements of owner 1.
+    gather_kernel[(1, 1)](table, out, **SIZES, DTYPE=tl.bfloat16, ALIGNED=True, BLOCK=BLOCK)
+    assert torch.equal(out[2**31 :][:BLOCK], row[:BLOCK])
+
+
+def test_scatter_past_two_to_the_31() -> None:
+    row, gradient = torch.zeros(2**16), far(2**31 + 2**16, torch.bfloat16)
+    gradient[2**31 :][:BLOCK] = 3.0
+    table = torch.tensor([0, row.data_ptr()])
+    scatter_kernel[(1, 1)](table, gradient, 0.5, **SIZES, ALIGNED=True, BLOCK=BLOCK)
+    assert torch.equal(row[:BLOCK], torch.full((BLOCK,), 1.5))
+    assert not row[BLOCK:].any()
