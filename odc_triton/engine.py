@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
+import threading
 import time
 import warnings
 import weakref
@@ -85,6 +86,8 @@ class Engine:
         self.phase = Phase.READY
         self.minibatch = -1  # number of the minibatch that is open or was last
         self.in_backward = False
+        self._graph_is_kept = False  # the backward makes a graph, for one of its own
+        self.lock = threading.RLock()  # of which units are whole: evaluations may run in several threads
         self.divide_factor: float | None = None  # set_gradient_divide_factor
         self._tokens: int | None = None
         self._microbatches = 0
@@ -131,6 +134,7 @@ class Engine:
                 yield original, parameter
 
     def _push_gradient(self, parameter: ShardedParameter) -> None:
+        self._graph_is_kept = torch.is_grad_enabled()
         self._backward_begins(self.minibatch)
         for start_s, end_s in parameter.add_gradient():
             self.events.add("wait", start_s, end_s, label=f"lock of {parameter.name}")
@@ -172,6 +176,8 @@ class Engine:
         self.heap.show(Word.PUBLISHED, self._published)
         self.heap.show(Word.STEPPING, self._published)
         self._microbatches, self._failure = 0, None
+        for unit in self.units:
+            unit.expire()
         self._enter_phase(Phase.OPEN)
         if self.debug:
             from .debug import RefuseCollectives
@@ -344,20 +350,26 @@ class Engine:
         elif self.phase is not Phase.OPEN:
             self.check_not_torn()
 
-    def watch_backward(self, output: Any, of_unit: Callable[[], None] | None) -> None:
-        """Has the output's tensors say when their backward begins; `of_unit` is then called too."""
+    def watch_backward(self, output: Any, of_unit: Callable[[], None] | None) -> bool:
+        """Has the output's tensors say when their backward begins; `of_unit` is then called too.
+
+        Returns whether a backward through them may follow.
+        """
         if not torch.is_grad_enabled():
-            return
+            return False
         number = self.minibatch if self.phase is Phase.OPEN else None
 
         def begins(_: torch.Tensor) -> None:
+            self._graph_is_kept = torch.is_grad_enabled()
             self._backward_begins(number)
             if of_unit is not None:
                 of_unit()
 
-        for value in _tensors(output):
-            if value.grad_fn is not None:  # a leaf that is passed through outlives the minibatch, a hook on it too
-                value.register_hook(begins)
+        # A leaf that is passed through outlives the minibatch, a hook on it too.
+        watched = [value for value in _tensors(output) if value.grad_fn is not None]
+        for value in watched:
+            value.register_hook(begins)
+        return bool(watched) and (self.phase is Phase.OPEN or in_backward_pass())
 
     @property
     def publication(self) -> int:
@@ -366,14 +378,16 @@ class Engine:
 
     def needs(self, unit: Unit, *, in_backward: bool) -> None:
         """Fills the whole tensors of `unit`, and begins to fill those of the unit that came after it last time."""
-        unit.fetch()
-        if self._ahead is not unit:
+        with self.lock:
+            unit.fetch()
+            if self._ahead is unit:
+                self._ahead = None
             self._let_go_ahead()
-        following = self._order.begin((in_backward, unit))
-        unit.wait()
-        if following is not None and following[1] is not unit:
-            self._ahead = following[1]
-            self._ahead.fetch()
+            following = self._order.begin((in_backward, unit))
+            unit.wait()
+            if following is not None and not following[1].is_fetched:
+                self._ahead = following[1]
+                self._ahead.fetch()
 
     def _let_go_ahead(self) -> None:
         ahead, self._ahead = self._ahead, None
@@ -415,7 +429,8 @@ class Engine:
         self._expect_nothing()
         for unit in self.units:
             unit.make_sharded()
-            unit.let_go()
+            if not self._graph_is_kept:
+                unit.let_go()
 
     # ------------------------------------------------------------------ publishing
 

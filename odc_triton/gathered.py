@@ -11,6 +11,7 @@ from .plan import ParameterSpec
 from .streams import Streams
 
 _ALIGNMENT_BYTES = 128
+_OLD = -1  # a publication that there never is
 
 
 class GatheredParameters:
@@ -51,6 +52,19 @@ class GatheredParameters:
     @property
     def is_filled(self) -> bool:
         return self._filled_at is not None
+
+    def serves(self, user: Hashable) -> bool:
+        """Whether it is kept for `user`."""
+        return user in self._users
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in this storage."""
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
+
+    def expire(self) -> None:
+        """Has the next fetch fill the storage anew, as what it holds may be old."""
+        if self.is_filled:
+            self._filled_at = _OLD
 
     @torch.no_grad()
     def fetch(self, user: Hashable, publication: int) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
+from .backward_end import watch_end_of_backward
 from .gathered import GatheredParameters
 from .sharded_param import ShardedParameter
 
@@ -39,38 +40,6 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.to(dtype)
     return value
-
-
-class _EndOfBackward(torch.autograd.Function):
-    """Passes a unit's inputs through; its backward runs when the unit's is over.
-
-    Autograd runs what was made later first, of all that is ready, and this is made before everything in the unit. So
-    whatever of the unit's backward is left then waits for a gradient that comes from outside of it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, ended: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.ended = ended
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.ended()
-        return None, *gradients
-
-
-def _watch_end_of_backward(ended: Callable[[], None], arguments: Any) -> Any:
-    """The same arguments, with those that get a gradient passed through `_EndOfBackward`.
-
-    Where none does (token ids), nothing is freed before the microbatch's backward ends.
-    """
-    values, spec = pytree.tree_flatten(arguments)
-    places = [index for index, value in enumerate(values) if isinstance(value, torch.Tensor) and value.requires_grad]
-    if not places:
-        return arguments
-    for index, value in zip(places, _EndOfBackward.apply(ended, *[values[index] for index in places]), strict=True):
-        values[index] = value
-    return pytree.tree_unflatten(values, spec)
 
 
 def in_backward_pass() -> bool:
@@ -155,6 +124,11 @@ class Unit:
         for storage in self.gathered:
             storage.fetch(self, self.engine.publication)
 
+    def expire(self) -> None:
+        """Has the whole tensors filled anew when they are needed next."""
+        for storage in self.gathered:
+            storage.expire()
+
     def wait(self) -> None:
         """What is computed from here on finds the whole tensors filled."""
         for storage in self.gathered:
@@ -167,14 +141,26 @@ class Unit:
                 storage.release(self)
 
     @property
+    def is_fetched(self) -> bool:
+        """Whether it keeps whole tensors for a forward, a backward or `unshard()` already."""
+        return any(storage.serves(self) for storage in self.gathered)
+
+    @property
     def _reshards_after_forward(self) -> bool:
         return not self.is_root if self.reshard_after_forward is None else self.reshard_after_forward
+
+    def _own(self, value: Any) -> Any:
+        """A view of a parameter among the outputs as a tensor of its own: the parameter's memory goes."""
+        if isinstance(value, torch.Tensor) and any(storage.holds(value) for storage in self.gathered):
+            return value.clone()
+        return value
 
     def _backward_begins(self) -> None:
         self.engine.needs(self, in_backward=True)
 
     def _backward_ends(self) -> None:
-        self.let_go()
+        if not torch.is_grad_enabled():  # else it makes a graph, whose own backward needs the parameters again
+            self.let_go()
 
     def run(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         """`call(*args, **kwargs)` as a forward of this unit: its parameters are whole meanwhile.
@@ -182,7 +168,8 @@ class Unit:
         It stands around the module's `__call__` rather than in forward hooks, which an interrupt would skip.
         """
         self.engine.forward_begins()
-        self._uses += 1
+        with self.engine.lock:
+            self._uses += 1
         try:
             self.make_whole()
             dtype = self.policy.param_dtype
@@ -190,24 +177,28 @@ class Unit:
                 args, kwargs = pytree.tree_map(lambda value: _cast(value, dtype), (args, kwargs))
             if self.gathered:
                 self.engine.needs(self, in_backward=in_backward_pass())
-                if torch.is_grad_enabled():
-                    args, kwargs = _watch_end_of_backward(self._backward_ends, (args, kwargs))
+                if torch.is_grad_enabled() and self._uses == 1:
+                    args, values = watch_end_of_backward(self._backward_ends, (args, tuple(kwargs.values())))
+                    kwargs = dict(zip(kwargs, values, strict=True))
             output = call(*args, **kwargs)
             if self.policy.output_dtype is not None:
                 output = pytree.tree_map(lambda value: _cast(value, self.policy.output_dtype), output)
-            self.engine.watch_backward(output, self._backward_begins if self.gathered else None)
+            if self.gathered:
+                output = pytree.tree_map(self._own, output)
+            watched = self.engine.watch_backward(output, self._backward_begins if self.gathered else None)
         except BaseException as error:
-            self._leave(error)
+            self._leave(error, backward_follows=in_backward_pass())  # a recomputation may stop early, by an exception
             raise
-        self._leave(None)
+        self._leave(None, backward_follows=watched)
         return output
 
-    def _leave(self, error: BaseException | None) -> None:
-        self._uses -= 1
-        self.make_sharded()
-        keep = torch.is_grad_enabled() and error is None and not self._reshards_after_forward
-        if not (keep or in_backward_pass()):  # after a recomputation, the backward through it comes right now
-            self.let_go()
+    def _leave(self, error: BaseException | None, *, backward_follows: bool) -> None:
+        with self.engine.lock:
+            self._uses -= 1
+            self.make_sharded()
+            # After a recomputation the backward through it comes right now.
+            if not (backward_follows and (in_backward_pass() or not self._reshards_after_forward)):
+                self.let_go()
         self.engine.forward_ends(error)
 
     def wrap_method(self, method: Callable) -> Callable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -177,6 +178,28 @@ def test_another_order_is_still_right() -> None:
             torch.testing.assert_close(
                 weights[name], want.detach().cpu(), rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+@torch.no_grad()
+def test_threads_may_evaluate() -> None:
+    model, plain = _sharded(), Stack().to(DEVICE)
+    inputs = [torch.randn(5, 3, device=DEVICE) for _ in range(4)]
+    outputs: dict[tuple[int, int], torch.Tensor] = {}
+
+    def evaluate(number: int) -> None:
+        with torch.no_grad():
+            for repeat in range(30):
+                outputs[number, repeat] = model(inputs[number])
+
+    threads = [threading.Thread(target=evaluate, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outputs) == 4 * 30
+    for (number, _), output in outputs.items():
+        torch.testing.assert_close(output, plain(inputs[number]))
+    assert _filled(model) == []
 
 
 class Tied(nn.Module):

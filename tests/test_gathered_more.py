@@ -297,38 +297,22 @@ class IgnoringNet(Net):
         return x
 
 
-AHEAD = "Engine.needs lets go of a unit as a wrong guess while that unit's backward runs"
-BROKEN = {
-    "two forwards, one backward": (AHEAD, Case(microbatch=_two_forwards)),
-    "nested from the second on": (
-        AHEAD,
-        Case(build=partial(Net, Outer), inner=_outer_and_inner, microbatch=_later_inner),
+CASES = WORKS | {
+    "two forwards, one backward": Case(microbatch=_two_forwards),
+    "nested from the second on": Case(build=partial(Net, Outer), inner=_outer_and_inner, microbatch=_later_inner),
+    "checkpoint model reentrant": Case(microbatch=partial(_checkpointed, how="model", use_reentrant=True)),
+    "a method calls the forward": Case(
+        build=Method, microbatch=_method, prepare=lambda model: register_fsdp_forward_method(model, "loss")
     ),
-    "checkpoint model reentrant": (
-        AHEAD,
-        Case(microbatch=partial(_checkpointed, how="model", use_reentrant=True)),
-    ),
-    "a method calls the forward": (
-        "the inner call's _EndOfBackward frees what the outer call's backward needs",
-        Case(build=Method, microbatch=_method, prepare=lambda model: register_fsdp_forward_method(model, "loss")),
-    ),
-    "gradient penalty": ("the graph of a gradient has no hooks that gather", Case(microbatch=_penalty)),
-    "a list is written to": (
-        "units get copies of their list and dict arguments",
-        Case(build=partial(ListingNet, Listing)),
-    ),
-    "an input is ignored": ("_EndOfBackward turns a missing gradient into zeros", Case(build=IgnoringNet)),
+    "gradient penalty": Case(microbatch=_penalty),
+    "a list is written to": Case(build=partial(ListingNet, Listing)),
+    "an input is ignored": Case(build=IgnoringNet),
 }
-CASES = WORKS | {name: case for name, (_, case) in BROKEN.items()}
+
+
 # Tracing reads the .grad of a tensor that is no leaf, which torch warns about.
-_QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-_NAMES = [
-    *(pytest.param(name, marks=_QUIET) for name in WORKS),
-    *(pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=reason)) for name, (reason, _) in BROKEN.items()),
-]
-
-
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("name", CASES)
 def test_as_plain_torch(name: str) -> None:
     _compare(CASES[name], [_train(_shard(CASES[name]), CASES[name], [0])])
 
@@ -363,7 +347,6 @@ def test_an_exception_leaves_nothing_whole(how: str) -> None:
     _compare(case, [_train(model, case, [0])])
 
 
-@pytest.mark.xfail(strict=True, reason="kept for a backward that can't come; Engine.begin publishes without a number")
 def test_values_written_before_a_minibatch_are_read() -> None:
     model, plain = _shard(Case()), Net().to(DEVICE)
     model(_data(0))  # an evaluation that builds a graph
@@ -394,12 +377,7 @@ class StatefulNet(Net):
     "build",
     [
         Net,
-        pytest.param(
-            partial(StatefulNet, Stateful),
-            marks=pytest.mark.xfail(
-                strict=True, reason="inputs in dataclasses are not watched: nothing is freed early"
-            ),
-        ),
+        partial(StatefulNet, Stateful),
     ],
 )
 def test_one_unit_and_the_next_are_whole_in_a_backward(build: Callable[[], nn.Module]) -> None:
@@ -413,7 +391,6 @@ def test_one_unit_and_the_next_are_whole_in_a_backward(build: Callable[[], nn.Mo
     assert max(map(len, seen)) == 3, seen
 
 
-@pytest.mark.xfail(strict=True, reason="kept for a backward of its own, though its output has no graph")
 def test_a_frozen_model_in_a_checkpoint_is_freed() -> None:
     model, teacher = _shard(Case()), _shard(Case(build=lambda: Net().requires_grad_(False)))
     with minibatch(model):
@@ -445,6 +422,5 @@ def _prompted(rank: int, world: int) -> tuple:
     return _train(_shard(case), case, [rank])
 
 
-@pytest.mark.xfail(strict=True, reason="a unit's output that is a view of its parameter is freed with it: SIGSEGV")
 def test_a_view_of_a_parameter_as_output() -> None:
     _compare(Case(build=Prompted), ranks.run(_prompted, 1))  # in a process of its own: it may die

@@ -21,7 +21,7 @@ MAKES_TENSORS = "balance.collate"
 FLOORS = [
     {"errors", "plan", "events", "balance", "trace", "options", "order"},
     {"memory", "footprint", "report", "streams"},
-    {"meeting", "debug", "relay", "accumulate", "gathered"},
+    {"meeting", "debug", "relay", "accumulate", "gathered", "backward_end"},
     {"sharded_param"},
     {"unit", "engine", "functions"},
     {"head"},
