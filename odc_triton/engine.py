@@ -16,24 +16,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from .errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer
 from .events import EventLog
 from .meeting import Meetings
 from .memory.heap import SymmetricHeap, Word
-from .order import StepOrder
+from .optimizer_watch import OptimizerWatch
+from .prefetch import Prefetch
 from .sharded_param import ShardedParameter, has_gradient_hooks
 from .streams import Streams
 from .unit import Unit, in_backward_pass
@@ -77,8 +75,7 @@ class Engine:
     def __init__(self, *, heap: SymmetricHeap, streams: Streams, meetings: Meetings, debug: bool) -> None:
         self.heap, self.meetings, self.debug = heap, meetings, debug
         self._streams = [streams]
-        self._order: StepOrder[tuple[bool, Unit]] = StepOrder()
-        self._ahead: Unit | None = None  # the unit that is fetched though nobody needs it yet
+        self.prefetch = Prefetch()
         self.rank, self.world = heap.rank, heap.world
         self.units: list[Unit] = []
         self.parameters: list[ShardedParameter] = []
@@ -87,7 +84,6 @@ class Engine:
         self.minibatch = -1  # number of the minibatch that is open or was last
         self.in_backward = False
         self._graph_is_kept = False  # the backward makes a graph, for one of its own
-        self.lock = threading.RLock()  # of which units are whole: evaluations may run in several threads
         self.divide_factor: float | None = None  # set_gradient_divide_factor
         self._tokens: int | None = None
         self._microbatches = 0
@@ -100,7 +96,7 @@ class Engine:
         self._reading = 0  # the publication that an evaluation reads
         self._warned: set[str] = set()
         self._scope = contextlib.ExitStack()
-        self._hook_optimizers()
+        self._optimizers = OptimizerWatch(self)
 
     # ------------------------------------------------------------------ parameters
 
@@ -343,7 +339,7 @@ class Engine:
         backward_follows = self.phase is Phase.OPEN and torch.is_grad_enabled() and error is None
         self._loss_start_s = now_s if backward_follows else None
         if not backward_follows:
-            self._expect_nothing()
+            self.prefetch.expect_nothing()
         if error is not None:
             if self.phase is Phase.OPEN:
                 self.fail(_describe(error))
@@ -376,29 +372,6 @@ class Engine:
         """Which values of the parameters are read now."""
         return self._published
 
-    def needs(self, unit: Unit, *, in_backward: bool) -> None:
-        """Fills the whole tensors of `unit`, and begins to fill those of the unit that came after it last time."""
-        with self.lock:
-            unit.fetch()
-            if self._ahead is unit:
-                self._ahead = None
-            self._let_go_ahead()
-            following = self._order.begin((in_backward, unit))
-            unit.wait()
-            if following is not None and not following[1].is_fetched:
-                self._ahead = following[1]
-                self._ahead.fetch()
-
-    def _let_go_ahead(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.let_go()
-
-    def _expect_nothing(self) -> None:
-        """A microbatch is over: what comes next does not follow its last unit."""
-        self._let_go_ahead()
-        self._order.end()
-
     def _backward_begins(self, number: int | None) -> None:
         if self.in_backward:
             return
@@ -426,7 +399,7 @@ class Engine:
 
     def _stop_backward(self) -> None:
         self.in_backward = False
-        self._expect_nothing()
+        self.prefetch.expect_nothing()
         for unit in self.units:
             unit.make_sharded()
             if not self._graph_is_kept:
@@ -483,38 +456,7 @@ class Engine:
 
     # ------------------------------------------------------------------ optimizers
 
-    def _hook_optimizers(self) -> None:
-        """Listens to optimizers that step our parameters, as a user should not have to call anything for it."""
-        engine = weakref.ref(self)
-
-        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (self := engine()) is not None and self._steps_ours(optimizer):
-                self._step_begins()
-            elif self is not None:
-                self._refuse_originals(optimizer)
-
-        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (self := engine()) is not None and self._steps_ours(optimizer):
-                self._step_ends()
-
-        handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
-        self._unhook = [weakref.finalize(self, handle.remove) for handle in handles]
-
-    def _steps_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        mine = {id(parameter.sharded) for parameter in self.parameters}
-        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
-
-    def _refuse_originals(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer made before fully_shard would step tensors that nobody reads any more, and say nothing."""
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for original, parameter in self.originals():
-            if id(original) in stepped:
-                raise RuntimeError(
-                    f"this optimizer holds {parameter.name} as it was before fully_shard: its steps change nothing. "
-                    f"Make the optimizer after fully_shard, from model.parameters()."
-                )
-
-    def _step_begins(self) -> None:
+    def step_begins(self) -> None:
         if self.phase is Phase.OPEN:
             raise RuntimeError(
                 "optimizer step inside a minibatch: gradients have not landed and peers are reading the parameters. "
@@ -526,7 +468,7 @@ class Engine:
         self._stepping = True
         self.heap.show(Word.STEPPING, self._published + 1)
 
-    def _step_ends(self) -> None:
+    def step_ends(self) -> None:
         self.events.add("step", self._step_start_s, time.monotonic(), microbatch=-1)
         self._stepping = False
         self._enter_phase(Phase.READY)
@@ -541,5 +483,4 @@ class Engine:
 
     def retire(self) -> None:
         """Stops listening: another engine drives these parameters from now on."""
-        for unhook in self._unhook:
-            unhook()
+        self._optimizers.stop()

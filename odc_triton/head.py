@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
 from .functions import token_log_probs
 
@@ -154,6 +155,14 @@ class FusedLogits:
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"FusedLogits has no {name}")
         raise _refused(name)
+
+
+# So that who looks for tensors in a model's output, as the engine does to see its backward begin, finds h.
+pytree.register_pytree_node(
+    FusedLogits,
+    lambda logits: ([logits._h], (logits._weight, logits._scale)),
+    lambda parts, of: FusedLogits(next(iter(parts)), *of),
+)
 
 
 def _cross_entropy(

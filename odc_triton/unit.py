@@ -156,7 +156,7 @@ class Unit:
         return value
 
     def _backward_begins(self) -> None:
-        self.engine.needs(self, in_backward=True)
+        self.engine.prefetch.needs(self, in_backward=True)
 
     def _backward_ends(self) -> None:
         if not torch.is_grad_enabled():  # else it makes a graph, whose own backward needs the parameters again
@@ -168,7 +168,7 @@ class Unit:
         It stands around the module's `__call__` rather than in forward hooks, which an interrupt would skip.
         """
         self.engine.forward_begins()
-        with self.engine.lock:
+        with self.engine.prefetch.lock:
             self._uses += 1
         try:
             self.make_whole()
@@ -176,7 +176,7 @@ class Unit:
             if dtype is not None and self.policy.cast_forward_inputs:
                 args, kwargs = pytree.tree_map(lambda value: _cast(value, dtype), (args, kwargs))
             if self.gathered:
-                self.engine.needs(self, in_backward=in_backward_pass())
+                self.engine.prefetch.needs(self, in_backward=in_backward_pass())
                 if torch.is_grad_enabled() and self._uses == 1:
                     args, values = watch_end_of_backward(self._backward_ends, (args, tuple(kwargs.values())))
                     kwargs = dict(zip(kwargs, values, strict=True))
@@ -193,7 +193,7 @@ class Unit:
         return output
 
     def _leave(self, error: BaseException | None, *, backward_follows: bool) -> None:
-        with self.engine.lock:
+        with self.engine.prefetch.lock:
             self._uses -= 1
             self.make_sharded()
             # After a recomputation the backward through it comes right now.

@@ -23,7 +23,7 @@ FLOORS = [
     {"memory", "footprint", "report", "streams"},
     {"meeting", "debug", "relay", "accumulate", "gathered", "backward_end"},
     {"sharded_param"},
-    {"unit", "engine", "functions"},
+    {"unit", "engine", "prefetch", "optimizer_watch", "functions"},
     {"head"},
     {"nn"},
     {"module", "collect", "initialize", "backend"},
