@@ -44,7 +44,11 @@ class ODCModule:
     # ---- done
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Makes this unit's parameters whole until `reshard()` or the end of the minibatch."""
+        """Makes this unit's parameters whole until `reshard()` or the end of the minibatch.
+
+        On a GPU `reshard()` frees their memory: what was computed from them meanwhile must have had its backward, and
+        no view of them may be used afterwards.
+        """
         if self._odc_engine.phase.name != "OPEN":
             self._odc_engine.wait_readable()
         self._odc_unit.hold()
