@@ -25,7 +25,7 @@ from odc_triton.trace import write_file
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         run()
     changes = [event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     return int(torch.tensor(changes).cumsum(0).max())

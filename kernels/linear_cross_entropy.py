@@ -28,7 +28,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .device import interpreting
 from .online_softmax import COLUMN_MULTIPLE, SoftmaxState, online_softmax, softmax_grad
 from .peers import PeerShards, join
 from .scatter import scatter
@@ -121,7 +120,7 @@ def linear_cross_entropy(
     h: [T, D], contiguous; weight: [V, D], of h's dtype (fp32, bf16, fp16); targets: int64 [T].
 
     `chunk`: rows of the vocabulary at a time, a multiple of 16; `chunk_rows` by default. `eager`: the softmax by plain
-    torch; by default where there is neither a GPU nor the interpreter. T may be 0. Nothing waits on the host, so a
+    torch; by default on the CPU. T may be 0. Nothing waits on the host, so a
     target outside the vocabulary is not refused: its `logp` is NaN. Raises ValueError for other shapes,
     dtypes, devices or layouts, before a launch.
     """
@@ -130,7 +129,7 @@ def linear_cross_entropy(
     targets = targets.contiguous()
     state = SoftmaxState.of(tokens, h.device)
     if tokens:
-        eager = _is_eager(h) if eager is None else eager
+        eager = not h.is_cuda if eager is None else eager
         chunk = chunk or _default_chunk(h, weight, backward=False, eager=eager)
         logits = h.new_empty(tokens, chunk)
         for part, rows in _pulled(weight, chunk):
@@ -178,7 +177,7 @@ def linear_cross_entropy_grad(
     _check_gradients(h, weight, output, g_logp, g_entropy, gradient, dh)
     if h.shape[0] == 0 or (gradient is None and dh is None):
         return
-    eager = _is_eager(h) if eager is None else eager
+    eager = not h.is_cuda if eager is None else eager
     chunk = chunk or _default_chunk(h, weight, backward=True, eager=eager)
     targets, g_logp = targets.contiguous(), g_logp.contiguous()
     g_entropy = None if g_entropy is None else g_entropy.contiguous()
@@ -215,10 +214,6 @@ def linear_cross_entropy_grad(
                 gradient(part.owner, part.start, dw_VD)
     if dh_sum is not None and dh_sum is not dh:
         dh.copy_(dh_sum)
-
-
-def _is_eager(h: torch.Tensor) -> bool:
-    return not (h.is_cuda or interpreting())
 
 
 def _default_chunk(h: torch.Tensor, weight: PeerShards, *, backward: bool, eager: bool) -> int:

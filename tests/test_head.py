@@ -230,7 +230,7 @@ def test_sharded_models_are_refused() -> None:
 
 
 def _peak_bytes(run: Callable) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
         run()
     changes = [event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
     return int(torch.tensor(changes).cumsum(0).max())

@@ -48,7 +48,7 @@ def prepare(problem: Problem) -> Prepared:
     size = h.element_size()
 
     def check() -> Results:
-        got = linear_cross_entropy(h=h, weight=peers, targets=targets)
+        got = linear_cross_entropy(h=h, weight=peers, targets=targets, eager=False)
         for start in range(0, problem.tokens, CHUNK):
             part = slice(start, start + CHUNK)
             want = linear_cross_entropy_ref(h[part], [whole], targets[part], IGNORED, 1.0)
@@ -64,7 +64,7 @@ def prepare(problem: Problem) -> Prepared:
         return torch.nn.functional.cross_entropy(h @ whole.t(), targets, ignore_index=IGNORED, reduction="none")
 
     return Prepared(
-        run=lambda: linear_cross_entropy(h=h, weight=peers, targets=targets),
+        run=lambda: linear_cross_entropy(h=h, weight=peers, targets=targets, eager=False),
         check=check,
         baselines={"torch.mm chunks": products, "torch, whole logits": whole_logits},
         work=Work(
@@ -83,7 +83,7 @@ def prepare_grad(problem: Problem) -> Prepared:
     before = problem.tensor(*whole.shape, scale=0.1, dtype=torch.float32)
     gradient, dh = problem.shards(before), problem.poisoned(*h.shape)
     g_logp, g_entropy = (problem.tensor(problem.tokens, dtype=torch.float32) for _ in range(2))
-    output: HeadOutput = linear_cross_entropy(h=h, weight=peers, targets=targets)
+    output: HeadOutput = linear_cross_entropy(h=h, weight=peers, targets=targets, eager=False)
     chunk = _chunk(problem, backward=True)
     size, columns = h.element_size(), problem.layer.columns
     dw, dh_part = h.new_empty(chunk, columns), torch.empty_like(h)
@@ -100,6 +100,7 @@ def prepare_grad(problem: Problem) -> Prepared:
             g_entropy=g_entropy,
             gradient=gradient,
             dh=dh,
+            eager=False,
         )
 
     def check() -> Results:
