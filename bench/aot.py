@@ -111,7 +111,7 @@ def _codes_of_other(options: argparse.Namespace) -> list[Code]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", type=int, nargs="*", default=list(ARCHITECTURES), help="80, 90, 100, 120")
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--kernel", nargs="*", default=[""], help="only cases whose name begins so (patterns: *bf16)")
     parser.add_argument("--cases", nargs="*", default=modules(), help="modules that have the cases")
     parser.add_argument("--also", type=Path, help="folder of another triton, which compiles everything once more")

@@ -35,6 +35,10 @@ class FusedLogits:
     """
 
     def __init__(self, h: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> None:
+        if h.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"h is {tuple(h.shape)}; with a head of {tuple(weight.shape)} give [..., {weight.shape[1]}]"
+            )
         self._h, self._weight, self._scale = h, weight, scale
 
     # ------------------------------------------------------------------ what it looks like

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from .module import is_sharded
@@ -48,6 +49,9 @@ def replace_layers(model: nn.Module, *, roles: Iterable[str], verbose: bool = Tr
     return replaced
 
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def _replace_head(model: nn.Module, replaced: Replaced) -> None:
     names = {id(module): name for name, module in model.named_modules()}
     get_head = getattr(model, "get_output_embeddings", None)
@@ -74,6 +78,8 @@ def _unlike_a_head(model: nn.Module, head: nn.Module) -> str | None:
         return f"a {type(head).__module__}.{type(head).__name__} and no plain Linear"
     if head.bias is not None:
         return "it has a bias"
+    if head.weight.dtype not in _DTYPES:
+        return f"it is {head.weight.dtype}, and not of {', '.join(map(str, _DTYPES))}"
     if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
         return "it has hooks"
     if nn.utils.parametrize.is_parametrized(head):

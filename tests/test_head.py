@@ -207,9 +207,17 @@ def test_another_head_is_left_alone(capsys: pytest.CaptureFixture) -> None:
     biased = build("llama")
     biased.lm_head = nn.Linear(32, 97)
     assert replace_layers(biased, roles=["head"], verbose=False).left == {"lm_head": "it has a bias"}
+    assert (
+        "it is torch.float64" in replace_layers(build("llama").double(), roles=["head"], verbose=False).left["lm_head"]
+    )
     assert "no output embeddings" in str(replace_layers(nn.Linear(2, 2), roles=["head"], verbose=False))
     with pytest.raises(ValueError, match=r"roles \['haed'\] are not known; known are head"):
         replace_layers(model, roles=["haed"])
+
+
+def test_hidden_states_of_another_width_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"with a head of \(7, 4\) give \[\.\.\., 4\]"):
+        FusedLogits(H[..., :3], W)
 
 
 def test_twice_is_once() -> None:
