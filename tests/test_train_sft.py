@@ -83,9 +83,12 @@ def _model() -> nn.Module:
 def train(rank: int, world: int, wanted: SftOptions, folder: Path) -> tuple[list[float], dict, dict]:
     from odc_triton import full_parameters
     from odc_triton.sharding import fully_shard
-    from odc_triton.train.sft import SftRun
+    from odc_triton.train.sft import SftRun, _fuse_head
 
-    run = SftRun(options=wanted, model=fully_shard(_model()), data=TokenizedDataset.load(folder / "data.npz"))
+    model = _model()
+    if wanted.fused_head:
+        _fuse_head(model, wanted)
+    run = SftRun(options=wanted, model=fully_shard(model), data=TokenizedDataset.load(folder / "data.npz"))
     losses = [run.train_step()["loss"] for _ in range(wanted.steps)]
     return losses, dict(full_parameters(run.model)), run.state.sampler
 
@@ -120,9 +123,19 @@ def plain(wanted: SftOptions, folder: Path, samples_per_minibatch: int) -> tuple
     return losses, {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("world", "balance"), [(1, "mini"), (2, "mini"), (2, "micro"), (2, "global"), (4, "local")])
-def test_equals_plain_torch_however_samples_are_dealt(folder: Path, world: int, balance: str) -> None:
-    wanted = options(folder, balance=balance, samples_per_rank=8 // world)
+@pytest.mark.parametrize(
+    ("world", "balance", "fused"),
+    [
+        (1, "mini", False),
+        (2, "mini", False),
+        (2, "mini", True),
+        (2, "micro", False),
+        (2, "global", False),
+        (4, "local", False),
+    ],
+)
+def test_equals_plain_torch_however_samples_are_dealt(folder: Path, world: int, balance: str, fused: bool) -> None:
+    wanted = options(folder, balance=balance, samples_per_rank=8 // world, fused_head=fused)
     want_losses, want = plain(wanted, folder, samples_per_minibatch=8)
     for losses, weights, position in ranks.run(train, world, wanted, folder):
         torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=0)
@@ -135,6 +148,15 @@ def test_equals_plain_torch_however_samples_are_dealt(folder: Path, world: int, 
     assert want_losses[-1] < want_losses[0]
 
 
+def test_a_head_that_cant_be_fused_is_named(folder: Path) -> None:
+    from odc_triton.train.sft import _fuse_head
+
+    model = _model()
+    model.lm_head = nn.Linear(32, 300)
+    with pytest.raises(ValueError, match=r"a head that can't be fused \(lm_head: it has a bias\)"):
+        _fuse_head(model, options(folder, fused_head=True))
+
+
 def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -142,6 +164,7 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2"]
     for name in ("data", "init", "tokenizer", "out", "steps", "samples_per_rank", "token_cap", "lr"):
         command += [f"--{name.replace('_', '-')}", str(getattr(wanted, name))]
+    command.append("--fused-head")
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]

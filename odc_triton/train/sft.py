@@ -27,6 +27,7 @@ from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.checkpoint import save_pretrained
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.options import add_arguments, read_options
+from odc_triton.replace import replace_layers
 from odc_triton.sharding import default_mesh, fully_shard
 from odc_triton.trace import save_trace
 from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
@@ -131,6 +132,8 @@ def train_sft(options: SftOptions, on_metrics: Callable[[dict], None] | None = N
     _check_fit(model, data, options)
     cost = CostModel.from_config(model.config.get_text_config())
     enable_packing(model)
+    if options.fused_head:
+        _fuse_head(model, options)
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -143,6 +146,15 @@ def train_sft(options: SftOptions, on_metrics: Callable[[dict], None] | None = N
         _finish(run, out, tokenizer, metrics)
     dist.barrier()  # rank 0 still reads the others' shards
     return metrics
+
+
+def _fuse_head(model: nn.Module, options: SftOptions) -> None:
+    replaced = replace_layers(model, roles=["head"], verbose=False)
+    if not replaced.swapped["head"]:
+        raise ValueError(
+            f"--fused-head: {options.model or options.init} has a head that can't be fused ("
+            f"{'; '.join(f'{name}: {why}' for name, why in replaced.left.items())}); leave it out"
+        )
 
 
 def _train(run: SftRun, out: Path, rank: int, on_metrics: Callable[[dict], None] | None) -> dict[str, float]:
