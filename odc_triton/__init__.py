@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .footprint import memory_plan as memory_plan
     from .replace import replace_layers as replace_layers
     from .sharding import fully_shard as fully_shard
+    from .verification import verify as verify
 
 _API = (
     "begin_minibatch",
@@ -42,6 +43,7 @@ _HOME = {
     "fully_shard": "odc_triton.sharding",
     "memory_plan": "odc_triton.footprint",
     "replace_layers": "odc_triton.replace",
+    "verify": "odc_triton.verification",
 }
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"

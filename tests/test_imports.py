@@ -28,7 +28,7 @@ FLOORS = [
     {"nn"},
     {"module", "collect", "initialize", "backend"},
     {"sharding", "api"},
-    {"hf", "checkpoint", "launch", "replace"},
+    {"hf", "checkpoint", "launch", "replace", "verification"},
     {"train"},
 ]
 

@@ -1,0 +1,108 @@
+"""Whether a model computes with our layers what it computes with its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import OdcError
+from .module import is_sharded
+from .nn import LMHead
+
+# Of the gradient's norm: sums in another order, in the precision of what is summed.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What `verify` measured. `worst`: name and relative difference of the gradient that differs most."""
+
+    loss: float
+    plain_loss: float
+    worst: tuple[str, float]
+    gradients: int
+
+    def __str__(self) -> str:
+        name, difference = self.worst
+        return (
+            f"loss {self.loss:.6g}, with its own layers {self.plain_loss:.6g}; of {self.gradients} gradients the most "
+            f"different is {name}, by {difference:.1e}"
+        )
+
+
+def verify(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    loss: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor] | None = None,
+) -> Verified:
+    """Compares the loss and every gradient of a model that `replace_layers` changed with those of its own layers.
+
+    Call it before `fully_shard`, on a batch as the model takes it, `labels` included; `loss(model, batch)` where the
+    loss is not the model's own. Both run with the same random numbers. Nothing of the model is changed, its gradients
+    neither; a second copy of it is made meanwhile.
+
+    Raises OdcError that names the first difference, ValueError where there is nothing to compare.
+    """
+    if any(is_sharded(module) for module in model.modules()):
+        raise ValueError("verify comes before fully_shard: it needs whole parameters")
+    if not any(isinstance(module, LMHead) for module in model.modules()):
+        raise ValueError("none of the model's layers is replaced: call replace_layers first")
+    measure = loss or _own_loss
+    plain = _with_own_layers(model)
+    value, gradients = _gradients(model, batch, measure)
+    plain_value, plain_gradients = _gradients(plain, batch, measure)
+    worst = ("", 0.0)
+    floor = 1e-6 * max((float(gradient.norm()) for gradient in plain_gradients.values()), default=0.0)
+    tolerance = max(_TOLERANCE.get(parameter.dtype, 1e-4) for parameter in model.parameters())
+    if not abs(value - plain_value) <= tolerance * max(abs(plain_value), 1.0):
+        raise OdcError(f"the loss is {value:.8g}, with the model's own layers {plain_value:.8g}")
+    for name, want in plain_gradients.items():
+        got = gradients.get(name)
+        if got is None:
+            raise OdcError(f"{name} has no gradient, with the model's own layers it has one")
+        difference = float((got.float() - want.float()).norm()) / max(float(want.float().norm()), floor, 1e-30)
+        if not difference <= tolerance:
+            raise OdcError(
+                f"the gradient of {name} differs by {difference:.1e} of its norm, allowed are {tolerance:.0e}; loss "
+                f"{value:.8g}, with the model's own layers {plain_value:.8g}"
+            )
+        worst = max(worst, (name, difference), key=lambda pair: pair[1])
+    if more := gradients.keys() - plain_gradients.keys():
+        raise OdcError(f"{sorted(more)[0]} has a gradient, with the model's own layers it has none")
+    return Verified(loss=value, plain_loss=plain_value, worst=worst, gradients=len(plain_gradients))
+
+
+def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    loss = getattr(model(**batch), "loss", None)
+    if loss is None:
+        raise ValueError(f"the model gave no loss for {sorted(batch)}; add labels, or give loss=")
+    return loss
+
+
+def _with_own_layers(model: nn.Module) -> nn.Module:
+    plain = copy.deepcopy(model)
+    for name, module in list(plain.named_modules()):
+        if isinstance(module, LMHead):
+            own = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+            own.weight = module.weight
+            parent, _, attribute = name.rpartition(".")
+            setattr(plain.get_submodule(parent), attribute, own.train(module.training))
+    return plain
+
+
+def _gradients(
+    model: nn.Module, batch: Mapping[str, Any], measure: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    devices = {parameter.device for parameter in named.values() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
+        torch.manual_seed(0)
+        loss = measure(model, batch)
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return float(loss.detach()), {name: g for name, g in zip(named, found, strict=True) if g is not None}
