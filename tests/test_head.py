@@ -110,6 +110,31 @@ def test_ten_steps_on_shards(name: str, backend: str) -> None:
     compare(name, 2, transform="head", backend=backend)
 
 
+def _in_bf16(fused: bool, backend: str) -> tuple[float, dict[str, torch.Tensor]]:
+    from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
+
+    model = build("qwen2-tied")
+    if fused:
+        replace_layers(model, roles=["head"], verbose=False)
+    model = fully_shard(model, backend=backend, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    ids = torch.randint(1, 97, (2, 19), generator=torch.Generator().manual_seed(0))
+    with minibatch(model, tokens=1):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    return loss.item(), {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+def test_bf16(backend: str) -> None:
+    want_loss, want = _in_bf16(False, backend)
+    loss, got = _in_bf16(True, backend)
+    assert loss == pytest.approx(want_loss, rel=1e-3)
+    floor = 1e-3 * max(gradient.norm() for gradient in want.values())
+    for name, gradient in want.items():
+        # Both round logits and their gradients to 8 bits of mantissa, at other places.
+        assert (got[name] - gradient).norm() <= 1e-2 * gradient.norm() + floor, name
+
+
 def test_evaluation_makes_logits() -> None:
     plain, fused = both("llama")
     ids = torch.randint(1, 97, (2, 9))
