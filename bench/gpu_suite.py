@@ -33,7 +33,13 @@ from typing import Any
 from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/gpu", "tests/test_gathered.py", "tests/test_hf_attention.py", "tests/kernels")
+TESTS = (
+    "tests/gpu",
+    "tests/test_gathered.py",
+    "tests/test_gathered_more.py",
+    "tests/test_hf_attention.py",
+    "tests/kernels",
+)
 TESTS_SHARE = 0.6  # of the time that is left
 _TAIL_LINES = 40
 
