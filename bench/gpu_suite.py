@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = (
     "tests/gpu",
     "tests/test_gathered.py",
-    "tests/test_gathered_more.py",
+    "tests/test_gathered_usage.py",
     "tests/test_hf_attention.py",
     "tests/kernels",
 )

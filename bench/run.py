@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -68,6 +69,8 @@ class Report:
 
     def save(self, folder: Path) -> None:
         cells = [asdict(cell) for cell in self.cells]
+        for cell in cells:  # JSON knows no infinity, which is what an unwritten result is off by
+            cell["errors"] = {name: error if math.isfinite(error) else None for name, error in cell["errors"].items()}
         data = {**self.about, "passed": self.passed, "cells": cells, "targets": self.targets()}
         write_file(folder / "kernels.json", json.dumps(data | {"left_out": self.left_out}, indent=1).encode())
         write_file(folder / "kernels.md", self.text().encode())

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from .online_softmax import COLUMN_MULTIPLE, SoftmaxState, online_softmax, softmax_grad
-from .peers import PeerShards, join
+from .peers import PeerShards, check_alike, join
 from .scatter import scatter
 from .tiles import ONLINE_SOFTMAX, SoftmaxTile
 
@@ -343,11 +343,7 @@ def _check_gradients(
         if dh.dtype not in (h.dtype, torch.float32):
             raise ValueError(f"dh is {dh.dtype}; give h's {h.dtype}, or float32")
     if isinstance(gradient, PeerShards):
-        want = (weight.shape, torch.float32, weight.world, weight.rank, weight.device)
-        have = (gradient.shape, gradient.dtype, gradient.world, gradient.rank, gradient.device)
-        for name, wanted, given in zip(("shape", "dtype", "world", "rank", "device"), want, have, strict=True):
-            if wanted != given:
-                raise ValueError(f"the gradient is of {name} {given}; with this weight give one of {name} {wanted}")
+        check_alike("the gradient", gradient, "weight", weight, shape=weight.shape, dtype=torch.float32)
 
 
 def linear_cross_entropy_ref(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -99,11 +100,18 @@ class PeerShards:
 
 def check_bias(bias: PeerShards, weight: PeerShards) -> None:
     """Raises ValueError unless the shards of a bias [N] go with those of a weight [N, K]."""
-    want = (weight.shape[:1], weight.dtype, weight.world, weight.rank, weight.device)
-    have = (bias.shape, bias.dtype, bias.world, bias.rank, bias.device)
-    for name, wanted, given in zip(("shape", "dtype", "world", "rank", "device"), want, have, strict=True):
-        if wanted != given:
-            raise ValueError(f"the bias is of {name} {given}; with this weight give one of {name} {wanted}")
+    check_alike("the bias", bias, "weight", weight, shape=weight.shape[:1], dtype=weight.dtype)
+
+
+def check_alike(
+    what: str, given: PeerShards, beside: str, other: Any, *, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Raises ValueError unless `given` has that shape and dtype and the world, rank and device of `other`."""
+    wanted = {"shape": shape, "dtype": dtype, "world": other.world, "rank": other.rank, "device": other.device}
+    for name, want in wanted.items():
+        have = getattr(given, name)
+        if have != want:
+            raise ValueError(f"{what} is of {name} {have}; with this {beside} give one of {name} {want}")
 
 
 def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .peers import PeerShards
+from .peers import PeerShards, check_alike
 
 _LAST_EPOCH = 2**31 - 1
 
@@ -86,11 +86,7 @@ def pull(*, peers: PeerShards, staged: StagedWeight) -> StagedWeight:
     it. The copies wait for the kernels that read the buffer before, and for nothing else: the shards must be readable
     now. On the CPU everything has arrived when this returns. Raises ValueError when `peers` don't fit the buffer.
     """
-    want = (staged.shape, staged.dtype, staged.world, staged.rank, staged.device)
-    have = (peers.shape, peers.dtype, peers.world, peers.rank, peers.device)
-    for name, wanted, given in zip(("shape", "dtype", "world", "rank", "device"), want, have, strict=True):
-        if wanted != given:
-            raise ValueError(f"the shards are of {name} {given}; with this buffer give some of {name} {wanted}")
+    check_alike("the sharded weight", peers, "buffer", staged, shape=staged.shape, dtype=staged.dtype)
     epoch = staged.epoch % _LAST_EPOCH + 1
     if staged.stream is not None:
         staged.stream.wait_event(staged.read)

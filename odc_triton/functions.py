@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from odc_kernels.linear_cross_entropy import HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
+from odc_kernels.linear_cross_entropy import AddRows, HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
 from odc_kernels.peers import PeerShards
 
-from .sharded_param import sharded_parameter
+from .sharded_param import ShardedParameter, sharded_parameter
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -27,7 +27,8 @@ class _TokenLogProbs(torch.autograd.Function):
     | logp, entropy | [T] | fp32 |
 
     forward: chunk by chunk of the vocabulary, online softmax. dgrad: dh = sum over chunks of dz W. wgrad: dW of a chunk
-    = dzᵀ h, added to its owner before the next. Saved: h, targets and three numbers per token; logits are made again.
+    = dzᵀ h, added to its owner before the next. Saved: h, targets and three numbers per token,
+    of an unsharded head its weight; never a gathered one, and logits are made again. A second derivative is refused.
     """
 
     @staticmethod
@@ -35,23 +36,20 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx: Any, h: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, ignore_index: int, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.sharded = sharded_parameter(weight)
-        ctx.whole_weight = None if ctx.sharded is not None else weight.detach()
         ctx.options = {"ignore_index": ignore_index, "logit_scale": scale}
-        output = linear_cross_entropy(h=h, weight=_TokenLogProbs._peers(ctx), targets=targets, **ctx.options)
-        ctx.save_for_backward(h, targets, output.logp, output.lse, output.entropy)
+        output = linear_cross_entropy(h=h, weight=_peers(ctx.sharded, weight), targets=targets, **ctx.options)
+        own = [weight] if ctx.sharded is None else []  # a sharded one may have no memory to save
+        ctx.save_for_backward(h, targets, output.logp, output.lse, output.entropy, *own)
         return output.logp, output.entropy
-
-    @staticmethod
-    def _peers(ctx: Any) -> PeerShards:
-        if ctx.sharded is not None:
-            return ctx.sharded.compute_peers
-        return PeerShards.of([ctx.whole_weight], shape=ctx.whole_weight.shape, aligned=ctx.whole_weight.is_cuda)
 
     @staticmethod
     def backward(
         ctx: Any, g_logp: torch.Tensor | None, g_entropy: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        h, targets, logp, lse, entropy = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph: what is given here has no graph, so its own gradient would be lost
+            raise RuntimeError("the fused head has no second derivative: leave the role 'head' out of replace_layers")
+        h, targets, logp, lse, entropy, *own = ctx.saved_tensors
+        weight = own[0] if own else None
         needs_dh, needs_dw = ctx.needs_input_grad[:2]
         dh = torch.empty_like(h) if needs_dh else None
         dw, sink = None, None
@@ -59,11 +57,11 @@ class _TokenLogProbs(torch.autograd.Function):
             sink = ctx.sharded.gradient_sink
             ctx.sharded.touched = True
         elif needs_dw:
-            dw = torch.zeros_like(ctx.whole_weight, dtype=torch.float32)
+            dw = torch.zeros_like(weight, dtype=torch.float32)
             sink = _adds_to(dw)
         linear_cross_entropy_grad(
             h=h,
-            weight=_TokenLogProbs._peers(ctx),
+            weight=_peers(ctx.sharded, weight),
             targets=targets,
             output=HeadOutput(logp=logp, lse=lse, entropy=entropy),
             g_logp=torch.zeros_like(logp) if g_logp is None else g_logp,
@@ -75,7 +73,13 @@ class _TokenLogProbs(torch.autograd.Function):
         return dh, None if dw is None else dw.to(h.dtype), None, None, None
 
 
-def _adds_to(whole: torch.Tensor) -> Any:
+def _peers(sharded: ShardedParameter | None, weight: torch.Tensor | None) -> PeerShards:
+    if sharded is not None:
+        return sharded.compute_peers
+    return PeerShards.of([weight.detach()], shape=weight.shape, aligned=weight.is_cuda)
+
+
+def _adds_to(whole: torch.Tensor) -> AddRows:
     def add_rows(owner: int, start: int, rows: torch.Tensor) -> None:
         whole[start : start + len(rows)].add_(rows)
 

@@ -7,10 +7,9 @@ from collections.abc import Hashable
 
 import torch
 
-from .plan import ParameterSpec
+from .plan import ParameterSpec, aligned
 from .streams import Streams
 
-_ALIGNMENT_BYTES = 128
 _OLD = -1  # a publication that there never is
 
 
@@ -35,8 +34,7 @@ class GatheredParameters:
         offsets, self._size_bytes = [], 0
         for spec, owners in zip(specs, shards, strict=True):
             offsets.append(self._size_bytes)
-            size_bytes = math.prod(spec.shape) * owners[0].element_size()
-            self._size_bytes += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            self._size_bytes += aligned(math.prod(spec.shape) * owners[0].element_size())
         flat = torch.empty(self._size_bytes, dtype=torch.uint8, device=device)
         self._storage = flat.untyped_storage()
         self.whole = []
@@ -72,7 +70,7 @@ class GatheredParameters:
         self._users.add(user)
         if self._filled_at == publication:
             return
-        self._finish()
+        self.wait()
         self._storage.resize_(self._size_bytes)
         with self._streams.copying():
             for writable, owners in zip(self._writable, self._shards, strict=True):
@@ -86,19 +84,16 @@ class GatheredParameters:
             self._mark = self._streams.copied()
         self._filled_at = publication
 
-    def _finish(self) -> None:
+    def wait(self) -> None:
+        """What is computed from here on finds the storage filled."""
         if self._mark is not None:
             self._streams.wait(self._mark)
             self._mark = None
-
-    def wait(self) -> None:
-        """What is computed from here on finds the storage filled."""
-        self._finish()
 
     def release(self, user: Hashable) -> None:
         """Frees the storage if `user` was the last that needs it."""
         self._users.discard(user)
         if not self._users and self.is_filled:
-            self._finish()
+            self.wait()
             self._storage.resize_(0)
             self._filled_at = None

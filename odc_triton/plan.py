@@ -123,7 +123,8 @@ def first_difference(mine: list[str], theirs: list[str]) -> str:
     return f"{longer[min(len(mine), len(theirs))]} stands {whose}"
 
 
-def _aligned(offset_bytes: int) -> int:
+def aligned(offset_bytes: int) -> int:
+    """The next place at which a region may begin."""
     return -(-offset_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
@@ -139,7 +140,7 @@ def make_plan(parameters: list[ParameterSpec], *, world: int, itemsizes: dict[st
 
     def place(shape: tuple[int, ...], dtype: str) -> Region:
         nonlocal offset
-        region = Region(shape=shape, dtype=dtype, itemsize=itemsizes[dtype], offset_bytes=_aligned(offset))
+        region = Region(shape=shape, dtype=dtype, itemsize=itemsizes[dtype], offset_bytes=aligned(offset))
         offset = region.offset_bytes + region.stored_bytes(world, apart=apart)
         return region
 

@@ -10,15 +10,11 @@ import torch
 from .errors import OdcError
 from .meeting import Meetings
 from .memory.shm import SharedMemoryHeap
-from .plan import ALIGNMENT_BYTES, Region
+from .plan import Region, aligned
 
 _HALF_BYTES = 128 * 2**20
 
 Take = Callable[[int, torch.Tensor], None]  # first element, and elements from there on, of the flattened tensor
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Relay:
@@ -30,7 +26,7 @@ class Relay:
 
     def __init__(self, *, purpose: str, sizes: list[int], token: str, meetings: Meetings) -> None:
         self._purpose, self._meetings = purpose, meetings
-        self._half_bytes = min(_HALF_BYTES, sum(map(_aligned, sizes)))
+        self._half_bytes = min(_HALF_BYTES, sum(map(aligned, sizes)))
         self._half, self._used_bytes = 0, 0
         self._arrivals: list[tuple[Take, int, torch.Tensor]] = []
         self._buffer: SharedMemoryHeap | None = None
@@ -66,7 +62,7 @@ class Relay:
                 piece.copy_(flat[first : first + count])
             if take is not None:
                 self._arrivals.append((take, first, piece))
-            self._used_bytes += _aligned(region.size_bytes)
+            self._used_bytes += aligned(region.size_bytes)
             first += count
 
     def _turn(self) -> None:

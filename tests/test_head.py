@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
+from bench.head_memory import peak_bytes
 from odc_triton.head import FusedLogits
 from odc_triton.hf import summed_loss
 from odc_triton.nn import LMHead
@@ -211,6 +211,22 @@ def test_touching_them_raises(touch: Callable) -> None:
         touch(FusedLogits(H, W))
 
 
+def test_a_weight_that_changed_before_the_backward_is_noticed() -> None:
+    head = LMHead(4, 7)
+    loss = F.cross_entropy(head(H[0]), torch.zeros(5, dtype=torch.long))
+    with torch.no_grad():
+        head.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    h = H[0].clone().requires_grad_()
+    loss = F.cross_entropy(LMHead(4, 7)(h), torch.zeros(5, dtype=torch.long))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, h, create_graph=True)
+
+
 def test_what_tensors_do_not_have_either() -> None:
     logits = FusedLogits(H, W)
     assert not hasattr(logits, "no_such_method")
@@ -262,17 +278,10 @@ def test_sharded_models_are_refused() -> None:
         replace_layers(fully_shard(build("llama")), roles=["head"])
 
 
-def _peak_bytes(run: Callable) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
-        run()
-    changes = [event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return int(torch.tensor(changes).cumsum(0).max())
-
-
 def test_a_quarter_of_the_memory() -> None:
     h, targets = torch.randn(512, 16, requires_grad=True), torch.randint(0, 16384, (512,))
     head = LMHead(16, 16384)
-    fused = _peak_bytes(lambda: F.cross_entropy(head(h), targets).backward())
+    fused = peak_bytes(lambda: F.cross_entropy(head(h), targets).backward())
     head.zero_grad()
-    plain = _peak_bytes(lambda: F.cross_entropy(F.linear(h, head.weight), targets).backward())
+    plain = peak_bytes(lambda: F.cross_entropy(F.linear(h, head.weight), targets).backward())
     assert fused <= plain / 4

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..plan import ALIGNMENT_BYTES, Region
+from ..plan import Region, aligned
 from .shm import SharedMemoryHeap
 
 
@@ -19,7 +19,7 @@ class ApartHeap(SharedMemoryHeap):
     apart = True
 
     def __init__(self, *, world: int, size_bytes: int, **options: Any) -> None:
-        self._part_bytes = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._part_bytes = aligned(size_bytes)
         super().__init__(world=world, size_bytes=world * self._part_bytes, **options)
 
     def whole(self, region: Region) -> torch.Tensor:

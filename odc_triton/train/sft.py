@@ -27,7 +27,6 @@ from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.checkpoint import save_pretrained
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.options import add_arguments, read_options
-from odc_triton.replace import replace_layers
 from odc_triton.sharding import default_mesh, fully_shard
 from odc_triton.trace import save_trace
 from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
@@ -149,6 +148,8 @@ def train_sft(options: SftOptions, on_metrics: Callable[[dict], None] | None = N
 
 
 def _fuse_head(model: nn.Module, options: SftOptions) -> None:
+    from odc_triton.replace import replace_layers  # here, as its kernels import triton
+
     replaced = replace_layers(model, roles=["head"], verbose=False)
     if not replaced.swapped["head"]:
         raise ValueError(

@@ -68,16 +68,20 @@ def test_ranks_read_each_other(world: int) -> None:
         assert words == [rank + 10 for rank in range(world)]
 
 
-def _contend(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every rank adds small integers into the same shards at the same time, by both kernels that do so."""
+def _contend(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every rank adds small integers into the same shards at the same time, by every kernel that adds."""
+    from odc_kernels.embedding import embedding_grad
     from odc_kernels.peers import PeerShards
     from odc_kernels.scatter import scatter
     from odc_kernels.wgrad import wgrad
 
-    heap = _open(rank, world, 8 * 2**20)
+    heap = _open(rank, world, 12 * 2**20)
     flat, matrix = _region((1001, 64)), _region((250, 256), offset_bytes=4 * 2**20)
+    words = _region((97, 64), offset_bytes=8 * 2**20)
     scattered = [heap.shard(flat, owner) for owner in range(world)]
     multiplied = [heap.shard(matrix, owner) for owner in range(world)]
+    embedded = [heap.shard(words, owner) for owner in range(world)]
+    ids, of_ids = _tokens(rank), _integers(500, 64, rank + 20).cuda()
     gradient = (torch.arange(1001 * 64, device="cuda").view(1001, 64) % 7).float()
     dy, x = _integers(64, 250, rank), _integers(64, 256, rank + 10)
     torch.cuda.synchronize()
@@ -89,11 +93,18 @@ def _contend(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
             x=x.cuda().bfloat16(),
             weight=PeerShards.of(multiplied, shape=matrix.shape, rank=rank),
         )
+        embedding_grad(dy=of_ids, ids=ids.cuda(), weight=PeerShards.of(embedded, shape=words.shape, rank=rank))
     torch.cuda.synchronize()
     dist.barrier()
-    result = torch.cat(scattered).cpu(), torch.cat(multiplied).cpu()
+    result = torch.cat(scattered).cpu(), torch.cat(multiplied).cpu(), torch.cat(embedded).cpu()
     dist.barrier()  # nobody's memory goes while it is still read
     return result
+
+
+def _tokens(rank: int) -> torch.Tensor:
+    ids = torch.randint(0, 97, (500,), generator=torch.Generator().manual_seed(rank))
+    ids[:200] = 5
+    return ids
 
 
 def _integers(rows: int, columns: int, seed: int) -> torch.Tensor:
@@ -105,9 +116,13 @@ def test_additions_are_exact(world: int) -> None:
     # Integers below 2^24: sums are exact in any order, so a lost addition shows.
     scattered = (torch.arange(1001 * 64).view(1001, 64) % 7).float() * ROUNDS * world
     multiplied = sum(ROUNDS * _integers(64, 250, rank).T @ _integers(64, 256, rank + 10) for rank in range(world))
-    for got_scattered, got_multiplied in ranks.run(_contend, world):
+    embedded = torch.zeros(97, 64)
+    for rank in range(world):
+        embedded.index_add_(0, _tokens(rank), ROUNDS * _integers(500, 64, rank + 20))
+    for got_scattered, got_multiplied, got_embedded in ranks.run(_contend, world):
         assert torch.equal(got_scattered, scattered)
         assert torch.equal(got_multiplied, multiplied)
+        assert torch.equal(got_embedded, embedded)
 
 
 def _killed(rank: int, world: int) -> list[bool]:

@@ -13,7 +13,7 @@ from odc_kernels.tiles import WgradTile
 from odc_kernels.wgrad import wgrad
 from tests import ranks
 
-pytestmark = pytest.mark.skipif(not place.INTERPRETED, reason="tests/gpu holds this test for GPUs")
+pytestmark = pytest.mark.skipif(not place.INTERPRETED, reason="tests/gpu/test_cuda_heap.py does it on GPUs")
 WGRAD_TILE = WgradTile(n=16, k=16, t=16, group=2)
 
 

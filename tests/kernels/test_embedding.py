@@ -229,7 +229,7 @@ def _contended(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.randint(-3, 4, (30, 16), generator=generator).float()
 
 
-@pytest.mark.skipif(not place.INTERPRETED, reason="tests/gpu holds tests of several processes on GPUs")
+@pytest.mark.skipif(not place.INTERPRETED, reason="tests/gpu/test_cuda_heap.py does it on GPUs")
 def test_ranks_add_at_the_same_time() -> None:
     # Integers below 2^24: sums are exact in any order, so a lost addition shows.
     want = torch.zeros(7, 16)

@@ -10,13 +10,16 @@ from torch import nn
 
 from . import place  # isort: skip
 
+from bench.operators.place import DEVICE
 from odc_kernels.gather import gather
 from odc_kernels.linear import linear, linear_dx
 from odc_kernels.tiles import LinearTile, WgradTile
 from odc_kernels.wgrad import wgrad
+from odc_triton.plan import shard_rows
 from tests import ranks
 
-pytestmark = pytest.mark.skipif(not place.INTERPRETED, reason="tests/gpu holds this test for GPUs")
+pytestmark = [] if place.INTERPRETED else [pytest.mark.gpu]
+BACKEND = "cpu-interpreter" if place.INTERPRETED else "cuda"
 LINEAR_TILE = LinearTile(t=16, n=16, k=16)
 WGRAD_TILE = WgradTile(n=16, k=16, t=16, group=2)
 STEPS = 3
@@ -66,7 +69,7 @@ def _batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _sharded(rank: int, world: int) -> tuple[list[dict], dict]:
     from odc_triton import full_parameters, fully_shard, minibatch
 
-    model = fully_shard(_model(_KernelLinear), backend="cpu-interpreter")
+    model = fully_shard(_model(_KernelLinear), backend=BACKEND)
     by_leaf = {id(parameter.leaf): parameter for parameter in model._odc_engine.parameters}
     model._odc_unit.make_whole()
     for module in model.modules():
@@ -76,17 +79,17 @@ def _sharded(rank: int, world: int) -> tuple[list[dict], dict]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients = []
     for step in range(STEPS):
-        x, y = _batch(step, rank)
+        x, y = (value.to(DEVICE) for value in _batch(step, rank))
         with minibatch(model, tokens=len(x)) as mb:
             (nn.functional.mse_loss(model(x), y, reduction="sum") / mb.tokens).backward()
-        gradients.append({name: p.grad.full_tensor().clone() for name, p in model.named_parameters()})
+        gradients.append({name: p.grad.to_local().cpu().clone() for name, p in model.named_parameters()})
         optimizer.step()
     weights = dict(full_parameters(model))  # waits until every owner has stepped
     for parameter in model._odc_engine.parameters:
-        whole = torch.full(parameter.spec.shape, torch.nan)
+        whole = torch.full(parameter.spec.shape, torch.nan, device=DEVICE)
         gather(peers=parameter.compute_peers, out=whole, block=64)
         assert torch.equal(whole, weights[parameter.name])
-    return gradients, weights
+    return gradients, {name: value.cpu() for name, value in weights.items()}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -102,10 +105,11 @@ def test_steps_equal_eager(world: int) -> None:
             (nn.functional.mse_loss(model(x), y, reduction="sum") / total).backward()
         wanted.append({name: p.grad.clone() for name, p in model.named_parameters()})
         optimizer.step()
-    for gradients, weights in ranks.run(_sharded, world):
+    for rank, (gradients, weights) in enumerate(ranks.run(_sharded, world)):
         # fp32 sums in another order: three steps of a small network.
         for step, (got, want) in enumerate(zip(gradients, wanted, strict=True)):
-            for name, gradient in want.items():
+            for name, whole in want.items():
+                gradient = whole[slice(*shard_rows(len(whole), world, rank))]
                 torch.testing.assert_close(
                     got[name], gradient, rtol=1e-5, atol=1e-6, msg=lambda m, at=(step, name): f"{at}: {m}"
                 )

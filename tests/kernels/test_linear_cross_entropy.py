@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch.nn import functional as F
-from torch.profiler import ProfilerActivity, profile
 
 from . import place  # isort: skip
 
+from bench.head_memory import peak_bytes
 from odc_kernels.linear_cross_entropy import (
     HeadOutput,
     chunk_rows,
@@ -419,11 +419,7 @@ def peak_extra_bytes(run: Callable[[], object]) -> int:
         before = torch.cuda.memory_allocated()
         run()
         return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
-        run()
-    changes = [event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = torch.tensor(changes, device="cpu").cumsum(0)
-    return int(held.max())
+    return peak_bytes(run)
 
 
 def test_peak_memory_of_a_run() -> None:

@@ -60,7 +60,7 @@ def test_linear_dx_staged_refuses(change: dict, words: str) -> None:
 @pytest.mark.parametrize(
     ("peers", "words"),
     [
-        (shards(torch.zeros(8, 4)), r"of shape \(8, 4\); with this buffer give some of shape \(8, 3\)"),
+        (shards(torch.zeros(8, 4)), r"of shape \(8, 4\); with this buffer give one of shape \(8, 3\)"),
         (shards(torch.zeros(8, 3).half()), "of dtype torch.float16"),
         (shards(torch.zeros(8, 3), world=4), "of world 4"),
         (shards(torch.zeros(8, 3), rank=1), "of rank 1"),
