@@ -137,6 +137,11 @@ class ShardedParameter:
         if self.spec.has_own_master and not (self.spec.is_scalar and self._rank != 0):
             self._compute_shard.copy_(self.master)
 
+    @property
+    def is_never_whole(self) -> bool:
+        """Whether `leaf` has no memory ever: only modules that read the owners by themselves may have it."""
+        return self._heap.apart and self.gathered is None
+
     @cached_property
     def compute_peers(self) -> PeerShards:
         """The shards to read, as kernels see them; not for a scalar.

@@ -101,6 +101,12 @@ def fully_shard(
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
         for entry in found:
             refuse_unshardable(entry.name, entry.value, device.mesh_device)
+        for entry in tied_to_inner:
+            if known[id(entry.value)].is_never_whole and not _is_read_on_demand(entry):
+                raise NotImplementedError(
+                    f"{entry.name} is tied to a weight that was sharded on its own and is never whole: call "
+                    f"fully_shard on what holds both, not on the tied layer"
+                )
         specs = [_spec(entry, policy) for entry in found]
         device.check(specs)
     except Exception as error:  # the other ranks, whose models may be fine, must not wait for this one
@@ -274,7 +280,7 @@ def _whole_tensors(
         empty = torch.empty(region.shape, dtype=getattr(torch, region.dtype), device=heap.device)
         empty.untyped_storage().resize_(0)
         found[slot] = empty, None
-    for unit in {spec.unit for spec in plan.parameters}:
+    for unit in dict.fromkeys(spec.unit for spec in plan.parameters):
         slots = [slot for slot, spec in enumerate(plan.parameters) if spec.unit == unit and slot not in on_demand]
         if not slots:
             continue

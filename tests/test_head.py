@@ -278,6 +278,16 @@ def test_sharded_models_are_refused() -> None:
         replace_layers(fully_shard(build("llama")), roles=["head"])
 
 
+def test_a_head_sharded_apart_from_its_tied_embedding_is_refused() -> None:
+    from odc_triton import fully_shard
+
+    model = build("qwen2-tied")
+    replace_layers(model, roles=["head"], verbose=False)
+    fully_shard(model.lm_head, backend="cpu-apart")
+    with pytest.raises(NotImplementedError, match=r"model\.embed_tokens\.weight is tied to a weight that was sharded"):
+        fully_shard(model, backend="cpu-apart")
+
+
 def test_a_quarter_of_the_memory() -> None:
     h, targets = torch.randn(512, 16, requires_grad=True), torch.randint(0, 16384, (512,))
     head = LMHead(16, 16384)
