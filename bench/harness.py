@@ -121,33 +121,39 @@ def compare(
     return results
 
 
-def overhead(work: Work, lengths: list[int], repeats: int) -> dict[str, Any]:
-    """ODC's time over plain torch's on a balanced minibatch of equal packs, without the optimizer step. Collective.
+def balanced(kinds: Sequence[type[Variant]], work: Work, lengths: list[int], repeats: int) -> dict[str, list[float]]:
+    """Seconds of a balanced minibatch of equal packs, without the optimizer step, by variant. Collective.
 
-    `lengths`: tokens of each document of one pack; two packs a rank. Each run takes as long as its slowest rank;
-    medians are compared.
+    `lengths`: tokens of each document of one pack; two packs a rank. Each run takes as long as its slowest rank.
+    Variants take turns, in a rotating order.
     """
     _open_job()
     generator = torch.Generator().manual_seed(work.seed)
     documents = [torch.randint(4, work.config["vocab_size"], (length,), generator=generator) for length in lengths]
     packs = pack_collate([[{"input_ids": document} for document in documents]]) * 2
     total = count_target_tokens(packs) * dist.get_world_size()
-    plain, odc = Unsharded(work.build), Odc(work.build)
-    seconds: dict[str, list[float]] = {plain.name: [], odc.name: []}
+    variants = [kind(work.build) for kind in kinds]
+    seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for repeat in range(repeats + 1):
-        for variant in (plain, odc) if repeat % 2 else (odc, plain):
+        for variant in variants[repeat % len(variants) :] + variants[: repeat % len(variants)]:
             dist.barrier()
             start_s = time.monotonic()
             variant.gradients(packs, total)
             took_s = max(_gather(time.monotonic() - start_s))
             variant.optimizer.zero_grad()  # else plain torch's gradients stand in malloc's way in ODC's turn
-            if repeat:  # the first pair warms up
+            if repeat:  # the first round warms up
                 seconds[variant.name].append(took_s)
     dist.destroy_process_group()
+    return seconds
+
+
+def overhead(work: Work, lengths: list[int], repeats: int) -> dict[str, Any]:
+    """ODC's time over plain torch's on a balanced minibatch, medians compared. Collective."""
+    seconds = balanced((Odc, Unsharded), work, lengths, repeats)
     return {
-        "fraction": statistics.median(seconds[odc.name]) / statistics.median(seconds[plain.name]) - 1,
-        "unsharded_s": seconds[plain.name],
-        "odc_s": seconds[odc.name],
+        "fraction": statistics.median(seconds[Odc.name]) / statistics.median(seconds[Unsharded.name]) - 1,
+        "unsharded_s": seconds[Unsharded.name],
+        "odc_s": seconds[Odc.name],
     }
 
 

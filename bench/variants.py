@@ -24,6 +24,7 @@ from odc_triton.api import engine_of, minibatch
 from odc_triton.events import Event, EventLog
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.plan import find_units
+from odc_triton.replace import replace_layers
 from odc_triton.sharding import fully_shard
 
 Pack = dict[str, torch.Tensor]
@@ -208,6 +209,31 @@ class Odc(Variant):
 
     def events(self) -> list[Event]:
         return engine_of(self.model).events.drain()
+
+
+class OdcLayers(Odc):
+    """The same with every Linear, Embedding and Attention replaced by ours, as `auto` runs them on a CPU."""
+
+    name = "ODC, replaced layers"
+    choice = "auto"
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        replace_layers(model, choice=self.choice, verbose=False)
+        return super().shard(model)
+
+
+class OdcLayersFused(OdcLayers):
+    """Weight gradients made and added owner by owner."""
+
+    name = "ODC, replaced layers, wgrad fused"
+    choice = "fused"
+
+
+class OdcLayersSplit(OdcLayers):
+    """Weight gradients made whole, also the embedding's, then added."""
+
+    name = "ODC, replaced layers, wgrad split"
+    choice = "split"
 
 
 class OdcMicro(Odc):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -14,13 +14,13 @@ from odc_kernels.peers import PeerShards
 
 from .errors import DeadlineExceeded
 from .memory.shm import SharedMemoryHeap
+from .on_owners import AddRows
 from .streams import Streams
 
 _NAP_S = 20e-6
 _LONG_WAIT_S = 1e-3  # waits for a lock that are shorter are not worth an event
 
 Waits = list[tuple[float, float]]
-AddRows = Callable[[int, int, torch.Tensor], None]
 
 
 class Target:
@@ -52,7 +52,7 @@ class Accumulator(ABC):
     @abstractmethod
     def sink(self, target: Target, *, name: str) -> PeerShards | AddRows:
         """What an operator that makes a gradient piece by piece adds it through: shards to add to by a kernel, or a
-        function `(owner, start, rows)` that adds rows to those of an owner from `start` on.
+        function.
         """
 
 
@@ -89,20 +89,24 @@ class LockedAccumulator(Accumulator):
 
     def sink(self, target: Target, *, name: str) -> AddRows:
         @torch.no_grad()
-        def add_rows(owner: int, start: int, rows: torch.Tensor) -> None:
+        def add_rows(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
             begin_s = time.monotonic()
             with self._threads.setdefault(target.slot, threading.Lock()):
-                while not self._try_add(rows, target, owner, start):
+                while not self._try_add(rows, target, owner, at):
                     self._give_up_if_late(time.monotonic() - begin_s, target.slot, owner, name)
                     time.sleep(_NAP_S)
 
         return add_rows
 
-    def _try_add(self, rows: torch.Tensor, target: Target, owner: int, start: int = 0) -> bool:
+    def _try_add(self, rows: torch.Tensor, target: Target, owner: int, at: int | torch.Tensor = 0) -> bool:
         if not self._heap.try_lock(target.slot, owner):
             return False
+        shard = target.shards[owner]
         try:
-            target.shards[owner][start : start + len(rows)].add_(rows)
+            if isinstance(at, torch.Tensor):
+                shard.index_add_(0, at, rows.to(shard.dtype))
+            else:
+                shard[at : at + len(rows)].add_(rows)
         finally:
             self._heap.unlock(target.slot, owner)
         return True

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .accumulate import Waits
 from .errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer
 from .events import EventLog
 from .meeting import Meetings
@@ -33,6 +34,7 @@ from .memory.heap import SymmetricHeap, Word
 from .optimizer_watch import OptimizerWatch
 from .prefetch import Prefetch
 from .sharded_param import ShardedParameter, has_gradient_hooks
+from .staging import Staging
 from .streams import Streams
 from .unit import Unit, in_backward_pass
 
@@ -75,6 +77,7 @@ class Engine:
     def __init__(self, *, heap: SymmetricHeap, streams: Streams, meetings: Meetings, debug: bool) -> None:
         self.heap, self.meetings, self.debug = heap, meetings, debug
         self._streams = [streams]
+        self._stagings: set[Staging] = set()
         self.prefetch = Prefetch()
         self.rank, self.world = heap.rank, heap.world
         self.units: list[Unit] = []
@@ -103,8 +106,9 @@ class Engine:
     def add(self, parameters: list[ShardedParameter]) -> None:
         for parameter in parameters:
             self.parameters.append(parameter)
+            self._stagings.add(parameter.staging)
             if parameter.gradient_shard is not None:
-                parameter.listen(self._push_gradient)
+                parameter.listen(self)
 
     def absorb(self, inner: Engine) -> None:
         """Takes over a submodule that was sharded before its root; its parameters stay where they are."""
@@ -129,10 +133,12 @@ class Engine:
             if original is not None:
                 yield original, parameter
 
-    def _push_gradient(self, parameter: ShardedParameter) -> None:
+    def gradient_comes(self, parameter: ShardedParameter) -> None:
         self._graph_is_kept = torch.is_grad_enabled()
         self._backward_begins(self.minibatch)
-        for start_s, end_s in parameter.add_gradient():
+
+    def waited(self, parameter: ShardedParameter, waits: Waits) -> None:
+        for start_s, end_s in waits:
             self.events.add("wait", start_s, end_s, label=f"lock of {parameter.name}")
 
     def trainable(self) -> list[ShardedParameter]:
@@ -301,6 +307,8 @@ class Engine:
         """Waits until this rank's device has done what was enqueued: peers are told so next."""
         for streams in self._streams:
             streams.drain(self.meetings.timeout_s, purpose)
+        for staging in self._stagings:
+            staging.check()
 
     def _enter_phase(self, phase: Phase) -> None:
         self.phase = phase

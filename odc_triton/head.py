@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
+from .choice import AUTO
 from .functions import token_log_probs
 
 _REMEDY = (
@@ -34,12 +35,12 @@ class FusedLogits:
     one; everything else raises, naming what to do, as it would make the logits.
     """
 
-    def __init__(self, h: torch.Tensor, weight: torch.Tensor, scale: float = 1.0) -> None:
+    def __init__(self, h: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, choice: str = AUTO) -> None:
         if h.shape[-1] != weight.shape[1]:
             raise ValueError(
                 f"h is {tuple(h.shape)}; with a head of {tuple(weight.shape)} give [..., {weight.shape[1]}]"
             )
-        self._h, self._weight, self._scale = h, weight, scale
+        self._h, self._weight, self._scale, self._choice = h, weight, scale, choice
 
     # ------------------------------------------------------------------ what it looks like
 
@@ -78,7 +79,7 @@ class FusedLogits:
     # ------------------------------------------------------------------ the same logits of other tokens
 
     def _of(self, h: torch.Tensor, factor: float = 1.0) -> FusedLogits:
-        return FusedLogits(h, self._weight, self._scale * factor)
+        return FusedLogits(h, self._weight, self._scale * factor, self._choice)
 
     def float(self) -> FusedLogits:
         return self
@@ -144,7 +145,9 @@ class FusedLogits:
 
     def log_probs(self, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
         """Log-probabilities of `targets`, int64 of this one's shape without the vocabulary, and the entropy."""
-        logp, entropy = token_log_probs(self._h, self._weight, targets, ignore_index=ignore_index, scale=self._scale)
+        logp, entropy = token_log_probs(
+            self._h, self._weight, targets, ignore_index=ignore_index, scale=self._scale, choice=self._choice
+        )
         return TokenLogProbs(logp=logp, entropy=entropy)
 
     @classmethod
@@ -164,7 +167,7 @@ class FusedLogits:
 # So that who looks for tensors in a model's output, as the engine does to see its backward begin, finds h.
 pytree.register_pytree_node(
     FusedLogits,
-    lambda logits: ([logits._h], (logits._weight, logits._scale)),
+    lambda logits: ([logits._h], (logits._weight, logits._scale, logits._choice)),
     lambda parts, of: FusedLogits(next(iter(parts)), *of),
 )
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from . import attention
+from .choice import AUTO, parse
 from .module import is_sharded
-from .nn import LMHead
+from .nn import Embedding, Linear, LMHead, has_hooks
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,71 +27,183 @@ class Replaced:
     left: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{role}: {', '.join(names) or 'none'}" for role, names in self.swapped.items()]
-        return "\n".join(lines + [f"left alone: {name}, {why}" for name, why in self.left.items()])
+        lines = [f"{role}: {', '.join(_grouped(names)) or 'none'}" for role, names in self.swapped.items()]
+        for why in dict.fromkeys(self.left.values()):
+            names = _grouped([name for name, reason in self.left.items() if reason == why])
+            lines.append(f"left alone: {', '.join(names)}, {why}")
+        return "\n".join(lines)
 
 
-def replace_layers(model: nn.Module, *, roles: Iterable[str], verbose: bool = True) -> Replaced:
+def _grouped(names: list[str]) -> list[str]:
+    """Names that differ in numbers only as one, with their number: `layers.*.mlp.up_proj (28)`."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), []).append(name)
+    return [group[0] if len(group) == 1 else f"{pattern} ({len(group)})" for pattern, group in groups.items()]
+
+
+class _Place(NamedTuple):
+    name: str
+    module: nn.Module
+    parent: nn.Module
+
+
+def replace_layers(
+    model: nn.Module,
+    *,
+    roles: Iterable[str] = ("attention", "embedding", "linear"),
+    choice: str = AUTO,
+    verbose: bool = True,
+) -> Replaced:
     """Swaps the layers of these roles for ours. Call it before `fully_shard`; prints what it did unless told not to.
 
-    roles: "head": the vocabulary projection of a causal LM of transformers. In training its logits are then not made:
-    `model(input_ids=…, labels=…).loss`, or any `cross_entropy` of `outputs.logits`, goes through a chunk of the
-    vocabulary at a time, and `outputs.logits.log_probs(targets)` gives log-probabilities and entropies.
+    roles:
+        "attention": of Llama, Mistral, Qwen2 and Qwen3 in transformers. The chosen attention function stays.
+        "embedding", "linear": every `torch.nn.Embedding` and `torch.nn.Linear`.
+        "head": the vocabulary projection of a causal LM of transformers. In training its logits are then not made:
+            `model(input_ids=…, labels=…).loss`, or any `cross_entropy` of `outputs.logits`, goes through a chunk of the
+            vocabulary at a time, and `outputs.logits.log_probs(targets)` gives log-probabilities and entropies.
+    choice: how their operators run, see choice.py; by default as its table and the variable ODC_OPERATORS say.
 
     A layer of another structure than ours computes is left alone, with the reason. Raises ValueError for an unknown
-    role, RuntimeError for a model that is sharded already.
+    role or choice, RuntimeError for a model that is sharded already.
     """
     if any(is_sharded(module) for module in model.modules()):
         raise RuntimeError("replace_layers comes before fully_shard: layers of a sharded model can't be swapped")
+    parse(choice)
     roles = [roles] if isinstance(roles, str) else list(roles)
     unknown = [role for role in roles if role not in _ROLES]
     if unknown:
         raise ValueError(f"roles {unknown} are not known; known are {', '.join(_ROLES)}")
     replaced = Replaced()
-    for role in roles:
-        replaced.swapped[role] = []
-        _ROLES[role](model, replaced)
+    for role in _ROLES:
+        if role in roles:
+            replaced.swapped[role] = []
+            _ROLES[role](model, choice, replaced)
     if verbose:
         print(replaced)
     return replaced
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+def own_layers(model: nn.Module) -> int:
+    """Makes of ours what `replace_layers` found, in place; returns how many there were."""
+    count = 0
+    for module in model.modules():
+        found = isinstance(module, (Linear, Embedding, LMHead, attention.FusedProjections))
+        count += found
+        if isinstance(module, Embedding):
+            module.__class__ = nn.Embedding
+        elif isinstance(module, attention.FusedProjections):
+            module.__class__ = module._odc_family.attention
+        elif found:
+            module.__class__ = nn.Linear
+    return count
 
 
-def _replace_head(model: nn.Module, replaced: Replaced) -> None:
+def _places(model: nn.Module, kind: type[nn.Module]) -> list[_Place]:
+    """Every module of that kind, also derived from it, once."""
+    return [
+        _Place(f"{prefix}.{name}" if prefix else name, child, parent)
+        for prefix, parent in model.named_modules()
+        for name, child in parent.named_children()
+        if isinstance(child, kind)
+    ]
+
+
+def _replace_attention(model: nn.Module, choice: str, replaced: Replaced) -> None:
+    classes: dict[str, type[nn.Module]] = {}
+    unlike: dict[str, str | None] = {}
+    for name, module in model.named_modules():
+        family = attention.family_of(module)
+        if family is None or isinstance(module, attention.FusedProjections):
+            continue
+        why = attention.why_not(module, family)
+        if why is None:
+            if family.name not in unlike:
+                unlike[family.name] = attention.differs(module, family)
+            why = unlike[family.name]
+        if why is not None:
+            replaced.left[name] = why
+            continue
+        module.__class__ = classes.setdefault(family.name, attention.fused_class(family))
+        module._odc_choice = choice
+        for projection in (module.q_proj, module.k_proj, module.v_proj, module.o_proj):
+            projection.__class__, projection.choice = Linear, choice
+            projection.operator = "linear" if projection is module.o_proj else "qkv"
+        replaced.swapped["attention"].append(name)
+
+
+def _replace_linear(model: nn.Module, choice: str, replaced: Replaced) -> None:
+    for name, module, parent in _places(model, nn.Linear):
+        if isinstance(module, (Linear, LMHead)):
+            continue
+        why = _unlike(module, nn.Linear) or _read_by(parent)
+        if why is not None:
+            replaced.left[name] = why
+            continue
+        module.__class__, module.choice = Linear, choice
+        replaced.swapped["linear"].append(name)
+
+
+def _replace_embedding(model: nn.Module, choice: str, replaced: Replaced) -> None:
+    for name, module, parent in _places(model, nn.Embedding):
+        if isinstance(module, Embedding):
+            continue
+        why = _unlike(module, nn.Embedding) or _read_by(parent)
+        if why is None and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
+            why = "it has max_norm, scale_grad_by_freq or sparse gradients"
+        if why is not None:
+            replaced.left[name] = why
+            continue
+        module.__class__, module.choice = Embedding, choice
+        replaced.swapped["embedding"].append(name)
+
+
+def _unlike(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    if type(module) is not kind:
+        return f"a {type(module).__module__}.{type(module).__name__} and no plain {kind.__name__}"
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    return None
+
+
+def _read_by(parent: nn.Module) -> str | None:
+    if type(parent).__module__.startswith("torch.nn.") and not isinstance(parent, _CONTAINERS):
+        return f"part of a {type(parent).__name__}, which reads its weight without calling it"
+    return None
+
+
+def _replace_head(model: nn.Module, choice: str, replaced: Replaced) -> None:
     names = {id(module): name for name, module in model.named_modules()}
     get_head = getattr(model, "get_output_embeddings", None)
     head = get_head() if callable(get_head) else None
     if head is None:
         replaced.left[type(model).__name__] = "it has no output embeddings"
         return
-    name = names[id(head)]
     if isinstance(head, LMHead):
         return
-    why = _unlike_a_head(model, head)
+    why = _unlike_a_head(head)
     if why:
-        replaced.left[name] = why
+        replaced.left[names[id(head)]] = why
         return
-    ours = LMHead(head.in_features, head.out_features, device="meta", dtype=head.weight.dtype)
-    ours.weight = head.weight  # the same parameter: tied embeddings stay tied
-    ours.train(head.training)
-    model.set_output_embeddings(ours)
-    replaced.swapped["head"].append(name)
+    head.__class__, head.choice = LMHead, choice
+    replaced.swapped["head"].append(names[id(head)])
 
 
-def _unlike_a_head(model: nn.Module, head: nn.Module) -> str | None:
-    if type(head) is not nn.Linear:
-        return f"a {type(head).__module__}.{type(head).__name__} and no plain Linear"
+def _unlike_a_head(head: nn.Module) -> str | None:
+    if head.__class__ is not Linear and (why := _unlike(head, nn.Linear)):
+        return why
     if head.bias is not None:
         return "it has a bias"
     if head.weight.dtype not in _DTYPES:
         return f"it is {head.weight.dtype}, and not of {', '.join(map(str, _DTYPES))}"
-    if head._forward_hooks or head._forward_pre_hooks or head._backward_hooks:
-        return "it has hooks"
-    if nn.utils.parametrize.is_parametrized(head):
-        return "it is parametrized"
-    return None
+    return "it has hooks" if has_hooks(head) else None
 
 
-_ROLES: dict[str, Callable[[nn.Module, Replaced], None]] = {"head": _replace_head}
+# In this order: what an earlier role took, a later one leaves.
+_ROLES: dict[str, Callable[[nn.Module, str, Replaced], None]] = {
+    "attention": _replace_attention,
+    "head": _replace_head,
+    "embedding": _replace_embedding,
+    "linear": _replace_linear,
+}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,11 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from odc_kernels.peers import PeerShards
+from odc_kernels.staged import StagedWeight
 
-from .accumulate import Accumulator, AddRows, Target, Waits
+from .accumulate import Accumulator, Target, Waits
 from .gathered import GatheredParameters
+from .handles import handle_of, resolve
 from .memory.heap import SymmetricHeap
+from .on_owners import AddRows
 from .plan import ParameterSpec, Region, shard_rows
+from .staging import Staging
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
@@ -30,14 +34,24 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     )
 
 
+class Listener(Protocol):
+    """Who is told of gradients that reach a sharded parameter: its engine."""
+
+    def gradient_comes(self, parameter: ShardedParameter) -> None:
+        """A backward has made some of its gradient. Raises where there may be none now."""
+
+    def waited(self, parameter: ShardedParameter, waits: Waits) -> None:
+        """Adding it had to wait for other ranks at these times."""
+
+
 def sharded_parameter(weight: torch.Tensor) -> ShardedParameter | None:
     """What is behind a weight as a module's forward sees it; None if it is not sharded."""
-    reference = getattr(weight, "_odc_sharded", None)
-    return None if reference is None else reference()
+    handle = getattr(weight, "_odc_handle", None)
+    return None if handle is None else resolve(handle)
 
 
 class ShardedParameter:
-    """Three views of one parameter of shape [N, ...]:
+    """What operators see of it is `OnOwners`. Three views of one parameter of shape [N, ...]:
 
     - `sharded`: nn.Parameter over a DTensor, Shard(0) (a scalar: Replicate). What optimizers and checkpoints see.
       Its local tensor is this rank's master shard, which is also its compute shard where the dtypes agree.
@@ -61,6 +75,7 @@ class ShardedParameter:
         whole: torch.Tensor,
         gathered: GatheredParameters | None,
         accumulator: Accumulator,
+        staging: Staging,
     ) -> None:
         self.spec, self.slot = spec, slot
         self.name = spec.name
@@ -79,10 +94,12 @@ class ShardedParameter:
         self.sharded = nn.Parameter(self._as_dtensor(master), requires_grad=trains)
         self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
         self.leaf = nn.Parameter(whole, requires_grad=trains)
-        self.leaf._odc_sharded = weakref.ref(self)
+        self.leaf._odc_handle = handle_of(self)
         self.gathered = gathered
+        self.leaf._odc_never_whole = self.is_never_whole
         self.gradient_shard: torch.Tensor | None = None
         self._accumulator = accumulator
+        self.staging = staging
         if trains:
             shards = [heap.shard(gradient, owner) for owner in range(self._world)]
             self.gradient_shard = shards[0 if spec.is_scalar else self._rank]
@@ -92,7 +109,8 @@ class ShardedParameter:
             (0, 1) if spec.is_scalar else shard_rows(spec.shape[0], self._world, owner) for owner in range(self._world)
         ]
         self._landed: DTensor | None = None
-        self._listener: Any = None
+        self._hook: Any = None
+        self._listener: weakref.ref[Listener] | None = None
         self.original: weakref.ref[nn.Parameter] | None = None  # what it was before sharding
         self.touched = False  # this rank added to it in this minibatch
         self.dirty = False  # somebody added to it since it was zeroed
@@ -150,44 +168,80 @@ class ShardedParameter:
         """
         return PeerShards.of(self.compute_shards, shape=self.spec.shape, rank=self._rank, aligned=self._heap.apart)
 
-    @property
-    def gradient_peers(self) -> PeerShards:
-        """The shards to add to, as kernels see them. Who adds through them sets `touched`."""
-        return self._target.peers
+    def parts(self, strategy: str) -> list[torch.Tensor]:
+        """As `OnOwners` says; where the heap's shards lie side by side, all but a staged copy is a view."""
+        if not self._heap.apart and strategy != "staged":
+            return [self.leaf.detach()]
+        if strategy == "direct":
+            return self.compute_shards
+        return [self.read() if strategy == "staged" or self.is_never_whole else self.leaf.detach()]
 
     @property
-    def gradient_sink(self) -> PeerShards | AddRows:
-        """What an operator adds a gradient through that it makes piece by piece. Who does so sets `touched`."""
-        return self._accumulator.sink(self._target, name=self.name)
+    def world(self) -> int:
+        return self._world
 
-    def listen(self, push: Callable[[ShardedParameter], None]) -> None:
-        """Has `push(self)` called whenever a backward has made a whole gradient, in `leaf.grad`.
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.leaf.dtype
+
+    def pull(self) -> StagedWeight:
+        return self.staging.pull(self.compute_peers)
+
+    def owners_from_own(self) -> Iterator[int]:
+        for step in range(self._world):
+            owner = (self._rank + step) % self._world
+            if self._rows[owner][0] < self._rows[owner][1]:
+                yield owner
+
+    def first_row(self, owner: int) -> int:
+        return self._rows[owner][0] if owner < self._world else self._rows[-1][1]
+
+    def listen(self, listener: Listener) -> None:
+        """Has `listener` told whenever a backward has made a gradient, and adds it to the owners.
 
         By weak references: the garbage collector does not see into hooks of tensors, so a cycle through one would
         keep the heap for ever.
         """
-        if self._listener is not None:
-            self._listener.remove()
-        parameter, method = weakref.ref(self), weakref.WeakMethod(push)
+        if self._hook is not None:
+            self._hook.remove()
+        parameter = weakref.ref(self)
+        self._listener = weakref.ref(listener)
 
         def landed_in_leaf(_: torch.Tensor) -> None:
-            if (this := parameter()) is not None and (push := method()) is not None:
-                push(this)
+            if (this := parameter()) is not None:
+                gradient, this.leaf.grad = this.leaf.grad, None
+                this.add_gradient(gradient)
 
-        self._listener = self.leaf.register_post_accumulate_grad_hook(landed_in_leaf)
+        self._hook = self.leaf.register_post_accumulate_grad_hook(landed_in_leaf)
 
-    @torch.no_grad()
-    def add_gradient(self) -> Waits:
-        """Moves `leaf.grad` [N, ...] into its owners' shards; returns the times at which it had to wait for others."""
-        gradient, self.leaf.grad = self.leaf.grad, None
-        if gradient is None:  # a fused kernel has added it in the backward, and returned None
-            return []
+    def gradient_comes(self) -> None:
+        """To be called before anything is added to the owners. Raises where there may be no gradient now."""
+        if self._listener is not None and (listener := self._listener()) is not None:
+            listener.gradient_comes(self)
+
+    @property
+    def gradient_sink(self) -> PeerShards | AddRows:
+        self.gradient_comes()
+        self.touched = True
+        return self._accumulator.sink(self._target, name=self.name)
+
+    def add_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Adds a gradient [N, ...] to its owners' shards. None: an operator has added it, and returned None."""
+        self.gradient_comes()
+        if gradient is None:
+            return
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
         self.touched = True
-        return self._accumulator.add(
-            gradient.view(1) if self.spec.is_scalar else gradient, self._target, name=self.name
-        )
+        with torch.no_grad():
+            rows = gradient.view(1) if self.spec.is_scalar else gradient
+            waits = self._accumulator.add(rows, self._target, name=self.name)
+        if waits and self._listener is not None and (listener := self._listener()) is not None:
+            listener.waited(self, waits)
 
     @torch.no_grad()
     def land(self, *, touched_by_any: bool, divide_factor: float) -> None:

@@ -23,8 +23,10 @@ from .initialize import write_initial_values
 from .meeting import Meetings
 from .memory.heap import SymmetricHeap
 from .module import attach, is_sharded
+from .on_owners import ReadsOnDemand
 from .plan import ParameterSpec, Plan, find_units, first_difference, make_plan
 from .sharded_param import ShardedParameter
+from .staging import Staging
 from .streams import Streams
 from .unit import Slot, Unit
 
@@ -102,7 +104,7 @@ def fully_shard(
         for entry in found:
             refuse_unshardable(entry.name, entry.value, device.mesh_device)
         for entry in tied_to_inner:
-            if known[id(entry.value)].is_never_whole and not _is_read_on_demand(entry):
+            if known[id(entry.value)].is_never_whole and not _is_read_on_demand(entry, device):
                 raise NotImplementedError(
                     f"{entry.name} is tied to a weight that was sharded on its own and is never whole: call "
                     f"fully_shard on what holds both, not on the tied layer"
@@ -126,7 +128,8 @@ def fully_shard(
 
     streams = device.streams()
     accumulator = device.accumulator(heap, streams, meetings.timeout_s)
-    on_demand = {slot for slot, entry in enumerate(found) if _is_read_on_demand(entry)}
+    staging = Staging()
+    on_demand = {slot for slot, entry in enumerate(found) if _is_read_on_demand(entry, device)}
     wholes = _whole_tensors(plan, heap, streams, on_demand)
     places = zip(plan.parameters, plan.compute, plan.gradient, wholes, strict=True)
     parameters = [
@@ -140,6 +143,7 @@ def fully_shard(
             whole=whole,
             gathered=gathered,
             accumulator=accumulator,
+            staging=staging,
         )
         for slot, (spec, compute, gradient, (whole, gathered)) in enumerate(places)
     ]
@@ -260,9 +264,12 @@ def _spec(entry: FoundParameter, policy: MixedPrecisionPolicy) -> ParameterSpec:
     )
 
 
-def _is_read_on_demand(entry: FoundParameter) -> bool:
+def _is_read_on_demand(entry: FoundParameter, device: CpuBackend) -> bool:
     """Whether everything that has this parameter reads its owners by itself, so that it need not be whole."""
-    return all(attribute in getattr(owner, "reads_on_demand", ()) for owner, attribute, _ in entry.places)
+    return all(
+        isinstance(owner, ReadsOnDemand) and attribute in owner.reads_on_demand(device.mesh_device)
+        for owner, attribute, _ in entry.places
+    )
 
 
 def _whole_tensors(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,9 +12,12 @@ import torch
 from torch import nn
 
 from .errors import OdcError
+from .local_shards import LocalShards
 from .module import is_sharded
-from .nn import LMHead
+from .on_owners import ReadsOnDemand
+from .replace import own_layers
 
+_OWNERS = 2
 # Of the gradient's norm: sums in another order, in the precision of what is summed.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -44,18 +48,26 @@ def verify(
     """Compares the loss and every gradient of a model that `replace_layers` changed with those of its own layers.
 
     Call it before `fully_shard`, on a batch as the model takes it, `labels` included; `loss(model, batch)` where the
-    loss is not the model's own. Both run with the same random numbers. Nothing of the model is changed, its gradients
-    neither; a second copy of it is made meanwhile.
+    loss is not the model's own. Our layers read their weights from two owners in this process and add the gradients to
+    them, by the operators that `fully_shard` would have them use. Both run with the same random numbers. Nothing of
+    the model is changed, its gradients neither; a second copy of it is made meanwhile, and two of our layers' weights.
 
     Raises OdcError that names the first difference, ValueError where there is nothing to compare.
     """
     if any(is_sharded(module) for module in model.modules()):
         raise ValueError("verify comes before fully_shard: it needs whole parameters")
-    if not any(isinstance(module, LMHead) for module in model.modules()):
+    plain = copy.deepcopy(model)
+    if own_layers(plain) == 0:
         raise ValueError("none of the model's layers is replaced: call replace_layers first")
     measure = loss or _own_loss
-    plain = _with_own_layers(model)
-    value, gradients = _gradients(model, batch, measure)
+    with contextlib.ExitStack() as stack:
+        local = {
+            name: stack.enter_context(LocalShards(parameter, _OWNERS)) for name, parameter in _on_demand(model).items()
+        }
+        value, gradients = _gradients(model, batch, measure)
+    for name, shards in local.items():
+        if shards.gradient is not None:
+            gradients[name] = shards.gradient + gradients.get(name, 0.0)
     plain_value, plain_gradients = _gradients(plain, batch, measure)
     worst = ("", 0.0)
     floor = 1e-6 * max((float(gradient.norm()) for gradient in plain_gradients.values()), default=0.0)
@@ -78,22 +90,19 @@ def verify(
     return Verified(loss=value, plain_loss=plain_value, worst=worst, gradients=len(plain_gradients))
 
 
+def _on_demand(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that our layers may read from their owners, by name."""
+    ours = {
+        id(p) for module in model.modules() if isinstance(module, ReadsOnDemand) for p in module._parameters.values()
+    }
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ours}
+
+
 def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     loss = getattr(model(**batch), "loss", None)
     if loss is None:
         raise ValueError(f"the model gave no loss for {sorted(batch)}; add labels, or give loss=")
     return loss
-
-
-def _with_own_layers(model: nn.Module) -> nn.Module:
-    plain = copy.deepcopy(model)
-    for name, module in list(plain.named_modules()):
-        if isinstance(module, LMHead):
-            own = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
-            own.weight = module.weight
-            parent, _, attribute = name.rpartition(".")
-            setattr(plain.get_submodule(parent), attribute, own.train(module.training))
-    return plain
 
 
 def _gradients(

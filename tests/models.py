@@ -94,6 +94,7 @@ def _image_loss(model: nn.Module, batch: tuple) -> torch.Tensor:
 CASES = {
     "qwen2": _lm("Qwen2"),
     "llama": _lm("Llama"),
+    "qwen3": _lm("Qwen3", head_dim=16),
     "gpt2-tied": _lm("GPT2"),
     "qwen3-moe": _lm("Qwen3Moe", moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8),
     "conv": Case(build=ConvNet, batch=_image_batch, loss=_image_loss, count=lambda batch: len(batch[0])),

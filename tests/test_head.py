@@ -252,7 +252,7 @@ def test_another_head_is_left_alone(capsys: pytest.CaptureFixture) -> None:
         "it is torch.float64" in replace_layers(build("llama").double(), roles=["head"], verbose=False).left["lm_head"]
     )
     assert "no output embeddings" in str(replace_layers(nn.Linear(2, 2), roles=["head"], verbose=False))
-    with pytest.raises(ValueError, match=r"roles \['haed'\] are not known; known are head"):
+    with pytest.raises(ValueError, match=r"roles \['haed'\] are not known; known are attention, head"):
         replace_layers(model, roles=["haed"])
 
 

@@ -171,25 +171,16 @@ def _two_threads(rank: int, world: int) -> list[float]:
 
     model = fully_shard(nn.Linear(768, 768, bias=False))
     (parameter,) = model._odc_engine.parameters
-    handing_over = threading.Lock()
+    accumulator, target = parameter._accumulator, parameter._target
 
     def add() -> None:
         for _ in range(ROUNDS // 8):
-            with handing_over:  # `leaf.grad` is one place; what follows its hand-over runs at the same time
-                parameter.leaf.grad = torch.ones(768, 768)
-                begun = threading.Thread(target=parameter.add_gradient)
-                begun.start()
-                while parameter.leaf.grad is not None:
-                    time.sleep(0)
-            running.append(begun)
+            accumulator.add(torch.ones(768, 768), target, name=parameter.name)
 
-    running: list[threading.Thread] = []
     threads = [threading.Thread(target=add) for _ in range(2)]
     for thread in threads:
         thread.start()
-    for thread in [*threads, *running]:
-        thread.join()
-    for thread in running:
+    for thread in threads:
         thread.join()
     dist.barrier()
     return parameter.gradient_shard.unique().tolist()

@@ -1,0 +1,165 @@
+"""Which way an operator runs: a table over (operator, shape, tokens, topology), and what overrides it. Pure.
+
+Said in words, joined by slashes, of which any may be left out: `triton/staged/fused`, `eager`, `direct`. For some
+operators only: `linear=triton/direct,embedding=eager`. An argument comes before the environment variable
+ODC_OPERATORS, which comes before the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, replace
+
+VARIABLE = "ODC_OPERATORS"
+AUTO = "auto"
+
+BACKENDS = ("eager", "triton")
+STRATEGIES = ("gathered", "direct", "staged")
+WGRADS = ("split", "fused")
+
+# What each operator can be told. A word that only other operators know says nothing to it.
+WORDS = {
+    "linear": {*BACKENDS, *STRATEGIES, *WGRADS},
+    "qkv": {*BACKENDS, "gathered", "direct", *WGRADS},
+    "embedding": {*BACKENDS, "gathered", "direct", *WGRADS},
+    "log_probs": {*BACKENDS, "direct", "fused"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How one operator runs.
+
+    backend: "eager", plain torch, or "triton", our kernels.
+    strategy: where weights are read: "gathered", from the unit's whole tensors, by the library's product; "direct",
+        from their owners while computing; "staged", from a local copy that fills meanwhile.
+    wgrad: "split": the library makes the whole weight gradient, which is then added to the owners; "fused": each
+        owner's part is added as it is made, and the whole never is.
+    """
+
+    backend: str
+    strategy: str
+    wgrad: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One line of the table: what it holds for, None for any, and the choice. `tokens`: so many or fewer."""
+
+    operator: str
+    topology: str | None = None
+    shape: tuple[int, ...] | None = None
+    tokens: int | None = None
+    choice: Choice
+
+    def holds(self, operator: str, shape: tuple[int, ...], topology: str) -> bool:
+        return self.operator == operator and self.topology in (None, topology) and self.shape in (None, tuple(shape))
+
+
+def _entry(operator: str, topology: str | None, words: str) -> Entry:
+    backend, strategy, wgrad = words.split("/")
+    return Entry(operator=operator, topology=topology, choice=Choice(backend=backend, strategy=strategy, wgrad=wgrad))
+
+
+# The first line that holds is taken. On CUDA no fused product has been measured against the library's: gathered and
+# split are plain ODC as in the paper. An embedding reads a few rows of many, the head is never whole: always direct.
+TABLE = (
+    _entry("linear", None, "eager/gathered/split"),
+    _entry("qkv", None, "eager/gathered/split"),
+    _entry("embedding", "cuda", "triton/direct/fused"),
+    _entry("embedding", None, "eager/direct/fused"),
+    _entry("log_probs", "cuda", "triton/direct/fused"),
+    _entry("log_probs", None, "eager/direct/fused"),
+)
+
+
+def parse(text: str) -> dict[str, tuple[str, ...]]:
+    """The words for each operator. Raises ValueError for a word or an operator that is not known."""
+    found: dict[str, tuple[str, ...]] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        operator, equals, words = item.rpartition("=")
+        names = [operator.strip()] if equals else list(WORDS)
+        if names[0] not in WORDS:
+            raise ValueError(f"{item!r}: there is no operator {operator!r}; there are {', '.join(WORDS)}")
+        given = tuple(word.strip() for word in words.split("/"))
+        for kind in (BACKENDS, STRATEGIES, WGRADS):
+            if len(set(given) & set(kind)) > 1:
+                raise ValueError(f"{item!r}: of {', '.join(kind)} give one")
+        for word in given:
+            if word != AUTO and word not in WORDS[names[0]] and (equals or word not in WORDS["linear"]):
+                allowed = [each for each in (*BACKENDS, *STRATEGIES, *WGRADS) if each in WORDS[names[0]]]
+                raise ValueError(f"{item!r}: {word!r} is not known here; give {AUTO!r} or some of {', '.join(allowed)}")
+        for name in names:
+            found[name] = (*found.get(name, ()), *(word for word in given if word in WORDS[name]))
+    return found
+
+
+def _with(choice: Choice, words: tuple[str, ...]) -> Choice:
+    for word in words:
+        field = "backend" if word in BACKENDS else "strategy" if word in STRATEGIES else "wgrad"
+        choice = replace(choice, **{field: word})
+    return choice
+
+
+def _look_up(
+    operator: str,
+    shape: tuple[int, ...],
+    tokens: int | None,
+    topology: str,
+    environment: str,
+    given: str,
+    table: tuple[Entry, ...],
+) -> list[Choice]:
+    """The choices, one for each line that holds; of them those for so many tokens, where they are given."""
+    words = (*parse(environment).get(operator, ()), *parse(given).get(operator, ()))
+    holding = [entry for entry in table if entry.holds(operator, tuple(shape), topology)]
+    found = [
+        _with(entry.choice, words) for entry in holding if None in (tokens, entry.tokens) or tokens <= entry.tokens
+    ]
+    if not found:
+        raise LookupError(f"the table has no line for {operator} of {shape} on {topology}, {tokens} tokens")
+    if found[0].backend == "triton" and topology == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(
+            f"{operator} was told {'/'.join(words)}, and kernels run on a CPU in Triton's interpreter only, slowly: "
+            f"set TRITON_INTERPRET=1 before triton is imported, or say 'eager'"
+        )
+    return found
+
+
+_cached = functools.lru_cache(maxsize=65536)(_look_up)
+
+
+def choose(
+    operator: str,
+    *,
+    shape: tuple[int, ...],
+    tokens: int,
+    topology: str,
+    given: str = AUTO,
+    table: tuple[Entry, ...] = TABLE,
+) -> Choice:
+    """How `operator` runs on a weight of that shape and so many tokens, where shards lie as `topology` says.
+
+    given: as in this file's first lines. Raises ValueError where it, or the environment variable, is not understood,
+    and where Triton's kernels are wanted on a CPU without its interpreter.
+    """
+    return _cached(operator, tuple(shape), tokens, topology, os.environ.get(VARIABLE, ""), given, table)[0]
+
+
+def is_gathered(
+    operator: str, *, shape: tuple[int, ...], topology: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
+) -> bool:
+    """Whether for some number of tokens the weight is taken from its unit's whole tensors, so must be among them."""
+    found = _look_up(operator, shape, None, topology, os.environ.get(VARIABLE, ""), given, table)
+    return any(choice.strategy == "gathered" for choice in found)
+
+
+def is_by_kernel(
+    operator: str, *, shape: tuple[int, ...], topology: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
+) -> bool:
+    """Whether kernels run it, for operators that are so for any number of tokens or for none.
+
+    `torch.compile` traces it, so nothing is cached.
+    """
+    return _look_up(operator, shape, None, topology, os.environ.get(VARIABLE, ""), given, table)[0].backend == "triton"

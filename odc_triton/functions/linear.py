@@ -1,0 +1,213 @@
+"""y = x Wᵀ + b with W and b on their owners."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from odc_kernels.peers import PeerShards
+
+from ..choice import AUTO, Choice, choose
+from ..handles import resolve
+from ..on_owners import OnOwners
+from .whole import handle, operand, whole_weight
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, choice: str = AUTO
+) -> torch.Tensor:
+    """x Wᵀ + b: `torch.nn.functional.linear`, also of sharded parameters.
+
+    | | shape | dtype |
+    | --- | --- | --- |
+    | x | [..., K] | any floating point for "eager"; fp32, bf16, fp16 for "triton" |
+    | weight | [N, K] | x's |
+    | bias | [N] or None | x's |
+    | result | [..., N] | x's |
+
+    forward: y = x Wᵀ + b. dgrad: dx = dy W. wgrad: dW = dyᵀ x and db = sum of dy, added to their owners. Saved: x, if
+    the weight trains, and the handles; W is read again. A second derivative goes through plain torch.
+
+    choice: how it runs, see choice.py. Raises ValueError for one that is not known or can't run here.
+    """
+    ready = operand(x, weight, bias)
+    if ready is None:
+        return F.linear(x, whole_weight(weight), None if bias is None else whole_weight(bias))
+    return torch.ops.odc.linear(ready, weight, bias, handle(weight), handle(bias), choice)
+
+
+@torch.library.custom_op(
+    "odc::linear",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor weight_handle, Tensor? bias_handle, str choice) -> Tensor",
+)
+def _linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_handle: torch.Tensor,
+    bias_handle: torch.Tensor | None,
+    choice: str,
+) -> torch.Tensor:
+    w = resolve(weight_handle)
+    b = None if bias_handle is None else resolve(bias_handle)
+    how = chosen(w, x, choice)
+    if not by_kernel(how, x, w):
+        biases = [None] * w.world if b is None else b.parts(how.strategy)
+        pieces = [F.linear(x, rows, part) for rows, part in zip(w.parts(how.strategy), biases, strict=False)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+    from odc_kernels.linear import linear as direct  # here, as importing triton takes a second
+    from odc_kernels.linear_staged import linear_staged
+
+    y = x.new_empty(*x.shape[:-1], w.shape[0])
+    flat = {"x": matrix(x), "out": matrix(y), "bias": None if b is None else b.compute_peers}
+    if how.strategy == "direct":
+        direct(weight=w.compute_peers, **flat)
+    else:
+        linear_staged(weight=w.pull(), **flat)
+    return y
+
+
+@_linear.register_fake
+def _(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_handle: torch.Tensor,
+    bias_handle: torch.Tensor | None,
+    choice: str,
+) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _save(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    x, weight, _, weight_handle, bias_handle, choice = inputs
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+    ctx.handles = weight_handle, bias_handle  # see [Note: handles]
+    ctx.columns, ctx.choice = weight.shape[1], choice
+
+
+def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (x,), (weight_handle, bias_handle) = ctx.saved_tensors, ctx.handles
+    needs = ctx.needs_input_grad[:3]
+    if torch.is_grad_enabled():
+        return *_differentiable(dy, x, resolve(weight_handle), needs), None, None, None
+    dx = torch.ops.odc.linear_grad(dy, x, weight_handle, bias_handle, ctx.columns, *needs, ctx.choice)
+    return dx if needs[0] else None, None, None, None, None, None
+
+
+_linear.register_autograd(_backward, setup_context=_save)
+
+
+def _differentiable(
+    dy: torch.Tensor, x: torch.Tensor | None, w: OnOwners, needs: tuple[bool, bool, bool]
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients as plain torch makes them, with a graph."""
+    dx = dy @ whole_weight(w.leaf) if needs[0] else None
+    dw = matrix(dy).T @ matrix(x) if needs[1] else None
+    return dx, dw, matrix(dy).sum(0) if needs[2] else None
+
+
+@torch.library.custom_op(
+    "odc::linear_grad",
+    mutates_args=("weight_handle", "bias_handle"),
+    schema="(Tensor dy, Tensor? x, Tensor(a!) weight_handle, Tensor(b!)? bias_handle, SymInt columns, bool needs_dx, "
+    "bool needs_dw, bool needs_db, str choice) -> Tensor",
+)
+def _linear_grad(
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    weight_handle: torch.Tensor,
+    bias_handle: torch.Tensor | None,
+    columns: int,
+    needs_dx: bool,
+    needs_dw: bool,
+    needs_db: bool,
+    choice: str,
+) -> torch.Tensor:
+    w = resolve(weight_handle)
+    how = chosen(w, dy, choice)
+    dx = _dx(dy, w, how) if needs_dx else dy.new_empty(0)
+    if needs_dw or needs_db:
+        bias = resolve(bias_handle) if needs_db else None
+        add_linear_gradient(matrix(dy), None if x is None else matrix(x), w if needs_dw else None, bias, how)
+    return dx
+
+
+@_linear_grad.register_fake
+def _(
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    weight_handle: torch.Tensor,
+    bias_handle: torch.Tensor | None,
+    columns: int,
+    needs_dx: bool,
+    needs_dw: bool,
+    needs_db: bool,
+    choice: str,
+) -> torch.Tensor:
+    return dy.new_empty(*dy.shape[:-1], columns) if needs_dx else dy.new_empty(0)
+
+
+def _dx(dy: torch.Tensor, w: OnOwners, how: Choice) -> torch.Tensor:
+    if by_kernel(how, dy, w):
+        from odc_kernels.linear import linear_dx
+        from odc_kernels.linear_staged import linear_dx_staged
+
+        dx = dy.new_empty(*dy.shape[:-1], w.shape[1])
+        if how.strategy == "direct":
+            linear_dx(dy=matrix(dy), weight=w.compute_peers, out=matrix(dx))
+        else:
+            linear_dx_staged(dy=matrix(dy), weight=w.pull(), out=matrix(dx))
+        return dx
+    parts = w.parts(how.strategy)
+    if len(parts) == 1:
+        return dy @ parts[0]
+    wide = torch.promote_types(dy.dtype, torch.float32)  # a sum over owners must not be rounded after each
+    dx = dy.new_zeros(*dy.shape[:-1], w.shape[1], dtype=wide)
+    for part, columns in zip(parts, dy.split([len(part) for part in parts], dim=-1), strict=True):
+        dx += (columns @ part).to(wide)
+    return dx.to(dy.dtype)
+
+
+def add_linear_gradient(
+    dy: torch.Tensor,
+    x: torch.Tensor | None,
+    weight: OnOwners | None,
+    bias: OnOwners | None,
+    how: Choice,
+) -> None:
+    """Adds dyᵀ x to the owners of the weight and the sum of dy to those of the bias; dy: [T, N], x: [T, K]."""
+    fused = how.wgrad == "fused" and weight is not None and len(dy) > 0
+    sink = weight.gradient_sink if fused else None
+    if isinstance(sink, PeerShards) and how.backend == "triton":
+        from odc_kernels.wgrad import wgrad
+
+        wgrad(dy=dy, x=x, weight=sink, bias=None if bias is None else bias.gradient_sink)
+        return
+    if fused and not isinstance(sink, PeerShards):
+        for owner in weight.owners_from_own():
+            rows = dy[:, weight.first_row(owner) : weight.first_row(owner + 1)]
+            sink(owner, 0, rows.T @ x)
+    elif weight is not None:  # plain torch can't add to shards while kernels of other ranks do
+        weight.add_gradient(dy.T @ x)
+    if bias is not None:
+        bias.add_gradient(dy.sum(0))
+
+
+def chosen(weight: OnOwners, x: torch.Tensor, choice: str) -> Choice:
+    """How an operator on this weight runs for x [..., columns]."""
+    tokens = x.numel() // max(x.shape[-1], 1)
+    return choose("linear", shape=weight.shape, tokens=tokens, topology=x.device.type, given=choice)
+
+
+def by_kernel(how: Choice, x: torch.Tensor, weight: OnOwners) -> bool:
+    """Whether Triton's kernel makes the product: not of gathered weights, which the library does, nor of nothing."""
+    return how.backend == "triton" and how.strategy != "gathered" and x.numel() > 0 and 0 not in weight.shape
+
+
+def matrix(x: torch.Tensor) -> torch.Tensor:
+    """[..., K] as a contiguous [T, K]."""
+    return x.reshape(-1, x.shape[-1]).contiguous()

@@ -1,0 +1,217 @@
+"""The head's log-probabilities; its logits are never whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from odc_kernels.linear_cross_entropy import AddRows, HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
+from odc_kernels.peers import PeerShards
+
+from ..choice import AUTO, choose
+from ..handles import resolve
+
+
+def token_log_probs(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    scale: float = 1.0,
+    choice: str = AUTO,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logp[t] = z[t, y_t] - logsumexp_v z[t, v] and the entropy of softmax(z[t]), with z = scale h Wᵀ never whole.
+
+    | | shape | dtype |
+    | --- | --- | --- |
+    | h | [..., D] | weight's, else it is cast |
+    | weight | [V, D], sharded or not | fp32, bf16, fp16 |
+    | targets | [...] | int64 |
+    | logp, entropy | [...] | fp32 |
+
+    forward: chunk by chunk of the vocabulary, online softmax; logp is 0 where a target is `ignore_index`. dgrad: dh =
+    sum over chunks of dz W. wgrad: dW of a chunk = dzᵀ h, added to its owner before the next. Saved: h, targets and
+    three numbers per token, of an unsharded head its weight; never a gathered one, and logits are made again. A second
+    derivative is refused.
+
+    Raises ValueError for other shapes and dtypes, and for a choice that is not known or can't run here.
+    """
+    if targets.shape != h.shape[:-1]:
+        raise ValueError(f"targets are {tuple(targets.shape)}; with h of {tuple(h.shape)} give {tuple(h.shape[:-1])}")
+    flat = h.reshape(-1, h.shape[-1]).to(weight.dtype).contiguous()
+    handle = getattr(weight, "_odc_handle", None)
+    logp, entropy, _ = torch.ops.odc.token_log_probs(
+        flat, weight, handle, targets.reshape(-1), ignore_index, scale, choice
+    )
+    return logp.view(targets.shape), entropy.view(targets.shape)
+
+
+@torch.library.custom_op(
+    "odc::token_log_probs",
+    mutates_args=(),
+    schema="(Tensor h, Tensor weight, Tensor? handle, Tensor targets, int ignore_index, float scale, str choice) -> "
+    "(Tensor, Tensor, Tensor)",
+)
+def _token_log_probs(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    handle: torch.Tensor | None,
+    targets: torch.Tensor,
+    ignore_index: int,
+    scale: float,
+    choice: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    output = linear_cross_entropy(
+        h=h,
+        weight=_peers(handle, weight),
+        targets=targets,
+        ignore_index=ignore_index,
+        logit_scale=scale,
+        eager=_is_eager(h, weight.shape, choice),
+    )
+    return output.logp, output.entropy, output.lse
+
+
+@_token_log_probs.register_fake
+def _(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    handle: torch.Tensor | None,
+    targets: torch.Tensor,
+    ignore_index: int,
+    scale: float,
+    choice: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(h.new_empty(h.shape[0], dtype=torch.float32) for _ in range(3))
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    h, weight, ctx.handle, targets, ctx.ignore_index, ctx.scale, ctx.choice = inputs
+    logp, entropy, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    own = weight if ctx.handle is None else None  # a sharded one may have no memory to save
+    ctx.save_for_backward(h, own, targets, logp, entropy, lse)
+
+
+def _backward(
+    ctx: Any, g_logp: torch.Tensor | None, g_entropy: torch.Tensor | None, _: None
+) -> tuple[torch.Tensor | None, ...]:
+    if torch.is_grad_enabled():  # create_graph: what is given here has no graph, so its own gradient would be lost
+        raise RuntimeError("the fused head has no second derivative: leave the role 'head' out of replace_layers")
+    h, weight, targets, logp, entropy, lse = ctx.saved_tensors
+    needs_dh, needs_dw = ctx.needs_input_grad[:2]
+    if g_logp is None:
+        g_logp = torch.zeros_like(logp)
+    dh, dw = torch.ops.odc.token_log_probs_grad(
+        h,
+        weight,
+        ctx.handle,
+        targets,
+        logp,
+        entropy,
+        lse,
+        g_logp,
+        g_entropy,
+        needs_dh,
+        needs_dw,
+        ctx.ignore_index,
+        ctx.scale,
+        ctx.choice,
+    )
+    own_dw = dw if needs_dw and ctx.handle is None else None
+    return dh if needs_dh else None, own_dw, None, None, None, None, None
+
+
+_token_log_probs.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op(
+    "odc::token_log_probs_grad",
+    mutates_args=("handle",),
+    schema="(Tensor h, Tensor? weight, Tensor(a!)? handle, Tensor targets, Tensor logp, Tensor entropy, Tensor lse, "
+    "Tensor g_logp, Tensor? g_entropy, bool needs_dh, bool needs_dw, int ignore_index, float scale, str choice) -> "
+    "(Tensor, Tensor)",
+)
+def _token_log_probs_grad(
+    h: torch.Tensor,
+    weight: torch.Tensor | None,
+    handle: torch.Tensor | None,
+    targets: torch.Tensor,
+    logp: torch.Tensor,
+    entropy: torch.Tensor,
+    lse: torch.Tensor,
+    g_logp: torch.Tensor,
+    g_entropy: torch.Tensor | None,
+    needs_dh: bool,
+    needs_dw: bool,
+    ignore_index: int,
+    scale: float,
+    choice: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    peers = _peers(handle, weight)
+    dh = torch.empty_like(h) if needs_dh else h.new_empty(0)
+    dw, sink = None, None
+    if needs_dw and handle is not None:
+        sink = resolve(handle).gradient_sink
+    elif needs_dw:
+        dw = torch.zeros(peers.shape, dtype=torch.float32, device=h.device)
+        sink = _adds_to(dw)
+    linear_cross_entropy_grad(
+        h=h,
+        weight=peers,
+        targets=targets,
+        output=HeadOutput(logp=logp, lse=lse, entropy=entropy),
+        g_logp=g_logp,
+        g_entropy=g_entropy,
+        gradient=sink,
+        dh=dh if needs_dh else None,
+        ignore_index=ignore_index,
+        logit_scale=scale,
+        eager=_is_eager(h, peers.shape, choice),
+    )
+    return dh, h.new_empty(0) if dw is None else dw.to(h.dtype)
+
+
+@_token_log_probs_grad.register_fake
+def _(
+    h: torch.Tensor,
+    weight: torch.Tensor | None,
+    handle: torch.Tensor | None,
+    targets: torch.Tensor,
+    logp: torch.Tensor,
+    entropy: torch.Tensor,
+    lse: torch.Tensor,
+    g_logp: torch.Tensor,
+    g_entropy: torch.Tensor | None,
+    needs_dh: bool,
+    needs_dw: bool,
+    ignore_index: int,
+    scale: float,
+    choice: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    returns_dw = needs_dw and handle is None
+    return (
+        torch.empty_like(h) if needs_dh else h.new_empty(0),
+        torch.empty_like(weight) if returns_dw else h.new_empty(0),
+    )
+
+
+def _is_eager(h: torch.Tensor, shape: tuple[int, ...], choice: str) -> bool:
+    how = choose("log_probs", shape=tuple(shape), tokens=len(h), topology=h.device.type, given=choice)
+    return how.backend == "eager"
+
+
+def _peers(handle: torch.Tensor | None, weight: torch.Tensor | None) -> PeerShards:
+    if handle is not None:
+        return resolve(handle).compute_peers
+    return PeerShards.of([weight.detach()], shape=weight.shape, aligned=weight.is_cuda)
+
+
+def _adds_to(whole: torch.Tensor) -> AddRows:
+    def add_rows(owner: int, start: int, rows: torch.Tensor) -> None:
+        whole[start : start + len(rows)].add_(rows)
+
+    return add_rows

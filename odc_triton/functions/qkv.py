@@ -1,0 +1,315 @@
+"""q, k and v of an attention layer, with norm and RoPE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from odc_kernels.peers import PeerShards
+
+from ..choice import AUTO, Choice, choose, is_by_kernel
+from ..handles import resolve
+from ..on_owners import OnOwners
+from .linear import linear, matrix
+from .whole import operand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadNorm:
+    """RMSNorm of each head of q and of k before RoPE: weights [D]."""
+
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    eps: float
+
+
+def is_fused(x: torch.Tensor, weights: Sequence[torch.Tensor], choice: str = AUTO) -> bool:
+    """Whether `qkv` would make these by one kernel: where that was chosen and all weights are sharded, of x's dtype."""
+    by_kernel = is_by_kernel("qkv", shape=tuple(weights[0].shape), topology=x.device.type, given=choice)
+    return by_kernel and x.numel() > 0 and operand(x, *weights) is not None
+
+
+def qkv(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    head_dim: int,
+    norm: HeadNorm | None = None,
+    choice: str = AUTO,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The heads of q, k and v: projection, bias, norm of each head, rotary embedding (`rotate_half`'s, whole heads).
+
+    | | shape | dtype |
+    | --- | --- | --- |
+    | x | [..., K] | weights' |
+    | weights | wq [Hq D, K], wk and wv [Hkv D, K] | any for "eager"; fp32, bf16, fp16 for "triton" |
+    | biases | bq, bk, bv of as many rows, or None | weights' |
+    | cos, sin | [..., D], of x's leading shape or one that expands to it | any |
+    | result | q [..., Hq, D], k and v [..., Hkv, D] | weights' |
+
+    "eager": the three products, then torch; "triton": one kernel, whose backward adds the weights' gradients to their
+    owners. Saved by it: x, cos, sin, handles, with a norm the projections before it. It has no second derivative.
+
+    Raises ValueError for a choice that is not known or can't run here, and what the kernel raises for such shapes.
+    """
+    parameters = (*weights, *(biases or ()))
+    if not is_fused(x, parameters, choice) or cos.requires_grad or sin.requires_grad:
+        return _by_torch(x, weights, biases, cos, sin, head_dim=head_dim, norm=norm, choice=choice)
+    lead = x.shape[:-1]
+    places = torch.arange(cos.shape[:-1].numel(), device=x.device).view(cos.shape[:-1])
+    q, k, v, _, _ = torch.ops.odc.qkv(
+        matrix(operand(x, *parameters)),
+        list(parameters),
+        [parameter._odc_handle for parameter in parameters],
+        None if norm is None else norm.q_weight,
+        None if norm is None else norm.k_weight,
+        1.0 if norm is None else norm.eps,
+        matrix(cos),
+        matrix(sin),
+        places.expand(lead).reshape(-1),
+        head_dim,
+        choice,
+    )
+    return tuple(heads.view(*lead, *heads.shape[1:]) for heads in (q, k, v))
+
+
+def _by_torch(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    head_dim: int,
+    norm: HeadNorm | None,
+    choice: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, k, v = (
+        linear(x, weight, bias, choice=choice).unflatten(-1, (-1, head_dim))
+        for weight, bias in zip(weights, biases or (None, None, None), strict=True)
+    )
+    if norm is not None:
+        q, k = _normed(q, norm.q_weight, norm.eps), _normed(k, norm.k_weight, norm.eps)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def _normed(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(heads.dtype)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of heads [..., H, D]; cos, sin: [..., D]."""
+    first, second = heads.chunk(2, dim=-1)
+    return heads * cos.unsqueeze(-2) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(-2)
+
+
+@torch.library.custom_op(
+    "odc::qkv",
+    mutates_args=(),
+    schema="(Tensor x, Tensor[] parameters, Tensor[] handles, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, "
+    "Tensor sin, Tensor positions, int head_dim, str choice) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def _qkv(
+    x: torch.Tensor,
+    parameters: list[torch.Tensor],
+    handles: list[torch.Tensor],
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    head_dim: int,
+    choice: str,
+) -> tuple[torch.Tensor, ...]:
+    from odc_kernels.qkv import QkNorm, Rope
+    from odc_kernels.qkv import qkv as by_kernel  # here, as importing triton takes a second
+
+    sharded = [resolve(handle) for handle in handles]
+    q, k, v, q_pre, k_pre = _empty(x, parameters, q_norm, head_dim)
+    by_kernel(
+        x=x,
+        weights=_weights(sharded, _chosen(sharded[0], x, choice)),
+        rope=Rope(cos=cos, sin=sin, positions=positions),
+        norm=None if q_norm is None else QkNorm(q_weight=q_norm.detach(), k_weight=k_norm.detach(), eps=eps),
+        q=q,
+        k=k,
+        v=v,
+        q_pre=None if q_norm is None else q_pre,
+        k_pre=None if q_norm is None else k_pre,
+    )
+    return q, k, v, q_pre, k_pre
+
+
+def _empty(
+    x: torch.Tensor, parameters: list[torch.Tensor], q_norm: torch.Tensor | None, head_dim: int
+) -> tuple[torch.Tensor, ...]:
+    heads = [x.new_empty(x.shape[0], parameter.shape[0] // head_dim, head_dim) for parameter in parameters[:3]]
+    saved = [x.new_empty(0) if q_norm is None else torch.empty_like(each) for each in heads[:2]]
+    return *heads, *saved
+
+
+@_qkv.register_fake
+def _(
+    x: torch.Tensor,
+    parameters: list[torch.Tensor],
+    handles: list[torch.Tensor],
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    head_dim: int,
+    choice: str,
+) -> tuple[torch.Tensor, ...]:
+    return _empty(x, parameters, q_norm, head_dim)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    x, _, ctx.handles, q_norm, k_norm, ctx.eps, cos, sin, positions, _, ctx.choice = inputs
+    q_pre, k_pre = output[3:]
+    ctx.mark_non_differentiable(q_pre, k_pre)
+    ctx.save_for_backward(x, q_norm, k_norm, cos, sin, positions, q_pre, k_pre)
+
+
+def _backward(
+    ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *_: Any
+) -> tuple[torch.Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        raise RuntimeError("the fused projection of q, k and v has no second derivative: give it choice='qkv=eager'")
+    x, q_norm, k_norm, cos, sin, positions, q_pre, k_pre = ctx.saved_tensors
+    dx, dq_norm, dk_norm = torch.ops.odc.qkv_grad(
+        dq, dk, dv, x, ctx.handles, q_norm, k_norm, ctx.eps, cos, sin, positions, q_pre, k_pre, ctx.choice
+    )
+    norms = (None, None) if q_norm is None else (dq_norm, dk_norm)
+    nothing = [None] * len(ctx.handles)
+    return dx, nothing, nothing, *norms, *[None] * 6
+
+
+_qkv.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op(
+    "odc::qkv_grad",
+    mutates_args=("handles",),
+    schema="(Tensor dq, Tensor dk, Tensor dv, Tensor x, Tensor(a!)[] handles, Tensor? q_norm, Tensor? k_norm, "
+    "float eps, Tensor cos, Tensor sin, Tensor positions, Tensor q_pre, Tensor k_pre, str choice) -> "
+    "(Tensor, Tensor, Tensor)",
+)
+def _qkv_grad(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    x: torch.Tensor,
+    handles: list[torch.Tensor],
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    q_pre: torch.Tensor,
+    k_pre: torch.Tensor,
+    choice: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from odc_kernels.qkv import QkNorm, Rope
+    from odc_kernels.qkv_grad import QkvGradients
+    from odc_kernels.qkv_grad import qkv_grad as by_kernel
+
+    sharded = [resolve(handle) for handle in handles]
+    how = _chosen(sharded[0], x, choice)
+    dx, dq_norm, dk_norm = _empty_gradients(x, q_norm)
+    targets = [_Target(each, how) if each.leaf.requires_grad else None for each in sharded]
+    named = zip(("wq", "wk", "wv", "bq", "bk", "bv"), targets, strict=False)
+    norm = q_norm is not None
+    by_kernel(
+        dq=dq.contiguous(),
+        dk=dk.contiguous(),
+        dv=dv.contiguous(),
+        x=x,
+        weights=_weights(sharded, how),
+        rope=Rope(cos=cos, sin=sin, positions=positions),
+        norm=QkNorm(q_weight=q_norm.detach(), k_weight=k_norm.detach(), eps=eps) if norm else None,
+        q_pre=q_pre if norm else None,
+        k_pre=k_pre if norm else None,
+        out=QkvGradients(
+            dx=dx,
+            q_norm=dq_norm if norm else None,
+            k_norm=dk_norm if norm else None,
+            **{name: target.peers for name, target in named if target is not None},
+        ),
+    )
+    for target in targets:
+        if target is not None:
+            target.finish()
+    if norm:
+        return dx, dq_norm.to(q_norm.dtype), dk_norm.to(k_norm.dtype)
+    return dx, dq_norm, dk_norm
+
+
+def _empty_gradients(x: torch.Tensor, q_norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = (0,) if q_norm is None else q_norm.shape
+    return torch.empty_like(x), *(x.new_empty(shape, dtype=torch.float32) for _ in range(2))
+
+
+@_qkv_grad.register_fake
+def _(
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    x: torch.Tensor,
+    handles: list[torch.Tensor],
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    q_pre: torch.Tensor,
+    k_pre: torch.Tensor,
+    choice: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dx, dq_norm, dk_norm = _empty_gradients(x, q_norm)
+    if q_norm is None:
+        return dx, dq_norm, dk_norm
+    return dx, dq_norm.to(q_norm.dtype), dk_norm.to(k_norm.dtype)
+
+
+class _Target:
+    """Where the kernel adds one parameter's gradient: its owners, or a tensor that goes to them afterwards."""
+
+    def __init__(self, parameter: OnOwners, how: Choice) -> None:
+        self._parameter = parameter
+        self._whole: torch.Tensor | None = None
+        sink = parameter.gradient_sink if how.wgrad == "fused" else None
+        if not isinstance(sink, PeerShards):
+            shape = parameter.shape
+            self._whole = torch.zeros(shape, dtype=torch.float32, device=parameter.leaf.device)
+            sink = PeerShards.of([self._whole], shape=shape)
+        self.peers = sink
+
+    def finish(self) -> None:
+        if self._whole is not None:
+            self._parameter.add_gradient(self._whole)
+
+
+def _weights(sharded: list[OnOwners], how: Choice) -> Any:
+    from odc_kernels.qkv import QkvWeights
+
+    if how.strategy == "direct":
+        peers = [each.compute_peers for each in sharded]
+    else:
+        peers = [PeerShards.of(each.parts("gathered"), shape=each.shape, aligned=each.leaf.is_cuda) for each in sharded]
+    return QkvWeights(**dict(zip(("wq", "wk", "wv", "bq", "bk", "bv"), peers, strict=False)))
+
+
+def _chosen(weight: OnOwners, x: torch.Tensor, choice: str) -> Choice:
+    return choose("qkv", shape=weight.shape, tokens=len(x), topology=x.device.type, given=choice)

@@ -1,0 +1,63 @@
+"""A parameter on its owners, as operators see it, whoever the owners are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from odc_kernels.peers import PeerShards
+from odc_kernels.staged import StagedWeight
+
+AddRows = Callable[[int, "int | torch.Tensor", torch.Tensor], None]
+"""`add_rows(owner, at, rows)`: adds rows to those of an owner from `at` on, or to those whose numbers `at` holds."""
+
+
+class OnOwners(Protocol):
+    """A parameter [N, ...] whose rows lie on `world` owners, split as `torch.chunk` splits.
+
+    `leaf`: what autograd knows of it; `dtype`: what is computed with.
+    """
+
+    leaf: torch.Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    world: int
+
+    @property
+    def compute_peers(self) -> PeerShards:
+        """The shards to read, as kernels see them; not for a scalar."""
+
+    def parts(self, strategy: str) -> list[torch.Tensor]:
+        """The rows to compute with, in their order: all in one tensor, or with "direct" maybe owner by owner.
+
+        "gathered" takes the unit's whole tensor, which must be filled now, "staged" makes a copy of its own.
+        """
+
+    def read(self) -> torch.Tensor:
+        """A copy of the whole tensor."""
+
+    def pull(self) -> StagedWeight:
+        """Begins to copy it from its owners; what is returned is for a kernel that waits for the copies."""
+
+    def first_row(self, owner: int) -> int:
+        """The number of `owner`'s first row; behind the last owner, that of all rows."""
+
+    def owners_from_own(self) -> Iterator[int]:
+        """The owners that hold rows, this rank first, then the next ones: so ranks are at different owners."""
+
+    @property
+    def gradient_sink(self) -> PeerShards | AddRows:
+        """What an operator adds a gradient through that it makes piece by piece: shards for a kernel, or a function."""
+
+    def add_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Adds a whole gradient."""
+
+
+@runtime_checkable
+class ReadsOnDemand(Protocol):
+    """A module that computes with some of its parameters without their being whole."""
+
+    def reads_on_demand(self, topology: str) -> tuple[str, ...]:
+        """The attributes that hold them, where shards lie as `topology` says."""
