@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,9 +147,20 @@ def why_not(module: nn.Module, family: Family) -> str | None:
     return None
 
 
+@functools.cache
 def fused_class(family: Family) -> type[nn.Module]:
     """The family's class with `FusedProjections` in front: still an instance of it, for hooks that look for it."""
-    return type(family.name, (FusedProjections, family.attention), {"__module__": family.module, "_odc_family": family})
+    name = f"Fused{family.name}"
+    return type(name, (FusedProjections, family.attention), {"__module__": __name__, "_odc_family": family})
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    """`FusedLlamaAttention` and so on: where pickle looks for the class of a saved module."""
+    for family in FAMILIES:
+        if name == f"Fused{family.name}":
+            importlib.import_module(family.module)
+            return fused_class(family)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @torch.no_grad()

@@ -111,7 +111,6 @@ def _places(model: nn.Module, kind: type[nn.Module]) -> list[_Place]:
 
 
 def _replace_attention(model: nn.Module, choice: str, replaced: Replaced) -> None:
-    classes: dict[str, type[nn.Module]] = {}
     unlike: dict[str, str | None] = {}
     for name, module in model.named_modules():
         family = attention.family_of(module)
@@ -125,7 +124,7 @@ def _replace_attention(model: nn.Module, choice: str, replaced: Replaced) -> Non
         if why is not None:
             replaced.left[name] = why
             continue
-        module.__class__ = classes.setdefault(family.name, attention.fused_class(family))
+        module.__class__ = attention.fused_class(family)
         module._odc_choice = choice
         for projection in (module.q_proj, module.k_proj, module.v_proj, module.o_proj):
             projection.__class__, projection.choice = Linear, choice

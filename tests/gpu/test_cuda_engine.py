@@ -12,7 +12,7 @@ from torch import nn
 
 from tests import ranks
 from tests.models import CASES, build, microbatches
-from tests.test_parity import DEALS, SIZES, TRANSFORMS, relative, whole_model_error
+from tests.test_parity import DEALS, REPLACING, SIZES, TRANSFORMS, relative, whole_model_error
 
 from .marks import MARKS
 
@@ -26,7 +26,8 @@ def _batches(name: str, step: int) -> list[tuple]:
 
 def _unsharded(name: str, transform: str) -> tuple[dict, dict, list[float]]:
     case, model = CASES[name], build(name)
-    TRANSFORMS[transform](model)
+    if transform not in REPLACING:
+        TRANSFORMS[transform](model)
     model.cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     first, losses = {}, []
@@ -121,6 +122,12 @@ def test_bottom_up() -> None:
 @pytest.mark.parametrize("transform", ["checkpointing", "reentrant", "frozen", "head"])
 def test_transformed(transform: str) -> None:
     _compare("qwen2", 2, transform)
+
+
+@pytest.mark.parametrize("transform", ["layers", "direct", "staged", "gathered"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_replaced_layers(world: int, transform: str) -> None:
+    _compare("qwen3", world, transform)
 
 
 class Wide(nn.Module):
