@@ -83,11 +83,10 @@ def _model() -> nn.Module:
 def train(rank: int, world: int, wanted: SftOptions, folder: Path) -> tuple[list[float], dict, dict]:
     from odc_triton import full_parameters
     from odc_triton.sharding import fully_shard
-    from odc_triton.train.sft import SftRun, _fuse_head
+    from odc_triton.train.sft import SftRun, _replace_layers
 
     model = _model()
-    if wanted.fused_head:
-        _fuse_head(model, wanted)
+    _replace_layers(model, wanted, rank)
     run = SftRun(options=wanted, model=fully_shard(model), data=TokenizedDataset.load(folder / "data.npz"))
     losses = [run.train_step()["loss"] for _ in range(wanted.steps)]
     return losses, dict(full_parameters(run.model)), run.state.sampler
@@ -124,18 +123,19 @@ def plain(wanted: SftOptions, folder: Path, samples_per_minibatch: int) -> tuple
 
 
 @pytest.mark.parametrize(
-    ("world", "balance", "fused"),
+    ("world", "balance", "replaced"),
     [
-        (1, "mini", False),
-        (2, "mini", False),
-        (2, "mini", True),
-        (2, "micro", False),
-        (2, "global", False),
-        (4, "local", False),
+        (1, "mini", {}),
+        (2, "mini", {}),
+        (2, "mini", {"fused_head": True}),
+        (2, "mini", {"replace_layers": True}),
+        (2, "micro", {"replace_layers": True, "fused_head": True}),
+        (2, "global", {}),
+        (4, "local", {}),
     ],
 )
-def test_equals_plain_torch_however_samples_are_dealt(folder: Path, world: int, balance: str, fused: bool) -> None:
-    wanted = options(folder, balance=balance, samples_per_rank=8 // world, fused_head=fused)
+def test_equals_plain_torch_however_samples_are_dealt(folder: Path, world: int, balance: str, replaced: dict) -> None:
+    wanted = options(folder, balance=balance, samples_per_rank=8 // world, **replaced)
     want_losses, want = plain(wanted, folder, samples_per_minibatch=8)
     for losses, weights, position in ranks.run(train, world, wanted, folder):
         torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=0)
@@ -149,12 +149,12 @@ def test_equals_plain_torch_however_samples_are_dealt(folder: Path, world: int, 
 
 
 def test_a_head_that_cant_be_fused_is_named(folder: Path) -> None:
-    from odc_triton.train.sft import _fuse_head
+    from odc_triton.train.sft import _replace_layers
 
     model = _model()
     model.lm_head = nn.Linear(32, 300)
     with pytest.raises(ValueError, match=r"a head that can't be fused \(lm_head: it has a bias\)"):
-        _fuse_head(model, options(folder, fused_head=True))
+        _replace_layers(model, options(folder, fused_head=True), rank=0)
 
 
 def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from odc_kernels.linear_cross_entropy import AddRows, HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
 from odc_kernels.peers import PeerShards
 
 from ..choice import AUTO, choose
 from ..handles import resolve
+from ..on_owners import AddRows
 
 
 def token_log_probs(
@@ -63,6 +63,8 @@ def _token_log_probs(
     scale: float,
     choice: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from odc_kernels.linear_cross_entropy import linear_cross_entropy  # here, as importing triton takes a second
+
     output = linear_cross_entropy(
         h=h,
         weight=_peers(handle, weight),
@@ -151,6 +153,8 @@ def _token_log_probs_grad(
     scale: float,
     choice: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from odc_kernels.linear_cross_entropy import HeadOutput, linear_cross_entropy_grad
+
     peers = _peers(handle, weight)
     dh = torch.empty_like(h) if needs_dh else h.new_empty(0)
     dw, sink = None, None

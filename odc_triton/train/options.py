@@ -31,7 +31,8 @@ class SftOptions:
     clip_norm: float = _option(1.0, "largest norm of the gradient of all parameters")
     dtype: Literal["fp32", "bf16"] = _option("fp32", "dtype of compute; masters and sums of gradients are fp32")
     gradient_checkpointing: bool = _option(False, "recompute activations in backward: less memory, more time")
-    fused_head: bool = _option(False, "never make the logits: less memory, a little more time (replace_layers)")
+    replace_layers: bool = _option(False, "attention, embedding and linear layers read and add on their owners")
+    fused_head: bool = _option(False, "never make the logits: less memory, a little more time")
     seed: int = _option(0, "of the samples' order, dropout and random weights")
     timeout_minutes: float = _option(30.0, "how late a live rank may be, in minutes; a dead one is named in seconds")
 

@@ -131,8 +131,7 @@ def train_sft(options: SftOptions, on_metrics: Callable[[dict], None] | None = N
     _check_fit(model, data, options)
     cost = CostModel.from_config(model.config.get_text_config())
     enable_packing(model)
-    if options.fused_head:
-        _fuse_head(model, options)
+    _replace_layers(model, options, rank)
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -147,11 +146,14 @@ def train_sft(options: SftOptions, on_metrics: Callable[[dict], None] | None = N
     return metrics
 
 
-def _fuse_head(model: nn.Module, options: SftOptions) -> None:
-    from odc_triton.replace import replace_layers  # here, as its kernels import triton
+def _replace_layers(model: nn.Module, options: SftOptions, rank: int) -> None:
+    from odc_triton.replace import replace_layers
 
-    replaced = replace_layers(model, roles=["head"], verbose=False)
-    if not replaced.swapped["head"]:
+    roles = ["attention", "embedding", "linear"] if options.replace_layers else []
+    if options.fused_head:
+        roles.append("head")
+    replaced = replace_layers(model, roles=roles, verbose=bool(roles) and rank == 0)
+    if options.fused_head and not replaced.swapped["head"]:
         raise ValueError(
             f"--fused-head: {options.model or options.init} has a head that can't be fused ("
             f"{'; '.join(f'{name}: {why}' for name, why in replaced.left.items())}); leave it out"
