@@ -156,7 +156,8 @@ def memory_plan(
     microbatch only). All three are given the same units and dtypes; a `reduce_dtype` of None is fp32 for all
     three, although FSDP2 itself reads it as the param_dtype. `optimizer` is "adamw", "sgd" (no momentum) or
     "none". `backend` matters to ODC only: on "cpu" gathering is a view, on "cuda" the strategies `gathered`
-    and `split` run. Activations are an estimate, see `activation_bytes_per_token`.
+    and `split` run, but for what `replace_layers` changed: what its layers read from the owners by themselves, an
+    embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see `activation_bytes_per_token`.
 
     Raises ValueError for world < 1, negative tokens, an unknown name, or a model without parameters.
     """
@@ -192,8 +193,10 @@ def memory_plan(
         )
         master_shard = sizes.shards([spec for spec in specs if spec.has_own_master], "master_dtype")
         gradient_cast = sizes.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype")
-        gathered = 0 if backend == "cpu" else _gathered_bytes(sizes.units(specs, "compute_dtype"))
-        whole_gradients = _whole_gradient_bytes(sizes, trained)
+        on_demand = _read_on_demand(model, backend)
+        whole = [spec for spec in specs if not on_demand.issuperset(spec.names)]
+        gathered = 0 if backend == "cpu" else _gathered_bytes(sizes.units(whole, "compute_dtype"))
+        whole_gradients = _whole_gradient_bytes(sizes, [spec for spec in whole if spec.reduce_dtype is not None])
     else:
         resharded = scheme == "fsdp2"
         compute_shard = job_shared = gradient_cast = 0
@@ -366,6 +369,18 @@ def parameter_specs(model: nn.Module, mp_policy: PrecisionPolicy | None = None) 
             )
         )
     return specs
+
+
+def _read_on_demand(model: nn.Module, topology: str) -> set[str]:
+    """Names of the parameters that their layers read from the owners by themselves, by every place they stand at."""
+    from .on_owners import ReadsOnDemand
+
+    return {
+        f"{name}.{attribute}" if name else attribute
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, ReadsOnDemand)
+        for attribute in module.reads_on_demand(topology)
+    }
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -368,6 +368,24 @@ def test_side_by_side_is_aligned_and_in_gb():
     assert "total                                    6.000" in str(memory_plan(big, 1, optimizer="none"))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_read_on_demand_is_never_whole(tied):
+    from odc_triton import replace_layers
+
+    vocabulary = 1024 * 64 * 4  # bytes of an embedding or a head: more than a block
+    with torch.device("meta"):
+        model = qwen2(vocab_size=1024, tie_word_embeddings=tied)
+    plain = memory_plan(model, 2, backend="cuda")
+    replace_layers(model, roles=["embedding"], verbose=False)
+    some = memory_plan(model, 2, backend="cuda")
+    assert plain.gathered_bytes - some.gathered_bytes == (0 if tied else vocabulary)  # a tied head is gathered
+    replace_layers(model, roles=["head"], verbose=False)
+    both = memory_plan(model, 2, backend="cuda")
+    assert plain.gathered_bytes - both.gathered_bytes == vocabulary * (1 if tied else 2)
+    assert both.transient_gradient_bytes < plain.transient_gradient_bytes
+    assert both.compute_shard_bytes == plain.compute_shard_bytes
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
