@@ -157,7 +157,8 @@ def memory_plan(
     three, although FSDP2 itself reads it as the param_dtype. `optimizer` is "adamw", "sgd" (no momentum) or
     "none". `backend` matters to ODC only: on "cpu" gathering is a view, on "cuda" the strategies `gathered`
     and `split` run, but for what `replace_layers` changed: what its layers read from the owners by themselves, an
-    embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see `activation_bytes_per_token`.
+    embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
+    `activation_bytes_per_token`.
 
     Raises ValueError for world < 1, negative tokens, an unknown name, or a model without parameters.
     """
