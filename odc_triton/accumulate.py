@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 import torch
+from torch.profiler import record_function
 
 from odc_kernels.peers import PeerShards
 
@@ -69,7 +70,7 @@ class LockedAccumulator(Accumulator):
         waits: Waits = []
         rows = gradient.split([len(shard) for shard in target.shards])
         world = len(target.shards)
-        with self._threads.setdefault(target.slot, threading.Lock()):
+        with record_function("odc.accumulate"), self._threads.setdefault(target.slot, threading.Lock()):
             pending = [(self._heap.rank + step) % world for step in range(world)]
             pending = [owner for owner in pending if target.shards[owner].numel()]
             stuck_s: float | None = None
@@ -91,7 +92,7 @@ class LockedAccumulator(Accumulator):
         @torch.no_grad()
         def add_rows(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
             begin_s = time.monotonic()
-            with self._threads.setdefault(target.slot, threading.Lock()):
+            with record_function("odc.accumulate"), self._threads.setdefault(target.slot, threading.Lock()):
                 while not self._try_add(rows, target, owner, at):
                     self._give_up_if_late(time.monotonic() - begin_s, target.slot, owner, name)
                     time.sleep(_NAP_S)

@@ -43,3 +43,12 @@ def save_pretrained(model: nn.Module, folder: str | Path, tokenizer: Any = None)
     empty.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
+
+
+def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
+    """A causal LM of transformers in fp32: weights from a folder or hub id, or random ones for the config `init`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if init is not None:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(init), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

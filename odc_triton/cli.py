@@ -20,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_train(commands)
+    _add_profile(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
@@ -80,6 +81,34 @@ def _train_sft(options: argparse.Namespace) -> int:
     from .train.sft import run_sft
 
     launch(run_sft, wanted, ranks=options.ranks)
+    return 0
+
+
+def _add_profile(commands: argparse._SubParsersAction) -> None:
+    from .options import add_arguments
+    from .profile import ProfileOptions
+
+    profile = commands.add_parser(
+        "profile",
+        help="show where the time of a few minibatches goes",
+        description="Trains a few minibatches of random tokens under torch's profiler and prints where the time went; "
+        "writes profile.json, timeline.png and traces for Perfetto.",
+    )
+    profile.add_argument("--ranks", type=int, default=1, help="processes to start on this machine (default: 1)")
+    add_arguments(profile, ProfileOptions)
+    profile.set_defaults(run=_profile, parser=profile)
+
+
+def _profile(options: argparse.Namespace) -> int:
+    from .launch import launch
+    from .options import read_options
+    from .profile import ProfileOptions, report, run_profile
+
+    try:
+        wanted = read_options(ProfileOptions, options)
+    except ValueError as error:
+        options.parser.error(str(error))
+    print(report(wanted, launch(run_profile, wanted, ranks=options.ranks)))
     return 0
 
 

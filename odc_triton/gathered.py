@@ -6,6 +6,7 @@ import math
 from collections.abc import Hashable
 
 import torch
+from torch.profiler import record_function
 
 from .plan import ParameterSpec, aligned
 from .streams import Streams
@@ -72,7 +73,7 @@ class GatheredParameters:
             return
         self.wait()
         self._storage.resize_(self._size_bytes)
-        with self._streams.copying():
+        with record_function("odc.gather"), self._streams.copying():
             for writable, owners in zip(self._writable, self._shards, strict=True):
                 if not writable.shape:
                     writable.copy_(owners[0])

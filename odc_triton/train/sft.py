@@ -24,7 +24,7 @@ from tqdm import tqdm
 from odc_triton.api import engine_of, minibatch
 from odc_triton.balance import CostModel, MinibatchSampler
 from odc_triton.balance.collate import count_target_tokens, pack_collate
-from odc_triton.checkpoint import save_pretrained
+from odc_triton.checkpoint import load_causal_lm, save_pretrained
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.options import add_arguments, read_options
 from odc_triton.sharding import default_mesh, fully_shard
@@ -127,7 +127,7 @@ def train_sft(options: SftOptions, on_metrics: Callable[[dict], None] | None = N
             f"{options.data} has {len(data)} samples and one step takes {options.samples_per_rank} on each of "
             f"{mesh.size()} ranks: lower --samples-per-rank, or give more data"
         )
-    model = _load_model(options)
+    model = load_causal_lm(model=options.model, init=options.init)
     _check_fit(model, data, options)
     cost = CostModel.from_config(model.config.get_text_config())
     enable_packing(model)
@@ -235,14 +235,6 @@ def _check_fit(model: nn.Module, data: TokenizedDataset, options: SftOptions) ->
             f"the longest sample has {longest} tokens and the model is made for {places} "
             f"(max_position_embeddings): set --token-cap {places}, which cuts longer samples off"
         )
-
-
-def _load_model(options: SftOptions) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    if options.init is not None:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.init), dtype=torch.float32)
-    return AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
 
 
 def run_sft(options: SftOptions) -> dict[str, float]:

@@ -1,0 +1,368 @@
+"""The questions we ask the NVIDIA driver, and three who answer: the driver, a snapshot of it, a recorder of snapshots.
+
+Answers are NVML's own numbers; topology.py says what they mean. None: this driver or GPU does not answer that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import groupby
+from types import ModuleType
+from typing import Any, Protocol
+
+_CPU_WORDS = 64  # of 64 CPUs each, more than any machine has: NVML fills what there is
+_NODE_WORDS = 4
+# Of nvmlDeviceGetP2PStatus. Literally: pynvml's NVML_P2P_CAPS_INDEX_READ is the tuple (0,), by a stray comma.
+_READ, _WRITE, _NVLINK, _ATOMICS = 0, 1, 2, 3
+
+_WHY_NOT = {
+    "NVMLError_LibraryNotFound": "no NVIDIA driver is installed here (libnvidia-ml.so.1 is not found)",
+    "NVMLError_DriverNotLoaded": "the NVIDIA driver is installed, but its kernel module is not loaded",
+    "NVMLError_LibRmVersionMismatch": "the NVIDIA driver's library and its kernel module differ in version "
+    "(it was upgraded under way: reboot, or reload the module)",
+    "NVMLError_NoPermission": "no permission to ask the NVIDIA driver (are /dev/nvidia* in this container?)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkAnswers:
+    """One NVLink of a GPU. `remote_type`: 0 GPU, 1 CPU, 2 switch, 255 unknown; `speed_mbps`: 10⁶ bytes a second."""
+
+    active: int | None = None
+    remote_type: int | None = None
+    remote_bus_id: str | None = None
+    speed_mbps: int | None = None
+    atomics: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceAnswers:
+    """One GPU, or one slice of a GPU that is in MIG mode: `mig` is its number there, `parent` the GPU's UUID.
+
+    `error`: why the driver can't talk to it; nothing else is known then. `cpus` and `numa_nodes` are those next to it.
+    """
+
+    index: int
+    uuid: str = ""
+    error: str | None = None
+    parent: str | None = None
+    mig: int | None = None
+    name: str | None = None
+    bus_id: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    memory_bytes: int | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    numa_nodes: str | None = None
+    cpus: str | None = None
+    fabric_state: int | None = None
+    links: tuple[LinkAnswers, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairAnswers:
+    """nvmlGpuP2PStatus_t for four capabilities, and nvmlGpuTopologyLevel_t of the common ancestor on PCIe."""
+
+    read: int | None = None
+    write: int | None = None
+    atomics: int | None = None
+    nvlink: int | None = None
+    ancestor: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaDevice:
+    """A GPU as this process's CUDA numbers it. `peers`: the indices whose memory it can map, None if not asked."""
+
+    index: int
+    uuid: str
+    name: str = ""
+    bus_id: str | None = None
+    compute_capability: tuple[int, int] | None = None
+    memory_bytes: int | None = None
+    peers: tuple[int, ...] | None = None
+
+
+class Nvml(Protocol):
+    """`missing`: why there is nobody to ask; then there are no devices and every answer is None."""
+
+    missing: str | None
+
+    def driver_version(self) -> str | None: ...
+
+    def cuda_version(self) -> str | None:
+        """The newest CUDA that the driver knows, as `12.4`."""
+
+    def devices(self) -> list[DeviceAnswers]: ...
+
+    def pair(self, one: str, other: str) -> PairAnswers:
+        """Of the GPUs with these UUIDs."""
+
+
+class DriverNvml:
+    """Asks the driver. Each question by itself may stay without an answer; that never raises."""
+
+    def __init__(self, library: ModuleType | None = None) -> None:
+        self.missing: str | None = None
+        self._handles: dict[str, Any] = {}
+        try:
+            self._library = library or importlib.import_module("pynvml")
+        except ImportError:
+            self.missing = "the Python package nvidia-ml-py is not installed"
+            return
+        try:
+            self._library.nvmlInit()
+        except self._library.NVMLError as error:
+            self.missing = _WHY_NOT.get(type(error).__name__, f"NVML does not start: {error}")
+
+    def close(self) -> None:
+        if self.missing is None:
+            self._ask("nvmlShutdown")
+            self.missing = "NVML was closed"
+
+    def _ask(self, question: str, *arguments: Any) -> Any:
+        function = getattr(self._library, question, None)
+        if self.missing is not None or function is None:
+            return None
+        try:
+            answer = function(*arguments)
+        except self._library.NVMLError:
+            return None
+        return answer.decode() if isinstance(answer, bytes) else answer
+
+    def driver_version(self) -> str | None:
+        return self._ask("nvmlSystemGetDriverVersion")
+
+    def cuda_version(self) -> str | None:
+        number = self._ask("nvmlSystemGetCudaDriverVersion_v2")
+        return None if number is None else f"{number // 1000}.{number % 1000 // 10}"
+
+    def devices(self) -> list[DeviceAnswers]:
+        found: list[DeviceAnswers] = []
+        for index in range(self._ask("nvmlDeviceGetCount") or 0):
+            try:
+                handle = self._library.nvmlDeviceGetHandleByIndex(index)
+                uuid = _text(self._library.nvmlDeviceGetUUID(handle))
+            except self._library.NVMLError as error:
+                found.append(DeviceAnswers(index=index, error=str(error)))
+                continue
+            self._handles[uuid] = handle
+            slices = self._slices(handle) if (self._ask("nvmlDeviceGetMigMode", handle) or [0])[0] == 1 else None
+            if slices is None:
+                found.append(self._device(index, handle, uuid=uuid, links=self._links(handle)))
+                continue
+            for number, mig in slices:
+                mig_uuid = self._ask("nvmlDeviceGetUUID", mig) or f"{uuid}/{number}"
+                found.append(self._device(index, handle, uuid=mig_uuid, parent=uuid, mig=number, slice_handle=mig))
+        return found
+
+    def _slices(self, handle: Any) -> list[tuple[int, Any]]:
+        numbers = range(self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+        asked = [(number, self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)) for number in numbers]
+        return [(number, mig) for number, mig in asked if mig is not None]
+
+    def _device(self, index: int, handle: Any, *, slice_handle: Any = None, **known: Any) -> DeviceAnswers:
+        own = handle if slice_handle is None else slice_handle
+        pci = self._ask("nvmlDeviceGetPciInfo_v3", handle) or self._ask("nvmlDeviceGetPciInfo", handle)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", own)
+        capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
+        return DeviceAnswers(
+            index=index,
+            name=self._ask("nvmlDeviceGetName", own) or self._ask("nvmlDeviceGetName", handle),
+            bus_id=None if pci is None else _text(pci.busId),
+            compute_capability=None if capability is None else tuple(capability),
+            memory_bytes=None if memory is None else memory.total,
+            pcie_generation=self._ask("nvmlDeviceGetCurrPcieLinkGeneration", handle),
+            pcie_generation_max=self._ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
+            pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
+            pcie_width_max=self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
+            # nvmlDeviceGetNumaNodeId is something else: the node that a GPU's own memory is, on coherent machines.
+            numa_nodes=_set_bits(self._ask("nvmlDeviceGetMemoryAffinity", handle, _NODE_WORDS, 0)),
+            cpus=_set_bits(self._ask("nvmlDeviceGetCpuAffinity", handle, _CPU_WORDS)),
+            fabric_state=self._fabric_state(handle),
+            **known,
+        )
+
+    def _fabric_state(self, handle: Any) -> int | None:
+        kind = getattr(self._library, "c_nvmlGpuFabricInfoV_t", None)
+        info = None if kind is None else kind()
+        if info is None or self._ask("nvmlDeviceGetGpuFabricInfoV", handle, ctypes.byref(info)) is None:
+            return None
+        return info.state
+
+    def _links(self, handle: Any) -> tuple[LinkAnswers, ...]:
+        found = []
+        for link in range(getattr(self._library, "NVML_NVLINK_MAX_LINKS", 18)):
+            active = self._ask("nvmlDeviceGetNvLinkState", handle, link)
+            if not active:
+                found += [] if active is None else [LinkAnswers(active=0)]
+                continue
+            remote = self._ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
+            found.append(
+                LinkAnswers(
+                    active=active,
+                    remote_type=self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link),
+                    remote_bus_id=None if remote is None else _text(remote.busId),
+                    speed_mbps=self._speed_mbps(handle, link),
+                    atomics=self._ask(
+                        "nvmlDeviceGetNvLinkCapability", handle, link, self._library.NVML_NVLINK_CAP_P2P_ATOMICS
+                    ),
+                )
+            )
+        return tuple(found)
+
+    def _speed_mbps(self, handle: Any, link: int) -> int | None:
+        """The first field that says something: this link's speed, its field of older drivers, that of all links."""
+        names = {"GET_SPEED": link, f"SPEED_MBPS_L{link}": 0, "SPEED_MBPS_COMMON": 0}
+        numbers = {getattr(self._library, f"NVML_FI_DEV_NVLINK_{name}", None): scope for name, scope in names.items()}
+        asked = [pair for pair in numbers.items() if pair[0] is not None]
+        values = self._ask("nvmlDeviceGetFieldValues", handle, asked) or ()
+        good = [int(value.value.uiVal) for value in values if value.nvmlReturn == 0 and value.value.uiVal]
+        return good[0] if good else None
+
+    def pair(self, one: str, other: str) -> PairAnswers:
+        if one not in self._handles or other not in self._handles:
+            return PairAnswers()
+        handles = self._handles[one], self._handles[other]
+        return PairAnswers(
+            read=self._ask("nvmlDeviceGetP2PStatus", *handles, _READ),
+            write=self._ask("nvmlDeviceGetP2PStatus", *handles, _WRITE),
+            atomics=self._ask("nvmlDeviceGetP2PStatus", *handles, _ATOMICS),
+            nvlink=self._ask("nvmlDeviceGetP2PStatus", *handles, _NVLINK),
+            ancestor=self._ask("nvmlDeviceGetTopologyCommonAncestor", *handles),
+        )
+
+
+class SnapshotNvml:
+    """Answers from what `Recorder.snapshot` gave, or from the same written by hand.
+
+    Links that are alike and follow each other are one entry with a `count`; pairs that are alike are one entry whose
+    `of` lists them, as positions in `devices`. Raises TypeError for an answer that nobody asks for.
+    """
+
+    def __init__(self, snapshot: Mapping[str, Any]) -> None:
+        self.missing: str | None = snapshot.get("missing")
+        self._snapshot = snapshot
+        self._devices = [_device_of(entry) for entry in snapshot.get("devices", ())]
+        self._pairs: dict[frozenset[str], PairAnswers] = {}
+        for entry in snapshot.get("pairs", ()):
+            answers = PairAnswers(**{name: value for name, value in entry.items() if name != "of"})
+            for one, other in entry["of"]:
+                self._pairs[frozenset((self._devices[one].uuid, self._devices[other].uuid))] = answers
+
+    def driver_version(self) -> str | None:
+        return self._snapshot.get("driver_version")
+
+    def cuda_version(self) -> str | None:
+        return self._snapshot.get("cuda_version")
+
+    def devices(self) -> list[DeviceAnswers]:
+        return list(self._devices)
+
+    def pair(self, one: str, other: str) -> PairAnswers:
+        return self._pairs.get(frozenset((one, other)), PairAnswers())
+
+
+class Recorder:
+    """Passes questions on and keeps the answers; `snapshot()` is all that was asked so far, ready for JSON."""
+
+    def __init__(self, nvml: Nvml) -> None:
+        self._nvml = nvml
+        self.missing = nvml.missing
+        self._answers: dict[str, Any] = {"missing": nvml.missing}
+        self._devices: list[DeviceAnswers] = []
+        self._pairs: dict[tuple[str, str], PairAnswers] = {}
+
+    def driver_version(self) -> str | None:
+        return self._answers.setdefault("driver_version", self._nvml.driver_version())
+
+    def cuda_version(self) -> str | None:
+        return self._answers.setdefault("cuda_version", self._nvml.cuda_version())
+
+    def devices(self) -> list[DeviceAnswers]:
+        self._devices = self._nvml.devices()
+        return list(self._devices)
+
+    def pair(self, one: str, other: str) -> PairAnswers:
+        return self._pairs.setdefault((one, other), self._nvml.pair(one, other))
+
+    def snapshot(self) -> dict[str, Any]:
+        place = {device.uuid: number for number, device in enumerate(self._devices)}
+        alike: dict[PairAnswers, list[list[int]]] = {}
+        for (one, other), answers in self._pairs.items():
+            alike.setdefault(answers, []).append([place[one], place[other]])
+        known = {name: value for name, value in self._answers.items() if value is not None}
+        return known | {
+            "devices": [_entry_of(device) for device in self._devices],
+            "pairs": [{"of": of} | _known(answers) for answers, of in alike.items() if _known(answers)],
+        }
+
+
+def cuda_devices() -> tuple[CudaDevice, ...]:
+    """The GPUs that CUDA shows this process, after CUDA_VISIBLE_DEVICES; none without CUDA."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    indices = range(torch.cuda.device_count())
+    found = []
+    for index in indices:
+        properties = torch.cuda.get_device_properties(index)
+        place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+        found.append(
+            CudaDevice(
+                index=index,
+                uuid=str(properties.uuid),
+                name=properties.name,
+                bus_id=None if None in place else "{:08x}:{:02x}:{:02x}.0".format(*place),
+                compute_capability=(properties.major, properties.minor),
+                memory_bytes=properties.total_memory,
+                peers=tuple(j for j in indices if j != index and torch.cuda.can_device_access_peer(index, j)),
+            )
+        )
+    return tuple(found)
+
+
+def visible_names(environment: Mapping[str, str] = os.environ) -> list[str] | None:
+    """The entries of CUDA_VISIBLE_DEVICES, None where it is not set."""
+    text = environment.get("CUDA_VISIBLE_DEVICES")
+    return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _set_bits(words: Iterable[int] | None) -> str | None:
+    """`0-51,104-155` for the bits that are set in 64-bit words; None for none."""
+    bits = [64 * place + bit for place, word in enumerate(words or ()) for bit in range(64) if word >> bit & 1]
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(bits), lambda pair: pair[1] - pair[0])]
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs) or None
+
+
+def _known(answers: LinkAnswers | DeviceAnswers | PairAnswers) -> dict[str, Any]:
+    return {name: value for name, value in asdict(answers).items() if value is not None}
+
+
+def _entry_of(device: DeviceAnswers) -> dict[str, Any]:
+    links = [{"count": len(list(run))} | _known(link) for link, run in groupby(device.links)]
+    return _known(device) | {"links": links}
+
+
+def _device_of(entry: Mapping[str, Any]) -> DeviceAnswers:
+    links: list[LinkAnswers] = []
+    for link in entry.get("links", ()):
+        answers = {name: value for name, value in link.items() if name != "count"}
+        links += [LinkAnswers(**answers)] * link.get("count", 1)
+    capability = entry.get("compute_capability")
+    unknown = set(entry) - {field.name for field in fields(DeviceAnswers)}
+    if unknown:
+        raise TypeError(f"device {entry.get('index')} of the snapshot has {sorted(unknown)}, which nobody asks for")
+    changed = {"links": tuple(links), "compute_capability": None if capability is None else tuple(capability)}
+    return DeviceAnswers(**{**entry, **changed})

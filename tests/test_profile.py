@@ -1,0 +1,176 @@
+"""Where time goes: the sums by brute force, and a real run of the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odc_triton.breakdown import (
+    ACCUMULATE,
+    ATTENTION,
+    CATEGORIES,
+    GATHER,
+    IDLE,
+    KERNELS,
+    MEETINGS,
+    OPTIMIZER,
+    OTHER,
+    PRODUCTS,
+    Span,
+    category_of_kernel,
+    category_of_operator,
+    nested,
+    overlapping,
+)
+from odc_triton.cli import main
+from odc_triton.profile import ProfileOptions, read_lengths
+
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+}
+
+_SPANS = st.lists(
+    st.tuples(st.sampled_from(CATEGORIES[:-1]), st.integers(-2, 12), st.integers(0, 6)).map(
+        lambda part: Span(part[0], part[1], part[1] + part[2])
+    ),
+    max_size=8,
+)
+
+
+@given(_SPANS)
+def test_streams_by_brute_force(spans: list[Span]) -> None:
+    """Every unit of time goes to the category that comes first among those that run."""
+    want = dict.fromkeys(CATEGORIES, 0)
+    for moment in range(10):
+        running = [span.category for span in spans if span.start_s <= moment < span.end_s]
+        want[min(running, key=CATEGORIES.index) if running else IDLE] += 1
+    assert overlapping(spans, 0, 10) == want
+
+
+@given(st.data())
+def test_nested_spans_by_brute_force(data: st.DataObject) -> None:
+    """Every unit of time goes to the innermost span."""
+    spans: list[Span] = []
+
+    def fill(start: int, end: int, depth: int) -> None:
+        while start < end and depth < 4:
+            begin = data.draw(st.integers(start, end))
+            stop = data.draw(st.integers(begin, end))
+            if begin == stop:
+                return
+            spans.append(Span(data.draw(st.sampled_from(CATEGORIES[:-1])), begin + depth / 10, stop - depth / 10))
+            fill(begin, stop, depth + 1)
+            start = stop
+
+    fill(0, 8, 0)
+    got = nested(spans, 0, 8)
+    want = dict.fromkeys(CATEGORIES, 0.0)
+    for tenth in range(80):
+        moment = (tenth + 0.5) / 10
+        around = [span for span in spans if span.start_s < moment < span.end_s]
+        want[max(around, key=lambda span: span.start_s).category if around else IDLE] += 0.1
+    assert got == pytest.approx(want, abs=1e-9)
+
+
+def test_what_is_hidden_behind_compute_does_not_count() -> None:
+    spans = [Span(GATHER, 0, 4), Span(PRODUCTS, 1, 3), Span(ACCUMULATE, 2, 5), Span(MEETINGS, 5, 6)]
+    got = overlapping(spans, 0, 7)
+    assert {name: seconds for name, seconds in got.items() if seconds} == {
+        GATHER: 1,
+        PRODUCTS: 2,
+        ACCUMULATE: 2,
+        MEETINGS: 1,
+        IDLE: 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("aten::mm", PRODUCTS),
+        ("aten::addmm_", PRODUCTS),
+        ("mkldnn::_linear_pointwise", None),
+        ("aten::mul", None),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", ATTENTION),
+        ("odc::linear_grad", KERNELS),
+        ("odc.accumulate", ACCUMULATE),
+        ("odc.gather", GATHER),
+        ("Optimizer.step#AdamW.step", OPTIMIZER),
+    ],
+)
+def test_operators(name: str, category: str | None) -> None:
+    assert category_of_operator(name) == category
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", PRODUCTS),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_NTN", PRODUCTS),
+        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90>", ATTENTION),
+        ("wgrad_kernel", KERNELS),
+        ("scatter_kernel", ACCUMULATE),
+        ("Memcpy PtoP (Device -> Device)", GATHER),
+        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", OPTIMIZER),
+        ("void at::native::vectorized_elementwise_kernel<4>", OTHER),
+    ],
+)
+def test_kernels(name: str, category: str) -> None:
+    assert category_of_kernel(name, frozenset({"wgrad_kernel", "scatter_kernel"})) == category
+
+
+def test_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("7\n\n4000\n 12 \n")
+    assert read_lengths(str(path), 100) == [7, 100, 12]
+    for text, words in (("5\nseven\n", "line 2: 'seven'"), ("1\n", "line 1"), ("\n", "no lengths")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=words):
+            read_lengths(str(path), 100)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "either --model"),
+        ({"init": "a", "model": "b"}, "either --model"),
+        ({"init": "a", "minibatches": 0}, "minibatches is 0"),
+        ({"init": "a", "token_cap": 1}, "token_cap is 1"),
+    ],
+)
+def test_bad_options(changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ProfileOptions(out="x", **changes)
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    config, lengths, out = tmp_path / "config.json", tmp_path / "lengths.txt", tmp_path / "out"
+    config.write_text(json.dumps(CONFIG))
+    lengths.write_text("9\n33\n64\n5\n")
+    given = ["profile", "--init", str(config), "--lengths", str(lengths), "--out", str(out), "--ranks", "2"]
+    assert main([*given, "--token-cap", "64", "--minibatches", "2", "--replace-layers"]) == 0
+    printed = capfd.readouterr().out
+    assert "matrix products" in printed
+    assert "meetings" in printed
+    report = json.loads((out / "profile.json").read_text())
+    assert len(report["ranks"]) == 2
+    for of_rank in report["ranks"]:
+        assert sum(of_rank["seconds"].values()) == pytest.approx(of_rank["wall_s"])  # every moment once
+        for category in (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, MEETINGS):
+            assert of_rank["seconds"][category] > 0, category
+        assert of_rank["seconds"][IDLE] < of_rank["wall_s"]
+    assert sum(of_rank["tokens"] for of_rank in report["ranks"]) == 4 * (9 + 33 + 64 + 5)  # 2 minibatches of 8
+    for name in ("timeline.png", "trace.json", "torch-0.json", "torch-1.json"):
+        assert (out / name).stat().st_size > 0
