@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .functions.qkv import is_fused
-from .nn import Linear, has_hooks, head_norm, project
+from .nn import Linear, has_hooks, head_norm, leaf, project
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernel knows
@@ -108,9 +108,9 @@ class FusedProjections:
 
     def _is_fused(self, x: torch.Tensor) -> bool:
         projections = [getattr(self, name) for name in _PROJECTIONS[:3]]
-        if any(type(each) is not Linear or has_hooks(each) for each in projections):
+        if not all(_is_untouched(each, Linear) for each in projections) or _unlike_norms(self, self._odc_family):
             return False  # LoRA's, say: they must be called
-        parameters = [p for each in projections for p in (each.weight, each.bias) if p is not None]
+        parameters = [p for each in projections for p in (leaf(each, "weight"), leaf(each, "bias")) if p is not None]
         return is_fused(x, parameters, self._odc_choice)
 
 
@@ -135,8 +135,10 @@ def why_not(module: nn.Module, family: Family) -> str | None:
         return f"its parts differ from {family.name}'s by {', '.join(others)}"
     for name in _PROJECTIONS:
         part = module._modules[name]
-        if type(part) not in (nn.Linear, Linear) or has_hooks(part):
-            return f"its {name} is a {type(part).__module__}.{type(part).__name__}, or has hooks"
+        if not _is_untouched(part, nn.Linear, Linear):
+            return f"its {name} is a {type(part).__module__}.{type(part).__name__}, or has hooks or another forward"
+    if why := _unlike_norms(module, family):
+        return why
     biases = {module._modules[name].bias is None for name in _PROJECTIONS[:3]}
     if len(biases) > 1:
         return "of q_proj, k_proj and v_proj some have a bias and some have none"
@@ -144,6 +146,24 @@ def why_not(module: nn.Module, family: Family) -> str | None:
         return f"its heads have {module.head_dim} elements, and the kernel's {', '.join(map(str, HEAD_DIMS))}"
     if module.q_proj.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it is {module.q_proj.weight.dtype}"
+    return None
+
+
+def _is_untouched(part: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether it is exactly of one of these kinds and nothing of the user's runs when it is called."""
+    return type(part) in kinds and "forward" not in vars(part) and not has_hooks(part)
+
+
+def _unlike_norms(module: nn.Module, family: Family) -> str | None:
+    """Why the norms of the heads, if the family has them, are not the family's own."""
+    if not family.norm:
+        return None
+    norms = module.q_norm, module.k_norm
+    own = getattr(sys.modules[family.module], family.name.replace("Attention", "RMSNorm"))
+    if not all(_is_untouched(norm, own) for norm in norms):
+        return f"its q_norm or k_norm is no plain {own.__name__}, or has hooks or another forward"
+    if norms[0].variance_epsilon != norms[1].variance_epsilon:
+        return "its q_norm and k_norm have two different eps"
     return None
 
 

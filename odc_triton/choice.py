@@ -75,8 +75,11 @@ TABLE = (
 
 
 def parse(text: str) -> dict[str, tuple[str, ...]]:
-    """The words for each operator. Raises ValueError for a word or an operator that is not known."""
+    """The words for each operator. Raises ValueError for a word or an operator that is not known, or told twice."""
+    if not isinstance(text, str):
+        raise ValueError(f"choice is {text!r}; give words such as 'triton/direct', or {AUTO!r}")
     found: dict[str, tuple[str, ...]] = {}
+    told: set[str] = set()
     for item in filter(None, (part.strip() for part in text.split(","))):
         operator, equals, words = item.rpartition("=")
         names = [operator.strip()] if equals else list(WORDS)
@@ -90,6 +93,9 @@ def parse(text: str) -> dict[str, tuple[str, ...]]:
             if word != AUTO and word not in WORDS[names[0]] and (equals or word not in WORDS["linear"]):
                 allowed = [each for each in (*BACKENDS, *STRATEGIES, *WGRADS) if each in WORDS[names[0]]]
                 raise ValueError(f"{item!r}: {word!r} is not known here; give {AUTO!r} or some of {', '.join(allowed)}")
+        if equals and names[0] in told:
+            raise ValueError(f"{text!r} tells {names[0]} twice")
+        told.update(names if equals else ())
         for name in names:
             found[name] = (*found.get(name, ()), *(word for word in given if word in WORDS[name]))
     return found
@@ -102,6 +108,13 @@ def _with(choice: Choice, words: tuple[str, ...]) -> Choice:
     return choice
 
 
+def _from_environment(text: str) -> dict[str, tuple[str, ...]]:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}: {error}") from None
+
+
 def _look_up(
     operator: str,
     shape: tuple[int, ...],
@@ -112,7 +125,7 @@ def _look_up(
     table: tuple[Entry, ...],
 ) -> list[Choice]:
     """The choices, one for each line that holds; of them those for so many tokens, where they are given."""
-    words = (*parse(environment).get(operator, ()), *parse(given).get(operator, ()))
+    words = (*_from_environment(environment).get(operator, ()), *parse(given).get(operator, ()))
     holding = [entry for entry in table if entry.holds(operator, tuple(shape), topology)]
     found = [
         _with(entry.choice, words) for entry in holding if None in (tokens, entry.tokens) or tokens <= entry.tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,11 +22,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_demo(commands)
     _add_train(commands)
     _add_profile(commands)
+    _add_doctor(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `odc-triton doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
+        return 141
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         print(f"odc-triton: {error}", file=sys.stderr)
         return 1
@@ -109,6 +114,33 @@ def _profile(options: argparse.Namespace) -> int:
     except ValueError as error:
         options.parser.error(str(error))
     print(report(wanted, launch(run_profile, wanted, ranks=options.ranks)))
+    return 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="look for what would keep ranks from training on this machine, with the remedies",
+        description="Looks at the GPUs and the links between them, versions, shared memory, TMPDIR and limits. The "
+        "exit status is 1 where there is a problem.",
+    )
+    doctor.add_argument("--json", action="store_true", help="everything that was seen, as JSON")
+    doctor.set_defaults(run=_doctor)
+    topo = commands.add_parser("topo", help="draw which GPUs reach each other, how fast, and whether they can add")
+    topo.set_defaults(run=_topo)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .doctor import main as examine
+
+    return examine(options.json)
+
+
+def _topo(options: argparse.Namespace) -> int:
+    from .doctor import draw_matrix
+    from .topology import read_topology
+
+    print(draw_matrix(read_topology()))
     return 0
 
 

@@ -65,6 +65,9 @@ class LocalShards:
     def owners_from_own(self) -> Iterator[int]:
         return (owner for owner in range(self.world) if len(self._shards[owner]))
 
+    def wants_gradient(self) -> bool:
+        return True
+
     @property
     def gradient_sink(self) -> PeerShards | AddRows:
         self._touched = True

@@ -17,6 +17,23 @@ from .functions.qkv import HeadNorm
 from .head import FusedLogits, TokenLogProbs
 
 
+class OnOwnersModule(nn.Module):
+    """A layer whose own operators take parameters that are never whole.
+
+    To everyone else such a parameter shows itself whole, as a copy that is read for it: to a method that takes
+    `embedding.weight.T`, or a penalty on the weights. The copy's gradient is the parameter's.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return whole_weight(value) if isinstance(value, nn.Parameter) else value
+
+
+def leaf(module: nn.Module, name: str) -> torch.Tensor | None:
+    """A module's parameter as operators take it, maybe without memory."""
+    return module._parameters[name]
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether something of the user's runs when the module is called."""
     return bool(
@@ -24,7 +41,7 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-class Linear(nn.Linear):
+class Linear(OnOwnersModule, nn.Linear):
     """`torch.nn.Linear`. Its weight's gradient goes straight to the owners; forward saves its input, no weight."""
 
     choice = AUTO
@@ -51,10 +68,10 @@ class Linear(nn.Linear):
         return "weight", "bias"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias, choice=self.choice)
+        return linear(x, leaf(self, "weight"), leaf(self, "bias"), choice=self.choice)
 
 
-class Embedding(nn.Embedding):
+class Embedding(OnOwnersModule, nn.Embedding):
     """`torch.nn.Embedding`. Only the rows at hand are read from their owners, and their gradients added there.
 
     With `max_norm`, `scale_grad_by_freq` or `sparse` it goes the generic way.
@@ -80,7 +97,7 @@ class Embedding(nn.Embedding):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self._is_plain:
             return super().forward(input)
-        return embedding(input, self.weight, padding_idx=self.padding_idx, choice=self.choice)
+        return embedding(input, leaf(self, "weight"), padding_idx=self.padding_idx, choice=self.choice)
 
 
 class Attention(nn.Module):
@@ -105,12 +122,17 @@ class Attention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        num_kv_heads = num_kv_heads or num_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, value in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} heads of q can't share {num_kv_heads} of k and v evenly")
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size {hidden_size} is not a multiple of {num_heads} heads; give head_dim")
         self.head_dim, self.choice = head_dim or hidden_size // num_heads, choice
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim {self.head_dim} is odd: rotary embeddings turn pairs of elements")
         like = {"choice": choice, "device": device, "dtype": dtype}
         self.q_proj = Linear(hidden_size, num_heads * self.head_dim, bias, **like)
         self.k_proj = Linear(hidden_size, num_kv_heads * self.head_dim, bias, **like)
@@ -133,8 +155,16 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """x: [B, T, K]; cos, sin: [B or 1, T, D]; attn_mask as in `scaled_dot_product_attention`; result as x.
 
-        With a mask, `is_causal` does nothing.
+        With a mask, `is_causal` does nothing. Raises ValueError for other shapes.
         """
+        if x.ndim != 3 or x.shape[2] != self.q_proj.in_features:
+            raise ValueError(f"x is {tuple(x.shape)}; give [B, T, {self.q_proj.in_features}]")
+        for name, table in (("cos", cos), ("sin", sin)):
+            if table.ndim != 3 or table.shape[0] not in (1, len(x)) or table.shape[1:] != (x.shape[1], self.head_dim):
+                raise ValueError(
+                    f"{name} is {tuple(table.shape)}; with x of {tuple(x.shape)} give [1 or {len(x)}, {x.shape[1]}, "
+                    f"{self.head_dim}]"
+                )
         q, k, v = project(self, x, cos, sin, norm=head_norm(self), choice=self.choice)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -161,12 +191,12 @@ def project(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v of a layer that has q_proj, k_proj and v_proj; see `odc_triton.functions.qkv`."""
     projections = attention.q_proj, attention.k_proj, attention.v_proj
-    weights = [each.weight for each in projections]
-    biases = None if projections[0].bias is None else [each.bias for each in projections]
+    weights = [leaf(each, "weight") for each in projections]
+    biases = None if leaf(projections[0], "bias") is None else [leaf(each, "bias") for each in projections]
     return qkv(x, weights, biases, cos, sin, head_dim=attention.head_dim, norm=norm, choice=choice)
 
 
-class LMHead(nn.Linear):
+class LMHead(OnOwnersModule, nn.Linear):
     """The vocabulary projection of a language model, [.., D] -> [.., V], without bias.
 
     In training its output is a `FusedLogits`: shape and cross-entropy of logits that are never made. In evaluation, the
@@ -194,10 +224,10 @@ class LMHead(nn.Linear):
 
     def forward(self, h: torch.Tensor) -> torch.Tensor | FusedLogits:
         if self.training:
-            return FusedLogits(h, self.weight, choice=self.choice)
-        return F.linear(h, whole_weight(self.weight))
+            return FusedLogits(h, leaf(self, "weight"), choice=self.choice)
+        return F.linear(h, self.weight)
 
     def log_probs(self, h: torch.Tensor, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
         """Log-probabilities of `targets` [...] after hidden states h [..., D], and the entropy; in any mode."""
-        logp, entropy = token_log_probs(h, self.weight, targets, ignore_index=ignore_index, choice=self.choice)
+        logp, entropy = token_log_probs(h, leaf(self, "weight"), targets, ignore_index=ignore_index, choice=self.choice)
         return TokenLogProbs(logp=logp, entropy=entropy)

@@ -127,11 +127,10 @@ class DriverNvml:
             self.missing = "NVML was closed"
 
     def _ask(self, question: str, *arguments: Any) -> Any:
-        function = getattr(self._library, question, None)
-        if self.missing is not None or function is None:
+        if self.missing is not None or not hasattr(self._library, question):
             return None
         try:
-            answer = function(*arguments)
+            answer = getattr(self._library, question)(*arguments)
         except self._library.NVMLError:
             return None
         return answer.decode() if isinstance(answer, bytes) else answer

@@ -47,6 +47,9 @@ class OnOwners(Protocol):
     def owners_from_own(self) -> Iterator[int]:
         """The owners that hold rows, this rank first, then the next ones: so ranks are at different owners."""
 
+    def wants_gradient(self) -> bool:
+        """Whether the backward that runs now shall make its gradient, as it does not if asked for others' alone."""
+
     @property
     def gradient_sink(self) -> PeerShards | AddRows:
         """What an operator adds a gradient through that it makes piece by piece: shards for a kernel, or a function."""

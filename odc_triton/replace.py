@@ -45,7 +45,7 @@ def _grouped(names: list[str]) -> list[str]:
 class _Place(NamedTuple):
     name: str
     module: nn.Module
-    parent: nn.Module
+    parent: nn.Module | None  # of the model itself none
 
 
 def replace_layers(
@@ -102,6 +102,8 @@ def own_layers(model: nn.Module) -> int:
 
 def _places(model: nn.Module, kind: type[nn.Module]) -> list[_Place]:
     """Every module of that kind, also derived from it, once."""
+    if isinstance(model, kind):
+        return [_Place(type(model).__name__, model, None)]
     return [
         _Place(f"{prefix}.{name}" if prefix else name, child, parent)
         for prefix, parent in model.named_modules()
@@ -166,8 +168,8 @@ def _unlike(module: nn.Module, kind: type[nn.Module]) -> str | None:
     return None
 
 
-def _read_by(parent: nn.Module) -> str | None:
-    if type(parent).__module__.startswith("torch.nn.") and not isinstance(parent, _CONTAINERS):
+def _read_by(parent: nn.Module | None) -> str | None:
+    if parent is not None and type(parent).__module__.startswith("torch.nn.") and not isinstance(parent, _CONTAINERS):
         return f"part of a {type(parent).__name__}, which reads its weight without calling it"
     return None
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -103,6 +104,7 @@ class ShardedParameter:
         if trains:
             shards = [heap.shard(gradient, owner) for owner in range(self._world)]
             self.gradient_shard = shards[0 if spec.is_scalar else self._rank]
+            self._accumulation = get_gradient_edge(self.leaf).node  # autograd's node that its gradient comes to
             rows = [shards[0].view(1)] if spec.is_scalar else shards
             self._target = Target(slot=slot, shards=rows, rank=self._rank)
         self._rows = [
@@ -114,6 +116,18 @@ class ShardedParameter:
         self.original: weakref.ref[nn.Parameter] | None = None  # what it was before sharding
         self.touched = False  # this rank added to it in this minibatch
         self.dirty = False  # somebody added to it since it was zeroed
+
+    @torch.no_grad()
+    def hold_whole(self) -> None:
+        """Gives a leaf that is never whole its memory, filled, for whoever asked to read parameters himself."""
+        if self.is_never_whole:
+            self.leaf.untyped_storage().resize_(self.leaf.numel() * self.leaf.element_size())
+            self.leaf.data.copy_(self.read())
+
+    def let_go(self) -> None:
+        """Takes the memory of a leaf that is never whole."""
+        if self.is_never_whole:
+            self.leaf.untyped_storage().resize_(0)
 
     def _as_dtensor(self, local: torch.Tensor) -> DTensor:
         shape = torch.Size(self.spec.shape)
@@ -222,6 +236,17 @@ class ShardedParameter:
         """To be called before anything is added to the owners. Raises where there may be no gradient now."""
         if self._listener is not None and (listener := self._listener()) is not None:
             listener.gradient_comes(self)
+
+    def wants_gradient(self) -> bool:
+        if torch._C._current_graph_task_id() == -1:  # not in a backward: an operator was called by itself
+            return True
+        try:
+            return torch._C._will_engine_execute_node(self._accumulation)
+        except RuntimeError:
+            raise RuntimeError(
+                f"torch.autograd.grad was asked for the gradient of {self.name}, which goes to its owners: call "
+                f"backward() inside the minibatch and read .grad behind it, or leave its layer out of replace_layers"
+            ) from None
 
     @property
     def gradient_sink(self) -> PeerShards | AddRows:

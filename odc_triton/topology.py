@@ -25,7 +25,10 @@ class P2P(IntEnum):
     UNKNOWN = 6
 
 
-class Path(IntEnum):
+_FINE = {P2P.OK, P2P.UNKNOWN}
+
+
+class PciePath(IntEnum):
     """What lies between two GPUs on PCIe, in nvidia-smi's abbreviations: the further, the larger."""
 
     SELF = 0  # one board
@@ -100,7 +103,7 @@ class Pair:
     read: P2P = P2P.UNKNOWN
     write: P2P = P2P.UNKNOWN
     atomics: P2P = P2P.UNKNOWN
-    path: Path = Path.UNKNOWN
+    path: PciePath = PciePath.UNKNOWN
     nvlinks: int = 0
     through_switch: bool = False
     link_gbs: float | None = None
@@ -110,12 +113,12 @@ class Pair:
     @property
     def access(self) -> P2P:
         """To read and to write: the first of the two that fails."""
-        return self.read if self.read not in (P2P.OK, P2P.UNKNOWN) else self.write
+        return self.write if self.read in _FINE else self.read
 
     @property
     def gbs(self) -> float | None:
         """GB/s per direction, over all that joins them; None if unknown or unreachable."""
-        if self.access not in (P2P.OK, P2P.UNKNOWN):
+        if self.access not in _FINE:
             return None
         if self.nvlinks:
             return None if self.link_gbs is None else self.nvlinks * self.link_gbs
@@ -124,7 +127,7 @@ class Pair:
     @property
     def is_unusable(self) -> bool:
         """What is unknown is not refused: opening the heap will tell."""
-        return any(status not in (P2P.OK, P2P.UNKNOWN) for status in (self.read, self.write, self.atomics))
+        return not {self.read, self.write, self.atomics} <= _FINE
 
     @property
     def kind(self) -> str:
@@ -135,7 +138,7 @@ class Pair:
             return f"{'nvswitch' if self.through_switch else 'nvlink'}-{self.nvlinks}x{_nominal(self.link_gbs)}"
         slots = [device.pcie_max for device in (self.one, self.other) if device.pcie_gbs]
         slower = min(slots, key=lambda slot: _PCIE_LANE_GBS[slot[0]] * slot[1], default=None)
-        return "unknown" if slower is None or self.path is Path.UNKNOWN else f"pcie-gen{slower[0]}x{slower[1]}"
+        return "unknown" if slower is None or self.path is PciePath.UNKNOWN else f"pcie-gen{slower[0]}x{slower[1]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +301,7 @@ def _pair(
     if first.parent or second.parent:
         # Slices reach no peer: NVIDIA MIG user guide, "application considerations".
         none = P2P.NOT_SUPPORTED
-        path = Path.SELF if first.bus_id == second.bus_id else Path.UNKNOWN
+        path = PciePath.SELF if first.bus_id == second.bus_id else PciePath.UNKNOWN
         return Pair(one=first, other=second, read=none, write=none, atomics=none, path=path)
     links, through_switch = _links_between(one, other, answers, bus_ids)
     gbs, gbs_from = _link_gbs(links, (first, second))
@@ -312,7 +315,7 @@ def _pair(
         read=_status(answers.read),
         write=_status(answers.write),
         atomics=atomics,
-        path=Path.UNKNOWN if answers.ancestor is None else Path(answers.ancestor),
+        path=PciePath(answers.ancestor) if answers.ancestor in PciePath._value2member_map_ else PciePath.UNKNOWN,
         nvlinks=len(links) // 2,
         through_switch=through_switch,
         link_gbs=gbs if links else None,
@@ -419,19 +422,18 @@ def _unusable(pair: Pair, groups: Sequence[Sequence[Device]]) -> Unusable:
             remedy="start nvidia-fabricmanager, of the driver's version, on the host, and look at its log",
         )
     group = groups[0]
+    numbers = ",".join(str(device.index) for device in group)
+    instead = "use one GPU (several ranks may share it)"
     if len(group) > 1:
-        numbers = ",".join(str(device.index) for device in group)
         instead = f"use GPUs that can: CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"
-    else:
-        instead = "use one GPU (several ranks may share it)"
-    if pair.access in (P2P.OK, P2P.UNKNOWN):
+    if pair.access in _FINE:
         over = "over NVLink" if pair.nvlinks else "over PCIe"
         return Unusable(
             pair=pair,
             reason=f"no native atomics {over} ({_WHY[pair.atomics]}), so gradients can't be added there",
-            remedy=instead if pair.nvlinks else f"PCIe has in general none, NVLink has: {instead}",
+            remedy=instead if pair.nvlinks else f"{instead}; in general only NVLink has native atomics",
         )
-    what = "read" if pair.access is pair.read and pair.read is not P2P.OK else "write to"
+    what = "write to" if pair.read in _FINE else "read"
     first = {
         P2P.CHIPSET_NOT_SUPPORTED: "switch the IOMMU off or to passthrough (iommu=pt) and PCIe ACS off, or ",
         P2P.DISABLED_BY_REGKEY: "remove the driver's peer-to-peer options (/etc/modprobe.d, NVreg_*), or ",
@@ -458,8 +460,8 @@ def refuse_unusable(topology: Topology, uuids_of_ranks: Sequence[str | None]) ->
         f"rank {ranks[_bare(device.uuid)]} on {device.label} ({device.name}, {device.bus_id or device.uuid})"
         for device in sorted((first.pair.one, first.pair.other), key=lambda device: ranks[_bare(device.uuid)])
     ]
-    more = f" {len(bad) - 1} of {len(part.pairs)} pairs are as bad." if len(bad) > 1 else ""
+    more = f" So it is with {len(bad)} of {len(part.pairs)} pairs." if len(bad) > 1 else ""
     raise RuntimeError(
-        f"{names[0]} and {names[1]} can't hold shards of one model: {first.reason}. {first.remedy}.{more} "
-        f"`odc-triton topo` shows all pairs."
+        f"{names[0]} and {names[1]} can't hold shards of one model: {first.reason}. "
+        f"{first.remedy[0].upper()}{first.remedy[1:]}.{more} `odc-triton topo` shows all pairs."
     )

@@ -107,17 +107,20 @@ class Unit:
         self.make_whole()
         self.fetch()
         self.wait()
+        for slot in self.slots:
+            slot.parameter.hold_whole()
 
     def release(self) -> None:
         self._held = False
         self.make_sharded()
         self.let_go()
+        for slot in self.slots:
+            slot.parameter.let_go()
 
     def reset(self) -> None:
         """Forgets `unshard()`, and uses that an interrupt between two lines left open."""
-        self._uses, self._held = 0, False
-        self.make_sharded()
-        self.let_go()
+        self._uses = 0
+        self.release()
 
     def fetch(self) -> None:
         """Begins to fill the whole tensors."""

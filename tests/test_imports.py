@@ -14,12 +14,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "odc_triton"
 
-PURE = ("plan", "balance", "events", "trace", "errors", "order", "choice", "breakdown", "simulate")  # neither torch nor triton
+# Neither torch nor triton.
+PURE = ("plan", "balance", "events", "trace", "errors", "order", "choice", "breakdown", "topology", "simulate")
 HEAVY = {"torch", "triton", "transformers", "odc_kernels"}
 MAKES_TENSORS = "balance.collate"
 # Each module may import those of lower floors and of its own. What is not named stands on top of all.
 FLOORS = [
-    {"errors", "plan", "events", "balance", "trace", "options", "order", "choice", "breakdown", "on_owners", "handles", "staging"},
+    {"errors", "plan", "events", "balance", "trace", "options", "order", "choice", "breakdown", "topology", "nvml"},
+    {"on_owners", "handles", "staging"},
     {"memory", "footprint", "report", "streams", "local_shards"},
     {"meeting", "debug", "relay", "accumulate", "gathered", "backward_end"},
     {"sharded_param"},

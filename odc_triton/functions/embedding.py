@@ -27,14 +27,19 @@ def embedding(
     | result | [..., K] | weight's |
 
     forward: only the rows at hand are read. wgrad: rows of equal ids are summed in fp32, each distinct row is then
-    added to its owner; `padding_idx` (not negative) has no gradient. Saved: the ids and the handle. A second derivative
-    goes through plain torch.
+    added to its owner; `padding_idx`, from the end if negative, has no gradient. Saved: the ids and the handle. A
+    second derivative goes through plain torch.
 
     choice: how it runs, see choice.py. Raises ValueError for one that is not known or can't run here, IndexError for an
     id outside 0..V-1; "triton" can't tell without waiting, and gives NaN.
     """
     if getattr(weight, "_odc_handle", None) is None or ids.dtype not in (torch.int64, torch.int32):
         return F.embedding(ids, whole_weight(weight), padding_idx)
+    if padding_idx is not None:
+        rows = weight.shape[0]
+        if not -rows <= padding_idx < rows:
+            raise ValueError(f"padding_idx is {padding_idx}; with {rows} rows give {-rows} to {rows - 1}, or None")
+        padding_idx %= rows
     return torch.ops.odc.embedding(ids, weight, handle(weight), padding_idx, choice)
 
 
@@ -103,6 +108,8 @@ def _embedding_grad(
     dy: torch.Tensor, ids: torch.Tensor, handle: torch.Tensor, padding_idx: int | None, choice: str
 ) -> None:
     w = resolve(handle)
+    if not w.wants_gradient():
+        return
     how = _chosen(w, ids, choice)
     flat, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1]).contiguous()
     if how.wgrad == "split":

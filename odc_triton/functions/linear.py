@@ -130,9 +130,10 @@ def _linear_grad(
     w = resolve(weight_handle)
     how = chosen(w, dy, choice)
     dx = _dx(dy, w, how) if needs_dx else dy.new_empty(0)
-    if needs_dw or needs_db:
-        bias = resolve(bias_handle) if needs_db else None
-        add_linear_gradient(matrix(dy), None if x is None else matrix(x), w if needs_dw else None, bias, how)
+    weight = w if needs_dw and w.wants_gradient() else None
+    bias = b if needs_db and (b := resolve(bias_handle)).wants_gradient() else None
+    if weight is not None or bias is not None:
+        add_linear_gradient(matrix(dy), None if x is None else matrix(x), weight, bias, how)
     return dx
 
 

@@ -159,7 +159,8 @@ def _token_log_probs_grad(
     dh = torch.empty_like(h) if needs_dh else h.new_empty(0)
     dw, sink = None, None
     if needs_dw and handle is not None:
-        sink = resolve(handle).gradient_sink
+        sharded = resolve(handle)
+        sink = sharded.gradient_sink if sharded.wants_gradient() else None
     elif needs_dw:
         dw = torch.zeros(peers.shape, dtype=torch.float32, device=h.device)
         sink = _adds_to(dw)

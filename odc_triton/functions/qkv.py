@@ -54,7 +54,8 @@ def qkv(
     | result | q [..., Hq, D], k and v [..., Hkv, D] | weights' |
 
     "eager": the three products, then torch; "triton": one kernel, whose backward adds the weights' gradients to their
-    owners. Saved by it: x, cos, sin, handles, with a norm the projections before it. It has no second derivative.
+    owners. Saved by it: x, cos, sin, a number per token, with a norm its weights and the projections before it. It has
+    no second derivative.
 
     Raises ValueError for a choice that is not known or can't run here, and what the kernel raises for such shapes.
     """
@@ -72,7 +73,7 @@ def qkv(
         1.0 if norm is None else norm.eps,
         matrix(cos),
         matrix(sin),
-        places.expand(lead).reshape(-1),
+        places.expand(lead).reshape(-1).contiguous(),
         head_dim,
         choice,
     )
@@ -107,7 +108,8 @@ def _normed(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tens
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of heads [..., H, D]; cos, sin: [..., D]."""
     first, second = heads.chunk(2, dim=-1)
-    return heads * cos.unsqueeze(-2) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(-2)
+    rotated = heads * cos.unsqueeze(-2) + torch.cat((-second, first), dim=-1) * sin.unsqueeze(-2)
+    return rotated.to(heads.dtype)
 
 
 @torch.library.custom_op(
@@ -227,7 +229,7 @@ def _qkv_grad(
     sharded = [resolve(handle) for handle in handles]
     how = _chosen(sharded[0], x, choice)
     dx, dq_norm, dk_norm = _empty_gradients(x, q_norm)
-    targets = [_Target(each, how) if each.leaf.requires_grad else None for each in sharded]
+    targets = [_Target(each, how) if each.leaf.requires_grad and each.wants_gradient() else None for each in sharded]
     named = zip(("wq", "wk", "wv", "bq", "bk", "bv"), targets, strict=False)
     norm = q_norm is not None
     by_kernel(

@@ -1,0 +1,272 @@
+"""How an operator is told to run: words, their precedence, the table, and the table that is shipped."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odc_triton.choice import (
+    BACKENDS,
+    STRATEGIES,
+    TABLE,
+    WGRADS,
+    WORDS,
+    Choice,
+    Entry,
+    choose,
+    is_by_kernel,
+    is_gathered,
+    parse,
+)
+
+ALL = (*BACKENDS, *STRATEGIES, *WGRADS)
+PLACE = {"shape": (64, 32), "tokens": 10, "topology": "cuda"}
+
+
+@pytest.fixture(autouse=True)
+def _no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ODC_OPERATORS", raising=False)
+
+
+def _choice(words: str) -> Choice:
+    backend, strategy, wgrad = words.split("/")
+    return Choice(backend=backend, strategy=strategy, wgrad=wgrad)
+
+
+def _entry(operator: str, words: str, **where: object) -> Entry:
+    return Entry(operator=operator, choice=_choice(words), **where)
+
+
+@pytest.mark.parametrize("text", ["", ",", " , ", "auto", "auto,linear=auto"])
+def test_nothing_said(text: str) -> None:
+    assert not any(parse(text).values())
+    assert choose("linear", given=text, **PLACE) == TABLE[0].choice
+
+
+@given(st.sampled_from(BACKENDS), st.sampled_from(STRATEGIES), st.sampled_from(WGRADS), st.permutations([0, 1, 2]))
+def test_words_in_any_order(backend: str, strategy: str, wgrad: str, order: list[int]) -> None:
+    words = [backend, strategy, wgrad]
+    text = " / ".join(words[index] for index in order)
+    assert choose("linear", given=text, **PLACE) == _choice("/".join(words))
+    assert choose("linear", given=f" linear = {text} ,", **PLACE) == _choice("/".join(words))
+
+
+@given(st.lists(st.sampled_from(ALL), unique=True))
+def test_what_an_operator_does_not_know_says_nothing_to_it(words: list[str]) -> None:
+    one_of_each = all(len(set(words) & set(kind)) <= 1 for kind in (BACKENDS, STRATEGIES, WGRADS))
+    if not one_of_each:
+        with pytest.raises(ValueError, match="give one"):
+            parse("/".join(words))
+        return
+    for operator, known in WORDS.items():
+        found = choose(operator, given="/".join(words), **PLACE)
+        own = choose(operator, **PLACE)
+        for kind, got, was in zip((BACKENDS, STRATEGIES, WGRADS), _fields(found), _fields(own), strict=True):
+            said = set(words) & set(kind) & known
+            assert got == (said.pop() if said else was)
+
+
+def _fields(found: Choice) -> tuple[str, str, str]:
+    return found.backend, found.strategy, found.wgrad
+
+
+def test_for_some_operators_only() -> None:
+    text = "linear=triton/direct,embedding=eager"
+    assert choose("linear", given=text, **PLACE) == _choice("triton/direct/split")
+    assert choose("embedding", given=text, **PLACE) == _choice("eager/direct/fused")
+    assert choose("qkv", given=text, **PLACE) == choose("qkv", **PLACE)
+    assert choose("log_probs", given=text, **PLACE) == choose("log_probs", **PLACE)
+    assert choose("linear", given="staged,linear=fused", **PLACE) == _choice("eager/staged/fused")
+    assert choose("linear", given="staged,linear=direct", **PLACE).strategy == "direct"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "eagre",
+            r"'eagre': 'eagre' is not known here; give 'auto' or some of eager, triton, gathered, direct, staged",
+        ),
+        ("Triton", "'Triton' is not known here"),
+        ("triton/direct/fuse", r"'triton/direct/fuse': 'fuse' is not known"),
+        ("triton//fused", "'' is not known"),
+        ("linear=", "'' is not known"),
+        ("gemm=triton", "there is no operator 'gemm'; there are linear, qkv, embedding, log_probs"),
+        ("=triton", "there is no operator ''"),
+        ("linear=qkv=eager", "there is no operator 'linear=qkv'"),
+        ("eager/triton", "'eager/triton': of eager, triton give one"),
+        ("linear=direct/staged", "of gathered, direct, staged give one"),
+        ("split/eager/fused", "of split, fused give one"),
+        ("qkv=staged", r"'qkv=staged': 'staged' is not known here; give 'auto' or some of eager, triton, gathered, d"),
+        ("log_probs=split", "'split' is not known here; give 'auto' or some of eager, triton, direct, fused"),
+        ("linear=eager,embedding=triton/staged", "'embedding=triton/staged': 'staged' is not known"),
+    ],
+)
+def test_what_is_not_understood_is_refused(text: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse(text)
+    for operator in WORDS:
+        with pytest.raises(ValueError, match=words):
+            choose(operator, given=text, **PLACE)
+        with pytest.raises(ValueError, match=words):
+            is_gathered(operator, given=text, shape=(2, 2), topology="cuda")
+    monkeypatch.setenv("ODC_OPERATORS", text)
+    with pytest.raises(ValueError, match=words):
+        choose("linear", **PLACE)
+
+
+@given(*[st.tuples(*[st.sampled_from(["", *kind]) for kind in (BACKENDS, STRATEGIES, WGRADS)]) for _ in range(2)])
+def test_argument_over_variable_over_table(argument: tuple, variable: tuple) -> None:
+    own = ("eager", "gathered", "split")
+    want = [a or v or t for a, v, t in zip(argument, variable, own, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ODC_OPERATORS", "/".join(filter(None, variable)))
+        given_words = "/".join(filter(None, argument))
+        table = (_entry("linear", "/".join(own)),)
+        assert choose("linear", given=given_words, table=table, **PLACE) == _choice("/".join(want))
+        got = is_gathered("linear", given=given_words, table=table, shape=(4, 4), topology="cuda")
+        assert got == (want[1] == "gathered")
+        got = is_by_kernel("linear", given=given_words, table=table, shape=(4, 4), topology="cuda")
+        assert got == (want[0] == "triton")
+
+
+def test_the_variable_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for words in ("direct", "staged", "linear=triton/direct", ""):
+        monkeypatch.setenv("ODC_OPERATORS", words)
+        found.append(choose("linear", **PLACE))
+    wanted = ["eager/direct/split", "eager/staged/split", "triton/direct/split", "eager/gathered/split"]
+    assert found == [_choice(words) for words in wanted]
+
+
+OWN = (
+    _entry("linear", "triton/direct/fused", topology="cuda", shape=(8, 4), tokens=16),
+    _entry("linear", "triton/staged/fused", topology="cuda", shape=(8, 4)),
+    _entry("linear", "eager/gathered/split", topology="cuda", tokens=128),
+    _entry("linear", "eager/direct/split", topology="cuda"),
+    _entry("linear", "eager/staged/split", tokens=0),
+    _entry("linear", "eager/gathered/fused"),
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "topology", "line"),
+    [
+        ((8, 4), 0, "cuda", 0),
+        ((8, 4), 16, "cuda", 0),
+        ((8, 4), 17, "cuda", 1),
+        ((4, 8), 16, "cuda", 2),
+        ((4, 8), 128, "cuda", 2),
+        ((4, 8), 129, "cuda", 3),
+        ((8, 4), 0, "cpu", 4),
+        ((8, 4), 1, "cpu", 5),
+    ],
+)
+def test_the_first_line_that_holds(shape: tuple[int, ...], tokens: int, topology: str, line: int) -> None:
+    assert choose("linear", shape=shape, tokens=tokens, topology=topology, table=OWN) == OWN[line].choice
+    # A list, as `torch.Size` or a config may give it, is the same shape.
+    assert choose("linear", shape=list(shape), tokens=tokens, topology=topology, table=OWN) == OWN[line].choice
+
+
+def test_gathered_if_for_any_number_of_tokens() -> None:
+    where = {"topology": "cuda", "table": OWN}
+    assert is_gathered("linear", shape=(4, 8), **where)  # up to 128 tokens
+    assert is_gathered("linear", shape=(8, 4), topology="cuda", table=(OWN[0], OWN[2]))  # from 17 to 128 tokens
+    assert not is_gathered("linear", shape=(8, 4), table=OWN[:2], topology="cuda")
+    assert not is_gathered("linear", shape=(4, 8), given="direct", **where)
+    assert is_gathered("linear", shape=(8, 4), given="gathered", **where)
+    assert not is_gathered("linear", shape=(8, 4), topology="cpu", given="qkv=gathered", table=OWN[4:5])
+
+
+def test_no_line() -> None:
+    for table, shape in (((), (8, 4)), (OWN[:1], (4, 8))):
+        with pytest.raises(LookupError, match=rf"no line for linear of \({shape[0]}, {shape[1]}\) on cuda, 3 tokens"):
+            choose("linear", shape=shape, tokens=3, topology="cuda", table=table)
+    with pytest.raises(LookupError, match="17 tokens"):
+        choose("linear", shape=(8, 4), tokens=17, topology="cuda", table=OWN[:1])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["linear", "qkv"]),
+            st.sampled_from([None, "cuda", "cpu"]),
+            st.sampled_from([None, (2, 3), (3, 2)]),
+            st.sampled_from([None, 0, 5, 50]),
+            st.sampled_from(["/".join(words) for words in itertools.product(["eager"], STRATEGIES, WGRADS)]),
+        ),
+        max_size=8,
+    ),
+    st.sampled_from([(2, 3), (3, 2)]),
+    st.integers(0, 60),
+)
+def test_lines_by_hand(lines: list[tuple], shape: tuple[int, ...], tokens: int) -> None:
+    table = tuple(_entry(op, words, topology=where, shape=of, tokens=n) for op, where, of, n, words in lines)
+    holding = [
+        (words, n)
+        for op, where, of, n, words in lines
+        if op == "linear" and where in (None, "cuda") and of in (None, shape)
+    ]
+    fitting = [words for words, n in holding if n is None or tokens <= n]
+    place = {"shape": shape, "topology": "cuda", "table": table}
+    if fitting:
+        assert choose("linear", tokens=tokens, **place) == _choice(fitting[0])
+    else:
+        with pytest.raises(LookupError):
+            choose("linear", tokens=tokens, **place)
+    if holding:
+        assert is_gathered("linear", **place) == any("gathered" in words for words, _ in holding)
+
+
+SHIPPED = list(itertools.product(WORDS, ["cpu", "cuda"], [(1, 1), (4096, 4096), (151936, 896)]))
+
+
+@pytest.mark.parametrize(("operator", "topology", "shape"), SHIPPED)
+def test_the_shipped_table(operator: str, topology: str, shape: tuple[int, ...]) -> None:
+    found = [choose(operator, shape=shape, tokens=n, topology=topology) for n in (0, 1, 64, 8192, 10**7)]
+    for one in found:
+        assert set(_fields(one)) <= WORDS[operator], "the table says what the operator does not know"
+        if operator in ("linear", "qkv"):
+            assert one == _choice("eager/gathered/split"), "nothing has been measured to be faster"
+        else:
+            assert one == _choice(f"{'triton' if topology == 'cuda' else 'eager'}/direct/fused")
+    gathered = any(one.strategy == "gathered" for one in found)
+    assert is_gathered(operator, shape=shape, topology=topology) == gathered
+
+
+def test_a_qkv_lines_backend_does_not_depend_on_tokens() -> None:
+    """`is_by_kernel` does not know the tokens, and who asks it then has the operator run for any number of them."""
+    for topology in ("cpu", "cuda"):
+        shapes = {entry.shape or (16, 8) for entry in TABLE if entry.operator == "qkv"}
+        assert shapes
+        for shape in shapes:
+            limits = {entry.tokens for entry in TABLE if entry.operator == "qkv"} - {None}
+            counts = {0, 1, 10**9, *limits, *(limit + 1 for limit in limits)}
+            backends = {choose("qkv", shape=shape, tokens=n, topology=topology).backend for n in counts}
+            by_kernel = is_by_kernel("qkv", shape=shape, topology=topology)
+            assert backends == {"triton" if by_kernel else "eager"}
+
+
+def test_kernels_on_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Shapes of no other test: what was found once is kept.
+    for number, value in enumerate((None, "0", "")):
+        if value is None:
+            monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        else:
+            monkeypatch.setenv("TRITON_INTERPRET", value)
+        shape, remedy = (7919, number), "set TRITON_INTERPRET=1 before triton is imported, or say 'eager'"
+        for given_words in ("triton", "linear=triton/direct"):
+            with pytest.raises(ValueError, match=f"linear was told {given_words.removeprefix('linear=')}.*{remedy}"):
+                choose("linear", shape=shape, tokens=1, topology="cpu", given=given_words)
+            with pytest.raises(ValueError, match=remedy):
+                is_gathered("linear", shape=shape, topology="cpu", given=given_words)
+            with pytest.raises(ValueError, match=remedy):
+                is_by_kernel("linear", shape=shape, topology="cpu", given=given_words)
+        assert choose("linear", shape=shape, tokens=1, topology="cpu").backend == "eager"
+        assert choose("linear", shape=shape, tokens=1, topology="cuda", given="triton").backend == "triton"
+        assert choose("qkv", shape=shape, tokens=1, topology="cpu", given="linear=triton").backend == "eager"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert choose("linear", shape=(7919, 0), tokens=1, topology="cpu", given="triton").backend == "triton"
