@@ -31,6 +31,7 @@ class _EndOfBackward(torch.autograd.Function):
         return None, *gradients
 
 
+@torch._disable_dynamo  # which would trace the containers, in vain
 def watch_end_of_backward(ended: Callable[[], None], arguments: Any) -> Any:
     """The same arguments, with those that get a gradient passed through `_EndOfBackward`; `ended` is then called.
 

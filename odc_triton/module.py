@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -210,8 +211,13 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return type(module).__mro__[2]
 
 
+@functools.cache
+def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
+    """One class for all modules of a kind: `torch.compile` makes a graph for each class that it meets."""
+    return type(f"ODC{cls.__name__}", (ODCModule, cls), {"__module__": cls.__module__})
+
+
 def attach(module: nn.Module, unit: Unit) -> None:
     """Gives `module` the methods of ODCModule, as FSDP2 does: by a class made of both."""
-    cls = type(module)
-    module.__class__ = type(f"ODC{cls.__name__}", (ODCModule, cls), {"__module__": cls.__module__})
+    module.__class__ = _sharded_class(type(module))
     module._odc_unit = unit

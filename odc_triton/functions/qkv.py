@@ -50,7 +50,7 @@ def qkv(
     | x | [..., K] | weights' |
     | weights | wq [Hq D, K], wk and wv [Hkv D, K] | any for "eager"; fp32, bf16, fp16 for "triton" |
     | biases | bq, bk, bv of as many rows, or None | weights' |
-    | cos, sin | [..., D], of x's leading shape or one that expands to it | any |
+    | cos, sin | [..., D], both halves alike, of x's leading shape or one that expands to it | any |
     | result | q [..., Hq, D], k and v [..., Hkv, D] | weights' |
 
     "eager": the three products, then torch; "triton": one kernel, whose backward adds the weights' gradients to their
