@@ -140,7 +140,11 @@ def _look_up(
     return found
 
 
-_cached = functools.lru_cache(maxsize=65536)(_look_up)
+@functools.lru_cache(maxsize=65536)
+def _in_the_table(
+    operator: str, shape: tuple[int, ...], tokens: int, topology: str, environment: str, given: str
+) -> Choice:
+    return _look_up(operator, shape, tokens, topology, environment, given, TABLE)[0]
 
 
 def choose(
@@ -157,7 +161,10 @@ def choose(
     given: as in this file's first lines. Raises ValueError where it, or the environment variable, is not understood,
     and where Triton's kernels are wanted on a CPU without its interpreter.
     """
-    return _cached(operator, tuple(shape), tokens, topology, os.environ.get(VARIABLE, ""), given, table)[0]
+    environment = os.environ.get(VARIABLE, "")
+    if table is TABLE:
+        return _in_the_table(operator, tuple(shape), tokens, topology, environment, given)
+    return _look_up(operator, shape, tokens, topology, environment, given, table)[0]
 
 
 def is_gathered(
