@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -51,9 +51,9 @@ class Accumulator(ABC):
         """
 
     @abstractmethod
-    def sink(self, target: Target, *, name: str) -> PeerShards | AddRows:
+    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards | AddRows:
         """What an operator that makes a gradient piece by piece adds it through: shards to add to by a kernel, or a
-        function.
+        function, which tells `waited` of the times at which it could not go on.
         """
 
 
@@ -88,14 +88,17 @@ class LockedAccumulator(Accumulator):
                 pending = left
         return waits
 
-    def sink(self, target: Target, *, name: str) -> AddRows:
+    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> AddRows:
         @torch.no_grad()
         def add_rows(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
-            begin_s = time.monotonic()
+            begin_s = stuck_until_s = time.monotonic()
             with record_function("odc.accumulate"), self._threads.setdefault(target.slot, threading.Lock()):
                 while not self._try_add(rows, target, owner, at):
                     self._give_up_if_late(time.monotonic() - begin_s, target.slot, owner, name)
                     time.sleep(_NAP_S)
+                    stuck_until_s = time.monotonic()
+            if stuck_until_s - begin_s > _LONG_WAIT_S:
+                waited([(begin_s, stuck_until_s)])
 
         return add_rows
 
@@ -136,5 +139,5 @@ class KernelAccumulator(Accumulator):
             scatter(gradient=gradient, peers=peers)
         return []
 
-    def sink(self, target: Target, *, name: str) -> PeerShards:
+    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards:
         return target.peers

@@ -25,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_doctor(commands)
     options = parser.parse_args(arguments)
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()  # here, so that a closed pipe is met below, not at the interpreter's end
+        return status
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # `odc-triton doctor | head`
@@ -138,7 +140,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _topo(options: argparse.Namespace) -> int:
     from .doctor import draw_matrix
-    from .topology import read_topology
+    from .probe import read_topology
 
     print(draw_matrix(read_topology()))
     return 0

@@ -66,10 +66,9 @@ class LocalShards:
         return (owner for owner in range(self.world) if len(self._shards[owner]))
 
     def wants_gradient(self) -> bool:
-        return True
+        return True  # who makes these asks for it, whatever autograd was asked for
 
-    @property
-    def gradient_sink(self) -> PeerShards | AddRows:
+    def open_sink(self) -> PeerShards | AddRows:
         self._touched = True
         if self._by_kernels:
             return PeerShards.of(self._gradient_shards, shape=self.shape, aligned=self.leaf.is_cuda)

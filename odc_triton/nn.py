@@ -12,26 +12,29 @@ from torch import nn
 from torch.nn import functional as F
 
 from .choice import AUTO, is_gathered, parse
-from .functions import embedding, linear, qkv, token_log_probs, whole_weight
+from .functions import embedding, linear, qkv, token_log_probs
 from .functions.qkv import HeadNorm
+from .functions.whole import WholeOnUse, read_whole
 from .head import FusedLogits, TokenLogProbs
 
 
 class OnOwnersModule(nn.Module):
     """A layer whose own operators take parameters that are never whole.
 
-    To everyone else such a parameter shows itself whole, as a copy that is read for it: to a method that takes
-    `embedding.weight.T`, or a penalty on the weights. The copy's gradient is the parameter's.
+    To everyone else, a method that takes `embedding.weight.T`, or a penalty on the weights, such a parameter shows
+    itself as `WholeOnUse`.
     """
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        return whole_weight(value) if isinstance(value, nn.Parameter) else value
+        if not getattr(value, "_odc_never_whole", False):
+            return value
+        return read_whole(value) if torch.compiler.is_compiling() else WholeOnUse.of(value)
 
 
 def leaf(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A module's parameter as operators take it, maybe without memory."""
-    return module._parameters[name]
+    """A module's parameter as operators take it, maybe without memory; one that is computed, by weight norm, too."""
+    return module._parameters[name] if name in module._parameters else getattr(module, name)
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -1,15 +1,14 @@
-"""The questions we ask the NVIDIA driver, and three who answer: the driver, a snapshot of it, a recorder of snapshots.
+"""The questions we ask the NVIDIA driver, and the driver's answers. Pure.
 
-Answers are NVML's own numbers; topology.py says what they mean. None: this driver or GPU does not answer that.
+Answers are NVML's own numbers; probe.py knows what they mean. None: this driver or GPU does not answer that.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-import os
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import groupby
 from types import ModuleType
 from typing import Any, Protocol
@@ -74,19 +73,6 @@ class PairAnswers:
     atomics: int | None = None
     nvlink: int | None = None
     ancestor: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CudaDevice:
-    """A GPU as this process's CUDA numbers it. `peers`: the indices whose memory it can map, None if not asked."""
-
-    index: int
-    uuid: str
-    name: str = ""
-    bus_id: str | None = None
-    compute_capability: tuple[int, int] | None = None
-    memory_bytes: int | None = None
-    peers: tuple[int, ...] | None = None
 
 
 class Nvml(Protocol):
@@ -154,11 +140,11 @@ class DriverNvml:
             self._handles[uuid] = handle
             slices = self._slices(handle) if (self._ask("nvmlDeviceGetMigMode", handle) or [0])[0] == 1 else None
             if slices is None:
-                found.append(self._device(index, handle, uuid=uuid, links=self._links(handle)))
+                found.append(replace(self._device(index, handle, handle), uuid=uuid, links=self._links(handle)))
                 continue
             for number, mig in slices:
                 mig_uuid = self._ask("nvmlDeviceGetUUID", mig) or f"{uuid}/{number}"
-                found.append(self._device(index, handle, uuid=mig_uuid, parent=uuid, mig=number, slice_handle=mig))
+                found.append(replace(self._device(index, handle, mig), uuid=mig_uuid, parent=uuid, mig=number))
         return found
 
     def _slices(self, handle: Any) -> list[tuple[int, Any]]:
@@ -166,8 +152,8 @@ class DriverNvml:
         asked = [(number, self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)) for number in numbers]
         return [(number, mig) for number, mig in asked if mig is not None]
 
-    def _device(self, index: int, handle: Any, *, slice_handle: Any = None, **known: Any) -> DeviceAnswers:
-        own = handle if slice_handle is None else slice_handle
+    def _device(self, index: int, handle: Any, own: Any) -> DeviceAnswers:
+        """What the GPU of `handle` answers, and for itself `own`: the GPU again, or a slice of it."""
         pci = self._ask("nvmlDeviceGetPciInfo_v3", handle) or self._ask("nvmlDeviceGetPciInfo", handle)
         memory = self._ask("nvmlDeviceGetMemoryInfo", own)
         capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
@@ -185,7 +171,6 @@ class DriverNvml:
             numa_nodes=_set_bits(self._ask("nvmlDeviceGetMemoryAffinity", handle, _NODE_WORDS, 0)),
             cpus=_set_bits(self._ask("nvmlDeviceGetCpuAffinity", handle, _CPU_WORDS)),
             fabric_state=self._fabric_state(handle),
-            **known,
         )
 
     def _fabric_state(self, handle: Any) -> int | None:
@@ -238,102 +223,6 @@ class DriverNvml:
         )
 
 
-class SnapshotNvml:
-    """Answers from what `Recorder.snapshot` gave, or from the same written by hand.
-
-    Links that are alike and follow each other are one entry with a `count`; pairs that are alike are one entry whose
-    `of` lists them, as positions in `devices`. Raises TypeError for an answer that nobody asks for.
-    """
-
-    def __init__(self, snapshot: Mapping[str, Any]) -> None:
-        self.missing: str | None = snapshot.get("missing")
-        self._snapshot = snapshot
-        self._devices = [_device_of(entry) for entry in snapshot.get("devices", ())]
-        self._pairs: dict[frozenset[str], PairAnswers] = {}
-        for entry in snapshot.get("pairs", ()):
-            answers = PairAnswers(**{name: value for name, value in entry.items() if name != "of"})
-            for one, other in entry["of"]:
-                self._pairs[frozenset((self._devices[one].uuid, self._devices[other].uuid))] = answers
-
-    def driver_version(self) -> str | None:
-        return self._snapshot.get("driver_version")
-
-    def cuda_version(self) -> str | None:
-        return self._snapshot.get("cuda_version")
-
-    def devices(self) -> list[DeviceAnswers]:
-        return list(self._devices)
-
-    def pair(self, one: str, other: str) -> PairAnswers:
-        return self._pairs.get(frozenset((one, other)), PairAnswers())
-
-
-class Recorder:
-    """Passes questions on and keeps the answers; `snapshot()` is all that was asked so far, ready for JSON."""
-
-    def __init__(self, nvml: Nvml) -> None:
-        self._nvml = nvml
-        self.missing = nvml.missing
-        self._answers: dict[str, Any] = {"missing": nvml.missing}
-        self._devices: list[DeviceAnswers] = []
-        self._pairs: dict[tuple[str, str], PairAnswers] = {}
-
-    def driver_version(self) -> str | None:
-        return self._answers.setdefault("driver_version", self._nvml.driver_version())
-
-    def cuda_version(self) -> str | None:
-        return self._answers.setdefault("cuda_version", self._nvml.cuda_version())
-
-    def devices(self) -> list[DeviceAnswers]:
-        self._devices = self._nvml.devices()
-        return list(self._devices)
-
-    def pair(self, one: str, other: str) -> PairAnswers:
-        return self._pairs.setdefault((one, other), self._nvml.pair(one, other))
-
-    def snapshot(self) -> dict[str, Any]:
-        place = {device.uuid: number for number, device in enumerate(self._devices)}
-        alike: dict[PairAnswers, list[list[int]]] = {}
-        for (one, other), answers in self._pairs.items():
-            alike.setdefault(answers, []).append([place[one], place[other]])
-        known = {name: value for name, value in self._answers.items() if value is not None}
-        return known | {
-            "devices": [_entry_of(device) for device in self._devices],
-            "pairs": [{"of": of} | _known(answers) for answers, of in alike.items() if _known(answers)],
-        }
-
-
-def cuda_devices() -> tuple[CudaDevice, ...]:
-    """The GPUs that CUDA shows this process, after CUDA_VISIBLE_DEVICES; none without CUDA."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return ()
-    indices = range(torch.cuda.device_count())
-    found = []
-    for index in indices:
-        properties = torch.cuda.get_device_properties(index)
-        place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-        found.append(
-            CudaDevice(
-                index=index,
-                uuid=str(properties.uuid),
-                name=properties.name,
-                bus_id=None if None in place else "{:08x}:{:02x}:{:02x}.0".format(*place),
-                compute_capability=(properties.major, properties.minor),
-                memory_bytes=properties.total_memory,
-                peers=tuple(j for j in indices if j != index and torch.cuda.can_device_access_peer(index, j)),
-            )
-        )
-    return tuple(found)
-
-
-def visible_names(environment: Mapping[str, str] = os.environ) -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES, None where it is not set."""
-    text = environment.get("CUDA_VISIBLE_DEVICES")
-    return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]
-
-
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
@@ -343,25 +232,3 @@ def _set_bits(words: Iterable[int] | None) -> str | None:
     bits = [64 * place + bit for place, word in enumerate(words or ()) for bit in range(64) if word >> bit & 1]
     runs = [[number for _, number in run] for _, run in groupby(enumerate(bits), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs) or None
-
-
-def _known(answers: LinkAnswers | DeviceAnswers | PairAnswers) -> dict[str, Any]:
-    return {name: value for name, value in asdict(answers).items() if value is not None}
-
-
-def _entry_of(device: DeviceAnswers) -> dict[str, Any]:
-    links = [{"count": len(list(run))} | _known(link) for link, run in groupby(device.links)]
-    return _known(device) | {"links": links}
-
-
-def _device_of(entry: Mapping[str, Any]) -> DeviceAnswers:
-    links: list[LinkAnswers] = []
-    for link in entry.get("links", ()):
-        answers = {name: value for name, value in link.items() if name != "count"}
-        links += [LinkAnswers(**answers)] * link.get("count", 1)
-    capability = entry.get("compute_capability")
-    unknown = set(entry) - {field.name for field in fields(DeviceAnswers)}
-    if unknown:
-        raise TypeError(f"device {entry.get('index')} of the snapshot has {sorted(unknown)}, which nobody asks for")
-    changed = {"links": tuple(links), "compute_capability": None if capability is None else tuple(capability)}
-    return DeviceAnswers(**{**entry, **changed})

@@ -50,8 +50,7 @@ class OnOwners(Protocol):
     def wants_gradient(self) -> bool:
         """Whether the backward that runs now shall make its gradient, as it does not if asked for others' alone."""
 
-    @property
-    def gradient_sink(self) -> PeerShards | AddRows:
+    def open_sink(self) -> PeerShards | AddRows:
         """What an operator adds a gradient through that it makes piece by piece: shards for a kernel, or a function."""
 
     def add_gradient(self, gradient: torch.Tensor | None) -> None:

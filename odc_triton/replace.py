@@ -136,7 +136,7 @@ def _replace_attention(model: nn.Module, choice: str, replaced: Replaced) -> Non
 
 def _replace_linear(model: nn.Module, choice: str, replaced: Replaced) -> None:
     for name, module, parent in _places(model, nn.Linear):
-        if isinstance(module, (Linear, LMHead)):
+        if isinstance(module, (Linear, LMHead)):  # ours already, by another role or call
             continue
         why = _unlike(module, nn.Linear) or _read_by(parent)
         if why is not None:

@@ -147,7 +147,12 @@ class ShardedParameter:
     @torch.no_grad()
     def read(self) -> torch.Tensor:
         """A copy of the whole tensor [N, ...] in the compute dtype, read from its owners as they are now."""
-        return self.compute_shards[0].clone() if self.spec.is_scalar else torch.cat(self.compute_shards)
+        if self.spec.is_scalar:
+            return self.compute_shards[0].clone()
+        whole = self.compute_shards[0].new_empty(self.spec.shape)
+        for rows, shard in zip(whole.split([len(s) for s in self.compute_shards]), self.compute_shards, strict=True):
+            rows.copy_(shard)  # torch.cat would obey autocast
+        return whole
 
     @torch.no_grad()
     def adopt(self, first: int, values: torch.Tensor) -> None:
@@ -188,7 +193,11 @@ class ShardedParameter:
             return [self.leaf.detach()]
         if strategy == "direct":
             return self.compute_shards
-        return [self.read() if strategy == "staged" or self.is_never_whole else self.leaf.detach()]
+        # Not filled in a backward that the unit did not hear of: of an output that is no tensor, or of an inner one.
+        if strategy == "staged" or self.gathered is None or not self.gathered.is_filled:
+            return [self.read()]
+        self.gathered.wait()
+        return [self.leaf.detach()]
 
     @property
     def world(self) -> int:
@@ -238,6 +247,11 @@ class ShardedParameter:
             listener.gradient_comes(self)
 
     def wants_gradient(self) -> bool:
+        if self.leaf._backward_hooks:
+            raise RuntimeError(
+                f"{self.name} has a gradient hook, and its layer adds the gradient to the owners without autograd: "
+                f"change p.grad after the minibatch instead, or leave the layer out of replace_layers"
+            )
         if torch._C._current_graph_task_id() == -1:  # not in a backward: an operator was called by itself
             return True
         try:
@@ -248,11 +262,14 @@ class ShardedParameter:
                 f"backward() inside the minibatch and read .grad behind it, or leave its layer out of replace_layers"
             ) from None
 
-    @property
-    def gradient_sink(self) -> PeerShards | AddRows:
+    def open_sink(self) -> PeerShards | AddRows:
         self.gradient_comes()
         self.touched = True
-        return self._accumulator.sink(self._target, name=self.name)
+        return self._accumulator.sink(self._target, name=self.name, waited=self._report)
+
+    def _report(self, waits: Waits) -> None:
+        if waits and self._listener is not None and (listener := self._listener()) is not None:
+            listener.waited(self, waits)
 
     def add_gradient(self, gradient: torch.Tensor | None) -> None:
         """Adds a gradient [N, ...] to its owners' shards. None: an operator has added it, and returned None."""
@@ -264,9 +281,7 @@ class ShardedParameter:
         self.touched = True
         with torch.no_grad():
             rows = gradient.view(1) if self.spec.is_scalar else gradient
-            waits = self._accumulator.add(rows, self._target, name=self.name)
-        if waits and self._listener is not None and (listener := self._listener()) is not None:
-            listener.waited(self, waits)
+            self._report(self._accumulator.add(rows, self._target, name=self.name))
 
     @torch.no_grad()
     def land(self, *, touched_by_any: bool, divide_factor: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from odc_kernels.peers import PeerShards
@@ -11,14 +13,14 @@ _BUFFERS = 2  # of each shape: one is filled while a kernel reads the other
 
 
 class Staging:
-    """Two buffers for each shape and dtype, taken in turns: the memory does not grow with the number of layers."""
+    """Two buffers for each shape, dtype and thread, taken in turns: memory does not grow with the number of layers."""
 
     def __init__(self) -> None:
-        self._rings: dict[tuple[tuple[int, ...], torch.dtype], list[StagedWeight]] = {}
+        self._rings: dict[tuple[tuple[int, ...], torch.dtype, int], list[StagedWeight]] = {}
 
     def pull(self, peers: PeerShards) -> StagedWeight:
         """Begins to copy a weight [N, K] into the buffer that was used longest ago; see `odc_kernels.staged.pull`."""
-        ring = self._rings.setdefault((peers.shape, peers.dtype), [])
+        ring = self._rings.setdefault((peers.shape, peers.dtype, threading.get_ident()), [])
         buffer = StagedWeight.of(peers) if len(ring) < _BUFFERS else ring.pop(0)
         pulled = pull(peers=peers, staged=buffer)
         ring.append(pulled)

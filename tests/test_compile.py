@@ -314,9 +314,8 @@ def _at_once(rank: int, world: int, setup: Setup, folder: str) -> tuple[dict, di
     with minibatch(model, tokens=1):
         loss = loss_of(model, rank, setup.lengths[rank])
         if rank == 0:
-            sink = property(waits(ShardedParameter.gradient_sink.fget))
             with mock.patch.object(ShardedParameter, "add_gradient", waits(ShardedParameter.add_gradient)):
-                with mock.patch.object(ShardedParameter, "gradient_sink", sink):
+                with mock.patch.object(ShardedParameter, "open_sink", waits(ShardedParameter.open_sink)):
                     loss.backward()
         else:
             _wait_for(inside)

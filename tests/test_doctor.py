@@ -1,20 +1,27 @@
-"""The doctor's findings on machines that are made up, its table and picture, and one run on this machine."""
+"""The doctor's findings on machines that are made up: versions, GPUs and environment; and one run on this machine."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
-from odc_triton.doctor import NOTE, OK, PROBLEM, WIDTH, Report, Software, as_json, draw_matrix, examine, main, render
-from odc_triton.nvml import CudaDevice, SnapshotNvml
-from odc_triton.topology import Topology, read_topology
+from odc_triton.cuda_devices import CudaDevice
+from odc_triton.doctor import examine, main
+from odc_triton.doctor.findings import NOTE, OK, PROBLEM, Report
+from odc_triton.doctor.machine import Software
+from odc_triton.doctor.rendering import as_json, render
+from odc_triton.doctor.words import WIDTH
+from odc_triton.nvml_snapshot import SnapshotNvml
+from odc_triton.probe import read_topology
+from odc_triton.topology import Topology
 
-from .test_topology import KEYS, NAMES, load, seen, topology
+from .test_topology import load, seen, topology
 
 NO_GPU = Topology(missing="no NVIDIA driver is installed here")
 CPU_BUILD = Software(python="3.11.7", torch="2.13.0+cpu", triton="3.7.1")
@@ -234,139 +241,6 @@ def test_environments_that_are_fine() -> None:
     assert report.problems == ()  # of no concern to a machine without a GPU
 
 
-def test_the_longest_folder_for_sockets() -> None:
-    """A socket's path has 107 bytes: torch names it /symm_mem- and the process number, of at most 7 digits."""
-    fits = "/" + "t" * (107 - len("/symm_mem-4194303") - 1)
-    assert bad(examine(Machine(environment={"TMPDIR": fits}), H100)) == []
-    assert "1 bytes too long" in only(examine(Machine(environment={"TMPDIR": fits + "t"}), H100), PROBLEM, "TMPDIR")
-    short_pids = Machine(environment={"TMPDIR": fits + "tt"}, files={"/proc/sys/kernel/pid_max": "32768\n"})
-    assert bad(examine(short_pids, H100)) == []
-
-
-def test_the_folder_for_sockets() -> None:
-    machine = Machine(environment={"TEMP": "/b", "TMP": "/a"}, socket_errors={"/a/": "Read-only file system"})
-    assert "no socket can be made in TMP=/a" in only(examine(machine, H100), PROBLEM, "TMPDIR")
-    assert f"/a/odc-doctor-{os.getpid()}" in machine.tried
-    mounts = "rootfs / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\ntmpfs /home/me/fast tmpfs rw 0 0\n"
-    for folder, is_fine in (("/tmp", True), ("/home/me", False), ("/home/me/fast", True), ("/homely", True)):
-        report = examine(Machine(environment={"TMPDIR": folder}, files={"/proc/mounts": mounts}), H100)
-        assert (bad(report) == []) is is_fine, folder
-
-
-def test_sockets_that_killed_ranks_left() -> None:
-    machine = Machine(
-        folders={"/tmp": ["symm_mem-12", "symm_mem-34", "symm_mem-", "other"]}, files={"/proc/34/stat": "34 (python)"}
-    )
-    words = only(examine(machine, H100), NOTE, "TMPDIR")
-    assert words.startswith("1 socket of killed ranks")
-    assert words.endswith("rm /tmp/symm_mem-12")
-
-
-@pytest.mark.parametrize(
-    ("machine", "level", "topic", "words"),
-    [
-        (Machine(memfd_error="Operation not permitted"), PROBLEM, "shared memory", "memfd_create fails: Operation"),
-        (Machine(socket_errors={"\0": "Permission denied"}), PROBLEM, "shared memory", "no abstract Unix socket"),
-        (Machine(shm=(64 << 20, 60 << 20)), NOTE, "/dev/shm", "60 MiB free of 64 MiB"),
-        (Machine(shm=None), NOTE, "/dev/shm", "not there"),
-        (
-            Machine(lock_limit=8 << 20, folders={"/sys/class/infiniband": ["mlx5_0"]}),
-            NOTE,
-            "locked memory",
-            "limit 8 MiB: RDMA",
-        ),
-        (
-            Machine(files={"/proc/meminfo": "MemTotal: 4194304 kB\nMemAvailable: 1048576 kB\n"}),
-            NOTE,
-            "memory",
-            "1 GiB available of 4 GiB",
-        ),
-    ],
-)
-def test_the_host(machine: Machine, level: str, topic: str, words: str) -> None:
-    assert words in only(examine(machine, H100), level, topic)
-    fine = replace(machine, lock_limit=8 << 20, folders={})
-    assert topic != "locked memory" or bad(examine(fine, H100)) == []
-
-
-def test_limits_of_cgroups() -> None:
-    two = {
-        "/proc/self/cgroup": "0::/job/step\n",
-        "/proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {48 << 20} kB\n",
-        "/sys/fs/cgroup/job/memory.max": str(16 * GIB),
-        "/sys/fs/cgroup/job/memory.current": str(4 * GIB),
-        "/sys/fs/cgroup/job/step/memory.max": "max\n",
-        "/sys/fs/cgroup/job/step/cpu.max": "max 100000\n",
-        "/sys/fs/cgroup/job/cpu.max": "250000 100000\n",
-    }
-    report = examine(Machine(files=two), H100)
-    assert "12 GiB available of 64 GiB; this process's cgroup may use 16 GiB" in render(report)
-    assert "may use 2.5 of them" in only(report, NOTE, "CPUs")
-
-    one = {
-        "/proc/self/cgroup": "5:cpu,cpuacct:/pod\n4:memory:/pod\n",
-        "/sys/fs/cgroup/memory/pod/memory.limit_in_bytes": str(3 * GIB),
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
-        "/sys/fs/cgroup/cpu/pod/cpu.cfs_quota_us": "-1",
-        "/sys/fs/cgroup/cpu/pod/cpu.cfs_period_us": "100000",
-    }
-    report = examine(Machine(files=one), H100)
-    assert bad(report) == []
-    assert "3 GiB available; this process's cgroup may use 3 GiB" in render(report)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_tables_fit_and_are_aligned(name: str) -> None:
-    found = topology(name)
-    for text in (render(examine(Machine(), found)), draw_matrix(found)):
-        assert all(len(line) <= WIDTH and line == line.rstrip() for line in text.splitlines())
-    lines = draw_matrix(found).splitlines()
-    assert lines[0].startswith(f"{KEYS[name]}: ")
-    for device in found.devices:
-        assert any(line.startswith(device.label) and device.bus_id[4:] in line for line in lines)
-
-
-def test_the_picture() -> None:
-    lines = draw_matrix(topology("a6000-bridges", 1)).splitlines()
-    assert lines[2:7] == [
-        "        GPU0       GPU1       GPU2       GPU3",
-        "GPU0      .     NV4   56 + SYS   32 - SYS   32 -",
-        "GPU1 NV4   56 +      .     SYS   32 - SYS   32 -",
-        "GPU2 SYS   32 - SYS   32 -      .     NV4   56 +",
-        "GPU3 SYS   32 - SYS   32 - NV4   56 +      .",
-    ]
-    text = "\n".join(lines)
-    for words in (
-        "NV#   so many NVLinks, direct (14.062 each",
-        "SYS   from socket",
-        "  +     can share",
-        "  -     access, but",
-    ):
-        assert words in text
-    assert "  x  " not in text  # only what the picture shows is explained
-    assert sum("masked" in line for line in lines) == 3
-    assert sum("cuda:0" in line for line in lines) == 1
-    assert "by a table" not in text
-    assert "a table says" in draw_matrix(topology("v100-cube-mesh"))
-    assert "GPU0      .     NODE  32 - SYS      x SYS      x" in draw_matrix(topology("pcie-only"))
-    assert draw_matrix(NO_GPU) == "cpu: no GPU, no NVIDIA driver is installed here"
-    assert "GPU0 " in draw_matrix(topology("one-of-a-container")).splitlines()[-1]
-
-
-def test_the_picture_of_many_gpus() -> None:
-    snapshot = load("pcie-only")
-    device = snapshot["devices"][0]
-    count = 40
-    snapshot["devices"] = [
-        device | {"index": n, "uuid": f"GPU-{n}", "bus_id": f"0000:{n:02x}:00.0"} for n in range(count)
-    ]
-    snapshot["pairs"] = []
-    text = draw_matrix(read_topology(SnapshotNvml(snapshot), ()))
-    assert all(len(line) <= WIDTH for line in text.splitlines())
-    assert all(text.count(f"GPU{n} ") >= 3 for n in range(10, count))
-    assert text.count("?") > count * (count - 1)
-
-
 def test_the_exit_status_and_the_json(capsys: pytest.CaptureFixture[str]) -> None:
     good, wrong = examine(Machine(), H100), examine(Machine(), topology("pcie-only"))
     assert main(False, lambda: good) == 0
@@ -380,6 +254,12 @@ def test_the_exit_status_and_the_json(capsys: pytest.CaptureFixture[str]) -> Non
     assert (pair["read"], pair["atomics"], pair["is_usable"]) == ("OK", "NOT_SUPPORTED", False)
     assert pair["of"] == [device["uuid"] for device in said["topology"]["devices"][:2]]
     assert as_json(good)["problems"] == 0
+
+
+def test_a_torch_that_does_not_load(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main() == 1
+    assert "problem  torch          can't be imported (import of torch halted" in capsys.readouterr().out
 
 
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,14 +231,13 @@ def _two_eps(attention: nn.Module) -> None:
     attention.k_norm.variance_epsilon = 0.5
 
 
-TOUCHED = "or has hooks or another forward"
 # Of the first layer's attention: what is done to it, in which family, why it is left; None where that is for us to say.
 LEFT: dict[str, tuple[str, Callable[[nn.Module], None], str | None]] = {
     "derived": ("llama", _derived, f"a {__name__}.Doubled, derived from LlamaAttention"),
     "forward": ("llama", _replaced_forward, "its forward was replaced"),
     "extra norm": ("llama", _extra_norm, "its parts differ from LlamaAttention's by norm"),
-    "other linear": ("llama", _other_linear, f"its q_proj is a {__name__}.HalvedLinear, {TOUCHED}"),
-    "hook": ("llama", _hook_on_k, f"its k_proj is a torch.nn.modules.linear.Linear, {TOUCHED}"),
+    "other linear": ("llama", _other_linear, f"its q_proj is a {__name__}.HalvedLinear"),
+    "hook": ("llama", _hook_on_k, "its k_proj has hooks, or another forward than its class"),
     "one bias": ("llama", _bias_of_one, "of q_proj, k_proj and v_proj some have a bias and some have none"),
     "forward of q": ("llama", _replaced_forward_of_q, None),
     "other norm": ("qwen3", _other_norm, None),

@@ -15,12 +15,16 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "odc_triton"
 
 # Neither torch nor triton.
-PURE = ("plan", "balance", "events", "trace", "errors", "order", "choice", "breakdown", "topology", "simulate")
+PURE = (
+    *("plan", "balance", "events", "trace", "errors", "order", "choice", "breakdown", "simulate"),
+    *("topology", "unusable", "nvml", "nvml_snapshot"),
+)
 HEAVY = {"torch", "triton", "transformers", "odc_kernels"}
 MAKES_TENSORS = "balance.collate"
 # Each module may import those of lower floors and of its own. What is not named stands on top of all.
 FLOORS = [
-    {"errors", "plan", "events", "balance", "trace", "options", "order", "choice", "breakdown", "topology", "nvml"},
+    {"errors", "plan", "events", "balance", "trace", "options", "order", "choice", "breakdown"}
+    | {"topology", "unusable", "probe", "nvml", "nvml_snapshot", "cuda_devices"},
     {"on_owners", "handles", "staging"},
     {"memory", "footprint", "report", "streams", "local_shards"},
     {"meeting", "debug", "relay", "accumulate", "gathered", "backward_end"},

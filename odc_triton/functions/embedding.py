@@ -118,7 +118,7 @@ def _embedding_grad(
         )
         w.add_gradient(dw)
         return
-    sink = w.gradient_sink
+    sink = w.open_sink()
     if isinstance(sink, PeerShards):  # no plain torch adds there while other ranks do
         from odc_kernels.embedding import embedding_grad as add_by_kernel
 

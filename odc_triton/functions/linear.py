@@ -18,7 +18,7 @@ from odc_kernels.peers import PeerShards
 from ..choice import AUTO, Choice, choose
 from ..handles import resolve
 from ..on_owners import OnOwners
-from .whole import handle, operand, whole_weight
+from .whole import handle, operand, read_whole, whole_weight
 
 
 def linear(
@@ -34,7 +34,8 @@ def linear(
     | result | [..., N] | x's |
 
     forward: y = x Wᵀ + b. dgrad: dx = dy W. wgrad: dW = dyᵀ x and db = sum of dy, added to their owners. Saved: x, if
-    the weight trains, and the handles; W is read again. A second derivative goes through plain torch.
+    the weight trains, and the handles; W is read again. A second derivative, and autocast where the parameters have
+    another dtype, go through plain torch on the whole weight, which is then saved.
 
     choice: how it runs, see choice.py. Raises ValueError for one that is not known or can't run here.
     """
@@ -127,7 +128,7 @@ def _differentiable(
     dy: torch.Tensor, x: torch.Tensor | None, w: OnOwners, needs: tuple[bool, bool, bool]
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients as plain torch makes them, with a graph."""
-    dx = dy @ whole_weight(w.leaf) if needs[0] else None
+    dx = dy @ read_whole(w.leaf) if needs[0] else None
     dw = matrix(dy).T @ matrix(x) if needs[1] else None
     return dx, dw, matrix(dy).sum(0) if needs[2] else None
 
@@ -207,11 +208,11 @@ def add_linear_gradient(
 ) -> None:
     """Adds dyᵀ x to the owners of the weight and the sum of dy to those of the bias; dy: [T, N], x: [T, K]."""
     fused = how.wgrad == "fused" and weight is not None and len(dy) > 0
-    sink = weight.gradient_sink if fused else None
+    sink = weight.open_sink() if fused else None
     if isinstance(sink, PeerShards) and how.backend == "triton":
         from odc_kernels.wgrad import wgrad
 
-        wgrad(dy=dy, x=x, weight=sink, bias=None if bias is None else bias.gradient_sink)
+        wgrad(dy=dy, x=x, weight=sink, bias=None if bias is None else bias.open_sink())
         return
     if fused and not isinstance(sink, PeerShards):
         for owner in weight.owners_from_own():

@@ -160,7 +160,7 @@ def _token_log_probs_grad(
     dw, sink = None, None
     if needs_dw and handle is not None:
         sharded = resolve(handle)
-        sink = sharded.gradient_sink if sharded.wants_gradient() else None
+        sink = sharded.open_sink() if sharded.wants_gradient() else None
     elif needs_dw:
         dw = torch.zeros(peers.shape, dtype=torch.float32, device=h.device)
         sink = _adds_to(dw)

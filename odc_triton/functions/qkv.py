@@ -291,7 +291,7 @@ class _Target:
     def __init__(self, parameter: OnOwners, how: Choice) -> None:
         self._parameter = parameter
         self._whole: torch.Tensor | None = None
-        sink = parameter.gradient_sink if how.wgrad == "fused" else None
+        sink = parameter.open_sink() if how.wgrad == "fused" else None
         if not isinstance(sink, PeerShards):
             shape = parameter.shape
             self._whole = torch.zeros(shape, dtype=torch.float32, device=parameter.leaf.device)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..handles import resolve
+
+# Attributes of a tensor that show its elements; all others are known without memory, as these methods are.
+_VIEWS = frozenset(("H", "T", "data", "imag", "mH", "mT", "real"))
+_KNOWN = frozenset(
+    (
+        *("dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "ndimension"),
+        *("nelement", "numel", "size", "stride", "__hash__", "__len__"),
+    )
+)
 
 
 @torch.library.custom_op("odc::whole_weight", mutates_args=(), schema="(Tensor weight, Tensor handle) -> Tensor")
@@ -29,8 +40,39 @@ _whole.register_autograd(_backward)
 def whole_weight(weight: torch.Tensor) -> torch.Tensor:
     """`weight` with its memory: itself, or a copy read from its owners where it has none."""
     if getattr(weight, "_odc_never_whole", False):
-        return torch.ops.odc.whole_weight(weight, weight._odc_handle)
+        return read_whole(weight)
     return weight
+
+
+def read_whole(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of a sharded weight; its gradient is the weight's."""
+    return torch.ops.odc.whole_weight(weight, weight._odc_handle)
+
+
+class WholeOnUse(torch.Tensor):
+    """A parameter that is never whole, to who does not know: read as soon as something is computed with it.
+
+    Shape, dtype and the like cost nothing. The gradient is the parameter's.
+    """
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> WholeOnUse:
+        shown = weight.detach().as_subclass(cls)
+        shown._weight = weight
+        return shown
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        known = function.__self__.__name__ not in _VIEWS if name == "__get__" else name in _KNOWN
+
+        def used(value: WholeOnUse) -> torch.Tensor:
+            return value._weight if known else read_whole(value._weight)
+
+        args, kwargs = pytree.tree_map_only(WholeOnUse, used, (args, kwargs or {}))
+        return function(*args, **kwargs)
 
 
 def operand(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,0 +1,115 @@
+"""Which GPUs can't hold shards of one model, why not, and what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .topology import P2P, Device, Pair, Topology, bare
+
+_WHY = {
+    P2P.CHIPSET_NOT_SUPPORTED: "the chipset between them does not carry it",
+    P2P.GPU_NOT_SUPPORTED: "this model of GPU does not offer it",
+    P2P.TOPOLOGY_NOT_SUPPORTED: "they hang on different PCIe roots",
+    P2P.DISABLED_BY_REGKEY: "the driver's settings switch it off",
+    P2P.NOT_SUPPORTED: "the driver does not offer it",
+}
+_FIRST_TRY = {
+    P2P.CHIPSET_NOT_SUPPORTED: "switch the IOMMU off or to passthrough (iommu=pt) and PCIe ACS off, or ",
+    P2P.DISABLED_BY_REGKEY: "remove the driver's peer-to-peer options (/etc/modprobe.d, NVreg_*), or ",
+    P2P.NOT_SUPPORTED: "in a virtual machine or container ask the host for peer-to-peer GPUs, or ",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unusable:
+    """A pair of GPUs that can't hold shards of one model, why not, and what to do."""
+
+    pair: Pair
+    reason: str
+    remedy: str
+
+
+def unusable_pairs(topology: Topology) -> tuple[Unusable, ...]:
+    """The pairs that can't read, write or natively add to each other's memory. What is unknown is not among them."""
+    bad = [pair for pair in topology.pairs if pair.is_unusable]
+    largest = usable_groups(topology)[0] if bad else ()
+    return tuple(_unusable(pair, largest) for pair in bad)
+
+
+def by_reason(unusable: Iterable[Unusable]) -> dict[tuple[str, str], list[Pair]]:
+    """The pairs of each (reason, remedy)."""
+    pairs: dict[tuple[str, str], list[Pair]] = {}
+    for each in unusable:
+        pairs.setdefault((each.reason, each.remedy), []).append(each.pair)
+    return pairs
+
+
+def usable_groups(topology: Topology) -> tuple[tuple[Device, ...], ...]:
+    """The GPUs in groups within which every pair is usable, larger groups first."""
+    broken = {frozenset((pair.one.uuid, pair.other.uuid)) for pair in topology.pairs if pair.is_unusable}
+    groups: list[list[Device]] = []
+    for device in topology.devices:
+        for group in groups:
+            if not any(frozenset((device.uuid, other.uuid)) in broken for other in group):
+                group.append(device)
+                break
+        else:
+            groups.append([device])
+    return tuple(tuple(group) for group in sorted(groups, key=len, reverse=True))
+
+
+def _unusable(pair: Pair, largest: Sequence[Device]) -> Unusable:
+    if pair.has_slices:
+        return Unusable(
+            pair=pair,
+            reason="MIG slices can't reach each other's memory",
+            remedy="give all ranks one slice, or switch MIG off (`nvidia-smi -i N -mig 0`)",
+        )
+    stalled = next((device for device in (pair.one, pair.other) if device.fabric), None)
+    if stalled is not None:
+        return Unusable(
+            pair=pair,
+            reason=f"the NVSwitch fabric is {stalled.fabric} for {stalled.label}",
+            remedy="start nvidia-fabricmanager, of the driver's version, on the host, and look at its log",
+        )
+    instead = "use one GPU (several ranks may share it)"
+    if len(largest) > 1:
+        numbers = ",".join(str(device.index) for device in largest)
+        instead = f"use GPUs that can: CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"
+    if not pair.access.is_refused:
+        over = "over NVLink" if pair.nvlinks else "over PCIe"
+        return Unusable(
+            pair=pair,
+            reason=f"no native atomics {over} ({_WHY[pair.atomics]}), so gradients can't be added there",
+            remedy=instead if pair.nvlinks else f"{instead}; in general only NVLink has native atomics",
+        )
+    what = "read" if pair.read.is_refused else "write to"
+    return Unusable(
+        pair=pair,
+        reason=f"they can't {what} each other's memory: {_WHY[pair.access]}",
+        remedy=f"{_FIRST_TRY.get(pair.access, '')}{instead}",
+    )
+
+
+def refuse_unusable(topology: Topology, uuids_of_ranks: Sequence[str | None]) -> None:
+    """Raises RuntimeError with pair, reason and remedy if two ranks' GPUs can't reach or add to each other.
+
+    `uuids_of_ranks`: by rank, as torch gives them. Ranks on one GPU are fine. None (no GPU) and GPUs that this driver
+    does not show are passed over: opening the heap tells about those.
+    """
+    part = topology.only(uuids_of_ranks)
+    bad = unusable_pairs(part)
+    if not bad:
+        return
+    first = bad[0]
+    ranks = {bare(uuid): rank for rank, uuid in reversed(list(enumerate(uuids_of_ranks))) if uuid is not None}
+    names = [
+        f"rank {ranks[bare(device.uuid)]} on {device.label} ({device.name}, {device.bus_id or device.uuid})"
+        for device in sorted((first.pair.one, first.pair.other), key=lambda device: ranks[bare(device.uuid)])
+    ]
+    more = f" So it is with {len(bad)} of {len(part.pairs)} pairs." if len(bad) > 1 else ""
+    raise RuntimeError(
+        f"{names[0]} and {names[1]} can't hold shards of one model: {first.reason}. "
+        f"{first.remedy[0].upper()}{first.remedy[1:]}.{more} `odc-triton topo` shows all pairs."
+    )
