@@ -29,6 +29,10 @@ class CpuBackend:
     def check(self, specs: list[ParameterSpec]) -> None:
         """Raises for parameters that this backend can't hold."""
 
+    def unusable_peers(self, devices: list[str | None]) -> str | None:
+        """Why the ranks' devices, by `device_id`, can't share memory, with the remedy; None where nothing is known."""
+        return None
+
     def streams(self) -> Streams:
         return Streams()
 
@@ -86,6 +90,16 @@ class CudaBackend(CpuBackend):
 
     def check(self, specs: list[ParameterSpec]) -> None:
         _only_fp32_sums(specs)
+
+    def unusable_peers(self, devices: list[str | None]) -> str | None:
+        from .probe import read_topology
+        from .unusable import refuse_unusable
+
+        try:
+            refuse_unusable(read_topology(), devices)
+        except RuntimeError as error:
+            return str(error)
+        return None
 
     def streams(self) -> Streams:
         return CudaStreams(torch.device("cuda", torch.cuda.current_device()))

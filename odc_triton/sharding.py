@@ -32,6 +32,7 @@ from .unit import Slot, Unit
 
 Module = TypeVar("Module", bound=nn.Module)
 _AGREEING = "fully_shard: the same model on every rank"
+_PEERS = "fully_shard: GPUs that reach each other"
 _FOREIGN_MESH_DIMS = ("tp", "cp", "pp", "ep", "sp")
 
 
@@ -122,6 +123,7 @@ def fully_shard(
     )
     options = {"policy": str(policy), "world": world, "debug": debug, "timeout": str(timeout), "backend": device.name}
     token, devices = _agree(meetings, plan, options, device.device_id())
+    _check_peers(meetings, device, devices)
     heap = device.open_heap(plan, mesh, token=token, timeout_s=meetings.timeout_s, shared=len(set(devices)) < world)
     meetings.meet("the shared heap is open", {})
     meetings.heap = heap
@@ -336,6 +338,17 @@ def _agree(meetings: Meetings, plan: Plan, options: dict[str, Any], device: str 
             f"{first_difference(lines, details[rank]['lines'])}. All ranks must build the same model and options."
         )
     return messages[0]["token"], [theirs["device"] for theirs in messages]
+
+
+def _check_peers(meetings: Meetings, device: CpuBackend, devices: list[str | None]) -> None:
+    """Raises RuntimeError on all ranks, before anything is allocated, if one of them sees devices that can't be peers.
+
+    A container may hide from one rank what another sees, so they tell each other.
+    """
+    problems = [theirs["problem"] for theirs in meetings.meet(_PEERS, {"problem": device.unusable_peers(devices)})]
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            raise RuntimeError(f"fully_shard: rank {rank} finds that {problem}")
 
 
 def _warn_of_low_precision_masters(plan: Plan, rank: int) -> None:

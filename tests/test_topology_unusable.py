@@ -10,6 +10,7 @@ from odc_triton.probe import read_topology
 from odc_triton.topology import P2P
 from odc_triton.unusable import by_reason, refuse_unusable, unusable_pairs, usable_groups
 
+from . import ranks
 from .test_topology import load, topology
 
 
@@ -100,3 +101,22 @@ def test_pairs_by_reason() -> None:
     for each in bad:
         assert each.pair in reasons[each.reason, each.remedy]
     assert len({reason for reason, _ in reasons}) == len(reasons)  # a reason has one remedy
+
+
+def _one_rank_finds(rank: int, world: int) -> str:
+    from torch import nn
+
+    from odc_triton import fully_shard
+    from odc_triton.backend import CpuBackend
+
+    if rank == 1:
+        CpuBackend.unusable_peers = lambda self, devices: "GPU0 and GPU1 can't be peers. Use one"
+    try:
+        fully_shard(nn.Linear(2, 2))
+    except RuntimeError as error:
+        return str(error)
+    return "sharded"
+
+
+def test_all_ranks_refuse_what_one_of_them_finds() -> None:
+    assert ranks.run(_one_rank_finds, 2) == ["fully_shard: rank 1 finds that GPU0 and GPU1 can't be peers. Use one"] * 2
