@@ -6,8 +6,15 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from .profile import ProfileOptions
+    from .train.options import SftOptions
+
+Options = TypeVar("Options")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +67,6 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
-    from .options import add_arguments
     from .train.options import SftOptions
 
     train = commands.add_parser("train", help="train a model")
@@ -71,28 +77,18 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         description="Supervised fine-tuning of a transformers causal LM on packed sequences. Starts the ranks on this "
         "machine; under torchrun use `torchrun -m odc_triton.train.sft` with the same options.",
     )
-    sft.add_argument("--ranks", type=int, default=1, help="processes to start on this machine (default: 1)")
-    add_arguments(sft, SftOptions)
-    sft.set_defaults(run=_train_sft, parser=sft)
+    _takes(sft, SftOptions, _train_sft)
 
 
-def _train_sft(options: argparse.Namespace) -> int:
+def _train_sft(ranks: int, wanted: SftOptions) -> int:
     from .launch import launch
-    from .options import read_options
-    from .train.options import SftOptions
-
-    try:
-        wanted = read_options(SftOptions, options)
-    except ValueError as error:
-        options.parser.error(str(error))
     from .train.sft import run_sft
 
-    launch(run_sft, wanted, ranks=options.ranks)
+    launch(run_sft, wanted, ranks=ranks)
     return 0
 
 
 def _add_profile(commands: argparse._SubParsersAction) -> None:
-    from .options import add_arguments
     from .profile import ProfileOptions
 
     profile = commands.add_parser(
@@ -101,22 +97,32 @@ def _add_profile(commands: argparse._SubParsersAction) -> None:
         description="Trains a few minibatches of random tokens under torch's profiler and prints where the time went; "
         "writes profile.json, timeline.png and traces for Perfetto.",
     )
-    profile.add_argument("--ranks", type=int, default=1, help="processes to start on this machine (default: 1)")
-    add_arguments(profile, ProfileOptions)
-    profile.set_defaults(run=_profile, parser=profile)
+    _takes(profile, ProfileOptions, _profile)
 
 
-def _profile(options: argparse.Namespace) -> int:
+def _profile(ranks: int, wanted: ProfileOptions) -> int:
     from .launch import launch
-    from .options import read_options
-    from .profile import ProfileOptions, report, run_profile
+    from .profile import report, run_profile
 
-    try:
-        wanted = read_options(ProfileOptions, options)
-    except ValueError as error:
-        options.parser.error(str(error))
-    print(report(wanted, launch(run_profile, wanted, ranks=options.ranks)))
+    print(report(wanted, launch(run_profile, wanted, ranks=ranks)))
     return 0
+
+
+def _takes(parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[int, Options], int]) -> None:
+    """Has the command take `--ranks` and the fields of the dataclass `kind`, and call `run(ranks, options)`."""
+    from .options import add_arguments, read_options
+
+    parser.add_argument("--ranks", type=int, default=1, help="processes to start on this machine (default: 1)")
+    add_arguments(parser, kind)
+
+    def called(options: argparse.Namespace) -> int:
+        try:
+            wanted = read_options(kind, options)
+        except ValueError as error:
+            parser.error(str(error))
+        return run(options.ranks, wanted)
+
+    parser.set_defaults(run=called)
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:

@@ -77,15 +77,7 @@ def _token_log_probs(
 
 
 @_token_log_probs.register_fake
-def _(
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    handle: torch.Tensor | None,
-    targets: torch.Tensor,
-    ignore_index: int,
-    scale: float,
-    choice: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(h: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return tuple(h.new_empty(h.shape[0], dtype=torch.float32) for _ in range(3))
 
 
@@ -181,22 +173,8 @@ def _token_log_probs_grad(
 
 
 @_token_log_probs_grad.register_fake
-def _(
-    h: torch.Tensor,
-    weight: torch.Tensor | None,
-    handle: torch.Tensor | None,
-    targets: torch.Tensor,
-    logp: torch.Tensor,
-    entropy: torch.Tensor,
-    lse: torch.Tensor,
-    g_logp: torch.Tensor,
-    g_entropy: torch.Tensor | None,
-    needs_dh: bool,
-    needs_dw: bool,
-    ignore_index: int,
-    scale: float,
-    choice: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _(h: torch.Tensor, weight: torch.Tensor | None, handle: torch.Tensor | None, *rest: Any) -> tuple[Any, Any]:
+    needs_dh, needs_dw = rest[6:8]  # behind targets, logp, entropy, lse, g_logp, g_entropy
     returns_dw = needs_dw and handle is None
     return (
         torch.empty_like(h) if needs_dh else h.new_empty(0),

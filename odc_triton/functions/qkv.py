@@ -159,20 +159,8 @@ def _empty(
 
 
 @_qkv.register_fake
-def _(
-    x: torch.Tensor,
-    parameters: list[torch.Tensor],
-    handles: list[torch.Tensor],
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    head_dim: int,
-    choice: str,
-) -> tuple[torch.Tensor, ...]:
-    return _empty(x, parameters, q_norm, head_dim)
+def _(x: torch.Tensor, parameters: list[torch.Tensor], handles: Any, q_norm: torch.Tensor | None, *rest: Any) -> Any:
+    return _empty(x, parameters, q_norm, head_dim=rest[-2])
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -252,9 +240,8 @@ def _qkv_grad(
     for target in targets:
         if target is not None:
             target.finish()
-    if norm:
-        return dx, dq_norm.to(q_norm.dtype), dk_norm.to(k_norm.dtype)
-    return dx, dq_norm, dk_norm
+    dtype = q_norm.dtype if norm else x.dtype
+    return dx, dq_norm.to(dtype), dk_norm.to(dtype)
 
 
 def _empty_gradients(x: torch.Tensor, q_norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -263,26 +250,10 @@ def _empty_gradients(x: torch.Tensor, q_norm: torch.Tensor | None) -> tuple[torc
 
 
 @_qkv_grad.register_fake
-def _(
-    dq: torch.Tensor,
-    dk: torch.Tensor,
-    dv: torch.Tensor,
-    x: torch.Tensor,
-    handles: list[torch.Tensor],
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
-    q_pre: torch.Tensor,
-    k_pre: torch.Tensor,
-    choice: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _(dq: Any, dk: Any, dv: Any, x: torch.Tensor, handles: Any, q_norm: torch.Tensor | None, *_: Any) -> Any:
     dx, dq_norm, dk_norm = _empty_gradients(x, q_norm)
-    if q_norm is None:
-        return dx, dq_norm, dk_norm
-    return dx, dq_norm.to(q_norm.dtype), dk_norm.to(k_norm.dtype)
+    dtype = dx.dtype if q_norm is None else q_norm.dtype
+    return dx, dq_norm.to(dtype), dk_norm.to(dtype)
 
 
 class _Target:
