@@ -116,7 +116,11 @@ def _replace_attention(model: nn.Module, choice: str, replaced: Replaced) -> Non
     unlike: dict[str, str | None] = {}
     for name, module in model.named_modules():
         family = attention.family_of(module)
-        if family is None or isinstance(module, attention.FusedProjections):
+        if family is None:
+            if _is_attention(module) and not any(name.startswith(f"{outer}.") for outer in replaced.left):
+                replaced.left[name] = f"a {type(module).__name__}, of no family that is known here"
+            continue
+        if isinstance(module, attention.FusedProjections):
             continue
         why = attention.why_not(module, family)
         if why is None:
@@ -132,6 +136,11 @@ def _replace_attention(model: nn.Module, choice: str, replaced: Replaced) -> Non
             projection.__class__, projection.choice = Linear, choice
             projection.operator = "linear" if projection is module.o_proj else "qkv"
         replaced.swapped["attention"].append(name)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__module__.startswith("transformers.") and kind.__name__.endswith("Attention")
 
 
 def _replace_linear(model: nn.Module, choice: str, replaced: Replaced) -> None:

@@ -39,6 +39,7 @@ embedding: model.embed_tokens
 linear: lm_head, model.layers.*.mlp.gate_proj (2), model.layers.*.mlp.up_proj (2), model.layers.*.mlp.down_proj (2)"""
 _PROJECTIONS = ", ".join(f"model.layers.*.self_attn.{each}_proj (2)" for each in "qkvo")
 _MLP = ", ".join(f"model.layers.*.mlp.{each}_proj (2)" for each in ("gate", "up", "down"))
+_UNKNOWN = "of no family that is known here"
 _GENERIC = f"attention: none\nembedding: model.embed_tokens\nlinear: lm_head, {_PROJECTIONS}"
 
 
@@ -74,6 +75,7 @@ FAMILIES = {
         sizes=_SIZES | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
         found=(
             f"attention: none\nembedding: none\nlinear: lm_head, {_PROJECTIONS}, {_MLP}\n"
+            f"left alone: model.layers.*.self_attn (2), a Gemma3Attention, {_UNKNOWN}\n"
             "left alone: model.embed_tokens, a transformers.models.gemma3.modeling_gemma3."
             "Gemma3TextScaledWordEmbedding and no plain Embedding"
         ),
@@ -84,20 +86,28 @@ FAMILIES = {
         found=(
             "attention: none\nembedding: model.embed_tokens\nlinear: lm_head, model.layers.*.self_attn.o_proj (2), "
             "model.layers.*.self_attn.qkv_proj (2), model.layers.*.mlp.gate_up_proj (2), "
-            "model.layers.*.mlp.down_proj (2)"
+            "model.layers.*.mlp.down_proj (2)\n"
+            f"left alone: model.layers.*.self_attn (2), a Phi3Attention, {_UNKNOWN}"
         ),
     ),
     "gpt2": Family(  # tied; what its blocks multiply by is Conv1D's
         name="GPT2",
         sizes=_GPT2,
         model="LMHeadModel",
-        found="attention: none\nembedding: transformer.wte, transformer.wpe\nlinear: lm_head",
+        found=(
+            "attention: none\nembedding: transformer.wte, transformer.wpe\nlinear: lm_head\n"
+            f"left alone: transformer.h.*.attn (2), a GPT2Attention, {_UNKNOWN}"
+        ),
     ),
-    "olmo2": Family(name="Olmo2", sizes=_SIZES | {"head_dim": None}, found=f"{_GENERIC}, {_MLP}"),
+    "olmo2": Family(
+        name="Olmo2",
+        sizes=_SIZES | {"head_dim": None},
+        found=(f"{_GENERIC}, {_MLP}\nleft alone: model.layers.*.self_attn (2), a Olmo2Attention, {_UNKNOWN}"),
+    ),
     "qwen3-moe": Family(
         name="Qwen3Moe",
         sizes=_SIZES | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
-        found=_GENERIC,
+        found=f"{_GENERIC}\nleft alone: model.layers.*.self_attn (2), a Qwen3MoeAttention, {_UNKNOWN}",
     ),
     "bert": Family(
         name="Bert",
@@ -109,7 +119,8 @@ FAMILIES = {
             + "\nlinear: classifier, "
             + ", ".join(f"bert.encoder.layer.*.attention.self.{each} (2)" for each in ("query", "key", "value"))
             + ", bert.encoder.layer.*.attention.output.dense (2), bert.encoder.layer.*.intermediate.dense (2), "
-            "bert.encoder.layer.*.output.dense (2), bert.pooler.dense"
+            "bert.encoder.layer.*.output.dense (2), bert.pooler.dense\n"
+            f"left alone: bert.encoder.layer.*.attention (2), a BertAttention, {_UNKNOWN}"
         ),
     ),
 }
