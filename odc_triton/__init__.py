@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .errors import RankLost as RankLost
     from .errors import RanksDiffer as RanksDiffer
     from .footprint import memory_plan as memory_plan
+    from .head import log_probs as log_probs
     from .replace import replace_layers as replace_layers
     from .sharding import fully_shard as fully_shard
     from .verification import verify as verify
@@ -41,6 +42,7 @@ _HOME = {
     **dict.fromkeys(_ERRORS, "odc_triton.errors"),
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "fully_shard": "odc_triton.sharding",
+    "log_probs": "odc_triton.head",
     "memory_plan": "odc_triton.footprint",
     "replace_layers": "odc_triton.replace",
     "verify": "odc_triton.verification",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 PRODUCTS = "matrix products"
 ATTENTION = "attention"
-KERNELS = "our kernels"
+KERNELS = "our operators"
 OTHER = "other compute"
 OPTIMIZER = "optimizer"
 ACCUMULATE = "accumulate"

@@ -18,6 +18,9 @@ BACKENDS = ("eager", "triton")
 STRATEGIES = ("gathered", "direct", "staged")
 WGRADS = ("split", "fused")
 
+# The operators of two roles of `replace_layers` have names of their own.
+_ALIASES = {"head": "log_probs", "attention": "qkv"}
+
 # What each operator can be told. A word that only other operators know says nothing to it.
 WORDS = {
     "linear": {*BACKENDS, *STRATEGIES, *WGRADS},
@@ -82,9 +85,11 @@ def parse(text: str) -> dict[str, tuple[str, ...]]:
     told: set[str] = set()
     for item in filter(None, (part.strip() for part in text.split(","))):
         operator, equals, words = item.rpartition("=")
-        names = [operator.strip()] if equals else list(WORDS)
+        names = [_ALIASES.get(operator.strip(), operator.strip())] if equals else list(WORDS)
         if names[0] not in WORDS:
-            raise ValueError(f"{item!r}: there is no operator {operator!r}; there are {', '.join(WORDS)}")
+            raise ValueError(
+                f"{item!r}: there is no operator {operator!r}; there are {', '.join(WORDS)}, as in 'linear=eager'"
+            )
         given = tuple(word.strip() for word in words.split("/"))
         for kind in (BACKENDS, STRATEGIES, WGRADS):
             if len(set(given) & set(kind)) > 1:

@@ -88,6 +88,7 @@ class FusedLogits:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> FusedLogits:
+        kwargs.pop("copy", None)
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         elsewhere = device is not None and torch.device(device) != self.device
         if elsewhere or dtype not in (None, torch.float32):
@@ -172,6 +173,22 @@ pytree.register_pytree_node(
 )
 
 
+def log_probs(logits: torch.Tensor | FusedLogits, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
+    """Log-probabilities of `targets` [...] and the entropy under logits [..., V], made or not: in training a fused head
+    gives `FusedLogits`, in evaluation, as any other head, the numbers.
+    """
+    if isinstance(logits, FusedLogits):
+        return logits.log_probs(targets, ignore_index=ignore_index)
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"targets are {tuple(targets.shape)}; with logits of {tuple(logits.shape)} give {tuple(logits.shape[:-1])}"
+        )
+    every = logits.float().log_softmax(-1)
+    ignored = targets == ignore_index
+    logp = every.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1).masked_fill(ignored, 0.0)
+    return TokenLogProbs(logp=logp, entropy=-(every.exp() * every).sum(-1))
+
+
 def _cross_entropy(
     input: FusedLogits,
     target: torch.Tensor,
@@ -187,8 +204,8 @@ def _cross_entropy(
         raise _refused("cross_entropy with probabilities as targets")
     given = {"weight": weight, "size_average": size_average, "reduce": reduce, "label_smoothing": label_smoothing}
     for name, value in given.items():
-        if value:
-            raise _refused(f"cross_entropy with {name}={value}")
+        if isinstance(value, torch.Tensor) or value:
+            raise _refused(f"cross_entropy with {name}={'a tensor' if isinstance(value, torch.Tensor) else value}")
     if input.ndim > 2:
         raise _refused(f"cross_entropy of {input.ndim} dimensions, whose second are the classes")
     loss = -input.log_probs(target, ignore_index=ignore_index).logp

@@ -58,6 +58,13 @@ class ProfileOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.token_cap < 2:
             raise ValueError(f"token_cap is {self.token_cap}; a sample needs a token to predict and one before it: 2")
+        for name, path in (("init", self.init), ("lengths", self.lengths)):
+            if path is not None and not Path(path).exists():
+                raise ValueError(f"{name} is {path}: there is no such file")
+        if self.lengths is not None:
+            read_lengths(self.lengths, self.token_cap)
+        if Path(self.out).exists() and (not Path(self.out).is_dir() or any(Path(self.out).iterdir())):
+            raise ValueError(f"out is {self.out}, which is a file or not empty; give a new folder")
 
 
 def read_lengths(path: str, token_cap: int) -> list[int]:

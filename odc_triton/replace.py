@@ -68,13 +68,17 @@ def replace_layers(
     A layer of another structure than ours computes is left alone, with the reason. Raises ValueError for an unknown
     role or choice, RuntimeError for a model that is sharded already.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"replace_layers takes an nn.Module, not {model!r:.60}")
     if any(is_sharded(module) for module in model.modules()):
         raise RuntimeError("replace_layers comes before fully_shard: layers of a sharded model can't be swapped")
     parse(choice)
+    if roles is None:
+        raise ValueError(f"roles is None; give some of {', '.join(_ROLES)}, or leave it out")
     roles = [roles] if isinstance(roles, str) else list(roles)
     unknown = [role for role in roles if role not in _ROLES]
     if unknown:
-        raise ValueError(f"roles {unknown} are not known; known are {', '.join(_ROLES)}")
+        raise ValueError(f"roles {unknown} are not known; known are {', '.join(_ROLES)}; give a list of them")
     replaced = Replaced()
     for role in _ROLES:
         if role in roles:
@@ -192,12 +196,19 @@ def _replace_head(model: nn.Module, choice: str, replaced: Replaced) -> None:
         return
     if isinstance(head, LMHead):
         return
-    why = _unlike_a_head(head)
+    why = _unlike_a_head(head) or _changes_logits(model)
     if why:
         replaced.left[names[id(head)]] = why
         return
     head.__class__, head.choice = LMHead, choice
     replaced.swapped["head"].append(names[id(head)])
+
+
+def _changes_logits(model: nn.Module) -> str | None:
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config.get_text_config(), "final_logit_softcapping", None):
+        return f"{type(model).__name__} caps its logits by a tanh, which needs them"
+    return None
 
 
 def _unlike_a_head(head: nn.Module) -> str | None:

@@ -110,6 +110,7 @@ def fully_shard(
                     f"{entry.name} is tied to a weight that was sharded on its own and is never whole: call "
                     f"fully_shard on what holds both, not on the tied layer"
                 )
+        on_demand = {slot for slot, entry in enumerate(found) if _is_read_on_demand(entry, device)}
         specs = [_spec(entry, policy) for entry in found]
         device.check(specs)
     except Exception as error:  # the other ranks, whose models may be fine, must not wait for this one
@@ -131,7 +132,6 @@ def fully_shard(
     streams = device.streams()
     accumulator = device.accumulator(heap, streams, meetings.timeout_s)
     staging = Staging()
-    on_demand = {slot for slot, entry in enumerate(found) if _is_read_on_demand(entry, device)}
     wholes = _whole_tensors(plan, heap, streams, on_demand)
     places = zip(plan.parameters, plan.compute, plan.gradient, wholes, strict=True)
     parameters = [

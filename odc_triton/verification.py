@@ -14,6 +14,7 @@ from torch import nn
 from .errors import OdcError
 from .local_shards import LocalShards
 from .module import is_sharded
+from .nn import LMHead
 from .on_owners import ReadsOnDemand
 from .replace import own_layers
 
@@ -33,6 +34,8 @@ class Verified:
 
     def __str__(self) -> str:
         name, difference = self.worst
+        if difference == 0:
+            return f"loss {self.loss:.6g} and all {self.gradients} gradients as with its own layers, bit for bit"
         return (
             f"loss {self.loss:.6g}, with its own layers {self.plain_loss:.6g}; of {self.gradients} gradients the most "
             f"different is {name}, by {difference:.1e}"
@@ -56,6 +59,16 @@ def verify(
     """
     if any(is_sharded(module) for module in model.modules()):
         raise ValueError("verify comes before fully_shard: it needs whole parameters")
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batch is a {type(batch).__name__}; give a mapping such as {{'input_ids': …, 'labels': …}}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("verify needs weights with values: the model is on meta; load or initialise it first")
+    for name, module in model.named_modules():
+        if isinstance(module, LMHead) and not module.training:
+            raise ValueError(
+                f"the head {name} is in evaluation, where it makes plain logits and nothing of it is verified: call "
+                f"model.train() first (from_pretrained returns a model in evaluation)"
+            )
     plain = copy.deepcopy(model)
     if own_layers(plain) == 0:
         raise ValueError("none of the model's layers is replaced: call replace_layers first")
@@ -109,9 +122,16 @@ def _gradients(
     model: nn.Module, batch: Mapping[str, Any], measure: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
 ) -> tuple[float, dict[str, torch.Tensor]]:
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not named:
+        raise ValueError("none of the model's parameters trains: there is no gradient to compare")
     devices = {parameter.device for parameter in named.values() if parameter.is_cuda}
     with torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(0)
         loss = measure(model, batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"loss= gave {shape}; give a scalar tensor")
+    if not loss.isfinite():
+        raise ValueError(f"the loss is {loss.item()}: has the batch a label that is not ignored?")
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return float(loss.detach()), {name: g for name, g in zip(named, found, strict=True) if g is not None}

@@ -1,3 +1,17 @@
 """Decides, before anything imports triton, where kernels run: see bench/operators/place.py."""
 
+import sys
+from collections.abc import Iterator
+
+import pytest
+
 from .kernels import place as place
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_stays() -> Iterator[None]:
+    """A test that shards a model in this process makes a world of one, as a notebook does."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()

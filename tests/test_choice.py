@@ -270,3 +270,7 @@ def test_kernels_on_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatc
         assert choose("qkv", shape=shape, tokens=1, topology="cpu", given="linear=triton").backend == "eager"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert choose("linear", shape=(7919, 0), tokens=1, topology="cpu", given="triton").backend == "triton"
+
+
+def test_roles_are_names_of_their_operators_too() -> None:
+    assert parse("head=eager,attention=triton/direct") == parse("log_probs=eager,qkv=triton/direct")

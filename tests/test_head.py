@@ -295,3 +295,42 @@ def test_a_quarter_of_the_memory() -> None:
     head.zero_grad()
     plain = peak_bytes(lambda: F.cross_entropy(F.linear(h, head.weight), targets).backward())
     assert fused <= plain / 4
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_log_probs_of_logits_that_are_made_or_not(training: bool) -> None:
+    """As an RL loss takes them: of the policy in training, of a reference in evaluation."""
+    from odc_triton import log_probs
+
+    plain, ours = build("llama"), build("llama")
+    replace_layers(ours, roles=["head"], verbose=False)
+    ids = torch.randint(3, 97, (2, 7), generator=torch.Generator().manual_seed(0))
+    targets = ids.roll(-1, 1)
+    targets[:, -1] = -100
+    ours.train(training)
+    want = log_probs(plain(input_ids=ids).logits, targets)
+    got = log_probs(ours(input_ids=ids).logits, targets)
+    every = plain(input_ids=ids).logits.log_softmax(-1)
+    picked = every.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (targets != -100)
+    for of in (want, got):  # fp32 sums in another order
+        torch.testing.assert_close(of.logp, picked, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(of.entropy, -(every.exp() * every).sum(-1), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"targets are \(2, 6\)"):
+        log_probs(plain(input_ids=ids).logits, targets[:, 1:])
+
+
+def test_a_label_that_is_no_word() -> None:
+    model = build("llama")
+    replace_layers(model, roles=["head"], verbose=False)
+    for label in (97, -1):
+        with pytest.raises(IndexError, match=rf"target {label} is no row of a vocabulary of 97; ignored is -100"):
+            model.train()(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, label, 7]]))
+
+
+def test_a_model_that_caps_its_logits_keeps_its_head() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 97, "head_dim": 16}
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    replaced = replace_layers(model, roles=["head"], verbose=False)
+    assert replaced.left == {"lm_head": "Gemma2ForCausalLM caps its logits by a tanh, which needs them"}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -84,3 +87,32 @@ def test_what_cant_be_compared() -> None:
         verify(_replaced(), {"input_ids": _batch()["input_ids"]})
     with pytest.raises(ValueError, match="before fully_shard"):
         verify(fully_shard(_replaced(), backend="cpu"), _batch())
+
+
+@pytest.mark.parametrize(
+    ("change", "batch", "loss", "words"),
+    [
+        (lambda model: model.eval(), {}, None, r"the head lm_head is in evaluation.*call model.train\(\)"),
+        (lambda model: model.to("meta"), {}, None, "the model is on meta"),
+        (lambda model: model.requires_grad_(False), {}, None, "none of the model's parameters trains"),
+        (lambda model: None, torch.zeros(2), None, "batch is a Tensor; give a mapping"),
+        (lambda model: None, {}, lambda model, batch: torch.zeros(3, requires_grad=True), r"loss= gave \(3,\)"),
+        (lambda model: None, {"labels": torch.full((1, 5), -100)}, None, "the loss is nan: has the batch a label"),
+    ],
+)
+def test_what_cannot_be_verified(change: Callable, batch: Any, loss: Callable | None, words: str) -> None:
+    model = build("llama").train()
+    replace_layers(model, roles=["head", "linear"], verbose=False)
+    change(model)
+    ids = torch.tensor([[4, 5, 6, 7, 8]])
+    whole = {"input_ids": ids, "labels": ids} | batch if isinstance(batch, dict) else batch
+    with pytest.raises(ValueError, match=words):
+        verify(model, whole, loss=loss)
+
+
+def test_equal_bit_for_bit_is_said() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    replace_layers(model, verbose=False)
+    model.extra = nn.Parameter(torch.ones(()))
+    told = verify(model, {}, loss=lambda model, batch: model(torch.ones(1, 3)).sum() * 0 + model.extra)
+    assert "bit for bit" in str(told)

@@ -36,10 +36,17 @@ def token_log_probs(
     three numbers per token, of an unsharded head its weight; never a gathered one, and logits are made again. A second
     derivative is refused.
 
-    Raises ValueError for other shapes and dtypes, and for a choice that is not known or can't run here.
+    Raises IndexError for a target that is no row (on a GPU its logp is NaN), ValueError for other shapes and dtypes,
+    and for a choice that is not known or can't run here.
     """
     if targets.shape != h.shape[:-1]:
         raise ValueError(f"targets are {tuple(targets.shape)}; with h of {tuple(h.shape)} give {tuple(h.shape[:-1])}")
+    if not (h.is_cuda or torch.compiler.is_compiling()):  # on a GPU nothing waits: such a target's logp is NaN
+        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= weight.shape[0]))]
+        if wrong.numel():
+            raise IndexError(
+                f"target {int(wrong[0])} is no row of a vocabulary of {weight.shape[0]}; ignored is {ignore_index}"
+            )
     flat = h.reshape(-1, h.shape[-1]).to(weight.dtype).contiguous()
     handle = getattr(weight, "_odc_handle", None)
     logp, entropy, _ = torch.ops.odc.token_log_probs(
