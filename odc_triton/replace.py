@@ -157,6 +157,9 @@ def _replace_linear(model: nn.Module, choice: str, replaced: Replaced) -> None:
             continue
         module.__class__, module.choice = Linear, choice
         replaced.swapped["linear"].append(name)
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Conv1D":  # GPT-2's: what it multiplies by is a weight transposed
+            replaced.left[name] = "a Conv1D and no Linear"
 
 
 def _replace_embedding(model: nn.Module, choice: str, replaced: Replaced) -> None:

@@ -96,7 +96,9 @@ FAMILIES = {
         model="LMHeadModel",
         found=(
             "attention: none\nembedding: transformer.wte, transformer.wpe\nlinear: lm_head\n"
-            f"left alone: transformer.h.*.attn (2), a GPT2Attention, {_UNKNOWN}"
+            f"left alone: transformer.h.*.attn (2), a GPT2Attention, {_UNKNOWN}\n"
+            "left alone: transformer.h.*.attn.c_attn (2), transformer.h.*.attn.c_proj (2), "
+            "transformer.h.*.mlp.c_fc (2), transformer.h.*.mlp.c_proj (2), a Conv1D and no Linear"
         ),
     ),
     "olmo2": Family(
