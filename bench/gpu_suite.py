@@ -1,6 +1,6 @@
 """Everything that only a GPU can tell, by one command: for a machine with a GPU, without network, in under 9 minutes.
 
-    python -m bench.gpu_suite [--out bench/results] [--stages tests kernels] [--seconds 520]
+    python -m bench.gpu_suite [--out bench/results] [--stages tests kernels step] [--seconds 520]
 
 Stages, in order of worth; each writes FOLDER/gpu_<stage>.json and .md as it ends, so that a run that is cut short keeps
 what it has:
@@ -9,6 +9,8 @@ what it has:
               one GPU through real symmetric memory (exact contention, the engine against plain torch), kernels against
               references on new random inputs
     kernels   bench.run: the kernels' benchmark, with its own checks
+    step      minibatches of a model of Qwen2.5-1.5B's shape, random weights, by one and by two ranks on one GPU, with
+              own and with replaced layers: where the time goes (`odc-triton profile`)
 
 Exits with 0 if every stage passed, 1 if not, 2 without a GPU.
 """
@@ -41,6 +43,26 @@ TESTS = (
     "tests/kernels",
 )
 TESTS_SHARE = 0.6  # of the time that is left
+STAGES = ("tests", "kernels", "step")
+QWEN_1_5B = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+# Of the step: ranks, and how the model is changed.
+STEPS = {
+    "1 rank": (1, []),
+    "1 rank, replaced layers": (1, ["--replace-layers", "--fused-head"]),
+    "2 ranks": (2, []),
+    "2 ranks, replaced layers": (2, ["--replace-layers", "--fused-head"]),
+}
 _TAIL_LINES = 40
 
 
@@ -173,6 +195,31 @@ def run_kernels(out: Path, environment: dict[str, str], seconds: float) -> Outco
     )
 
 
+def run_steps(config: dict[str, Any], given: list[str], environment: dict[str, str], seconds: float) -> Outcome:
+    """`odc-triton profile` for each of STEPS, as far as they come in the time. `given`: its other options."""
+    begin_s = time.monotonic()
+    details: list[str] = []
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        init = Path(scratch) / "config.json"
+        init.write_text(json.dumps(config))
+        for number, (name, (ranks, changes)) in enumerate(STEPS.items()):
+            out = Path(scratch) / str(number)
+            command = [sys.executable, "-m", "odc_triton.cli", "profile", "--init", str(init), "--out", str(out)]
+            left_s = seconds - (time.monotonic() - begin_s)
+            code, text = run([*command, "--ranks", str(ranks), *changes, *given], environment, max(left_s, 1))
+            report = out / "profile.json"
+            found[name] = json.loads(report.read_text()) if code == 0 and report.exists() else {"exit": code}
+            details += [f"## {name}", "", "```", *text.splitlines()[-_TAIL_LINES:], "```", ""]
+    return Outcome(
+        stage="step",
+        passed=all("ranks" in each for each in found.values()),
+        seconds=time.monotonic() - begin_s,
+        details=details,
+        data={"steps": found},
+    )
+
+
 def write(outcome: Outcome, about: dict[str, Any], out: Path) -> None:
     """FOLDER/gpu_<stage>.json and .md."""
 
@@ -188,7 +235,7 @@ def write(outcome: Outcome, about: dict[str, Any], out: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results")
-    parser.add_argument("--stages", nargs="*", choices=("tests", "kernels"), default=["tests", "kernels"])
+    parser.add_argument("--stages", nargs="*", choices=STAGES, default=list(STAGES))
     parser.add_argument("--seconds", type=float, default=520, help="for everything together")
     options = parser.parse_args()
     import torch
@@ -218,8 +265,12 @@ def main() -> int:
                 more_follow = number + 1 < len(options.stages)
                 seconds = left_s * TESTS_SHARE if more_follow else left_s
                 outcome = run_tests(list(TESTS), "gpu", environment, seconds)
+            elif stage == "kernels":
+                more_follow = number + 1 < len(options.stages)
+                outcome = run_kernels(options.out, environment, left_s * TESTS_SHARE if more_follow else left_s)
             else:
-                outcome = run_kernels(options.out, environment, left_s)
+                given = ["--dtype", "bf16", "--token-cap", "8192", "--samples-per-rank", "2"]
+                outcome = run_steps(QWEN_1_5B, given, environment, left_s)
             write(outcome, about, options.out)
             print("\n".join([f"== {stage}: {'passed' if outcome.passed else 'FAILED'}", *outcome.details]), flush=True)
             passed = passed and outcome.passed

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.gpu_suite import ROOT, Outcome, install, run_tests, write
+from bench.gpu_suite import QWEN_1_5B, ROOT, Outcome, install, run_steps, run_tests, write
 
 
 def _paths(folder: Path) -> list[str]:
@@ -67,6 +67,21 @@ def test_files(tmp_path: Path) -> None:
     assert "FAILED" in text
     assert "commit: abc" in text
     assert "one line" in text
+
+
+@pytest.mark.slow
+def test_steps_are_profiled() -> None:
+    """The stage as it is but for its model and the device."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 128}
+    config = QWEN_1_5B | sizes | {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+    given = ["--token-cap", "32", "--samples-per-rank", "1", "--minibatches", "1"]
+    outcome = run_steps(config, given, dict(os.environ), 200)
+    assert outcome.passed, outcome.details
+    assert [len(step["ranks"]) for step in outcome.data["steps"].values()] == [1, 1, 2, 2]
+    assert sum("matrix products" in line for line in outcome.details) == 4
+    broken = run_steps(config, ["--token-cap", "1"], dict(os.environ), 60)
+    assert not broken.passed
+    assert "token_cap is 1" in "\n".join(broken.details)
 
 
 def test_installed_without_network(tmp_path: Path) -> None:
