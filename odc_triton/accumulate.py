@@ -15,7 +15,7 @@ from odc_kernels.peers import PeerShards
 
 from .errors import DeadlineExceeded
 from .memory.shm import SharedMemoryHeap
-from .on_owners import AddRows
+from .on_owners import AddRows, add_rows
 from .streams import Streams
 
 _NAP_S = 20e-6
@@ -90,7 +90,7 @@ class LockedAccumulator(Accumulator):
 
     def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> AddRows:
         @torch.no_grad()
-        def add_rows(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+        def add_under_lock(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
             begin_s = stuck_until_s = time.monotonic()
             with record_function("odc.accumulate"), self._threads.setdefault(target.slot, threading.Lock()):
                 while not self._try_add(rows, target, owner, at):
@@ -100,17 +100,13 @@ class LockedAccumulator(Accumulator):
             if stuck_until_s - begin_s > _LONG_WAIT_S:
                 waited([(begin_s, stuck_until_s)])
 
-        return add_rows
+        return add_under_lock
 
     def _try_add(self, rows: torch.Tensor, target: Target, owner: int, at: int | torch.Tensor = 0) -> bool:
         if not self._heap.try_lock(target.slot, owner):
             return False
-        shard = target.shards[owner]
         try:
-            if isinstance(at, torch.Tensor):
-                shard.index_add_(0, at, rows.to(shard.dtype))
-            else:
-                shard[at : at + len(rows)].add_(rows)
+            add_rows(target.shards[owner], at, rows)
         finally:
             self._heap.unlock(target.slot, owner)
         return True

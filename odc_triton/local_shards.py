@@ -10,7 +10,7 @@ from odc_kernels.peers import PeerShards, split
 from odc_kernels.staged import StagedWeight
 
 from .handles import handle_of
-from .on_owners import AddRows
+from .on_owners import AddRows, add_rows
 from .staging import Staging
 
 
@@ -51,7 +51,7 @@ class LocalShards:
         return PeerShards.of(self._shards, shape=self.shape, aligned=self.leaf.is_cuda)
 
     def parts(self, strategy: str) -> list[torch.Tensor]:
-        return self._shards if strategy == "direct" else [torch.cat(self._shards)]
+        return self._shards if strategy == "direct" else [self.read()]
 
     def read(self) -> torch.Tensor:
         return torch.cat(self._shards)
@@ -76,11 +76,7 @@ class LocalShards:
 
     @torch.no_grad()
     def _add_rows(self, owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
-        shard = self._gradient_shards[owner]
-        if isinstance(at, torch.Tensor):
-            shard.index_add_(0, at, rows.to(shard.dtype))
-        else:
-            shard[at : at + len(rows)].add_(rows)
+        add_rows(self._gradient_shards[owner], at, rows)
 
     @torch.no_grad()
     def add_gradient(self, gradient: torch.Tensor | None) -> None:

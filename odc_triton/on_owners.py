@@ -14,6 +14,14 @@ AddRows = Callable[[int, "int | torch.Tensor", torch.Tensor], None]
 """`add_rows(owner, at, rows)`: adds rows to those of an owner from `at` on, or to those whose numbers `at` holds."""
 
 
+def add_rows(shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+    """Adds to an owner's shard as `AddRows` says; nobody else may add to it meanwhile."""
+    if isinstance(at, torch.Tensor):
+        shard.index_add_(0, at, rows.to(shard.dtype))
+    else:
+        shard[at : at + len(rows)].add_(rows)
+
+
 class OnOwners(Protocol):
     """A parameter [N, ...] whose rows lie on `world` owners, split as `torch.chunk` splits.
 

@@ -345,7 +345,12 @@ def _check_peers(meetings: Meetings, device: CpuBackend, devices: list[str | Non
 
     A container may hide from one rank what another sees, so they tell each other.
     """
-    problems = [theirs["problem"] for theirs in meetings.meet(_PEERS, {"problem": device.unusable_peers(devices)})]
+    try:
+        problem = device.unusable_peers(devices)
+    except Exception as error:  # a driver that can't be asked: the other ranks must not wait for this one
+        meetings.tell(_PEERS, {"problem": f"it can't tell: {type(error).__name__}: {error}"})
+        raise
+    problems = [theirs["problem"] for theirs in meetings.meet(_PEERS, {"problem": problem})]
     for rank, problem in enumerate(problems):
         if problem is not None:
             raise RuntimeError(f"fully_shard: rank {rank} finds that {problem}")

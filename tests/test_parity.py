@@ -26,7 +26,7 @@ DEALS = {
 # Attention biases of keys have no gradient in exact arithmetic where no RoPE follows: rounding is all there is, and
 # AdamW blows it up to full steps (GPT-2's c_attn.bias holds them).
 ZERO_GRADIENT = ("c_attn.bias",)
-# With RoPE their gradient is small beside its summands: its rounding, and what AdamW makes of it, is ten times others'.
+# With RoPE their gradient is small beside its summands, and AdamW makes full steps of its rounding: 1.1e-4 was seen.
 FAINT_GRADIENT = ("k_proj.bias",)
 
 
@@ -176,7 +176,7 @@ def compare(
         assert whole_model_error(weights, want) <= 1e-5
         for key, weight in want.items():
             if weight.numel() and not key.endswith(ZERO_GRADIENT):
-                limit = 1e-3 if key.endswith(FAINT_GRADIENT) else 1e-4
+                limit = 3e-4 if key.endswith(FAINT_GRADIENT) else 1e-4
                 assert relative(weights[key], weight) <= limit, key
         torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=0)
 

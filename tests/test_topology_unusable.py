@@ -103,20 +103,33 @@ def test_pairs_by_reason() -> None:
     assert len({reason for reason, _ in reasons}) == len(reasons)  # a reason has one remedy
 
 
-def _one_rank_finds(rank: int, world: int) -> str:
+def _one_rank_finds(rank: int, world: int, breaks: bool) -> str:
     from torch import nn
 
     from odc_triton import fully_shard
     from odc_triton.backend import CpuBackend
 
+    def find(self: CpuBackend, devices: list[str | None]) -> str:
+        if breaks:
+            raise OSError("no answer")
+        return "GPU0 and GPU1 can't be peers. Use one"
+
     if rank == 1:
-        CpuBackend.unusable_peers = lambda self, devices: "GPU0 and GPU1 can't be peers. Use one"
+        CpuBackend.unusable_peers = find
     try:
         fully_shard(nn.Linear(2, 2))
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         return str(error)
     return "sharded"
 
 
 def test_all_ranks_refuse_what_one_of_them_finds() -> None:
-    assert ranks.run(_one_rank_finds, 2) == ["fully_shard: rank 1 finds that GPU0 and GPU1 can't be peers. Use one"] * 2
+    assert (
+        ranks.run(_one_rank_finds, 2, False)
+        == ["fully_shard: rank 1 finds that GPU0 and GPU1 can't be peers. Use one"] * 2
+    )
+
+
+def test_a_driver_that_cannot_be_asked_keeps_nobody_waiting() -> None:
+    told = ["fully_shard: rank 1 finds that it can't tell: OSError: no answer", "no answer"]
+    assert ranks.run(_one_rank_finds, 2, True, timeout_s=30) == told

@@ -1,13 +1,10 @@
-"""Records to samples: the reader, the samples, the stored data set, the corpus, the tokenizer."""
+"""Records to samples: the reader, the samples, the stored data set."""
 
 from __future__ import annotations
 
-import ast
 import json
-import string
 import subprocess
 import sys
-import sysconfig
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,17 +16,8 @@ from hypothesis import strategies as st
 from odc_triton.train.atomic import atomic_file
 from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.train.records import DataError, read_records
-from odc_triton.train.stdlib_corpus import build_corpus, write_corpus
 from odc_triton.train.tokenizer import (
-    COMPLETION,
-    END,
-    PROMPT,
-    SPECIAL_TOKENS,
     TextEncoder,
-    load_tokenizer,
-    save_tokenizer,
-    to_transformers,
-    train_tokenizer,
 )
 
 # One id per character, so that samples can be written down by hand. 1 ends, 2 to 4 stand before the parts.
@@ -378,234 +366,6 @@ def test_options_are_checked_and_explained():
         with pytest.raises(ValueError, match=message):
             DataOptions(**wrong)
     assert all(option.metadata["help"] for option in fields(DataOptions))
-
-
-# --- the standard library as a corpus -----------------------------------------------------------------------
-
-TRAPS = '''
-import this_module_does_not_exist
-
-if True:
-    @decorator(
-        1,
-    )
-    async def fetch(
-        url: str,
-    ) -> bytes:
-        """Fetch it.
-\x0c
-At column 0.
-        """
-        # why
-        text = """
-at column 0
-        """
-
-        def inner():
-            """Inside another function."""
-            return 1
-        return inner()
-
-class Outer:
-    """A class."""
-
-    field = 1
-
-    def documented(self):
-        r"""Says \\d."""
-        return 2
-
-    def undocumented(self):
-        return 3
-
-    class Inner: "On one line."
-
-    def only_documented(self):
-        """Nothing follows."""
-
-def one_line(): "Doc."; return 4
-def empty_doc():
-    ""
-    return 5
-'''
-
-FETCH = (
-    '@decorator(\n    1,\n)\nasync def fetch(\n    url: str,\n) -> bytes:\n    """Fetch it.\n'
-    '\x0c\nAt column 0.\n    """\n',
-    '    # why\n    text = """\nat column 0\n    """\n\n    def inner():\n'
-    '        """Inside another function."""\n        return 1\n    return inner()\n',
-)
-OUTER = (
-    'class Outer:\n    """A class."""\n',
-    "\n    field = 1\n\n    def documented(self):\n"
-    '        r"""Says \\d."""\n        return 2\n\n    def undocumented(self):\n        return 3\n\n'
-    '    class Inner: "On one line."\n\n    def only_documented(self):\n        """Nothing follows."""\n',
-)
-DOCUMENTED = ('def documented(self):\n    r"""Says \\d."""\n', "    return 2\n")
-
-
-def function(name: str, text: str = "é") -> str:
-    return f'def {name}():\n    """{text}"""\n    return "{text}"\n'
-
-
-def test_corpus_of_a_tree_with_traps(tmp_path):
-    for name, content in {
-        "b.py": TRAPS,
-        "a/z.py": function("z"),
-        "a/copy_of_z.py": function("z") + "\n" + function("other"),
-        "a.py": function("first").replace("\n", "\r\n"),
-        "latin.py": b"# coding: latin-1\n" + function("latin").encode("latin-1"),
-        "not_utf8.py": function("bad").encode("latin-1"),
-        "unknown_coding.py": b"# coding: klingon\n",
-        "syntax_error.py": function("bad") + "print 1\n",
-        "nul.py": function("bad") + "\0",
-        "deep.py": function("bad") + "-" * 100_000 + "1",
-        "escape.py": 'def escape():\n    "Doc."\n    return "\\d"\n',
-        "notes.txt": function("bad"),
-        "test/t.py": function("bad"),
-        "a/site-packages/s.py": function("bad"),
-    }.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    records, summary = build_corpus(tmp_path)
-
-    def pair(name: str) -> tuple[str, str]:
-        return f'def {name}():\n    """é"""\n', '    return "é"\n'
-
-    assert [(record["prompt"], record["completion"]) for record in records] == [
-        pair("first"),
-        FETCH,
-        OUTER,
-        DOCUMENTED,
-        ('def escape():\n    "Doc."\n', '    return "\\d"\n'),
-        pair("latin"),
-        pair("z"),
-        pair("other"),
-    ]
-    assert (summary.files, summary.skipped_files, summary.records, summary.duplicates) == (11, 5, 8, 1)
-
-    path = tmp_path / "out" / "corpus.jsonl"
-    assert write_corpus(path, tmp_path) == summary
-    assert [{"prompt": record.prompt, "completion": record.completion} for record in read_records(path)] == records
-
-
-def test_corpus_of_nothing_is_refused(tmp_path):
-    (tmp_path / "a.py").write_text("def f(): return 1\n")
-    with pytest.raises(ValueError, match=r"has 1 Python files \(0 unreadable\) and no documented"):
-        build_corpus(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def some_corpus() -> list[dict[str, str]]:
-    """A folder of the standard library, so that the test takes no second."""
-    return build_corpus(Path(sysconfig.get_path("stdlib"), "asyncio"))[0]
-
-
-def test_corpus_of_real_sources_is_source(some_corpus):
-    assert len(some_corpus) > 100
-    for record in some_corpus:
-        (node,) = ast.parse(record["prompt"] + record["completion"]).body
-        (asked,) = ast.parse(record["prompt"]).body
-        assert ast.get_docstring(asked) == ast.get_docstring(node)
-        assert asked.name == node.name
-        assert len(asked.body) == 1 < len(node.body)
-
-
-# --- the tokenizer ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def trained(some_corpus):
-    pytest.importorskip("tokenizers")
-    return train_tokenizer((record["completion"] for record in some_corpus), vocab_size=600)
-
-
-def test_training_is_repeatable_and_keeps_its_size(trained, some_corpus):
-    texts = [record["completion"] for record in some_corpus]
-    assert train_tokenizer(texts, vocab_size=600).to_str() == trained.to_str()
-    assert trained.get_vocab_size() == 600
-    assert [trained.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3]
-    assert train_tokenizer([], vocab_size=300).get_vocab_size() == 260
-    with pytest.raises(ValueError, match=r"vocab_size is 259 tokens; .* need 260"):
-        train_tokenizer(texts, vocab_size=259)
-
-
-def test_training_reads_no_more_than_its_sample():
-    read = []
-
-    def texts():
-        for letter in string.ascii_letters:
-            read.append(letter)
-            yield letter * 10
-
-    train_tokenizer(texts(), vocab_size=300, sample_bytes=35)
-    assert read == ["a", "b", "c", "d"]
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-def test_every_text_comes_back(trained, text):
-    (ids,) = TextEncoder.of(trained).encode_batch([text])
-    assert trained.decode(ids, skip_special_tokens=False) == text
-
-
-def test_file_and_transformers_give_the_same_samples(trained, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    path = write_lines(
-        tmp_path / "data.jsonl",
-        {"prompt": "def f():\n", "completion": "    return 1\n"},
-        {"text": "import é"},
-    )
-    save_tokenizer(trained, tmp_path / "tokenizer.json")
-    to_transformers(trained).save_pretrained(tmp_path / "model")
-    expected = samples_of(tokenize_file(path, TextEncoder.of(trained)))
-    loaded = load_tokenizer(tmp_path / "tokenizer.json")
-    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
-    for tokenizer in (loaded, to_transformers(loaded), auto):
-        assert samples_of(tokenize_file(path, TextEncoder.of(tokenizer))) == expected
-    (ids, labels), (text_ids, text_labels) = expected
-    assert loaded.decode(ids, skip_special_tokens=False) == (f"{PROMPT}def f():\n{COMPLETION}    return 1\n{END}")
-    learned = [label for label in labels if label != -100]
-    assert loaded.decode(learned, skip_special_tokens=False) == f"    return 1\n{END}"
-    assert ids[-len(learned) :] == learned
-    assert text_labels == text_ids
-    assert (auto.eos_token, auto.pad_token_id) == (END, 1)
-
-
-def test_model_tokenizer_keeps_its_beginning_of_sequence():
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "?": 3}, unk_token="?"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    options = {"bos_token": "<s>", "eos_token": "</s>"}
-    plain = TextEncoder.of(transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options))
-    assert (plain.before_text, plain.before_prompt, plain.before_completion) == ((), (), ())
-    words.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    begun = TextEncoder.of(transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options))
-    assert (begun.before_text, begun.before_prompt, begun.before_completion) == ((0,), (0,), ())
-    assert (begun.encode_batch(["a a"]), begun.end_id) == ([[2, 2]], 1)
-    del options["eos_token"]
-    with pytest.raises(ValueError, match="has no end-of-sequence token; set its eos_token"):
-        TextEncoder.of(transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options))
-    with pytest.raises(ValueError, match=r"has no token '<\|end\|>'"):
-        TextEncoder.of(words)
-    words.enable_padding()
-    with pytest.raises(ValueError, match=r"call its no_padding\(\)"):
-        TextEncoder.of(words)
-
-
-def test_file_that_is_no_tokenizer_is_refused(tmp_path):
-    pytest.importorskip("tokenizers")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer.json: "):
-        load_tokenizer(tmp_path / "tokenizer.json")
-
-
-def test_missing_library_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r'pip install "odc-triton\[demo\]"'):
-        train_tokenizer(["a"])
 
 
 def test_importing_costs_neither_torch_nor_transformers():

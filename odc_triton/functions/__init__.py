@@ -8,4 +8,3 @@ from .embedding import embedding as embedding
 from .linear import linear as linear
 from .log_probs import token_log_probs as token_log_probs
 from .qkv import qkv as qkv
-from .whole import whole_weight as whole_weight

@@ -10,7 +10,7 @@ from odc_kernels.peers import PeerShards
 
 from ..choice import AUTO, choose
 from ..handles import resolve
-from ..on_owners import AddRows
+from ..on_owners import add_rows
 
 
 def token_log_probs(
@@ -162,7 +162,7 @@ def _token_log_probs_grad(
         sink = sharded.open_sink() if sharded.wants_gradient() else None
     elif needs_dw:
         dw = torch.zeros(peers.shape, dtype=torch.float32, device=h.device)
-        sink = _adds_to(dw)
+        sink = lambda _, at, rows: add_rows(dw, at, rows)  # noqa: E731
     linear_cross_entropy_grad(
         h=h,
         weight=peers,
@@ -198,10 +198,3 @@ def _peers(handle: torch.Tensor | None, weight: torch.Tensor | None) -> PeerShar
     if handle is not None:
         return resolve(handle).compute_peers
     return PeerShards.of([weight.detach()], shape=weight.shape, aligned=weight.is_cuda)
-
-
-def _adds_to(whole: torch.Tensor) -> AddRows:
-    def add_rows(owner: int, start: int, rows: torch.Tensor) -> None:
-        whole[start : start + len(rows)].add_(rows)
-
-    return add_rows
