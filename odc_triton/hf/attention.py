@@ -1,48 +1,29 @@
-"""Attention over packed sequences for transformers models, and the loss that goes with it.
+"""Attention over packed sequences for transformers models.
 
-A *pack* is several documents side by side in one row, without padding: `input_ids`, `position_ids` (int64,
-shape [1, T]; positions restart at every document) and `labels` (int64, [1, T]; -100 where nothing is to be
-predicted, hence at the first token of every document, which no earlier token may predict).
-
-`enable_packing` registers `packed_attention` (transformers' `AttentionInterface`) and `packed_mask` (its
-`AttentionMaskInterface`). No mask over the whole pack is ever made; attention costs the sum of the documents'
-squares, not the pack's square. It runs `torch.nn.attention.varlen` on CUDA where that has a kernel, and SDPA
-once per document elsewhere.
+No mask over the whole pack is ever made; attention costs the sum of the documents' squares, not the pack's square.
+It runs `torch.nn.attention.varlen` on CUDA where that has a kernel, and SDPA once per document elsewhere.
 
 [Note: what is not a pack] The same model must still generate, evaluate padded batches, and run any non-causal
 or cross attention that it has. Those get the library's own mask and its SDPA. What would let one document see
 another, or would drop an argument, raises instead.
 """
 
+from __future__ import annotations
+
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-
-__all__ = [
-    "PackingUnsupported",
-    "enable_packing",
-    "model_inputs",
-    "packed_attention",
-    "packed_mask",
-    "summed_loss",
-]
-
-ATTENTION_NAME = "odc_packed"
-IGNORED_LABEL = -100
+from transformers.masking_utils import sdpa_mask
 
 # Keyword arguments that change attention's result and that a pack does not support.
 _UNSUPPORTED_IN_PACKS = ("position_bias", "sinks", "indices", "block_indices", "cache")
-_PACK_INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_REMEDY = "Train it with one sequence per microbatch (packing off)."
+REMEDY = "Train it with one sequence per microbatch (packing off)."
 
 
 class PackingUnsupported(RuntimeError):
@@ -68,7 +49,7 @@ def packed_mask(
     causal = allow_is_bidirectional_skip is None  # the library gives the argument to bidirectional masks only
     if causal and attention_mask is None and q_length == kv_length:
         if use_vmap:
-            raise PackingUnsupported(f"its causal mask has an overlay that a pack would drop. {_REMEDY}")
+            raise PackingUnsupported(f"its causal mask has an overlay that a pack would drop. {REMEDY}")
         return None
     return sdpa_mask(
         q_length=q_length,
@@ -144,11 +125,11 @@ def packed_attention(
 
     for name in _UNSUPPORTED_IN_PACKS:
         if others.get(name) is not None:
-            raise PackingUnsupported(f"{type(module).__name__} uses `{name}`, which a pack drops. {_REMEDY}")
+            raise PackingUnsupported(f"{type(module).__name__} uses `{name}`, which a pack drops. {REMEDY}")
     if position_ids is None and cu_seq_lens_q is None:
         raise PackingUnsupported(
             f"{type(module).__name__} hands neither position_ids nor cu_seq_lens_q to its attention, so "
-            f"documents can't be kept apart. {_REMEDY}"
+            f"documents can't be kept apart. {REMEDY}"
         )
     ends = _cumulative_lengths(position_ids, cu_seq_lens_q, batch, length)
     if ends is None and _has_varlen_kernel(query, value, terms) and sliding_window is not None:
@@ -294,158 +275,3 @@ def _varlen(
     before = -1 if terms.window is None or terms.window >= longest else terms.window - 1
     options = {"scale": terms.scaling, "window_size": (before, 0)} | gqa
     return varlen_attn(query, key, value, ends, ends, longest, longest, **options)
-
-
-@dataclass(kw_only=True)
-class _Seen:
-    """What a probe forward of several documents saw."""
-
-    document: Tensor  # [T]: the document that each token belongs to
-    layers: set[int] = field(default_factory=set)  # ids of the modules that called the attention
-    odd_masks: int = 0
-    mask_windows: set[int] = field(default_factory=set)
-    attention_windows: set[int] = field(default_factory=set)
-
-    def attention(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        self.layers.add(id(module))
-        if kwargs.get("sliding_window") is not None:
-            self.attention_windows.add(kwargs["sliding_window"])
-        return packed_attention(module, *args, **kwargs)
-
-    def mask(self, **kwargs: Any) -> Tensor | None:
-        token = torch.arange(len(self.document), device=self.document.device)
-        behind = token[:, None] - token[None, :]
-        same = self.document[:, None] == self.document[None, :]
-        expected = same & (behind >= 0)
-        if (window := kwargs.get("local_size")) is not None:
-            self.mask_windows.add(window)
-            expected &= behind < window
-        library = sdpa_mask(**kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-        # Only within documents: some models (GPT-OSS) make masks that join a pack's documents, ours to part.
-        self.odd_masks += not torch.equal(library[0, 0] & same, expected)
-        return packed_mask(**kwargs)
-
-    def complaint(self, layers: int) -> str | None:
-        if not self.layers:
-            return "it never called the attention function that it was given"
-        if len(self.layers) < layers:
-            return f"only {len(self.layers)} of its {layers} layers called the attention function"
-        if self.odd_masks:
-            return "its mask is not plain causal (or causal with a sliding window) within a document"
-        if dropped := self.mask_windows - self.attention_windows:
-            return f"its masks have windows or chunks of {sorted(dropped)} tokens; its attention is not told"
-        return None
-
-
-def enable_packing(model: nn.Module) -> None:
-    """Makes a transformers causal LM attend within the documents of a pack, after proving that it does.
-
-    Call it on the plain model, before `fully_shard`, with real weights (not on the meta device). Probe
-    forwards of 12 tokens, in eval mode, without gradients and with the random state kept, show that every
-    layer calls `packed_attention` with the documents' boundaries, that a document's logits do not change with
-    its neighbour's tokens, and (for fp32 weights) that they are what the model's former attention gives for
-    it alone. State-space, linear-attention and convolution mixers carry state across documents: refused.
-
-    Raises PackingUnsupported where that is not so; the model then has its former attention again.
-    """
-    name = type(model).__name__
-    if not hasattr(model, "set_attn_implementation"):
-        raise PackingUnsupported(f"{name} is no transformers model with a settable attention. {_REMEDY}")
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise PackingUnsupported(f"{name} is on the meta device, where no probe runs: load its weights first.")
-    former = _implementations(model.config)
-    training = [module for module in model.modules() if module.training]
-    device = next(model.parameters()).device
-    model.eval()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            _probe(model, device)
-    except Exception as error:
-        model.set_attn_implementation(former)
-        known = isinstance(error, PackingUnsupported)
-        reason = str(error) if known else f"the probe raised {error!r}. {_REMEDY}"
-        raise PackingUnsupported(f"{name} can't be trained on packs: {reason}") from error
-    finally:
-        _register(packed_attention, packed_mask)
-        for module in training:
-            module.training = True
-
-
-def _probe(model: nn.Module, device: torch.device) -> None:
-    """Leaves `model` on our attention; raises PackingUnsupported if documents are not kept apart by it."""
-    first, second = 5, 7  # tokens of the two documents
-    vocabulary = model.get_input_embeddings().num_embeddings
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (1, first + second), generator=generator).to(device)
-    other = ids.clone()
-    other[:, :first] = (ids[:, :first] + 1) % vocabulary
-    positions = torch.cat([torch.arange(first), torch.arange(second)])[None].to(device)
-
-    def logits(ids: Tensor, positions: Tensor) -> Tensor:
-        return model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
-
-    # 16-bit arithmetic differs between a pack and a document alone, and may route tokens to other experts.
-    exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
-    tolerance = 1e-4 if exact else 2e-2
-    documents = (slice(0, first), slice(first, None))
-    alone = [logits(ids[:, part], positions[:, part]) for part in documents] if exact else []
-
-    seen = _Seen(document=torch.tensor([0] * first + [1] * second, device=device))
-    _register(seen.attention, seen.mask)
-    model.set_attn_implementation(ATTENTION_NAME)
-    packed, changed = logits(ids, positions), logits(other, positions)
-    complaint = seen.complaint(model.config.get_text_config().num_hidden_layers)
-    scale = packed.abs().max()
-    # Negated comparisons, so that NaN complains too.
-    if complaint is None and not (packed - changed)[:, first:].abs().max() <= tolerance * scale:
-        complaint = "a document's logits changed when only its neighbour's tokens did"
-    if complaint is None and exact and not (packed - torch.cat(alone, dim=1)).abs().max() <= 1e-3 * scale:
-        complaint = "its logits in a pack are not those of each document alone"
-    if complaint is not None:
-        raise PackingUnsupported(f"{complaint}. {_REMEDY}")
-
-
-def _register(attention: Callable, mask: Callable) -> None:
-    """Puts the functions behind ATTENTION_NAME, in place of any that stand there."""
-    AttentionInterface.register(ATTENTION_NAME, attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, mask)
-
-
-def _implementations(config: Any) -> str | dict[str, Any]:
-    """The attention of a config and of those within it, as `set_attn_implementation` takes them."""
-    parts = {key: part for key in config.sub_configs if (part := getattr(config, key, None)) is not None}
-    if not parts:
-        return config._attn_implementation
-    return {"": config._attn_implementation} | {key: _implementations(part) for key, part in parts.items()}
-
-
-def model_inputs(pack: Mapping[str, Any]) -> dict[str, Any]:
-    """What a training forward of `pack` is called with.
-
-    Its ids and positions; its cumulative lengths, where it has them (`cu_seq_lens_q`, `max_length_q`, ... as
-    transformers names them); and no cache, which would hold every layer's keys and values for nothing.
-    """
-    return {name: pack[name] for name in _PACK_INPUTS if name in pack} | {"use_cache": False}
-
-
-def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
-    """Cross-entropy summed over the pack's target tokens, a scalar in fp32; 0 where it has none.
-
-    Token t is predicted from position t - 1; labels of -100 are no targets. Divide by the *global* number of
-    targets before `backward()`. The head runs on the predicting positions only, where the model's forward
-    takes `logits_to_keep` (transformers' causal LMs do): logits then cost memory by target, not by token.
-
-    A pack of several documents needs `enable_packing(model)` first; a single document does not.
-
-    Raises ValueError if `labels` is not [1, T].
-    """
-    labels = pack["labels"]
-    if labels.ndim != 2 or labels.shape[0] != 1:
-        raise ValueError(f"A pack is one row, [1, T], but labels are {list(labels.shape)}: loop over the rows.")
-    positions = (labels[0, 1:] != IGNORED_LABEL).nonzero().flatten()  # those that predict a target
-    inner = getattr(model, "module", model)  # DistributedDataParallel hides the signature and passes all along
-    if "logits_to_keep" in inspect.signature(inner.forward).parameters:
-        logits = model(**model_inputs(pack), logits_to_keep=positions).logits
-    else:
-        logits = model(**model_inputs(pack)).logits[:, positions]
-    return F.cross_entropy(logits[0].float(), labels[0, positions + 1], reduction="sum")

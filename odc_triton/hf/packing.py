@@ -1,0 +1,142 @@
+"""`enable_packing`: a transformers model on our attention, after a proof that it keeps documents apart.
+
+It registers `packed_attention` (transformers' `AttentionInterface`) and `packed_mask` (its `AttentionMaskInterface`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from .attention import REMEDY, PackingUnsupported, packed_attention, packed_mask
+
+ATTENTION_NAME = "odc_packed"
+
+
+@dataclass(kw_only=True)
+class _Seen:
+    """What a probe forward of several documents saw."""
+
+    document: Tensor  # [T]: the document that each token belongs to
+    layers: set[int] = field(default_factory=set)  # ids of the modules that called the attention
+    odd_masks: int = 0
+    mask_windows: set[int] = field(default_factory=set)
+    attention_windows: set[int] = field(default_factory=set)
+
+    def attention(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        self.layers.add(id(module))
+        if kwargs.get("sliding_window") is not None:
+            self.attention_windows.add(kwargs["sliding_window"])
+        return packed_attention(module, *args, **kwargs)
+
+    def mask(self, **kwargs: Any) -> Tensor | None:
+        token = torch.arange(len(self.document), device=self.document.device)
+        behind = token[:, None] - token[None, :]
+        same = self.document[:, None] == self.document[None, :]
+        expected = same & (behind >= 0)
+        if (window := kwargs.get("local_size")) is not None:
+            self.mask_windows.add(window)
+            expected &= behind < window
+        library = sdpa_mask(**kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+        # Only within documents: some models (GPT-OSS) make masks that join a pack's documents, ours to part.
+        self.odd_masks += not torch.equal(library[0, 0] & same, expected)
+        return packed_mask(**kwargs)
+
+    def complaint(self, layers: int) -> str | None:
+        if not self.layers:
+            return "it never called the attention function that it was given"
+        if len(self.layers) < layers:
+            return f"only {len(self.layers)} of its {layers} layers called the attention function"
+        if self.odd_masks:
+            return "its mask is not plain causal (or causal with a sliding window) within a document"
+        if dropped := self.mask_windows - self.attention_windows:
+            return f"its masks have windows or chunks of {sorted(dropped)} tokens; its attention is not told"
+        return None
+
+
+def enable_packing(model: nn.Module) -> None:
+    """Makes a transformers causal LM attend within the documents of a pack, after proving that it does.
+
+    Call it on the plain model, before `fully_shard`, with real weights (not on the meta device). Probe
+    forwards of 12 tokens, in eval mode, without gradients and with the random state kept, show that every
+    layer calls `packed_attention` with the documents' boundaries, that a document's logits do not change with
+    its neighbour's tokens, and (for fp32 weights) that they are what the model's former attention gives for
+    it alone. State-space, linear-attention and convolution mixers carry state across documents: refused.
+
+    Raises PackingUnsupported where that is not so; the model then has its former attention again.
+    """
+    name = type(model).__name__
+    if not hasattr(model, "set_attn_implementation"):
+        raise PackingUnsupported(f"{name} is no transformers model with a settable attention. {REMEDY}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise PackingUnsupported(f"{name} is on the meta device, where no probe runs: load its weights first.")
+    former = _implementations(model.config)
+    training = [module for module in model.modules() if module.training]
+    device = next(model.parameters()).device
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            _probe(model, device)
+    except Exception as error:
+        model.set_attn_implementation(former)
+        known = isinstance(error, PackingUnsupported)
+        reason = str(error) if known else f"the probe raised {error!r}. {REMEDY}"
+        raise PackingUnsupported(f"{name} can't be trained on packs: {reason}") from error
+    finally:
+        _register(packed_attention, packed_mask)
+        for module in training:
+            module.training = True
+
+
+def _probe(model: nn.Module, device: torch.device) -> None:
+    """Leaves `model` on our attention; raises PackingUnsupported if documents are not kept apart by it."""
+    first, second = 5, 7  # tokens of the two documents
+    vocabulary = model.get_input_embeddings().num_embeddings
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (1, first + second), generator=generator).to(device)
+    other = ids.clone()
+    other[:, :first] = (ids[:, :first] + 1) % vocabulary
+    positions = torch.cat([torch.arange(first), torch.arange(second)])[None].to(device)
+
+    def logits(ids: Tensor, positions: Tensor) -> Tensor:
+        return model(input_ids=ids, position_ids=positions, use_cache=False).logits.float()
+
+    # 16-bit arithmetic differs between a pack and a document alone, and may route tokens to other experts.
+    exact = next(model.parameters()).dtype in (torch.float32, torch.float64)
+    tolerance = 1e-4 if exact else 2e-2
+    documents = (slice(0, first), slice(first, None))
+    alone = [logits(ids[:, part], positions[:, part]) for part in documents] if exact else []
+
+    seen = _Seen(document=torch.tensor([0] * first + [1] * second, device=device))
+    _register(seen.attention, seen.mask)
+    model.set_attn_implementation(ATTENTION_NAME)
+    packed, changed = logits(ids, positions), logits(other, positions)
+    complaint = seen.complaint(model.config.get_text_config().num_hidden_layers)
+    scale = packed.abs().max()
+    # Negated comparisons, so that NaN complains too.
+    if complaint is None and not (packed - changed)[:, first:].abs().max() <= tolerance * scale:
+        complaint = "a document's logits changed when only its neighbour's tokens did"
+    if complaint is None and exact and not (packed - torch.cat(alone, dim=1)).abs().max() <= 1e-3 * scale:
+        complaint = "its logits in a pack are not those of each document alone"
+    if complaint is not None:
+        raise PackingUnsupported(f"{complaint}. {REMEDY}")
+
+
+def _register(attention: Callable, mask: Callable) -> None:
+    """Puts the functions behind ATTENTION_NAME, in place of any that stand there."""
+    AttentionInterface.register(ATTENTION_NAME, attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask)
+
+
+def _implementations(config: Any) -> str | dict[str, Any]:
+    """The attention of a config and of those within it, as `set_attn_implementation` takes them."""
+    parts = {key: part for key in config.sub_configs if (part := getattr(config, key, None)) is not None}
+    if not parts:
+        return config._attn_implementation
+    return {"": config._attn_implementation} | {key: _implementations(part) for key, part in parts.items()}
