@@ -23,12 +23,9 @@ def versions() -> dict[str, str]:
 
 def hardware() -> str:
     """The processor's name and the number of cores that this process may use."""
-    name = platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            name = line.split(":", 1)[1].strip()
-            break
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+    from odc_triton.backend import processor_name
+
+    return f"{processor_name()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def commit() -> str:

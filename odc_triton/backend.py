@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from .accumulate import Accumulator, KernelAccumulator, LockedAccumulator
 from .memory import ApartHeap, CudaHeap, SharedMemoryHeap, SymmetricHeap
 from .plan import ParameterSpec, Plan
 from .streams import CudaStreams, Streams
+from .tuned import Place
 
 
 class CpuBackend:
@@ -32,6 +36,10 @@ class CpuBackend:
     def unusable_peers(self, devices: list[str | None]) -> str | None:
         """Why the ranks' devices, by `device_id`, can't share memory, with the remedy; None where nothing is known."""
         return None
+
+    def place(self, devices: list[str | None]) -> Place:
+        """Where these ranks run, by `device_id`: what measurements of operators hold for."""
+        return Place(backend=self.name, processor=processor_name(), topology="cpu", ranks=len(devices))
 
     def streams(self) -> Streams:
         return Streams()
@@ -101,6 +109,13 @@ class CudaBackend(CpuBackend):
             return str(error)
         return None
 
+    def place(self, devices: list[str | None]) -> Place:
+        from .probe import read_topology
+
+        topology = read_topology().only(devices).key
+        name = torch.cuda.get_device_name()
+        return Place(backend=self.name, processor=name, topology=topology, ranks=len(devices))
+
     def streams(self) -> Streams:
         return CudaStreams(torch.device("cuda", torch.cuda.current_device()))
 
@@ -120,6 +135,15 @@ class CudaBackend(CpuBackend):
 
 
 BACKENDS = {each.name: each for each in (CpuBackend, ApartBackend, InterpreterBackend, CudaBackend)}
+
+
+def processor_name() -> str:
+    """The CPU's name as Linux has it, else its architecture's."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
 
 
 def _only_fp32_sums(specs: list[ParameterSpec]) -> None:

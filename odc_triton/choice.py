@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 VARIABLE = "ODC_OPERATORS"
 AUTO = "auto"
@@ -39,11 +40,21 @@ class Choice:
         from their owners while computing; "staged", from a local copy that fills meanwhile.
     wgrad: "split": the library makes the whole weight gradient, which is then added to the owners; "fused": each
         owner's part is added as it is made, and the whole never is.
+    tiles: (kernel, tile) pairs for kernels that shall not take `odc_kernels.tiles`' own.
     """
 
     backend: str
     strategy: str
     wgrad: str
+    tiles: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def words(self) -> str:
+        return f"{self.backend}/{self.strategy}/{self.wgrad}"
+
+    def tile(self, kernel: str) -> Any:
+        """The tile that this kernel was told to take, None for its own."""
+        return next((tile for name, tile in self.tiles if name == kernel), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +71,14 @@ class Entry:
         return self.operator == operator and self.topology in (None, topology) and self.shape in (None, tuple(shape))
 
 
-def _entry(operator: str, topology: str | None, words: str) -> Entry:
+def as_choice(words: str) -> Choice:
+    """The choice that "backend/strategy/wgrad" says."""
     backend, strategy, wgrad = words.split("/")
-    return Entry(operator=operator, topology=topology, choice=Choice(backend=backend, strategy=strategy, wgrad=wgrad))
+    return Choice(backend=backend, strategy=strategy, wgrad=wgrad)
+
+
+def _entry(operator: str, topology: str | None, words: str) -> Entry:
+    return Entry(operator=operator, topology=topology, choice=as_choice(words))
 
 
 # The first line that holds is taken. On CUDA no fused product has been measured against the library's: gathered and
@@ -120,17 +136,22 @@ def _from_environment(text: str) -> dict[str, tuple[str, ...]]:
         raise ValueError(f"{VARIABLE}: {error}") from None
 
 
+def _words(operator: str, environment: str, given: str) -> tuple[str, ...]:
+    return *_from_environment(environment).get(operator, ()), *parse(given).get(operator, ())
+
+
+_words_cached = functools.lru_cache(maxsize=4096)(_words)
+
+
 def _look_up(
     operator: str,
     shape: tuple[int, ...],
     tokens: int | None,
     topology: str,
-    environment: str,
-    given: str,
+    words: tuple[str, ...],
     table: tuple[Entry, ...],
 ) -> list[Choice]:
     """The choices, one for each line that holds; of them those for so many tokens, where they are given."""
-    words = (*_from_environment(environment).get(operator, ()), *parse(given).get(operator, ()))
     holding = [entry for entry in table if entry.holds(operator, tuple(shape), topology)]
     found = [
         _with(entry.choice, words) for entry in holding if None in (tokens, entry.tokens) or tokens <= entry.tokens
@@ -149,7 +170,7 @@ def _look_up(
 def _in_the_table(
     operator: str, shape: tuple[int, ...], tokens: int, topology: str, environment: str, given: str
 ) -> Choice:
-    return _look_up(operator, shape, tokens, topology, environment, given, TABLE)[0]
+    return _look_up(operator, shape, tokens, topology, _words(operator, environment, given), TABLE)[0]
 
 
 def choose(
@@ -169,14 +190,15 @@ def choose(
     environment = os.environ.get(VARIABLE, "")
     if table is TABLE:
         return _in_the_table(operator, tuple(shape), tokens, topology, environment, given)
-    return _look_up(operator, shape, tokens, topology, environment, given, table)[0]
+    return _look_up(operator, shape, tokens, topology, _words_cached(operator, environment, given), table)[0]
 
 
 def is_gathered(
     operator: str, *, shape: tuple[int, ...], topology: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
 ) -> bool:
     """Whether for some number of tokens the weight is taken from its unit's whole tensors, so must be among them."""
-    found = _look_up(operator, shape, None, topology, os.environ.get(VARIABLE, ""), given, table)
+    words = _words(operator, os.environ.get(VARIABLE, ""), given)
+    found = _look_up(operator, shape, None, topology, words, table)
     return any(choice.strategy == "gathered" for choice in found)
 
 
@@ -187,4 +209,5 @@ def is_by_kernel(
 
     `torch.compile` traces it, so nothing is cached.
     """
-    return _look_up(operator, shape, None, topology, os.environ.get(VARIABLE, ""), given, table)[0].backend == "triton"
+    words = _words(operator, os.environ.get(VARIABLE, ""), given)
+    return _look_up(operator, shape, None, topology, words, table)[0].backend == "triton"

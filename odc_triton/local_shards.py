@@ -9,6 +9,7 @@ import torch
 from odc_kernels.peers import PeerShards, split
 from odc_kernels.staged import StagedWeight
 
+from .choice import TABLE
 from .handles import handle_of
 from .on_owners import AddRows, add_rows
 from .staging import Staging
@@ -24,6 +25,7 @@ class LocalShards:
 
     def __init__(self, leaf: torch.Tensor, world: int = 1, *, by_kernels: bool | None = None) -> None:
         self.leaf, self.world, self.shape, self.dtype = leaf, world, tuple(leaf.shape), leaf.dtype
+        self.table = TABLE
         self._shards = split(leaf.detach(), world)
         wide = torch.promote_types(leaf.dtype, torch.float32)
         self._gradient_shards = split(torch.zeros_like(leaf, dtype=wide, requires_grad=False), world)

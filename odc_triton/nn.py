@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .choice import AUTO, is_gathered, parse
+from .choice import AUTO, TABLE, Entry, is_gathered, parse
 from .functions import embedding, linear, qkv, token_log_probs
 from .functions.qkv import HeadNorm
 from .functions.whole import WholeOnUse, read_whole
@@ -64,9 +64,9 @@ class Linear(OnOwnersModule, nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.choice = choice
 
-    def reads_on_demand(self, topology: str) -> tuple[str, ...]:
+    def reads_on_demand(self, topology: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         shape = (self.out_features, self.in_features)
-        if is_gathered(self.operator, shape=shape, topology=topology, given=self.choice):
+        if is_gathered(self.operator, shape=shape, topology=topology, given=self.choice, table=table):
             return ()
         return "weight", "bias"
 
@@ -91,11 +91,10 @@ class Embedding(OnOwnersModule, nn.Embedding):
     def _is_plain(self) -> bool:
         return self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
 
-    def reads_on_demand(self, topology: str) -> tuple[str, ...]:
+    def reads_on_demand(self, topology: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         shape = (self.num_embeddings, self.embedding_dim)
-        if not self._is_plain or is_gathered("embedding", shape=shape, topology=topology, given=self.choice):
-            return ()
-        return ("weight",)
+        where = {"shape": shape, "topology": topology, "given": self.choice, "table": table}
+        return () if not self._is_plain or is_gathered("embedding", **where) else ("weight",)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not self._is_plain:
@@ -222,7 +221,7 @@ class LMHead(OnOwnersModule, nn.Linear):
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
         self.choice = choice
 
-    def reads_on_demand(self, topology: str) -> tuple[str, ...]:
+    def reads_on_demand(self, topology: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         return ("weight",)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor | FusedLogits:

@@ -10,6 +10,8 @@ import torch
 from odc_kernels.peers import PeerShards
 from odc_kernels.staged import StagedWeight
 
+from .choice import TABLE, Entry
+
 AddRows = Callable[[int, "int | torch.Tensor", torch.Tensor], None]
 """`add_rows(owner, at, rows)`: adds rows to those of an owner from `at` on, or to those whose numbers `at` holds."""
 
@@ -25,10 +27,11 @@ def add_rows(shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) ->
 class OnOwners(Protocol):
     """A parameter [N, ...] whose rows lie on `world` owners, split as `torch.chunk` splits.
 
-    `leaf`: what autograd knows of it; `dtype`: what is computed with.
+    `leaf`: what autograd knows of it; `dtype`: what is computed with; `table`: how operators on it run, see choice.py.
     """
 
     leaf: torch.Tensor
+    table: tuple[Entry, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     world: int
@@ -69,5 +72,5 @@ class OnOwners(Protocol):
 class ReadsOnDemand(Protocol):
     """A module that computes with some of its parameters without their being whole."""
 
-    def reads_on_demand(self, topology: str) -> tuple[str, ...]:
-        """The attributes that hold them, where shards lie as `topology` says."""
+    def reads_on_demand(self, topology: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
+        """The attributes that hold them, where shards lie as `topology` says and operators run as `table` does."""

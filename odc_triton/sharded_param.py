@@ -18,6 +18,7 @@ from odc_kernels.peers import PeerShards
 from odc_kernels.staged import StagedWeight
 
 from .accumulate import Accumulator, Target, Waits
+from .choice import TABLE, Entry
 from .gathered import GatheredParameters
 from .handles import handle_of, resolve
 from .memory.heap import SymmetricHeap
@@ -77,6 +78,7 @@ class ShardedParameter:
         gathered: GatheredParameters | None,
         accumulator: Accumulator,
         staging: Staging,
+        table: tuple[Entry, ...] = TABLE,
     ) -> None:
         self.spec, self.slot = spec, slot
         self.name = spec.name
@@ -96,6 +98,7 @@ class ShardedParameter:
         self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
         self.leaf = nn.Parameter(whole, requires_grad=trains)
         self.leaf._odc_handle = handle_of(self)
+        self.table = table
         self.gathered = gathered
         self.leaf._odc_never_whole = self.is_never_whole
         self.gradient_shard: torch.Tensor | None = None
@@ -198,6 +201,15 @@ class ShardedParameter:
             return [self.read()]
         self.gathered.wait()
         return [self.leaf.detach()]
+
+    @property
+    def table(self) -> tuple[Entry, ...]:
+        """How operators on it run. It lies on the leaf, as who compiles a layer must see it."""
+        return self.leaf._odc_table
+
+    @table.setter
+    def table(self, table: tuple[Entry, ...]) -> None:
+        self.leaf._odc_table = table
 
     @property
     def world(self) -> int:

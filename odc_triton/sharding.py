@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from .backend import CpuBackend, backend_of, start_process_group
+from .choice import Entry
 from .collect import SHARDABLE_DTYPES, FoundParameter, dtype_name, find_parameters, refuse_unshardable
 from .engine import Engine
 from .errors import RanksDiffer
@@ -28,6 +29,8 @@ from .plan import ParameterSpec, Plan, find_units, first_difference, make_plan
 from .sharded_param import ShardedParameter
 from .staging import Staging
 from .streams import Streams
+from .tuned import Tuned, default_folder
+from .tuned import load as load_tuned
 from .unit import Slot, Unit
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -104,13 +107,6 @@ def fully_shard(
             raise ValueError(f"{type(module).__name__} has no parameters to shard")
         for entry in found:
             refuse_unshardable(entry.name, entry.value, device.mesh_device)
-        for entry in tied_to_inner:
-            if known[id(entry.value)].is_never_whole and not _is_read_on_demand(entry, device):
-                raise NotImplementedError(
-                    f"{entry.name} is tied to a weight that was sharded on its own and is never whole: call "
-                    f"fully_shard on what holds both, not on the tied layer"
-                )
-        on_demand = {slot for slot, entry in enumerate(found) if _is_read_on_demand(entry, device)}
         specs = [_spec(entry, policy) for entry in found]
         device.check(specs)
     except Exception as error:  # the other ranks, whose models may be fine, must not wait for this one
@@ -124,7 +120,23 @@ def fully_shard(
     )
     options = {"policy": str(policy), "world": world, "debug": debug, "timeout": str(timeout), "backend": device.name}
     token, devices = _agree(meetings, plan, options, device.device_id())
-    _check_peers(meetings, device, devices)
+    try:
+        problem = device.unusable_peers(devices)
+        tuned = load_tuned(device.place(devices), default_folder())
+        tables = [tuned.table(spec.compute_dtype) for spec in specs]
+        readers = enumerate(zip(found, tables, strict=True))
+        on_demand = {slot for slot, (entry, table) in readers if _is_read_on_demand(entry, device, table)}
+        for entry in tied_to_inner:
+            inner_one = known[id(entry.value)]
+            if inner_one.is_never_whole and not _is_read_on_demand(entry, device, inner_one.table):
+                raise NotImplementedError(
+                    f"{entry.name} is tied to a weight that was sharded on its own and is never whole: call "
+                    f"fully_shard on what holds both, not on the tied layer"
+                )
+    except Exception as error:
+        meetings.tell(_PEERS, {"refused": f"{type(error).__name__}: {error}"})
+        raise
+    _compare_surroundings(meetings, problem, tuned)
     heap = device.open_heap(plan, mesh, token=token, timeout_s=meetings.timeout_s, shared=len(set(devices)) < world)
     meetings.meet("the shared heap is open", {})
     meetings.heap = heap
@@ -133,7 +145,7 @@ def fully_shard(
     accumulator = device.accumulator(heap, streams, meetings.timeout_s)
     staging = Staging()
     wholes = _whole_tensors(plan, heap, streams, on_demand)
-    places = zip(plan.parameters, plan.compute, plan.gradient, wholes, strict=True)
+    places = zip(plan.parameters, plan.compute, plan.gradient, wholes, tables, strict=True)
     parameters = [
         ShardedParameter(
             spec=spec,
@@ -146,8 +158,9 @@ def fully_shard(
             gathered=gathered,
             accumulator=accumulator,
             staging=staging,
+            table=table,
         )
-        for slot, (spec, compute, gradient, (whole, gathered)) in enumerate(places)
+        for slot, (spec, compute, gradient, (whole, gathered), table) in enumerate(places)
     ]
     write_initial_values(module, found, parameters, meetings, token=f"{token}-initial", device=heap.device)
     _warn_of_low_precision_masters(plan, rank)
@@ -266,10 +279,10 @@ def _spec(entry: FoundParameter, policy: MixedPrecisionPolicy) -> ParameterSpec:
     )
 
 
-def _is_read_on_demand(entry: FoundParameter, device: CpuBackend) -> bool:
+def _is_read_on_demand(entry: FoundParameter, device: CpuBackend, table: tuple[Entry, ...]) -> bool:
     """Whether everything that has this parameter reads its owners by itself, so that it need not be whole."""
     return all(
-        isinstance(owner, ReadsOnDemand) and attribute in owner.reads_on_demand(device.mesh_device)
+        isinstance(owner, ReadsOnDemand) and attribute in owner.reads_on_demand(device.mesh_device, table)
         for owner, attribute, _ in entry.places
     )
 
@@ -325,9 +338,7 @@ def _agree(meetings: Meetings, plan: Plan, options: dict[str, Any], device: str 
     digest, lines = plan.fingerprint(options)
     token = uuid.uuid4().hex
     messages = meetings.meet(_AGREEING, {"digest": digest, "token": token, "device": device})
-    for rank, theirs in enumerate(messages):
-        if "refused" in theirs:
-            raise RanksDiffer(f"fully_shard: rank {rank} could not shard its model: {theirs['refused']}")
+    _raise_refusal(messages)
     different = [rank for rank, theirs in enumerate(messages) if theirs["digest"] != digest]
     disagree = len({theirs["digest"] for theirs in messages}) > 1
     if disagree:
@@ -340,20 +351,31 @@ def _agree(meetings: Meetings, plan: Plan, options: dict[str, Any], device: str 
     return messages[0]["token"], [theirs["device"] for theirs in messages]
 
 
-def _check_peers(meetings: Meetings, device: CpuBackend, devices: list[str | None]) -> None:
-    """Raises RuntimeError on all ranks, before anything is allocated, if one of them sees devices that can't be peers.
+def _compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned) -> None:
+    """Raises RuntimeError on all ranks, before anything is allocated, if one of them sees devices that can't be peers,
+    RanksDiffer if they read different tables.
 
     A container may hide from one rank what another sees, so they tell each other.
     """
-    try:
-        problem = device.unusable_peers(devices)
-    except Exception as error:  # a driver that can't be asked: the other ranks must not wait for this one
-        meetings.tell(_PEERS, {"problem": f"it can't tell: {type(error).__name__}: {error}"})
-        raise
-    problems = [theirs["problem"] for theirs in meetings.meet(_PEERS, {"problem": problem})]
-    for rank, problem in enumerate(problems):
-        if problem is not None:
-            raise RuntimeError(f"fully_shard: rank {rank} finds that {problem}")
+    messages = meetings.meet(_PEERS, {"problem": problem, "tuned": tuned.digest})
+    _raise_refusal(messages)
+    for rank, theirs in enumerate(messages):
+        if theirs["problem"] is not None:
+            raise RuntimeError(f"fully_shard: rank {rank} finds that {theirs['problem']}")
+    different = [rank for rank, theirs in enumerate(messages) if theirs["tuned"] != messages[0]["tuned"]]
+    if different:
+        raise RanksDiffer(
+            f"fully_shard: ranks {different} read another tuned table than rank 0: give all the same ODC_TUNED folder, "
+            f"or ODC_TUNED=off"
+        )
+    if tuned.unused is not None and meetings.rank == 0:
+        warnings.warn(tuned.unused, stacklevel=3)
+
+
+def _raise_refusal(messages: list[dict[str, Any]]) -> None:
+    for rank, theirs in enumerate(messages):
+        if "refused" in theirs:
+            raise RanksDiffer(f"fully_shard: rank {rank} could not shard its model: {theirs['refused']}")
 
 
 def _warn_of_low_precision_masters(plan: Plan, rank: int) -> None:

@@ -1,11 +1,14 @@
 """Decides, before anything imports triton, where kernels run: see bench/operators/place.py."""
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from .kernels import place as place
+
+os.environ["ODC_TUNED"] = "off"  # what the tests measure must not depend on what was tuned here
 
 
 @pytest.fixture(autouse=True)

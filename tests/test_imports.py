@@ -25,7 +25,7 @@ MAKES_TENSORS = "balance.collate"
 FLOORS = [
     {"errors", "plan", "events", "balance", "trace", "options", "order", "choice", "breakdown"}
     | {"topology", "unusable", "probe", "nvml", "nvml_snapshot", "cuda_devices"},
-    {"on_owners", "handles", "staging"},
+    {"on_owners", "handles", "staging", "tuned"},
     {"memory", "footprint", "report", "streams", "local_shards"},
     {"meeting", "debug", "relay", "accumulate", "gathered", "backward_end"},
     {"sharded_param"},

@@ -142,4 +142,5 @@ def _(*_: Any) -> None:
 
 
 def _chosen(weight: OnOwners, ids: torch.Tensor, choice: str) -> Choice:
-    return choose("embedding", shape=weight.shape, tokens=ids.numel(), topology=ids.device.type, given=choice)
+    where = {"shape": weight.shape, "tokens": ids.numel(), "topology": ids.device.type}
+    return choose("embedding", **where, given=choice, table=weight.table)

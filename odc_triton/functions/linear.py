@@ -67,9 +67,9 @@ def _forward(
     y = x.new_empty(*x.shape[:-1], w.shape[0])
     flat = {"x": matrix(x), "out": matrix(y), "bias": None if b is None else b.compute_peers}
     if how.strategy == "direct":
-        direct(weight=w.compute_peers, **flat)
+        direct(weight=w.compute_peers, tile=how.tile("linear"), **flat)
     else:
-        linear_staged(weight=w.pull(), **flat)
+        linear_staged(weight=w.pull(), tile=how.tile("linear_staged"), **flat)
     return y
 
 
@@ -168,9 +168,9 @@ def _dx(dy: torch.Tensor, w: OnOwners, how: Choice) -> torch.Tensor:
 
         dx = dy.new_empty(*dy.shape[:-1], w.shape[1])
         if how.strategy == "direct":
-            linear_dx(dy=matrix(dy), weight=w.compute_peers, out=matrix(dx))
+            linear_dx(dy=matrix(dy), weight=w.compute_peers, out=matrix(dx), tile=how.tile("linear_dx"))
         else:
-            linear_dx_staged(dy=matrix(dy), weight=w.pull(), out=matrix(dx))
+            linear_dx_staged(dy=matrix(dy), weight=w.pull(), out=matrix(dx), tile=how.tile("linear_dx_staged"))
         return dx
     parts = w.parts(how.strategy)
     if len(parts) == 1:
@@ -195,7 +195,8 @@ def add_linear_gradient(
     if isinstance(sink, PeerShards) and how.backend == "triton":
         from odc_kernels.wgrad import wgrad
 
-        wgrad(dy=dy, x=x, weight=sink, bias=None if bias is None else bias.open_sink())
+        biases = None if bias is None else bias.open_sink()
+        wgrad(dy=dy, x=x, weight=sink, bias=biases, tile=how.tile("wgrad"))
         return
     if fused and not isinstance(sink, PeerShards):
         for owner in weight.owners_from_own():
@@ -210,7 +211,7 @@ def add_linear_gradient(
 def chosen(weight: OnOwners, x: torch.Tensor, choice: str) -> Choice:
     """How an operator on this weight runs for x [..., columns]."""
     tokens = x.numel() // max(x.shape[-1], 1)
-    return choose("linear", shape=weight.shape, tokens=tokens, topology=x.device.type, given=choice)
+    return choose("linear", shape=weight.shape, tokens=tokens, topology=x.device.type, given=choice, table=weight.table)
 
 
 def by_kernel(how: Choice, x: torch.Tensor, weight: OnOwners) -> bool:

@@ -8,7 +8,7 @@ import torch
 
 from odc_kernels.peers import PeerShards
 
-from ..choice import AUTO, choose
+from ..choice import AUTO, TABLE, choose
 from ..handles import resolve
 from ..on_owners import add_rows
 
@@ -78,7 +78,7 @@ def _token_log_probs(
         targets=targets,
         ignore_index=ignore_index,
         logit_scale=scale,
-        eager=_is_eager(h, weight.shape, choice),
+        eager=_is_eager(h, weight.shape, handle, choice),
     )
     return output.logp, output.entropy, output.lse
 
@@ -174,7 +174,7 @@ def _token_log_probs_grad(
         dh=dh if needs_dh else None,
         ignore_index=ignore_index,
         logit_scale=scale,
-        eager=_is_eager(h, peers.shape, choice),
+        eager=_is_eager(h, peers.shape, handle, choice),
     )
     return dh, h.new_empty(0) if dw is None else dw.to(h.dtype)
 
@@ -189,9 +189,10 @@ def _(h: torch.Tensor, weight: torch.Tensor | None, handle: torch.Tensor | None,
     )
 
 
-def _is_eager(h: torch.Tensor, shape: tuple[int, ...], choice: str) -> bool:
-    how = choose("log_probs", shape=tuple(shape), tokens=len(h), topology=h.device.type, given=choice)
-    return how.backend == "eager"
+def _is_eager(h: torch.Tensor, shape: tuple[int, ...], handle: torch.Tensor | None, choice: str) -> bool:
+    where = {"shape": tuple(shape), "tokens": len(h), "topology": h.device.type}
+    table = TABLE if handle is None else resolve(handle).table
+    return choose("log_probs", **where, given=choice, table=table).backend == "eager"
 
 
 def _peers(handle: torch.Tensor | None, weight: torch.Tensor | None) -> PeerShards:

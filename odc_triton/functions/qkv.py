@@ -14,7 +14,7 @@ from ..choice import AUTO, Choice, choose, is_by_kernel
 from ..handles import resolve
 from ..on_owners import OnOwners
 from .linear import linear, matrix
-from .whole import operand
+from .whole import operand, table_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,9 @@ class HeadNorm:
 
 def is_fused(x: torch.Tensor, weights: Sequence[torch.Tensor], choice: str = AUTO) -> bool:
     """Whether `qkv` would make these by one kernel: where that was chosen and all weights are sharded, of x's dtype."""
-    by_kernel = is_by_kernel("qkv", shape=tuple(weights[0].shape), topology=x.device.type, given=choice)
+    by_kernel = is_by_kernel(
+        "qkv", shape=tuple(weights[0].shape), topology=x.device.type, given=choice, table=table_of(weights[0])
+    )
     return by_kernel and x.numel() > 0 and operand(x, *weights) is not None
 
 
@@ -285,4 +287,5 @@ def _weights(sharded: list[OnOwners], how: Choice) -> Any:
 
 
 def _chosen(weight: OnOwners, x: torch.Tensor, choice: str) -> Choice:
-    return choose("qkv", shape=weight.shape, tokens=len(x), topology=x.device.type, given=choice)
+    where = {"shape": weight.shape, "tokens": len(x), "topology": x.device.type}
+    return choose("qkv", **where, given=choice, table=weight.table)

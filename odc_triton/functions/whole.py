@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..choice import TABLE, Entry
 from ..handles import resolve
 
 # Attributes of a tensor that show its elements; all others are known without memory, as these methods are.
@@ -91,6 +92,11 @@ def operand(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.Tensor |
     if dtypes != {dtype} or (x.dtype != dtype and not x.is_floating_point()):
         return None
     return x.to(dtype)
+
+
+def table_of(parameter: torch.Tensor) -> tuple[Entry, ...]:
+    """The table that says how operators on it run."""
+    return getattr(parameter, "_odc_table", TABLE)
 
 
 def handle(parameter: torch.Tensor | None) -> torch.Tensor | None:
