@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from .profile import ProfileOptions
     from .train.options import SftOptions
+    from .tune import TuneOptions
 
 Options = TypeVar("Options")
 
@@ -29,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_demo(commands)
     _add_train(commands)
     _add_profile(commands)
+    _add_tune(commands)
     _add_doctor(commands)
     options = parser.parse_args(arguments)
     try:
@@ -105,6 +107,26 @@ def _profile(ranks: int, wanted: ProfileOptions) -> int:
     from .profile import report, run_profile
 
     print(report(wanted, launch(run_profile, wanted, ranks=ranks)))
+    return 0
+
+
+def _add_tune(commands: argparse._SubParsersAction) -> None:
+    from .tune import TuneOptions
+
+    tune = commands.add_parser(
+        "tune",
+        help="measure the ways to run a model's layers on this machine, and keep the fastest",
+        description="Measures backends, strategies and tiles for a model's shapes on this machine's ranks and writes a "
+        "table, keyed by processor, links, ranks and versions, which the layers of replace_layers then follow.",
+    )
+    _takes(tune, TuneOptions, _tune)
+
+
+def _tune(ranks: int, wanted: TuneOptions) -> int:
+    from .launch import launch
+    from .tune import run_tune
+
+    print(launch(run_tune, wanted, ranks=ranks)[0])
     return 0
 
 
