@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from . import ranks
+from . import leftovers, ranks
 
 SLOW_S = 60  # a timeout that no test reaches: whoever is named before it was found dead, not late
 
@@ -308,14 +308,10 @@ def _killed(rank: int, world: int, victim: int, where: str, folder: str) -> tupl
     return _guarded(action)
 
 
-def assert_nothing_left(folder: Path, shm_before: list[str], job: ranks.Job) -> None:
+def assert_nothing_left(folder: Path, before: set[str], job: ranks.Job) -> None:
     assert not any(process.is_alive() for process in job.processes)
-    assert sorted(os.listdir("/dev/shm")) == shm_before
     assert list(folder.iterdir()) == []
-    deadline_s = time.monotonic() + 10  # jobs of other users of this machine may be starting
-    while "@odc-" in Path("/proc/net/unix").read_text():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.1)
+    leftovers.assert_none_since(before)
 
 
 @pytest.mark.parametrize("store_in_rank_0", [False, True])
@@ -323,7 +319,7 @@ def assert_nothing_left(folder: Path, shm_before: list[str], job: ranks.Job) -> 
 def test_killed(where: str, store_in_rank_0: bool, tmp_path: Path) -> None:
     """With the store in rank 0, rank 0 is the one that dies: nobody else may be needed to name it."""
     victim = 0 if store_in_rank_0 else 1
-    shm_before = sorted(os.listdir("/dev/shm"))
+    before = leftovers.names()
     with ranks.start(_killed, 3, victim, where, str(tmp_path), store_in_rank_0=store_in_rank_0) as job:
         outcomes = job.join(60)
         for rank, outcome in enumerate(outcomes):
@@ -336,4 +332,4 @@ def test_killed(where: str, store_in_rank_0: bool, tmp_path: Path) -> None:
             assert named == [victim]
             assert f"rank {victim} died" in text
             assert waited_s < 10
-        assert_nothing_left(tmp_path, shm_before, job)
+        assert_nothing_left(tmp_path, before, job)

@@ -23,7 +23,7 @@ from odc_triton.memory.rendezvous import _peer_uid, receive_files, send_files
 from odc_triton.memory.shm import SharedMemoryHeap, _new_memfd
 from odc_triton.plan import Region
 
-from . import ranks
+from . import leftovers, ranks
 
 ROUNDS = 200
 SOON = timedelta(seconds=30)
@@ -40,7 +40,7 @@ def _region(*shape: int, offset_bytes: int = 0) -> Region:
 
 
 def test_memfd_is_private_and_of_fixed_size() -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = leftovers.names()
     fd = _new_memfd("odc-test", 4096)
     try:
         assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o600
@@ -50,7 +50,7 @@ def test_memfd_is_private_and_of_fixed_size() -> None:
                 os.ftruncate(fd, size)
         with pytest.raises(PermissionError):
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-        assert sorted(os.listdir("/dev/shm")) == before
+        leftovers.assert_none_since(before)
         assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:odc-test")
     finally:
         os.close(fd)
