@@ -1,7 +1,8 @@
 """y = x Wᵀ + b with W and b on their owners.
 
 [Note: two ways in] On the host a custom operator costs more than a small product takes, most of it in torch's wrappers
-around it. That is much for what a model calls hundreds of times in a microbatch, so outside of `torch.compile` an autograd function calls what is behind the operator directly: the same forward, the same backward.
+around it. That is much for what a model calls hundreds of times in a microbatch, so outside of `torch.compile` an
+autograd function calls what is behind the operator directly: the same forward, the same backward.
 """
 
 from __future__ import annotations
