@@ -109,8 +109,8 @@ class LengthsWork:
 class Turn:
     """One variant's turn in one round. `idle`: 0 to 1, None where it is not recorded. Lists: by timed minibatch.
 
-    `peak_bytes`, by rank: on the CPU what the process took beyond what it had before the model, its share of shared
-    memory included; on a GPU all that is taken on the device, torch's reserve, symmetric memory and context included.
+    `peak_bytes`, by rank, beyond what was taken before the model: on the CPU by the process, its share of shared memory
+    included; on a GPU on the whole device, torch's reserve, symmetric memory and NCCL's buffers included.
     """
 
     seconds: list[float]
@@ -127,7 +127,7 @@ def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: 
     open_job(setting)
     nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()  # what torch itself sets up on first use
     watch = PeakMemory()
-    before, _ = watch.read()
+    before = _device_peak() if setting.device == "cuda" else watch.read()[0]
     data, cost = work.data(), work.cost()
     with watch:
         variant = kind(work.build, setting)
@@ -136,7 +136,7 @@ def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: 
             train_minibatch(variant, work, data, cost, index, number)
             for number, index in enumerate(work.indices(round_))
         ]
-        peaks = gather(_device_peak() if setting.device == "cuda" else watch.peak() - before)
+        peaks = gather((_device_peak() if setting.device == "cuda" else watch.peak()) - before)
     events = [event for of_rank in gather(variant.events()) for event in of_rank]
     if setting.device == "cuda":
         idle = _profiled_idle(variant, work, data, cost, work.indices(round_)[-1], len(ran))
