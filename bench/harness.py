@@ -80,10 +80,13 @@ class Minibatch:
 
 
 def open_job(setting: Setting | None = None) -> tuple[int, int]:
-    """Rank and world of this process, which uses one thread, and under "cuda" the GPU of its local rank."""
+    """Rank and world of this process. It uses one thread; under "cuda" its share of the cores, which only set up, and
+    the GPU of its local rank.
+    """
     torch.set_num_threads(1)
     kinds = "gloo"
     if setting is not None and setting.device == "cuda":
+        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"]), 1))
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         kinds = "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():

@@ -15,6 +15,7 @@ Without two GPUs the CPU's heap (cpu-apart) stands in, for the control flow alon
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -219,6 +220,9 @@ def measure_pair(shape: Shape, devices: tuple[int, int] | None, token: str) -> d
             us = times(operators.run, shape.seconds * len(operators.run))
             found = {name: Call(us=us[name], link_bytes=operators.link_bytes[name]) for name in us}
     meet()  # nobody's memory goes while it is still read
+    del operators, heap
+    gc.collect()
+    dist.barrier()
     dist.destroy_process_group()
     return found
 

@@ -29,9 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_bench(commands)
     _add_train(commands)
     _add_profile(commands)
-    _add_bench(commands)
     _add_doctor(commands)
     options = parser.parse_args(arguments)
     try:
@@ -76,6 +76,23 @@ def _from_bench(name: str) -> ModuleType:
     return importlib.import_module(f"bench.{name}")
 
 
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    from .bench_options import BenchOptions
+
+    bench = commands.add_parser(
+        "bench",
+        help="train in all ways, FSDP2's, DDP's and ours, on your sequence lengths: speed, memory, idle time",
+        description="Trains a model on random tokens of the given lengths by FSDP2 in three settings, DDP, our "
+        "transport with a barrier per layer, and ODC; each alone in the GPUs' memory, in turns, over several rounds. "
+        "Prints tokens/s, MFU, memory, idle share and the speed over the fastest baseline's.",
+    )
+    _takes(bench, BenchOptions, _bench)
+
+
+def _bench(ranks: int, wanted: BenchOptions) -> int:
+    return _from_bench("lengths").main(ranks, wanted)
+
+
 def _add_train(commands: argparse._SubParsersAction) -> None:
     from .train.options import SftOptions
 
@@ -118,31 +135,11 @@ def _profile(ranks: int, wanted: ProfileOptions) -> int:
     return 0
 
 
-def _add_bench(commands: argparse._SubParsersAction) -> None:
-    from .bench_options import BenchOptions
-
-    bench = commands.add_parser(
-        "bench",
-        help="train in all ways, FSDP2's, DDP's and ours, on your sequence lengths: speed, memory, idle time",
-        description="Trains a model on random tokens of the given lengths by FSDP2 in three settings, DDP, our "
-        "transport with a barrier per layer, and ODC; each alone in the GPUs' memory, in turns, over several rounds. "
-        "Prints tokens/s, MFU, memory, idle share and the speed over the fastest baseline's.",
-    )
-    _takes(bench, BenchOptions, _bench, ranks=2)
-
-
-def _bench(ranks: int, wanted: BenchOptions) -> int:
-    return _from_bench("lengths").main(ranks, wanted)
-
-
-def _takes(
-    parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[int, Options], int], ranks: int = 1
-) -> None:
+def _takes(parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[int, Options], int]) -> None:
     """Has the command take `--ranks` and the fields of the dataclass `kind`, and call `run(ranks, options)`."""
     from .options import add_arguments, read_options
 
-    count = f"processes to start on this machine (default: {ranks})"
-    parser.add_argument("--ranks", type=int, default=ranks, help=count)
+    parser.add_argument("--ranks", type=int, default=1, help="processes to start on this machine (default: 1)")
     add_arguments(parser, kind)
 
     def called(options: argparse.Namespace) -> int:
