@@ -146,7 +146,7 @@ def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: 
     else:
         idle = None
     del variant
-    gc.collect()  # a heap goes before its process group does, and behind the meeting below no rank reads it
+    gc.collect()  # a heap goes before its process group does; nobody reads it any more since the gathering above
     gather(None)
     dist.destroy_process_group()
     return Turn(
