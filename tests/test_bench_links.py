@@ -135,6 +135,28 @@ def test_a_wrong_result_is_an_error() -> None:
     assert f"copy between two processes: {32 * 48 - zeros} numbers are wrong on rank 1" in outcome.error
 
 
+def _by_kernels(rank: int, world: int, token: str) -> tuple[list[str], list[tuple[str, int]]]:
+    import torch.distributed as dist
+
+    from bench.links import _wrong_results, on_gpu
+    from odc_triton.memory import ApartHeap
+
+    heap = ApartHeap(rank=rank, world=2, size_bytes=SMALL.part_bytes, slots=1, token=token, timeout_s=60)
+    heap.shard(SMALL.weight, rank).copy_(integers(SMALL.rows // 2, SMALL.columns, rank, heap.device))
+    dist.barrier()
+    operators = on_gpu(SMALL, heap)
+    wrong = list(_wrong_results(SMALL, heap, operators, dist.barrier))
+    dist.barrier()
+    return list(operators.run), wrong
+
+
+def test_kernels_in_the_interpreter() -> None:
+    """What runs between two GPUs, between two processes here: every result is right."""
+    for names, wrong in ranks.run(_by_kernels, 2, uuid.uuid4().hex):
+        assert names == ["copy", "gather", "linear direct", "linear staged", "scatter", "wgrad"]
+        assert wrong == []
+
+
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys) -> None:
     words = [
