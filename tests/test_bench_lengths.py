@@ -391,7 +391,8 @@ def test_the_command(config: str, lengths: str, tmp_path: Path, capsys) -> None:
     out = tmp_path / "deep" / "out"
     names = [kind.name for kind in (Fsdp2Micro, Ddp, Odc)]
     given = ["--lengths", lengths, "--init", config, "--out", str(out), "--rounds", "1", "--minibatches", "2"]
-    assert main(["bench", *given, "--samples-per-rank", "2", "--variants", ",".join(names)]) == 0
+    given += ["--ranks", "2", "--samples-per-rank", "2"]
+    assert main(["bench", *given, "--variants", ",".join(names)]) == 0
     said = capsys.readouterr().out
     assert "2 ranks on cpu, fp32" in said
     data = json.loads((out / "lengths.json").read_text())
