@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.variants import Odc, Pack, Unsharded, Variant
+from bench.variants import Odc, Pack, Setting, Unsharded, Variant
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.events import Event
@@ -33,6 +33,10 @@ class Work:
     minibatches: list[list[int]]  # indices of all ranks' samples
     token_cap: int
     seed: int = 0
+
+    def data(self) -> Any:
+        """The samples, by index, and their `lengths`."""
+        return TokenizedDataset.load(self.dataset)
 
     def build(self) -> nn.Module:
         """The model: random weights, the same for every variant and rank."""
@@ -60,19 +64,44 @@ class Measured:
     events: list[Event] = field(default_factory=list)
 
 
-def _open_job() -> tuple[int, int]:
+@dataclass(frozen=True, kw_only=True)
+class Minibatch:
+    """One variant's run of one minibatch, all ranks together. Times in seconds of `time.monotonic`."""
+
+    start_s: float  # of the first rank
+    end_s: float  # of the last rank
+    step_seconds: float  # of the slowest rank
+    loss: float  # per target token
+    microbatches: list[int]  # by rank
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+def open_job(setting: Setting | None = None) -> tuple[int, int]:
+    """Rank and world of this process. It uses one thread; under "cuda" its share of the cores, which only set up, and
+    the GPU of its local rank.
+    """
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    kinds = "gloo"
+    if setting is not None and setting.device == "cuda":
+        torch.set_num_threads(max(len(os.sched_getaffinity(0)) // int(os.environ["WORLD_SIZE"]), 1))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        kinds = "cpu:gloo,cuda:nccl"
+    if not dist.is_initialized():
+        dist.init_process_group(kinds, timeout=timedelta(minutes=5))
     return dist.get_rank(), dist.get_world_size()
 
 
-def _gather(value: object) -> list:
+def gather(value: object) -> list:
+    """Every rank's value. Collective."""
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def _deal(work: Work, data: TokenizedDataset, samples: list[int], balance: str, cost: CostModel) -> list[list[Pack]]:
+def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostModel) -> list[list[Pack]]:
     """Every rank's collated packs of one minibatch."""
     dealt = assign(
         [int(data.lengths[index]) for index in samples],
@@ -86,37 +115,69 @@ def _deal(work: Work, data: TokenizedDataset, samples: list[int], balance: str, 
     ]
 
 
+def with_boundaries(pack: Pack) -> dict[str, Any]:
+    """The pack, and where its documents end, as attention takes it: else it asks the device in every layer."""
+    starts = (pack["position_ids"][0] == 0).nonzero().flatten()
+    ends = torch.cat([starts, torch.tensor([pack["position_ids"].shape[1]])])
+    return {**pack, "cu_seq_lens_q": ends.int(), "max_length_q": int(ends.diff().max())}
+
+
+def placed(pack: Pack, setting: Setting) -> dict[str, Any]:
+    """The pack on this rank's device."""
+    if setting.device == "cpu":
+        return pack
+    values = with_boundaries(pack).items()
+    return {name: value.to(setting.here) if isinstance(value, torch.Tensor) else value for name, value in values}
+
+
+def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, index: int, number: int) -> Minibatch:
+    """Trains minibatch `index` of `work` once, from a meeting of all ranks on. Collective.
+
+    `number`: how many the variant has trained before, by which its events are known.
+    """
+    dealt = deal(work, data, work.minibatches[index], variant.balance, cost)
+    total = sum(count_target_tokens(packs) for packs in dealt)
+    setting = variant.setting
+    own = [placed(pack, setting) for pack in dealt[dist.get_rank()]]
+    variant.start_minibatch(number)
+    setting.synchronize()
+    gather(None)  # a meeting
+    start_s = time.monotonic()
+    loss = variant.gradients(own, total)
+    landed_s = time.monotonic()
+    variant.step()
+    setting.synchronize()
+    spans = gather((start_s, landed_s, time.monotonic(), loss, len(own)))
+    return Minibatch(
+        start_s=min(span[0] for span in spans),
+        end_s=max(span[2] for span in spans),
+        step_seconds=max(span[2] - span[1] for span in spans),
+        loss=sum(span[3] for span in spans) / total,
+        microbatches=[span[4] for span in spans],
+    )
+
+
 def compare(
     kinds: Sequence[type[Variant]], work: Work, progress: Callable[[str], None] | None = None
 ) -> list[Measured]:
     """Trains every variant on all of `work`, interleaved minibatch by minibatch in a rotating order. Collective."""
-    rank, _ = _open_job()
-    data = TokenizedDataset.load(work.dataset)
-    cost = work.cost()
+    rank, _ = open_job()
+    data, cost = work.data(), work.cost()
     variants = [kind(work.build) for kind in kinds]
     results = [Measured(name=kind.name, balance=kind.balance) for kind in kinds]
-    for index, samples in enumerate(work.minibatches):
+    for index in range(len(work.minibatches)):
         turns = [(index + shift) % len(variants) for shift in range(len(variants))]
         for turn in turns:
             variant, result = variants[turn], results[turn]
-            dealt = _deal(work, data, samples, variant.balance, cost)
-            total = sum(count_target_tokens(packs) for packs in dealt)
-            variant.start_minibatch(index)
-            dist.barrier()
-            start_s = time.monotonic()
-            loss = variant.gradients(dealt[rank], total)
-            landed_s = time.monotonic()
-            variant.step()
-            end_s = time.monotonic()
-            spans = _gather((start_s, landed_s, end_s, loss, len(dealt[rank])))
-            result.seconds.append(max(span[2] for span in spans) - min(span[0] for span in spans))
-            result.step_seconds.append(max(span[2] - span[1] for span in spans))
-            result.losses.append(sum(span[3] for span in spans) / total)
-            result.microbatches.append([span[4] for span in spans])
+            ran = train_minibatch(variant, work, data, cost, index, index)
+            result.seconds.append(ran.seconds)
+            result.step_seconds.append(ran.step_seconds)
+            result.losses.append(ran.loss)
+            result.microbatches.append(ran.microbatches)
             if rank == 0 and progress is not None:
                 progress(f"minibatch {index + 1}/{len(work.minibatches)}  {variant.name}: {result.seconds[-1]:.2f} s")
     for variant, result in zip(variants, results, strict=True):
-        result.events = [event for events in _gather(variant.events()) for event in events]
+        result.events = [event for events in gather(variant.events()) for event in events]
     dist.destroy_process_group()
     return results
 
@@ -127,7 +188,7 @@ def balanced(kinds: Sequence[type[Variant]], work: Work, lengths: list[int], rep
     `lengths`: tokens of each document of one pack; two packs a rank. Each run takes as long as its slowest rank.
     Variants take turns, in a rotating order.
     """
-    _open_job()
+    open_job()
     generator = torch.Generator().manual_seed(work.seed)
     documents = [torch.randint(4, work.config["vocab_size"], (length,), generator=generator) for length in lengths]
     packs = pack_collate([[{"input_ids": document} for document in documents]]) * 2
@@ -139,7 +200,7 @@ def balanced(kinds: Sequence[type[Variant]], work: Work, lengths: list[int], rep
             dist.barrier()
             start_s = time.monotonic()
             variant.gradients(packs, total)
-            took_s = max(_gather(time.monotonic() - start_s))
+            took_s = max(gather(time.monotonic() - start_s))
             variant.optimizer.zero_grad()  # else plain torch's gradients stand in malloc's way in ODC's turn
             if repeat:  # the first round warms up
                 seconds[variant.name].append(took_s)
@@ -174,6 +235,11 @@ class PeakMemory:
             values[key] = int(amount.split()[0]) * 1024
         return values["Anonymous"], values["Pss_Shmem"]
 
+    def peak(self) -> int:
+        """The most private bytes so far, and this process's share of what is shared now."""
+        private, shared = self.read()
+        return max(self.private_bytes, private) + shared
+
     def _watch(self) -> None:
         while not self._stop.wait(self._every_s):
             self.private_bytes = max(self.private_bytes, self.read()[0])
@@ -190,21 +256,16 @@ class PeakMemory:
 
 def peak_memory(kind: type[Variant], work: Work) -> dict[str, int]:
     """Peak bytes over the ranks of one variant alone, above the process before it had a model. Collective."""
-    rank, _ = _open_job()
-    data = TokenizedDataset.load(work.dataset)
-    cost = work.cost()
+    open_job()
+    data, cost = work.data(), work.cost()
     nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()  # what torch itself sets up on first use
     watch = PeakMemory()
     before, _ = watch.read()
     variant = kind(work.build)
     with watch:
-        for index, samples in enumerate(work.minibatches[:1]):
-            dealt = _deal(work, data, samples, variant.balance, cost)
-            variant.start_minibatch(index)
-            variant.gradients(dealt[rank], sum(count_target_tokens(packs) for packs in dealt))
-            variant.step()
+        train_minibatch(variant, work, data, cost, 0, 0)
     dist.barrier()
-    after = _gather((watch.private_bytes - before, *watch.read()))
+    after = gather((watch.private_bytes - before, *watch.read()))
     dist.destroy_process_group()
     return {
         "peak_private_bytes": max(peak for peak, _, _ in after),

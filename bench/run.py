@@ -1,7 +1,7 @@
 """The kernels' benchmark: every operator on the layers of real models, beside named baselines.
 
     python -m bench.run [--operator NAME ...] [--model llama-3-8b ...] [--tokens 128 ...] [--world 1 2 4 8]
-                        [--dtype bfloat16] [--peers loopback|pinned] [--quick] [--seconds 500] [--out FOLDER]
+                        [--dtype bfloat16] [--peers loopback|pinned] [--quick] [--check] [--seconds 500] [--out FOLDER]
 
 Checks every result against plain torch first, on new random numbers, then times it on the GPU: rounds in which ours and
 every baseline run once, the L2 flushed before each. Prints one table and the targets with their verdicts, and keeps
@@ -273,6 +273,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--peers", choices=("loopback", "pinned"), default="loopback")
     parser.add_argument("--quick", action="store_true", help="one model, three numbers of tokens, a world of 8")
+    parser.add_argument(
+        "--check", action="store_true", help="a tiny model is checked and nothing timed, as without a GPU"
+    )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cell after so long")
     parser.add_argument("--seed", type=int, default=None, help="of the random numbers; default: a new one")
     parser.add_argument("--out", type=Path, default=Path("out/kernels"), help="folder of kernels.json and kernels.md")
@@ -286,20 +289,22 @@ def main(words: Sequence[str] | None = None) -> int:
     if bad := [number for number in (*(options.tokens or ()), *(options.world or ())) if number < 1]:
         parser.error(f"--tokens and --world are numbers of at least 1, not {', '.join(map(str, bad))}")
     tokens = options.tokens or (QUICK["tokens"] if options.quick else TOKENS)
-    if not on_gpu:
+    timed = on_gpu and not options.check
+    if not timed:
         models, tokens = [TINY], options.tokens or CHECK_TOKENS
-        print("No GPU: a tiny model is checked in Triton's interpreter, and nothing is timed.", flush=True)
+        where = "A tiny model is checked" if on_gpu else "No GPU: a tiny model is checked in Triton's interpreter"
+        print(f"{where}, and nothing is timed.", flush=True)
     worlds = options.world or (QUICK["worlds"] if options.quick else WORLDS)
     dtype = getattr(torch, options.dtype)
     seed = torch.seed() if options.seed is None else options.seed
     options.out.mkdir(parents=True, exist_ok=True)
-    machine = Machine.measured(dtype=dtype, peers=options.peers) if on_gpu else None
+    machine = Machine.measured(dtype=dtype, peers=options.peers) if timed else None
     report = Report(
         about={
             "hardware": hardware(),
             "gpu": gpu(),
             "reached": asdict(machine) if machine else None,
-            "timed": on_gpu,
+            "timed": timed,
             "peers": {"loopback": "loopback: no link in these figures", "pinned": "pinned host memory"}[options.peers],
             "dtype": options.dtype,
             "seed": seed,
@@ -320,7 +325,7 @@ def main(words: Sequence[str] | None = None) -> int:
     failed = [cell for cell in report.cells if not cell.passed]
     print(
         f"{len(report.cells) - len(failed)} of {len(report.cells)} cells passed their check, "
-        f"{'timed on the GPU' if on_gpu else 'nothing was timed'}; {len(report.left_out)} left out; seed {seed}"
+        f"{'timed on the GPU' if timed else 'nothing was timed'}; {len(report.left_out)} left out; seed {seed}"
     )
     return 0 if report.passed else 1
 

@@ -1,21 +1,24 @@
 """The ways to train that are compared: FSDP2 in two settings, DDP, our transport with a barrier per layer, ODC.
 
 Every variant trains the same model on the same samples with the same optimizer; they differ in who waits for whom
-and in how samples are dealt. Each records events in the engine's form: "wait" is time blocked in a collective or a
-meeting, the data's transfer included.
+and in how samples are dealt. On the CPU each records events in the engine's form: "wait" is time blocked in a
+collective or a meeting, the data's transfer included. On GPUs the host's clock does not see who waits: see alone.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +38,34 @@ _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Where variants run and what they compute in; masters, optimizer states and sums of gradients are fp32."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+    @property
+    def here(self) -> torch.device:
+        """This rank's device."""
+        return torch.device("cpu") if self.device == "cpu" else torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        if self.dtype == "fp32":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def mesh(self) -> DeviceMesh:
+        """All ranks."""
+        return init_device_mesh(self.device, (dist.get_world_size(),))
+
+    def synchronize(self) -> None:
+        """Waits until this rank's device has done all that was enqueued."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
 class Variant(ABC):
     """One model under one way to train. `balance` names how its samples are dealt."""
 
@@ -42,7 +73,8 @@ class Variant(ABC):
     balance: ClassVar[str]
     records_waiting: ClassVar[bool] = True
 
-    def __init__(self, build: Callable[[], nn.Module]) -> None:
+    def __init__(self, build: Callable[[], nn.Module], setting: Setting | None = None) -> None:
+        self.setting = setting or Setting()
         self.log = EventLog(dist.get_rank())
         model = build()
         model.train()
@@ -58,7 +90,7 @@ class Variant(ABC):
     def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
         """All microbatches of this rank until the gradients of all ranks have landed; returns the summed loss.
 
-        `total_tokens`: targets of all ranks' packs together.
+        `packs`: on this rank's device. `total_tokens`: targets of all ranks' packs together.
         """
 
     def step(self) -> None:
@@ -73,14 +105,18 @@ class Variant(ABC):
     def start_minibatch(self, index: int) -> None:
         self.log.minibatch = index
 
-    def microbatch(self, index: int, pack: Pack, scale: float) -> float:
-        """Forward and backward of one pack with the loss scaled; returns the unscaled summed loss."""
+    def microbatch(self, index: int, pack: Pack, scale: float) -> torch.Tensor:
+        """Forward and backward of one pack with the loss scaled; returns the unscaled summed loss, still there."""
         self.log.microbatch = index
-        with self.log.span("forward"):
+        with self.log.span("forward"), self.computing():
             loss = summed_loss(self.model, pack)
         with self.log.span("backward"):
             (loss * scale).backward()
-        return loss.item()
+        return loss.detach()
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """Around each forward."""
+        return contextlib.nullcontext()
 
     def waiting(self, label: str, work: Callable[[], Any]) -> Any:
         with self.log.span("wait", label=label):
@@ -116,17 +152,20 @@ class _TimedReduceScatter(ReduceScatter):
 
 
 class Fsdp2(Variant):
-    """FSDP2 with its defaults: every layer gathers in forward and backward and reduces in backward."""
+    """FSDP2 with its defaults: every layer gathers in forward and backward and reduces in backward.
+
+    In bf16 it reduces in fp32, as every variant here does: twice the bytes of what FSDP2 does when nothing is said.
+    """
 
     name = "FSDP2 + global packing"
     balance = "global"
-    reshard = True
+    reshard: ClassVar[bool | None] = None  # FSDP2's own default: all units but the root
 
     def shard(self, model: nn.Module) -> nn.Module:
-        for block in self.blocks:
-            fsdp2_fully_shard(block, reshard_after_forward=self.reshard)
-        fsdp2_fully_shard(model, reshard_after_forward=self.reshard)
-        for module in model.modules():
+        mesh, policy = self.setting.mesh(), self.setting.policy
+        for part in (*self.blocks, model):
+            fsdp2_fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+        for module in model.modules() if self.setting.device == "cpu" else ():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_TimedAllGather(self))
                 module.set_custom_reduce_scatter(_TimedReduceScatter(self))
@@ -135,7 +174,7 @@ class Fsdp2(Variant):
     def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
         # FSDP2 averages over the ranks: the loss is scaled so that the mean is the sum over tokens.
         scale = dist.get_world_size() / total_tokens
-        return sum(self.microbatch(index, pack, scale) for index, pack in enumerate(packs))
+        return float(sum(self.microbatch(index, pack, scale) for index, pack in enumerate(packs)))
 
 
 class Fsdp2Micro(Fsdp2):
@@ -155,33 +194,41 @@ class Fsdp2NoReshard(Fsdp2):
 
     def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
         scale = dist.get_world_size() / total_tokens
-        total = 0.0
+        total = torch.zeros(())
         for index, pack in enumerate(packs):
             last = index == len(packs) - 1
             self.model.set_requires_gradient_sync(last)
             self.model.set_reshard_after_backward(last)
             self.model.set_is_last_backward(last)
-            total += self.microbatch(index, pack, scale)
-        return total
+            total = total + self.microbatch(index, pack, scale)
+        return total.item()
 
 
 class Ddp(Variant):
-    """DDP, all-reducing in the last microbatch only. Its waiting lies within its backward and is not recorded."""
+    """DDP, all-reducing in the last microbatch only. Its waiting lies within its backward and is not recorded.
+
+    In bf16 it computes under autocast from the embedding on, so that activations are bf16 as FSDP2's are.
+    """
 
     records_waiting = False
     name = "DDP no_sync + LB-Mini"
     balance = "mini"
 
     def shard(self, model: nn.Module) -> nn.Module:
-        return DistributedDataParallel(model)
+        if self.setting.dtype == "bf16":
+            model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, out: out.bfloat16())
+        return DistributedDataParallel(model.to(self.setting.here))
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.setting.device, torch.bfloat16, enabled=self.setting.dtype == "bf16")
 
     def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
         scale = dist.get_world_size() / total_tokens
-        total = 0.0
+        total = torch.zeros(())
         for index, pack in enumerate(packs):
             self.model.require_backward_grad_sync = index == len(packs) - 1
-            total += self.microbatch(index, pack, scale)
-        return total
+            total = total + self.microbatch(index, pack, scale)
+        return total.item()
 
 
 class Odc(Variant):
@@ -189,17 +236,18 @@ class Odc(Variant):
     balance = "mini"
 
     def shard(self, model: nn.Module) -> nn.Module:
-        return fully_shard(model, backend="cpu")
+        setting = self.setting
+        return fully_shard(model, mesh=setting.mesh(), mp_policy=setting.policy, backend=setting.device)
 
     def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
         tokens = total_tokens if dist.get_rank() == 0 else 0
-        total = 0.0
+        total = torch.zeros(())
         with minibatch(self.model, tokens=tokens) as mb:
             for pack in packs:
                 loss = summed_loss(self.model, pack)
                 (loss / mb.tokens).backward()
-                total += loss.item()
-        return total
+                total = total + loss.detach()
+        return total.item()
 
     def step(self) -> None:
         with engine_of(self.model).events.span("step", microbatch=-1):
@@ -242,7 +290,10 @@ class OdcMicro(Odc):
 
 
 class LayerBarrier(Odc):
-    """Our transport, but all ranks meet at every layer of every forward and backward, as FSDP's collectives do."""
+    """Our transport, but all ranks meet at every layer of every forward and backward, as FSDP's collectives do.
+
+    On GPUs the devices meet, not the hosts: an all-reduce of one number on the stream that computes.
+    """
 
     name = "layer barrier + global packing"
     balance = "global"
@@ -251,9 +302,13 @@ class LayerBarrier(Odc):
         for block in self.blocks:
             block.register_forward_pre_hook(self._meet)
             block.register_full_backward_pre_hook(self._meet)
-        return fully_shard(model, backend="cpu")
+        self._number = torch.zeros(1, device=self.setting.here)
+        return super().shard(model)
 
     def _meet(self, *_: Any) -> None:
+        if self.setting.device == "cuda":
+            dist.all_reduce(self._number)
+            return
         start_s = time.monotonic()
         dist.barrier()
         engine_of(self.model).events.add("wait", start_s, time.monotonic(), label="barrier")
@@ -266,7 +321,7 @@ class Unsharded(Variant):
     balance = "mini"
 
     def shard(self, model: nn.Module) -> nn.Module:
-        return model
+        return model.to(self.setting.here)
 
     def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
-        return sum(self.microbatch(index, pack, 1 / total_tokens) for index, pack in enumerate(packs))
+        return float(sum(self.microbatch(index, pack, 1 / total_tokens) for index, pack in enumerate(packs)))

@@ -8,9 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    from .bench_options import BenchOptions
     from .profile import ProfileOptions
     from .train.options import SftOptions
     from .tune import TuneOptions
@@ -28,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_bench(commands)
     _add_train(commands)
     _add_profile(commands)
     _add_tune(commands)
@@ -59,13 +62,37 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    # The baselines are no part of the package: they lie in the repository's bench/, beside it.
+    return _from_bench("demo").main(options.out)
+
+
+def _from_bench(name: str) -> ModuleType:
+    """The module bench/`name`.py. The baselines are no part of the package: they lie in the repository, beside it."""
     root = Path(__file__).resolve().parent.parent
-    if not (root / "bench" / "demo.py").exists():
-        raise RuntimeError("the demo needs the repository, whose bench/ holds the baselines: clone it and `make demo`")
+    if not (root / "bench" / f"{name}.py").exists():
+        raise RuntimeError(
+            "the baselines lie in the repository's bench/, which this installation lacks: clone the repository and "
+            "run the command there"
+        )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
-    return importlib.import_module("bench.demo").main(options.out)
+    return importlib.import_module(f"bench.{name}")
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    from .bench_options import BenchOptions
+
+    bench = commands.add_parser(
+        "bench",
+        help="train in all ways, FSDP2's, DDP's and ours, on your sequence lengths: speed, memory, idle time",
+        description="Trains a model on random tokens of the given lengths by FSDP2 in three settings, DDP, our "
+        "transport with a barrier per layer, and ODC; each alone in the GPUs' memory, in turns, over several rounds. "
+        "Prints tokens/s, MFU, memory, idle share and the speed over the fastest baseline's.",
+    )
+    _takes(bench, BenchOptions, _bench)
+
+
+def _bench(ranks: int, wanted: BenchOptions) -> int:
+    return _from_bench("lengths").main(ranks, wanted)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:

@@ -20,6 +20,7 @@ from .breakdown import (
     nested,
     overlapping,
 )
+from .lengths import read_lengths
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ class ProfileOptions:
     out: str = field(metadata={"help": "folder for profile.json, timeline.png, trace.json and torch's traces"})
     model: str | None = _option(None, "a transformers causal LM: local folder or hub id")
     init: str | None = _option(None, "config.json of a model with random weights, instead of --model")
-    lengths: str | None = _option(None, "file of sequence lengths, one a line; by default all are --token-cap")
+    lengths: str | None = _option(None, "file of lengths, one a line or JSON lines; by default all are --token-cap")
     token_cap: int = _option(2048, "most tokens in one pack, which is one microbatch")
     samples_per_rank: int = _option(4, "samples per rank and minibatch")
     minibatches: int = _option(3, "minibatches to measure, after one to warm up")
@@ -65,24 +66,6 @@ class ProfileOptions:
             read_lengths(self.lengths, self.token_cap)
         if Path(self.out).exists() and (not Path(self.out).is_dir() or any(Path(self.out).iterdir())):
             raise ValueError(f"out is {self.out}, which is a file or not empty; give a new folder")
-
-
-def read_lengths(path: str, token_cap: int) -> list[int]:
-    """Lengths in tokens, one a line, cut off at the cap. Raises ValueError that names a bad line."""
-    lengths = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            length = int(line)
-        except ValueError:
-            length = 0
-        if length < 2:
-            raise ValueError(f"{path}, line {number}: {line[:40]!r} is no length; give a number of tokens, at least 2")
-        lengths.append(min(length, token_cap))
-    if not lengths:
-        raise ValueError(f"{path} has no lengths; give one number of tokens a line")
-    return lengths
 
 
 def run_profile(options: ProfileOptions) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def read_records(path: str | os.PathLike) -> Iterator[Record]:
                 end_byte += len(raw)
                 if raw.strip():
                     empty = False
-                    prompt, completion = _parse(f"{path}, line {number}", raw)
+                    prompt, completion = parse_record(f"{path}, line {number}", raw)
                     yield Record(prompt=prompt, completion=completion, line=number, end_byte=end_byte)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -47,8 +47,8 @@ def read_records(path: str | os.PathLike) -> Iterator[Record]:
         raise DataError(f"{path} is empty; it needs at least one JSON object, each on its own line")
 
 
-def _parse(where: str, raw: bytes) -> tuple[str | None, str]:
-    """(prompt, completion) of one line; the prompt of a text is None."""
+def parse_record(where: str, raw: bytes) -> tuple[str | None, str]:
+    """(prompt, completion) of one line; the prompt of a text is None. `where`: for errors. Raises DataError."""
     try:
         # utf-8-sig: editors on Windows put a byte order mark in front.
         record = json.loads(raw.decode("utf-8-sig"))

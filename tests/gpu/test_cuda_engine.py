@@ -105,7 +105,7 @@ def _compare(name: str, world: int, transform: str = "none", style: str = "root"
     torch.testing.assert_close(losses, torch.tensor(results[0][3]), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2])  # 4: test_four_processes.py
 def test_ten_steps_of_qwen2(world: int) -> None:
     _compare("qwen2", world)
 

@@ -1,0 +1,39 @@
+"""Four processes on one GPU: what only more than two ranks show, and where time-slicing hurts most."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import ranks
+
+from .marks import MARKS
+from .test_cuda_engine import _bf16, _compare
+from .test_cuda_heap import ROUNDS, _contend, _integers, _tokens
+
+pytestmark = MARKS
+WORLD = 4
+
+
+def test_additions_are_exact() -> None:
+    # Integers below 2^24: sums are exact in any order, so a lost addition shows.
+    scattered = (torch.arange(1001 * 64).view(1001, 64) % 7).float() * ROUNDS * WORLD
+    multiplied = sum(ROUNDS * _integers(64, 250, rank).T @ _integers(64, 256, rank + 10) for rank in range(WORLD))
+    embedded = torch.zeros(97, 64)
+    for rank in range(WORLD):
+        embedded.index_add_(0, _tokens(rank), ROUNDS * _integers(500, 64, rank + 20))
+    for got_scattered, got_multiplied, got_embedded in ranks.run(_contend, WORLD, timeout_s=240):
+        assert torch.equal(got_scattered, scattered)
+        assert torch.equal(got_multiplied, multiplied)
+        assert torch.equal(got_embedded, embedded)
+
+
+@pytest.mark.parametrize("transform", ["none", "layers", "staged"])
+def test_ten_steps(transform: str) -> None:
+    _compare("qwen2" if transform == "none" else "qwen3", WORLD, transform)
+
+
+def test_steady_state_allocates_nothing() -> None:
+    for error, early, late, _ in ranks.run(_bf16, WORLD, timeout_s=240):
+        assert error <= 3e-2  # as with two ranks: 8 bits of mantissa between autocast and cast inputs
+        assert late == early

@@ -1,0 +1,92 @@
+"""One of two processes on one GPU is killed while it trains: the other names it, and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import ranks
+from tests.test_faults import SLOW_S, assert_nothing_left, batch, build
+
+from .marks import MARKS
+
+pytestmark = MARKS
+NAMED_WITHIN_S = 10  # what the library promises for a process that is gone
+SLACK_BYTES = 64 * 2**20  # what others on the machine may take meanwhile; a context alone is several times that
+
+
+def train_until_killed(
+    rank: int, world: int, victim: int, where: str, folder: str, backend: str = "cuda"
+) -> tuple[str, list[int], str, float]:
+    """Trains three minibatches, in the second of which `victim` kills itself at `where`; the error that this rank saw:
+    its name, ranks and text, and how long after the last thing that went well it came.
+    """
+    from odc_triton import fully_shard, minibatch
+    from odc_triton.errors import OdcError
+
+    tempfile.tempdir = folder
+    os.environ["TMPDIR"] = folder
+    device = "cpu"
+    if backend == "cuda":
+        torch.cuda.set_device(0)
+        device = "cuda"
+    model = fully_shard(build(), backend=backend, timeout=timedelta(seconds=SLOW_S))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    well_s = time.monotonic()
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        for step in range(3):
+            dies = rank == victim and step == 1
+            with minibatch(model, tokens=1):
+                if dies and where == "forward":
+                    model.blocks[1].register_forward_hook(die)
+                output = model(batch(0).to(device))
+                if dies and where == "backward":
+                    output.register_hook(die)
+                output.sum().backward()
+                well_s = time.monotonic()
+            if dies and where == "step":
+                optimizer.register_step_pre_hook(die)
+            optimizer.step()
+    except OdcError as error:
+        return type(error).__name__, getattr(error, "ranks", []), str(error), time.monotonic() - well_s
+    return "no error", [], "", time.monotonic() - well_s
+
+
+def check(job: ranks.Job, victim: int, shm_before: list[str], folder: Path) -> None:
+    outcomes = job.join(60)
+    assert outcomes[victim].signal == signal.SIGKILL, outcomes[victim].error
+    survivor = outcomes[1 - victim]
+    assert survivor.error is None, survivor.error
+    kind, named, text, waited_s = survivor.value
+    assert kind == "RankLost", text
+    assert named == [victim]
+    assert f"rank {victim} died" in text
+    assert waited_s < NAMED_WITHIN_S
+    assert_nothing_left(folder, shm_before, job)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_killed(where: str, victim: int, tmp_path: Path) -> None:
+    """With the store in rank 0, rank 0 is the one that dies: nobody else may be needed to name it."""
+    torch.cuda.init()
+    free_before, _ = torch.cuda.mem_get_info(0)
+    shm_before = sorted(os.listdir("/dev/shm"))
+    given = (victim, where, str(tmp_path))
+    with ranks.start(train_until_killed, 2, *given, store_in_rank_0=victim == 0) as job:
+        check(job, victim, shm_before, tmp_path)
+    deadline_s = time.monotonic() + 10  # the driver frees a dead process's memory when it comes to it
+    while torch.cuda.mem_get_info(0)[0] < free_before - SLACK_BYTES:
+        assert time.monotonic() < deadline_s, "memory of the GPU stays taken"
+        time.sleep(0.1)
