@@ -89,7 +89,7 @@ CONVERSATIONS = st.lists(
 def test_samples_against_the_text(tokenizers, tmp_path_factory, name, messages, max_tokens):
     path = write_lines(tmp_path_factory.getbasetemp() / "chat.jsonl", {"messages": messages})
     tokenizer = tokenizers[name]
-    ids, labels, across = expected(tokenizer, WRITERS[name][1](messages))
+    ids, labels, _ = expected(tokenizer, WRITERS[name][1](messages))
     cut_ids, cut_labels = ids[:max_tokens], labels[:max_tokens]
     try:
         data = tokenize_file(path, TextEncoder.of(tokenizer), DataOptions(max_tokens=max_tokens))

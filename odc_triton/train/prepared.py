@@ -66,7 +66,7 @@ def prepared_path(source: Source, encoder: TextEncoder, options: DataOptions, fo
             f"{source.name} or its encoder has no fingerprint, so its samples can't be found again; give one, or "
             "write them to a path of your own by tokenize_source"
         )
-    key = json.dumps([FORMAT, source.name, *parts, options.max_tokens, options.too_long])
+    key = json.dumps([FORMAT, *parts, options.max_tokens, options.too_long])
     return Path(folder) / f"{_stem(source)}-{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.npz"
 
 
