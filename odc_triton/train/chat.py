@@ -65,9 +65,9 @@ class ChatTemplate:
         return self._by_prefixes(conversations, max_tokens)
 
     def _by_marks(self, conversations: Sequence[Conversation], template: str) -> list[tuple[list[int], Spans]]:
-        # Not apply_chat_template(return_assistant_tokens_mask=True): where the marks end in a character of several
-        # tokens it leaves out all but the first, and where they end in white space that the tokenizer's offsets leave
-        # out it marks everything to the end of the conversation (transformers 5.23).
+        # Not apply_chat_template(return_assistant_tokens_mask=True): where marks end in a character of several tokens,
+        # it leaves out all but the first; where they begin in white space that the tokenizer's offsets leave out, it
+        # leaves out this turn and all later ones (transformers 5.23).
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, marks = [], []
