@@ -29,6 +29,7 @@ from odc_triton.launch import launch
 from odc_triton.lengths import read_lengths
 from odc_triton.report import table
 from odc_triton.trace import write_file
+from odc_triton.train.records import Record
 
 BASELINES = (Fsdp2Micro, Fsdp2, Fsdp2NoReshard, Ddp)
 VARIANTS = (*BASELINES, LayerBarrier, OdcMicro, Odc)
@@ -76,23 +77,22 @@ def work_of(options: BenchOptions, ranks: int) -> tuple[LengthsWork, int]:
     return work, sum(length > cap for length in lengths)
 
 
-def _counter(source: str | None) -> Callable[[str | None, str], int] | None:
+def _counter(source: str | None) -> Callable[[Record], int] | None:
     """Counts a text's tokens as training would; the tokenizer is loaded when there is one to count."""
     if source is None:
         return None
     encoders: list = []
 
-    def count(prompt: str | None, completion: str) -> int:
+    def count(record: Record) -> int:
         from transformers import AutoTokenizer
 
+        from odc_triton.train.data import encode_records
         from odc_triton.train.tokenizer import TextEncoder
 
         if not encoders:
             encoders.append(TextEncoder.of(AutoTokenizer.from_pretrained(source)))
-        encoder = encoders[0]
-        texts = [completion] if prompt is None else [prompt, completion]
-        around = encoder.before_text if prompt is None else encoder.before_prompt + encoder.before_completion
-        return sum(map(len, encoder.encode_batch(texts))) + len(around) + 1  # the end token
+        ((ids, _),) = encode_records([record], encoders[0], max_tokens=sys.maxsize)
+        return len(ids)
 
     return count
 

@@ -6,18 +6,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from .train.records import parse_record
+from .train.records import Record, parse_record
 
 LEAST = 2  # tokens: one to predict, one to predict it from
 
 
 def read_lengths(
-    path: str | Path, token_cap: int | None = None, count_tokens: Callable[[str | None, str], int] | None = None
+    path: str | Path, token_cap: int | None = None, count_tokens: Callable[[Record], int] | None = None
 ) -> list[int]:
     """Lengths in tokens, in the file's order, cut off at `token_cap` where that is given.
 
-    A line is a number, or a JSON object with `length`, with `text`, or with `prompt` and `completion`; blank lines are
-    skipped. `count_tokens` gives the length of a prompt (None for a text) and a completion.
+    A line is a number, or a JSON object with `length`, or with what `train.records` reads; blank lines are skipped.
+    `count_tokens` gives a record's length.
 
     Raises ValueError that names file and line for one that is no length, one of less than 2 tokens, and a text without
     `count_tokens`; and for a file without lengths. OSError where it can't be read.
@@ -33,7 +33,7 @@ def read_lengths(
     return lengths
 
 
-def _length(where: str, raw: bytes, count_tokens: Callable[[str | None, str], int] | None) -> int:
+def _length(where: str, raw: bytes, count_tokens: Callable[[Record], int] | None) -> int:
     text = raw.decode("utf-8-sig", errors="replace").strip()
     value: object = text
     if text.startswith("{"):
@@ -42,10 +42,10 @@ def _length(where: str, raw: bytes, count_tokens: Callable[[str | None, str], in
         except ValueError as error:
             raise ValueError(f"{where}: not valid JSON: {error}") from error
         if "length" not in record:
-            prompt, completion = parse_record(where, raw)
+            parsed = parse_record(where, raw)
             if count_tokens is None:
                 raise ValueError(f"{where} has a text and no `length`: give --tokenizer, or write its length")
-            tokens = count_tokens(prompt, completion)
+            tokens = count_tokens(parsed)
             if tokens < LEAST:
                 raise ValueError(f"{where} is a text of {tokens} tokens; leave it out, or give at least {LEAST}")
             return tokens

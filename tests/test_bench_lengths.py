@@ -21,6 +21,7 @@ from odc_triton.bench_options import BenchOptions
 from odc_triton.cli import main
 from odc_triton.launch import launch
 from odc_triton.lengths import read_lengths
+from odc_triton.train.records import Record
 
 from . import ranks
 
@@ -58,8 +59,8 @@ def test_lengths_of_every_form(tmp_path: Path) -> None:
     path = tmp_path / "lengths"
     path.write_text('7\n\n{"length": 4000}\n 12 \n{"text": "abc"}\n{"prompt": "ab", "completion": "abcde"}\n')
 
-    def count(prompt: str | None, completion: str) -> int:
-        return len(completion) + (0 if prompt is None else 100 * len(prompt))
+    def count(record: Record) -> int:
+        return len(record.completion) + (0 if record.prompt is None else 100 * len(record.prompt))
 
     assert read_lengths(path, count_tokens=count) == [7, 4000, 12, 3, 205]
     assert read_lengths(path, 100, count) == [7, 100, 12, 3, 100]
@@ -93,7 +94,7 @@ def test_a_text_without_tokens(tmp_path: Path) -> None:
     path = tmp_path / "lengths"
     path.write_text('{"text": ""}')
     with pytest.raises(ValueError, match="line 1 is a text of 1 tokens"):
-        read_lengths(path, count_tokens=lambda prompt, completion: 1)
+        read_lengths(path, count_tokens=lambda record: 1)
 
 
 def test_texts_are_counted_as_training_counts_them(tmp_path: Path, config: str) -> None:

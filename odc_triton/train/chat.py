@@ -1,0 +1,204 @@
+"""Conversations to token ids by a tokenizer's chat template, and which of them the assistant said.
+
+A template with {% generation %} marks says so itself. For another one, the conversation is rendered up to each of
+the assistant's turns (with the header that asks for it) and up to its end: what lies between is learned, what the
+template writes after the turn included. That is right only where each of these prefixes has the tokens that the
+whole conversation begins with, which is checked: a template that renders earlier turns differently once later ones
+follow, as those do that drop earlier reasoning, is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+Conversation = Sequence[dict[str, Any]]
+Spans = list[tuple[int, int]]  # [start, end) of the tokens that are learned, ascending, apart from each other
+EncodeBatch = Callable[[list[str]], Sequence[Sequence[int]]]
+
+ASSISTANT = "assistant"
+# Text given to the tokenizer at a time.
+_CHARACTERS = 4_000_000
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REMEDY = "give a template with {% generation %} marks, or write one record per turn of the assistant"
+
+
+class ChatError(ValueError):
+    """A conversation that cannot be rendered; `index` is its place among those given."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        # A template may quote a message; its text goes to terminals and logs.
+        super().__init__(reason.encode("utf-8", "backslashreplace").decode())
+        self.index = index
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer of transformers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, encode_batch: EncodeBatch) -> None:
+        """`encode_batch` encodes rendered texts, without special tokens of its own."""
+        self._tokenizer, self._encode_batch = tokenizer, encode_batch
+
+    def encode(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
+        """(token ids, what is learned) of each conversation, in order; no end token is added.
+
+        Turns that begin after `max_tokens` tokens may be left unmarked. Raises ChatError.
+        """
+        try:
+            template = self._tokenizer.get_chat_template()
+        except ValueError as error:
+            raise ChatError(
+                0,
+                f"'messages' need a tokenizer with a chat template, and this {type(self._tokenizer).__name__} has "
+                "none; put the template of the model's instruction-tuned sibling into its folder "
+                "(chat_template.jinja), or render the conversations to 'prompt' and 'completion'",
+            ) from error
+        if _MARKS.search(template) and self._tokenizer.is_fast:
+            return self._by_marks(conversations, template)
+        return self._by_prefixes(conversations, max_tokens)
+
+    def _by_marks(self, conversations: Sequence[Conversation], template: str) -> list[tuple[list[int], Spans]]:
+        # Not apply_chat_template(return_assistant_tokens_mask=True): where marks end in a character of several tokens,
+        # it leaves out all but the first; where they begin in white space that the tokenizer's offsets leave out, it
+        # leaves out this turn and all later ones (transformers 5.23).
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, marks = [], []
+        for index, conversation in enumerate(conversations):
+            (text,), (ranges,) = self._guard(
+                index,
+                lambda each=conversation: render_jinja_template(
+                    conversations=[list(each)],
+                    chat_template=template,
+                    return_assistant_tokens_mask=True,
+                    **self._tokenizer.special_tokens_map,
+                ),
+            )
+            texts.append(_checked(index, text))
+            marks.append(ranges)
+        out = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [
+            (ids, _covering(offsets, ranges))
+            for ids, offsets, ranges in zip(out["input_ids"], out["offset_mapping"], marks, strict=True)
+        ]
+
+    def _by_prefixes(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
+        wholes = [self._render(index, each) for index, each in enumerate(conversations)]
+        ids = [list(each) for some in _portions(wholes, len) for each in self._encode_batch(some)]
+        edges: list[list[int]] = [[] for _ in conversations]  # tokens before and after each turn of the assistant
+
+        def prefixes() -> Iterator[tuple[int, int, str]]:
+            for index, conversation in enumerate(conversations):
+                for turn, message in enumerate(conversation):
+                    # A message takes a token at least. Edges come in by portions, so this one may be late.
+                    if turn >= max_tokens or (edges[index] and edges[index][-1] >= max_tokens):
+                        break
+                    if message["role"] == ASSISTANT:
+                        for text in self._around(index, conversation, turn, wholes[index]):
+                            yield index, turn, text
+
+        # By portions, because prefixes of one conversation grow with the square of its turns.
+        for some in _portions(prefixes(), lambda each: len(each[-1])):
+            encoded = iter(self._encode_batch([text for index, _, text in some if text is not wholes[index]]))
+            for index, turn, text in some:
+                prefix = ids[index] if text is wholes[index] else list(next(encoded))
+                if prefix != ids[index][: len(prefix)]:
+                    raise ChatError(
+                        index,
+                        f"message {turn} of the assistant does not begin or end between two tokens of the whole "
+                        f"conversation, as white space at its ends can cause: strip it, or {_REMEDY}",
+                    )
+                edges[index].append(len(prefix))
+        return [
+            (whole, joined_spans(zip(each[::2], each[1::2], strict=True)))
+            for whole, each in zip(ids, edges, strict=True)
+        ]
+
+    def _around(self, index: int, conversation: Conversation, turn: int, whole: str) -> Iterator[str]:
+        """The text before a turn of the assistant, its header included, and the text up to its end."""
+        if turn == 0:
+            raise ChatError(
+                index, f"the conversation begins with the assistant; put a message of the user first, or {_REMEDY}"
+            )
+        for messages, asks in ((conversation[:turn], True), (conversation[: turn + 1], False)):
+            text = whole if len(messages) == len(conversation) else self._render(index, messages, asks)
+            if not whole.startswith(text):
+                raise ChatError(
+                    index,
+                    f"the chat template renders message {turn} of the assistant, or what is before it, "
+                    f"differently when the whole conversation is there; {_REMEDY}",
+                )
+            yield text
+
+    def _render(self, index: int, messages: Conversation, asks: bool = False) -> str:
+        text = self._guard(
+            index,
+            lambda: self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks),
+        )
+        return _checked(index, text)
+
+    @staticmethod
+    def _guard(index: int, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except ChatError:
+            raise
+        except Exception as error:  # TemplateError, KeyError, TypeError, …: whatever the template's code meets
+            raise ChatError(
+                index, f"the chat template refuses this conversation ({type(error).__name__}: {error})"
+            ) from error
+
+
+def _portions(values: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
+    """`values` in lists of about `_CHARACTERS` characters."""
+    some, total = [], 0
+    for value in values:
+        some.append(value)
+        total += characters(value)
+        if total > _CHARACTERS:
+            yield some
+            some, total = [], 0
+    if some:
+        yield some
+
+
+def _checked(index: int, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ChatError(index, "the chat template renders half a surrogate pair") from error
+    return text
+
+
+def _covering(offsets: Sequence[tuple[int, int]], ranges: Iterable[tuple[int, int]]) -> Spans:
+    """The tokens with a character in one of `ranges`; `offsets` are each token's characters."""
+    if not offsets:
+        return []
+    begins, ends = np.asarray(offsets).T
+    # Byte-level tokenizers may leave a token's leading white space out of its offsets. The second token of one
+    # character has the offsets of the first.
+    ends = np.maximum.accumulate(ends)
+    begins = np.minimum(begins, np.concatenate([[0], ends[:-1]]))
+    return joined_spans(
+        (int(np.searchsorted(ends, start, side="right")), int(np.searchsorted(begins, end, side="left")))
+        for start, end in ranges
+        if end > start
+    )
+
+
+def joined_spans(spans: Iterable[tuple[int, int]]) -> Spans:
+    """Ascending spans without empty ones, and with neighbours made one (two messages of the assistant in a row)."""
+    joined: Spans = []
+    for start, end in spans:
+        if joined and joined[-1][1] >= start:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        elif end > start:
+            joined.append((start, end))
+    return joined
