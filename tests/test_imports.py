@@ -29,7 +29,7 @@ FLOORS = [
     {"memory", "footprint", "report", "streams", "local_shards"},
     {"meeting", "debug", "relay", "accumulate", "gathered", "backward_end"},
     {"sharded_param"},
-    {"unit", "engine", "prefetch", "optimizer_watch", "functions"},
+    {"unit", "engine", "prefetch", "optimizer_watch", "functions", "foreach", "publication"},
     {"head"},
     {"nn"},
     {"attention"},
