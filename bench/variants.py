@@ -21,13 +21,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.nn.parallel import DistributedDataParallel
 
 from odc_triton.api import engine_of, minibatch
+from odc_triton.balance.collate import Pack, to_device
 from odc_triton.events import Event, EventLog
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.plan import find_units
 from odc_triton.replace import replace_layers
 from odc_triton.sharding import fully_shard
 
-Pack = dict[str, torch.Tensor]
 LEARNING_RATE = 3e-4
 CLIP_NORM = 1.0
 # Renamed in torch 2.13; FSDP2 itself calls what is there.
@@ -49,6 +49,7 @@ class Variant(ABC):
         enable_packing(model)
         self.blocks = [model.get_submodule(name) for name in find_units(model)]
         self.model = self.shard(model)
+        self.device = next(self.model.parameters()).device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, fused=True)
 
     @abstractmethod
@@ -77,7 +78,7 @@ class Variant(ABC):
         """Forward and backward of one pack with the loss scaled; returns the unscaled summed loss."""
         self.log.microbatch = index
         with self.log.span("forward"):
-            loss = summed_loss(self.model, pack)
+            loss = summed_loss(self.model, to_device(pack, self.device))
         with self.log.span("backward"):
             (loss * scale).backward()
         return loss.item()
@@ -196,7 +197,7 @@ class Odc(Variant):
         total = 0.0
         with minibatch(self.model, tokens=tokens) as mb:
             for pack in packs:
-                loss = summed_loss(self.model, pack)
+                loss = summed_loss(self.model, to_device(pack, self.device))
                 (loss / mb.tokens).backward()
                 total += loss.item()
         return total

@@ -1,7 +1,4 @@
-"""What is done to all shards at once: bitwise what a loop over parameters does, in as many operators for many as for few.
-
-On a machine with a GPU the launches are counted there too.
-"""
+"""What is done to all shards at once: bitwise what a loop over parameters gives, in a fixed number of operators."""
 
 from __future__ import annotations
 
