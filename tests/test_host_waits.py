@@ -1,4 +1,4 @@
-"""No host waits for its device inside a microbatch: what would wait is counted on the CPU, where CUDA's ways are taken."""
+"""No host waits for its device inside a microbatch: counted on the CPU, where CUDA's ways are taken."""
 
 from __future__ import annotations
 

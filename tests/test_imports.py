@@ -27,7 +27,7 @@ FLOORS = [
     | {"topology", "unusable", "probe", "nvml", "nvml_snapshot", "cuda_devices"},
     {"on_owners", "handles", "staging"},
     {"memory", "footprint", "report", "streams", "local_shards"},
-    {"meeting", "debug", "relay", "accumulate", "gathered", "backward_end"},
+    {"meeting", "debug", "relay", "accumulate", "gathered", "backward_end", "process_group"},
     {"sharded_param"},
     {"unit", "engine", "prefetch", "optimizer_watch", "functions", "foreach", "publication"},
     {"head"},
