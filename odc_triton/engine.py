@@ -14,7 +14,6 @@ BROKEN  a meeting failed: a peer is gone or too late, this job can't go on
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import operator
 import time
 import warnings
@@ -24,9 +23,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .accumulate import Waits
+from .backward_end import tensors_in
 from .errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer
 from .events import EventLog
 from .foreach import clear_gradients, copy_masters, land_gradients
@@ -35,7 +34,7 @@ from .memory.heap import SymmetricHeap, Word
 from .optimizer_watch import OptimizerWatch
 from .prefetch import Prefetch
 from .publication import Publication
-from .sharded_param import ShardedParameter, has_gradient_hooks
+from .sharded_param import ShardedParameter
 from .staging import Staging
 from .streams import Streams
 from .unit import Unit, in_backward_pass
@@ -46,14 +45,6 @@ class Phase(IntEnum):
     OPEN = 1
     LANDED = 2
     BROKEN = 3
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    for value in pytree.tree_leaves(output):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
 def _checked_tokens(tokens: Any) -> int | None:
@@ -203,16 +194,7 @@ class Engine:
         for unit in self.units:
             unit.check_places()
         for parameter in self.parameters:
-            sharded, name = parameter.sharded, parameter.name
-            if has_gradient_hooks(sharded):
-                raise RuntimeError(
-                    f"{name} has gradient hooks, which never fire on a sharded parameter (optimizer-in-backward "
-                    f"registers such hooks). Step the optimizer after the minibatch instead."
-                )
-            if sharded.requires_grad and not parameter.trains:
-                raise RuntimeError(f"{name} was frozen when fully_shard was called; set requires_grad before that")
-            if parameter.trains:
-                parameter.leaf.requires_grad_(sharded.requires_grad)
+            parameter.follow_requires_grad()
         if self.phase is Phase.LANDED and any(p.sharded.grad is not None for p in self.parameters):
             self._warn_once(
                 "dropped",
@@ -368,7 +350,7 @@ class Engine:
                 of_unit()
 
         # A leaf that is passed through outlives the minibatch, a hook on it too.
-        watched = [value for value in _tensors(output) if value.grad_fn is not None]
+        watched = [value for value in tensors_in(output) if value.grad_fn is not None]
         for value in watched:
             value.register_hook(begins)
         return bool(watched) and (self.phase is Phase.OPEN or in_backward_pass())

@@ -291,6 +291,18 @@ class ShardedParameter:
         """Whether it has a gradient, as it was said when it was sharded."""
         return self.gradient_shard is not None
 
+    def follow_requires_grad(self) -> None:
+        """Has modules make a gradient of it where the user wants one now. Raises RuntimeError where there can't be."""
+        if has_gradient_hooks(self.sharded):
+            raise RuntimeError(
+                f"{self.name} has gradient hooks, which never fire on a sharded parameter (optimizer-in-backward "
+                f"registers such hooks). Step the optimizer after the minibatch instead."
+            )
+        if self.sharded.requires_grad and not self.trains:
+            raise RuntimeError(f"{self.name} was frozen when fully_shard was called; set requires_grad before that")
+        if self.trains:
+            self.leaf.requires_grad_(self.sharded.requires_grad)
+
     def own_gradient(self) -> torch.Tensor:
         """This rank's part of the landed gradient, to divide and to step with: its shard, until it is cleared."""
         if self.spec.is_scalar:
