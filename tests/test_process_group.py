@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from odc_triton.backend import backend_of
+from odc_triton.collect import refuse_unshardable
 from odc_triton.errors import RanksDiffer
 from odc_triton.launch import launch
 from odc_triton.process_group import gpu_index, group_kinds, start_process_group
@@ -141,3 +143,10 @@ def test_a_users_process_group_is_taken_as_it_is() -> None:
     for norm, is_theirs in ranks.run(_users_group, 2):
         assert norm == pytest.approx(18**0.5, rel=1e-6)
         assert is_theirs
+
+
+def test_a_model_on_a_gpu_and_a_mesh_on_the_cpu() -> None:
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.empty(2, 2, device="cuda"))
+    with pytest.raises(ValueError, match=r"w is on cuda:0: .* or 'cpu', where their shards lie. Move the model"):
+        refuse_unshardable("w", weight, "cpu")

@@ -159,26 +159,63 @@ def test_microbatches_on_streams_of_their_own(world: int) -> None:
 def _launched(gpus: int, masked: bool) -> tuple[str, int, float]:
     if masked:  # before CUDA is asked for anything
         os.environ["CUDA_VISIBLE_DEVICES"] = str(int(os.environ.pop("LOCAL_RANK")) % gpus)
+    try:
+        return _one_step()
+    finally:
+        dist.destroy_process_group()
+
+
+def _one_step() -> tuple[str, int, float]:
+    """What the group communicates by, this rank's GPU, the gradients' norm: every rank has the same rows."""
     from odc_triton import fully_shard, minibatch
 
     model = fully_shard(Blocks(64))
-    with minibatch(model, tokens=2):
-        (model(torch.ones(4, 64, device="cuda")).square().mean() / 2).backward()
+    with minibatch(model):
+        model(torch.ones(4, 64, device="cuda")).square().mean().backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
     found = dist.get_backend_config(), torch.cuda.current_device(), norm
     torch.cuda.synchronize()
-    dist.barrier()
-    dist.destroy_process_group()
+    dist.barrier()  # nobody's memory goes while it is still read
     return found
+
+
+def _norm() -> float:
+    plain = Blocks(64).cuda()
+    plain(torch.ones(4, 64, device="cuda")).square().mean().backward()
+    return nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
+
+
+def _by_nccl_only() -> tuple[str, float]:
+    """A user's own group, of which nothing on the CPU can be asked."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    try:
+        kinds, _, norm = _one_step()
+    finally:
+        dist.destroy_process_group()
+    return kinds, norm
+
+
+def test_a_users_group_of_nccl_alone() -> None:
+    found = launch(_by_nccl_only, ranks=min(2, torch.cuda.device_count()))
+    want = _norm()
+    for kinds, norm in found:
+        assert "gloo" not in kinds
+        assert norm == pytest.approx(want, rel=1e-4)  # fp32 sums in another order
+
+
+def test_a_model_on_a_gpu_and_a_mesh_on_the_cpu() -> None:
+    from odc_triton import fully_shard
+
+    with pytest.raises(ValueError, match=r"is on cuda:0: models are sharded from the CPU, the meta device or 'cpu'"):
+        fully_shard(nn.Linear(2, 2).cuda(), backend="cpu")
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_launched_without_a_process_group(masked: bool) -> None:
     gpus = torch.cuda.device_count()
     found = launch(_launched, gpus, masked, ranks=2)
-    plain = Blocks(64).cuda()
-    plain(torch.ones(4, 64, device="cuda")).square().mean().backward()
-    want = nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item()
+    want = _norm()
     for rank, (kinds, index, norm) in enumerate(found):
         assert ("nccl" in kinds) == (gpus >= 2)
         assert index == (0 if masked else rank % gpus)
