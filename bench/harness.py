@@ -19,7 +19,7 @@ from torch import nn
 
 from bench.variants import Odc, Pack, Setting, Unsharded, Variant
 from odc_triton.balance import CostModel, assign
-from odc_triton.balance.collate import count_target_tokens, pack_collate
+from odc_triton.balance.collate import count_target_tokens, pack_collate, to_device
 from odc_triton.events import Event
 from odc_triton.train.data import TokenizedDataset
 
@@ -115,21 +115,6 @@ def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostMode
     ]
 
 
-def with_boundaries(pack: Pack) -> dict[str, Any]:
-    """The pack, and where its documents end, as attention takes it: else it asks the device in every layer."""
-    starts = (pack["position_ids"][0] == 0).nonzero().flatten()
-    ends = torch.cat([starts, torch.tensor([pack["position_ids"].shape[1]])])
-    return {**pack, "cu_seq_lens_q": ends.int(), "max_length_q": int(ends.diff().max())}
-
-
-def placed(pack: Pack, setting: Setting) -> dict[str, Any]:
-    """The pack on this rank's device."""
-    if setting.device == "cpu":
-        return pack
-    values = with_boundaries(pack).items()
-    return {name: value.to(setting.here) if isinstance(value, torch.Tensor) else value for name, value in values}
-
-
 def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, index: int, number: int) -> Minibatch:
     """Trains minibatch `index` of `work` once, from a meeting of all ranks on. Collective.
 
@@ -138,7 +123,7 @@ def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, in
     dealt = deal(work, data, work.minibatches[index], variant.balance, cost)
     total = sum(count_target_tokens(packs) for packs in dealt)
     setting = variant.setting
-    own = [placed(pack, setting) for pack in dealt[dist.get_rank()]]
+    own = [to_device(pack, setting.here) for pack in dealt[dist.get_rank()]]
     variant.start_minibatch(number)
     setting.synchronize()
     gather(None)  # a meeting

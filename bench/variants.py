@@ -24,13 +24,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.nn.parallel import DistributedDataParallel
 
 from odc_triton.api import engine_of, minibatch
+from odc_triton.balance.collate import Pack
 from odc_triton.events import Event, EventLog
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.plan import find_units
 from odc_triton.replace import replace_layers
 from odc_triton.sharding import fully_shard
 
-Pack = dict[str, torch.Tensor]
 LEARNING_RATE = 3e-4
 CLIP_NORM = 1.0
 # Renamed in torch 2.13; FSDP2 itself calls what is there.

@@ -62,7 +62,7 @@ class StagedWeight:
         flags = torch.zeros(peers.world, dtype=torch.int32, device=device)
         if device.type == "cuda":
             stream = stream or torch.cuda.Stream(device)
-            buffer.record_stream(stream)
+            buffer.record_stream(stream)  # once in its life, for when it is freed: `stream` works on it until then
             flags.record_stream(stream)
             read = torch.cuda.Event()
             read.record()

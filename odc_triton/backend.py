@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from .accumulate import Accumulator, KernelAccumulator, LockedAccumulator
@@ -30,6 +29,10 @@ class CpuBackend:
         """Names this rank's device, where two ranks on one are worth a thought."""
         return None
 
+    def device_index(self) -> int | None:
+        """The number that this rank's process knows that device by."""
+        return None
+
     def check(self, specs: list[ParameterSpec]) -> None:
         """Raises for parameters that this backend can't hold."""
 
@@ -45,7 +48,9 @@ class CpuBackend:
         return Streams()
 
     def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
-        """Collective. `token`: a name that only these ranks know; `shared`: whether ranks have one device in common."""
+        """Collective. `token`: a name that only these ranks know; `shared`: whether ranks have one device in common, or
+        number theirs alike.
+        """
         return self._open(SharedMemoryHeap, plan, mesh, token, timeout_s)
 
     def _open(self, heap: type[Any], plan: Plan, mesh: DeviceMesh, token: str, timeout_s: float) -> SymmetricHeap:
@@ -95,6 +100,9 @@ class CudaBackend(CpuBackend):
 
     def device_id(self) -> str | None:
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+    def device_index(self) -> int | None:
+        return torch.cuda.current_device()
 
     def check(self, specs: list[ParameterSpec]) -> None:
         _only_fp32_sums(specs)
@@ -170,19 +178,3 @@ def backend_of(name: str, mesh: DeviceMesh | None) -> CpuBackend:
     if name == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("backend='cuda', but torch sees no GPU; give backend='cpu' or a CUDA build of torch")
     return BACKENDS[name]()
-
-
-def start_process_group(backend: CpuBackend, timeout: Any) -> None:
-    """torchrun's process group, or else a world of one, and this rank's GPU; nothing where there is one already."""
-    if dist.is_initialized():
-        return
-    if "RANK" not in os.environ:  # a notebook: a world of one takes the same path as any other
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return
-    kinds = "gloo"
-    if backend.mesh_device == "cuda":
-        devices = torch.cuda.device_count()
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % devices)
-        if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= devices:  # NCCL refuses two ranks on one GPU
-            kinds = "cpu:gloo,cuda:nccl"
-    dist.init_process_group(kinds, timeout=timeout)

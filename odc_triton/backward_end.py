@@ -39,7 +39,7 @@ def watch_end_of_backward(ended: Callable[[], None], arguments: Any) -> Any:
     does (token ids), nobody is told.
     """
     for kept in ((list, dict), ()):
-        inputs = {id(tensor): tensor for tensor in _tensors(arguments, kept) if tensor.requires_grad}
+        inputs = {id(tensor): tensor for tensor in tensors_in(arguments, kept) if tensor.requires_grad}
         if inputs:
             passed = _EndOfBackward.apply(ended, *inputs.values())
             return _replace(arguments, dict(zip(inputs, passed, strict=True)), kept)
@@ -50,13 +50,13 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _tensors(value: Any, kept: _Kinds) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, kept: _Kinds = ()) -> Iterator[torch.Tensor]:
     """The tensors in tuples, dataclasses and other containers, but for those of the `kept` kinds."""
     for part in pytree.tree_leaves(value, is_leaf=lambda part: isinstance(part, kept)):
         if isinstance(part, torch.Tensor):
             yield part
         elif _is_dataclass(part):
-            yield from _tensors(tuple(getattr(part, field.name) for field in dataclasses.fields(part)), kept)
+            yield from tensors_in(tuple(getattr(part, field.name) for field in dataclasses.fields(part)), kept)
 
 
 def _replace(value: Any, tensors: dict[int, torch.Tensor], kept: _Kinds) -> Any:

@@ -14,7 +14,6 @@ BROKEN  a meeting failed: a peer is gone or too late, this job can't go on
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import operator
 import time
 import warnings
@@ -24,16 +23,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .accumulate import Waits
+from .backward_end import tensors_in
 from .errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer
 from .events import EventLog
+from .foreach import clear_gradients, copy_masters, land_gradients
 from .meeting import Meetings
 from .memory.heap import SymmetricHeap, Word
 from .optimizer_watch import OptimizerWatch
 from .prefetch import Prefetch
-from .sharded_param import ShardedParameter, has_gradient_hooks
+from .publication import Publication
+from .sharded_param import ShardedParameter
 from .staging import Staging
 from .streams import Streams
 from .unit import Unit, in_backward_pass
@@ -44,14 +45,6 @@ class Phase(IntEnum):
     OPEN = 1
     LANDED = 2
     BROKEN = 3
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    for value in pytree.tree_leaves(output):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _tensors([getattr(value, field.name) for field in dataclasses.fields(value)])
 
 
 def _checked_tokens(tokens: Any) -> int | None:
@@ -79,6 +72,7 @@ class Engine:
         self._streams = [streams]
         self._stagings: set[Staging] = set()
         self.prefetch = Prefetch()
+        self.publication = Publication(heap, meetings)
         self.rank, self.world = heap.rank, heap.world
         self.units: list[Unit] = []
         self.parameters: list[ShardedParameter] = []
@@ -91,12 +85,10 @@ class Engine:
         self._tokens: int | None = None
         self._microbatches = 0
         self._failure: str | None = None
-        self._published = 0
         self._forwards = 0  # units whose forward runs now, nested ones counted
         self._forward_start_s = self._backward_start_s = self._step_start_s = 0.0
         self._loss_start_s: float | None = None  # a forward ended there and its backward has not begun
         self._stepping = False  # an optimizer's step runs now
-        self._reading = 0  # the publication that an evaluation reads
         self._warned: set[str] = set()
         self._scope = contextlib.ExitStack()
         self._optimizers = OptimizerWatch(self)
@@ -107,7 +99,7 @@ class Engine:
         for parameter in parameters:
             self.parameters.append(parameter)
             self._stagings.add(parameter.staging)
-            if parameter.gradient_shard is not None:
+            if parameter.trains:
                 parameter.listen(self)
 
     def absorb(self, inner: Engine) -> None:
@@ -142,7 +134,7 @@ class Engine:
             self.events.add("wait", start_s, end_s, label=f"lock of {parameter.name}")
 
     def trainable(self) -> list[ShardedParameter]:
-        return [parameter for parameter in self.parameters if parameter.gradient_shard is not None]
+        return [parameter for parameter in self.parameters if parameter.trains]
 
     # ------------------------------------------------------------------ the minibatch
 
@@ -162,7 +154,7 @@ class Engine:
         except Exception as raised:
             error = raised
         number = self.minibatch + 1
-        message = {"tokens": None if error else tokens, "published": self._published}
+        message = {"tokens": None if error else tokens, "published": self.publication.number}
         self.events.minibatch, self.events.microbatch = number, -1
         messages = self._meet(f"enter minibatch {number}", message, error)
         self.minibatch = number
@@ -174,9 +166,7 @@ class Engine:
             self._enter_phase(Phase.READY)
             raise RanksDiffer(f"tokens was given on some ranks but not on ranks {missing}; give it on all or on none")
         self._tokens = None if missing else sum(given)
-        self._published = max(theirs["published"] for theirs in messages)
-        self.heap.show(Word.PUBLISHED, self._published)
-        self.heap.show(Word.STEPPING, self._published)
+        self.publication.agree(max(theirs["published"] for theirs in messages))
         self._microbatches, self._failure = 0, None
         for unit in self.units:
             unit.expire()
@@ -204,17 +194,7 @@ class Engine:
         for unit in self.units:
             unit.check_places()
         for parameter in self.parameters:
-            sharded, name = parameter.sharded, parameter.name
-            if has_gradient_hooks(sharded):
-                raise RuntimeError(
-                    f"{name} has gradient hooks, which never fire on a sharded parameter (optimizer-in-backward "
-                    f"registers such hooks). Step the optimizer after the minibatch instead."
-                )
-            trains = parameter.gradient_shard is not None
-            if sharded.requires_grad and not trains:
-                raise RuntimeError(f"{name} was frozen when fully_shard was called; set requires_grad before that")
-            if trains:
-                parameter.leaf.requires_grad_(sharded.requires_grad)
+            parameter.follow_requires_grad()
         if self.phase is Phase.LANDED and any(p.sharded.grad is not None for p in self.parameters):
             self._warn_once(
                 "dropped",
@@ -227,8 +207,7 @@ class Engine:
                 f"the scalars' gradients of minibatch {self.minibatch} to be taken",
                 lambda: [rank for rank, count in enumerate(self.heap.seen(Word.LANDED)) if count <= self.minibatch],
             )
-        for parameter in self.trainable():
-            parameter.clear_gradient()
+        clear_gradients(self.trainable())
         self._copy_masters()
         self.drain("clearing gradients and publishing before a minibatch")
 
@@ -280,8 +259,9 @@ class Engine:
     def _land(self, touched: set[int]) -> None:
         factor = self.divide_factor or (self.world if self._tokens is None else 1)
         for index, parameter in enumerate(self.parameters):
-            if parameter.gradient_shard is not None:
-                parameter.land(touched_by_any=index in touched, divide_factor=factor)
+            if parameter.trains and index not in touched:
+                parameter.land(None)
+        land_gradients([self.parameters[index] for index in sorted(touched)], factor)
 
     def _meet(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
         message["error"] = None if error is None else _describe(error)
@@ -332,7 +312,7 @@ class Engine:
             self.events.microbatch = self._microbatches
         else:
             try:
-                self.wait_readable()
+                self.publication.wait_readable()
             except BaseException:
                 self._forwards -= 1
                 raise
@@ -352,7 +332,7 @@ class Engine:
             if self.phase is Phase.OPEN:
                 self.fail(_describe(error))
         elif self.phase is not Phase.OPEN:
-            self.check_not_torn()
+            self.publication.check_not_torn()
 
     def watch_backward(self, output: Any, of_unit: Callable[[], None] | None) -> bool:
         """Has the output's tensors say when their backward begins; `of_unit` is then called too.
@@ -370,15 +350,10 @@ class Engine:
                 of_unit()
 
         # A leaf that is passed through outlives the minibatch, a hook on it too.
-        watched = [value for value in _tensors(output) if value.grad_fn is not None]
+        watched = [value for value in tensors_in(output) if value.grad_fn is not None]
         for value in watched:
             value.register_hook(begins)
         return bool(watched) and (self.phase is Phase.OPEN or in_backward_pass())
-
-    @property
-    def publication(self) -> int:
-        """Which values of the parameters are read now."""
-        return self._published
 
     def _backward_begins(self, number: int | None) -> None:
         if self.in_backward:
@@ -418,47 +393,29 @@ class Engine:
     def _copy_masters(self) -> None:
         for parameter in self.parameters:
             parameter.check_memory()
-            parameter.publish()
+        copy_masters(self.parameters)
 
     def publish(self) -> None:
         """Makes this rank's shards readable as they are now, and says so. Called after every optimizer step."""
         if self.phase is Phase.OPEN:
             raise RuntimeError("parameters can't be published inside a minibatch: peers are reading them")
-        self.heap.show(Word.STEPPING, self._published + 1)  # before the copies: a reader must not miss them
+        self.publication.announce()  # before the copies
         with self.events.span("publish", microbatch=-1):
             self._copy_masters()
             self.drain("publishing the parameters")
-        self._published += 1
-        self.heap.show(Word.PUBLISHED, self._published)
-
-    def wait_readable(self) -> None:
-        """Waits until every owner has published as often as this rank has."""
-        mine = self._reading = self._published
-        self.meetings.wait_until(
-            f"publication {mine} of the parameters",
-            lambda: [rank for rank, count in enumerate(self.heap.seen(Word.PUBLISHED)) if count < mine],
-        )
-
-    def check_not_torn(self) -> None:
-        """Raises if an owner may have stepped while this rank read outside of a minibatch."""
-        ahead = [rank for rank, count in enumerate(self.heap.seen(Word.STEPPING)) if count > self._reading]
-        if ahead:
-            raise RuntimeError(
-                f"ranks {ahead} stepped or published while rank {self.rank} was still reading the parameters: evaluate "
-                f"after this rank's own optimizer.step(), and call publish(model) on all ranks or on none"
-            )
+        self.publication.complete()
 
     def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, a copy of the whole tensor in the compute dtype), one at a time; no other rank takes part."""
-        published = self._published
+        published = self.publication.number
         for parameter in self.parameters:
             if self.phase is not Phase.OPEN:
-                self.wait_readable()
+                self.publication.wait_readable()
             value = parameter.read()
             self.drain("reading whole parameters")
             if self.phase is not Phase.OPEN:
-                self.check_not_torn()
-            if self._published != published:
+                self.publication.check_not_torn()
+            if self.publication.number != published:
                 raise RuntimeError("the parameters were stepped or published during this walk: start a new one")
             yield parameter.name, value
 
@@ -474,7 +431,7 @@ class Engine:
             raise RuntimeError("the ranks have lost each other; this step would use partial gradients")
         self._step_start_s = time.monotonic()
         self._stepping = True
-        self.heap.show(Word.STEPPING, self._published + 1)
+        self.publication.announce()
 
     def step_ends(self) -> None:
         self.events.add("step", self._step_start_s, time.monotonic(), microbatch=-1)

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import record_function
 
 from .plan import ParameterSpec, aligned
-from .streams import Streams
+from .streams import Copies, Streams
 
 _OLD = -1  # a publication that there never is
 
@@ -30,7 +30,8 @@ class GatheredParameters:
         self._rank, self._streams, self._shards = rank, streams, shards
         self._users: set[Hashable] = set()
         self._filled_at: int | None = None  # the publication that the storage holds
-        self._mark: object = None  # where the copies end that fill it
+        self._copies: Copies | None = None  # those that filled it
+        self._is_waited = True  # what is computed now follows them
         device = shards[0][0].device
         offsets, self._size_bytes = [], 0
         for spec, owners in zip(specs, shards, strict=True):
@@ -72,8 +73,9 @@ class GatheredParameters:
         if self._filled_at == publication:
             return
         self.wait()
-        self._storage.resize_(self._size_bytes)
-        with record_function("odc.gather"), self._streams.copying():
+        if self._storage.nbytes() != self._size_bytes:  # at its own size too, CUDA would allocate another and copy it
+            self._storage.resize_(self._size_bytes)
+        with record_function("odc.gather"), self._streams.copying() as self._copies:
             for writable, owners in zip(self._writable, self._shards, strict=True):
                 if not writable.shape:
                     writable.copy_(owners[0])
@@ -82,19 +84,18 @@ class GatheredParameters:
                 for step in range(len(owners)):  # the own shard first, then the next ranks': all read different owners
                     peer = (self._rank + step) % len(owners)
                     rows[peer].copy_(owners[peer], non_blocking=True)
-            self._mark = self._streams.copied()
-        self._filled_at = publication
+        self._is_waited, self._filled_at = False, publication
 
     def wait(self) -> None:
         """What is computed from here on finds the storage filled."""
-        if self._mark is not None:
-            self._streams.wait(self._mark)
-            self._mark = None
+        if not self._is_waited:
+            self._streams.wait(self._copies)
+            self._is_waited = True
 
     def release(self, user: Hashable) -> None:
         """Frees the storage if `user` was the last that needs it."""
         self._users.discard(user)
         if not self._users and self.is_filled:
-            self.wait()
+            self._streams.before_freeing(self._copies)
             self._storage.resize_(0)
-            self._filled_at = None
+            self._copies, self._is_waited, self._filled_at = None, True, None

@@ -51,7 +51,7 @@ class ODCModule:
         no view of them may be used afterwards.
         """
         if self._odc_engine.phase.name != "OPEN":
-            self._odc_engine.wait_readable()
+            self._odc_engine.publication.wait_readable()
         self._odc_unit.hold()
         return UnshardHandle() if async_op else None
 

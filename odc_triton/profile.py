@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from .balance.collate import Pack
     from .engine import Engine
 
 
@@ -109,7 +110,7 @@ def run_profile(options: ProfileOptions) -> dict[str, Any]:
     return {"seconds": seconds, "wall_s": end_s - start_s, "tokens": tokens, "device": engine.heap.device.type}
 
 
-def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[dict[str, torch.Tensor]]]]:
+def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
     """The sharded model, and this rank's packs of every minibatch, the one to warm up first."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -151,18 +152,17 @@ def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[dict[str, to
     return model, [pack_collate([[samples[index] for index in pack] for pack in packs]) for packs in sampler]
 
 
-def _minibatch(model: nn.Module, optimizer: torch.optim.Optimizer, packs: list[dict[str, torch.Tensor]]) -> None:
+def _minibatch(model: nn.Module, optimizer: torch.optim.Optimizer, packs: list[Pack]) -> None:
     import torch
 
     from .api import engine_of, minibatch
-    from .balance.collate import count_target_tokens
+    from .balance.collate import count_target_tokens, to_device
     from .hf import summed_loss
 
     device = engine_of(model).heap.device
     with minibatch(model, tokens=count_target_tokens(packs)) as mb:
         for pack in packs:
-            here = {name: value.to(device, non_blocking=True) for name, value in pack.items()}
-            (summed_loss(model, here) / mb.tokens).backward()
+            (summed_loss(model, to_device(pack, device)) / mb.tokens).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -175,7 +175,9 @@ def _spans(record: Any, start_ns: int, engine: Engine) -> tuple[list[Span], Any]
     events = record.profiler.kineto_results.events()
     if engine.heap.device.type == "cuda":
         ours = _names_of_our_kernels()
-        on_device = [event for event in events if event.device_type() == DeviceType.CUDA]
+        on_device = [
+            event for event in events if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
+        ]
         return [
             Span(category_of_kernel(event.name(), ours), *_seconds(event, start_ns)) for event in on_device
         ], overlapping

@@ -171,11 +171,14 @@ class ShardedParameter:
         start, stop = self._rows[self._rank]
         return self._as_dtensor(whole if self.spec.is_scalar else whole[start:stop])
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Makes the master readable: a cast where it is a copy of its own, else nothing, as it is what peers read."""
-        if self.spec.has_own_master and not (self.spec.is_scalar and self._rank != 0):
-            self._compute_shard.copy_(self.master)
+    def to_publish(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(own shard to read, master) where the first is a copy of the second, to be made again after each step.
+
+        None where they are one, and where another rank publishes: a scalar's copy is rank 0's.
+        """
+        if not self.spec.has_own_master or (self.spec.is_scalar and self._rank != 0):
+            return None
+        return self._compute_shard, self.master
 
     @property
     def is_never_whole(self) -> bool:
@@ -295,38 +298,47 @@ class ShardedParameter:
             rows = gradient.view(1) if self.spec.is_scalar else gradient
             self._report(self._accumulator.add(rows, self._target, name=self.name))
 
-    @torch.no_grad()
-    def land(self, *, touched_by_any: bool, divide_factor: float) -> None:
-        """Hands the landed gradient to the optimizer: `sharded.grad`, or None if no rank contributed."""
-        self.touched = False
-        if not touched_by_any:
-            self.sharded.grad = None
-            return
-        self.dirty = True
-        gradient = self.gradient_shard
+    @property
+    def trains(self) -> bool:
+        """Whether it has a gradient, as it was said when it was sharded."""
+        return self.gradient_shard is not None
+
+    def follow_requires_grad(self) -> None:
+        """Has modules make a gradient of it where the user wants one now. Raises RuntimeError where there can't be."""
+        if has_gradient_hooks(self.sharded):
+            raise RuntimeError(
+                f"{self.name} has gradient hooks, which never fire on a sharded parameter (optimizer-in-backward "
+                f"registers such hooks). Step the optimizer after the minibatch instead."
+            )
+        if self.sharded.requires_grad and not self.trains:
+            raise RuntimeError(f"{self.name} was frozen when fully_shard was called; set requires_grad before that")
+        if self.trains:
+            self.leaf.requires_grad_(self.sharded.requires_grad)
+
+    def own_gradient(self) -> torch.Tensor:
+        """This rank's part of the landed gradient, to divide and to step with: its shard, until it is cleared."""
         if self.spec.is_scalar:
             # Every rank steps its own copy of a scalar, so each needs a gradient of its own to clip and scale.
-            gradient = gradient.to(self.master.dtype, copy=True)
-            gradient.div_(divide_factor)
-        elif divide_factor != 1:
-            gradient.div_(divide_factor)
-        if gradient.dtype != self.master.dtype:
-            gradient = gradient.to(self.master.dtype)
-        if gradient is not self.gradient_shard:
-            self.sharded.grad = self._as_dtensor(gradient)
+            return self.gradient_shard.clone()
+        return self.gradient_shard
+
+    def land(self, gradient: torch.Tensor | None) -> None:
+        """Hands the landed gradient, of the master's dtype, to the optimizer; None if no rank contributed."""
+        self.touched = False
+        self.dirty = self.dirty or gradient is not None
+        if gradient is None or gradient is not self.gradient_shard:
+            self.sharded.grad = None if gradient is None else self._as_dtensor(gradient)
             return
         if self._landed is None:
             self._landed = self._as_dtensor(gradient)
         self.sharded.grad = self._landed
 
-    @torch.no_grad()
-    def clear_gradient(self) -> None:
-        """Zeroes the own gradient shard for the next minibatch."""
+    def to_clear(self) -> torch.Tensor | None:
+        """Drops what the optimizer was handed; returns the own gradient shard if it is to be zeroed."""
         self.sharded.grad = None
         self.leaf.grad = None
-        if self.dirty and not (self.spec.is_scalar and self._rank != 0):
-            self.gradient_shard.zero_()
-        self.touched = self.dirty = False
+        dirty, self.touched, self.dirty = self.dirty, False, False
+        return self.gradient_shard if dirty and not (self.spec.is_scalar and self._rank != 0) else None
 
     def check_memory(self) -> None:
         """Raises when something replaced the memory under the parameter, as `.data = …` or `.double()` do."""

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from .backend import CpuBackend, backend_of, start_process_group
+from .backend import CpuBackend, backend_of
 from .choice import Entry
 from .collect import SHARDABLE_DTYPES, FoundParameter, dtype_name, find_parameters, refuse_unshardable
 from .engine import Engine
@@ -26,6 +26,7 @@ from .memory.heap import SymmetricHeap
 from .module import attach, is_sharded
 from .on_owners import ReadsOnDemand
 from .plan import ParameterSpec, Plan, find_units, first_difference, make_plan
+from .process_group import start_process_group
 from .sharded_param import ShardedParameter
 from .staging import Staging
 from .streams import Streams
@@ -119,7 +120,7 @@ def fully_shard(
         apart=device.apart,
     )
     options = {"policy": str(policy), "world": world, "debug": debug, "timeout": str(timeout), "backend": device.name}
-    token, devices = _agree(meetings, plan, options, device.device_id())
+    token, devices, indices = _agree(meetings, plan, options, device)
     try:
         problem = device.unusable_peers(devices)
         tuned = load_tuned(device.place(devices), default_folder())
@@ -137,7 +138,8 @@ def fully_shard(
         meetings.tell(_PEERS, {"refused": f"{type(error).__name__}: {error}"})
         raise
     _compare_surroundings(meetings, problem, tuned)
-    heap = device.open_heap(plan, mesh, token=token, timeout_s=meetings.timeout_s, shared=len(set(devices)) < world)
+    shared = min(len(set(devices)), len(set(indices))) < world
+    heap = device.open_heap(plan, mesh, token=token, timeout_s=meetings.timeout_s, shared=shared)
     meetings.meet("the shared heap is open", {})
     meetings.heap = heap
 
@@ -218,10 +220,13 @@ def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, time
 
 
 def default_mesh(timeout: timedelta, backend: str = "auto") -> DeviceMesh:
-    """All ranks. Without a process group it starts torchrun's, or else a world of one; `timeout` is its own then."""
+    """All ranks. Without a process group it starts torchrun's, or else a world of one; `timeout` is its own then.
+
+    The group is taken as it is: `init_device_mesh` would set another one beside a gloo group where there are GPUs.
+    """
     chosen = backend_of(backend, None)
     start_process_group(chosen, timeout)
-    return init_device_mesh(chosen.mesh_device, (dist.get_world_size(),))
+    return DeviceMesh.from_group(dist.group.WORLD, chosen.mesh_device)
 
 
 def _check_mesh(mesh: DeviceMesh, backend: CpuBackend) -> None:
@@ -333,11 +338,15 @@ def _open_meetings(mesh: DeviceMesh, rank: int, world: int, timeout: timedelta) 
     )
 
 
-def _agree(meetings: Meetings, plan: Plan, options: dict[str, Any], device: str | None) -> tuple[str, list[str | None]]:
-    """All ranks compare their plans; returns a secret name for the heap, made by rank 0, and all ranks' devices."""
+def _agree(
+    meetings: Meetings, plan: Plan, options: dict[str, Any], device: CpuBackend
+) -> tuple[str, list[str | None], list[int | None]]:
+    """All ranks compare their plans; returns a secret name for the heap, made by rank 0, and all ranks' devices: what
+    they are and how each rank numbers its own.
+    """
     digest, lines = plan.fingerprint(options)
-    token = uuid.uuid4().hex
-    messages = meetings.meet(_AGREEING, {"digest": digest, "token": token, "device": device})
+    mine = {"token": uuid.uuid4().hex, "device": device.device_id(), "index": device.device_index()}
+    messages = meetings.meet(_AGREEING, {"digest": digest, **mine})
     _raise_refusal(messages)
     different = [rank for rank, theirs in enumerate(messages) if theirs["digest"] != digest]
     disagree = len({theirs["digest"] for theirs in messages}) > 1
@@ -348,7 +357,7 @@ def _agree(meetings: Meetings, plan: Plan, options: dict[str, Any], device: str 
             f"fully_shard: rank {meetings.rank} and rank {rank} differ: "
             f"{first_difference(lines, details[rank]['lines'])}. All ranks must build the same model and options."
         )
-    return messages[0]["token"], [theirs["device"] for theirs in messages]
+    return messages[0]["token"], [theirs["device"] for theirs in messages], [theirs["index"] for theirs in messages]
 
 
 def _compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned) -> None:

@@ -125,7 +125,7 @@ class Unit:
     def fetch(self) -> None:
         """Begins to fill the whole tensors."""
         for storage in self.gathered:
-            storage.fetch(self, self.engine.publication)
+            storage.fetch(self, self.engine.publication.number)
 
     def expire(self) -> None:
         """Has the whole tensors filled anew when they are needed next."""

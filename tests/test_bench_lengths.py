@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from bench.alone import LengthsWork, RandomTokens, Turn, computing_seconds, idle_of_devices, take_turn
-from bench.harness import Minibatch, with_boundaries
+from bench.harness import Minibatch
 from bench.lengths import BASELINES, VARIANTS, chosen, setting_of, take_turns, verdict, work_of
 from bench.lengths_report import COLUMNS, Amounts, Result, as_data, fastest_baseline, figures, row_of
 from bench.peaks import peak_flops, utilisation
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting
-from odc_triton.balance.collate import pack_collate
 from odc_triton.bench_options import BenchOptions
 from odc_triton.cli import main
 from odc_triton.launch import launch
@@ -197,19 +196,6 @@ def test_random_tokens() -> None:
     assert torch.equal(data[1]["input_ids"], RandomTokens([5, 9], 97, seed=3)[1]["input_ids"])
     assert not torch.equal(data[1]["input_ids"], RandomTokens([5, 9], 97, seed=4)[1]["input_ids"])
     assert int(max(data[index]["input_ids"].max() for index in range(2))) < 97
-
-
-def test_boundaries_change_no_loss(config: str) -> None:
-    from odc_triton.hf import enable_packing, summed_loss
-
-    work = LengthsWork(model=None, init=config, lengths=[5, 9, 4], minibatches=[], round_size=1, token_cap=64)
-    model, data = work.build(), work.data()
-    enable_packing(model)
-    (pack,) = pack_collate([[data[index] for index in range(3)]])
-    given = with_boundaries(pack)
-    assert given["cu_seq_lens_q"].tolist() == [0, 5, 14, 18]
-    assert given["max_length_q"] == 9
-    assert torch.equal(summed_loss(model, given), summed_loss(model, pack))
 
 
 # ---------------------------------------------------------------------- what it makes of the numbers

@@ -6,19 +6,43 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from odc_triton.balance import MinibatchSampler, PackedDataset, count_target_tokens, pack_collate
+from odc_triton.balance import MinibatchSampler, PackedDataset, count_target_tokens, pack_collate, to_device
+
+BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def test_a_pack_is_its_documents_end_to_end():
     first = {"input_ids": [7, 8, 9], "labels": [-100, 8, 9]}
     second = {"input_ids": torch.tensor([4, 5]), "labels": torch.tensor([4, 5]), "text": "left out"}
     (packed,) = pack_collate([[first, second]])
-    assert packed.keys() == {"input_ids", "position_ids", "labels"}
+    assert packed.keys() == {"input_ids", "position_ids", "labels", "target_positions", *BOUNDS}
     assert packed["input_ids"].tolist() == [[7, 8, 9, 4, 5]]
     assert packed["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
     assert packed["labels"].tolist() == [[-100, 8, 9, -100, 5]]
-    assert {t.dtype for t in packed.values()} == {torch.int64}
+    assert packed["cu_seq_lens_q"].tolist() == packed["cu_seq_lens_k"].tolist() == [0, 3, 5]
+    assert (packed["max_length_q"], packed["max_length_k"]) == (3, 3)
+    assert packed["target_positions"].tolist() == [0, 1, 3]
+    for name, value in packed.items():
+        dtype = {"cu": torch.int32, "ma": None}.get(name[:2], torch.int64)
+        assert getattr(value, "dtype", None) == dtype, name
     assert second["labels"].tolist() == [4, 5]  # the caller's tensors are left alone
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_pack_goes_to_a_device(device):
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    (pack,) = pack_collate([[{"input_ids": [1, 2, 3]}, {"input_ids": [4]}]])
+    here = to_device(pack | {"name": "kept"}, device)
+    assert here.pop("name") == "kept"
+    assert here.keys() == pack.keys()
+    for name, value in pack.items():
+        if isinstance(value, torch.Tensor):
+            assert here[name].device.type == device
+            assert here[name].tolist() == value.tolist()
+        else:
+            assert here[name] == value
+    assert here["cu_seq_lens_q"]._odc_bounds == (0, 3, 4)
 
 
 def test_labels_default_to_the_input_and_targets_are_counted():
@@ -69,10 +93,12 @@ def test_a_dataloader_goes_end_to_end(balance, num_workers):
             targets += count_target_tokens(packs)
             for pack in packs:
                 total = pack["input_ids"].shape[1]
-                assert {tuple(t.shape) for t in pack.values()} == {(1, total)}
+                assert {tuple(pack[name].shape) for name in ("input_ids", "position_ids", "labels")} == {(1, total)}
                 assert total <= 100
                 starts = (pack["position_ids"][0] == 0).nonzero().flatten().tolist()
                 bounds = zip(starts, [*starts[1:], total], strict=True)
+                assert pack["cu_seq_lens_q"].tolist() == [*starts, total]
+                assert len(pack["target_positions"]) == count_target_tokens([pack])
                 seen += [pack["input_ids"][0, a:b].tolist() for a, b in bounds]
     assert sorted(seen) == [sample["input_ids"] for sample in dataset]
     assert targets == sum(n - 1 for n in lengths)

@@ -1,7 +1,7 @@
 """Which rank computes which samples, in which microbatches. The public names, nothing else.
 
 Usable without the rest of the library, also under plain FSDP2. Names are resolved on first use: only
-`PackedDataset`, `pack_collate` and `count_target_tokens` import torch, and nothing here needs a device.
+`PackedDataset`, `pack_collate`, `to_device` and `count_target_tokens` import torch, and nothing here needs a device.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ _HOME = {
     "pack": "packing",
     "pack_collate": "collate",
     "refine": "partition",
+    "to_device": "collate",
 }
 __all__ = sorted(_HOME)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,16 +27,22 @@ class PackedDataset(torch.utils.data.Dataset):
         return [self.dataset[index] for index in pack]
 
 
-def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, torch.Tensor]]:
+Pack = dict[str, "torch.Tensor | int"]
+
+
+def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> list[Pack]:
     """Per pack of samples one model input, its documents end to end. No packs give an empty list.
 
     A sample has `input_ids` and, optionally, `labels` aligned with them (-100: not learned), as lists or 1-D
     tensors of one length; without labels every token is learned. Other keys are left out.
 
-    Returns a list of dicts of int64 tensors `[1, T]`, T the pack's tokens: `input_ids`; `position_ids`, from
-    0 in each document, which is what keeps documents apart in attention; `labels`, aligned with `input_ids`
-    as transformers has it (the model shifts them), with -100 at each document's first token, which would
-    otherwise be predicted from the document before.
+    Returns a list of dicts, T the pack's tokens. int64 tensors `[1, T]`: `input_ids`; `position_ids`, from
+    0 in each document; `labels`, aligned with `input_ids` as transformers has it (the model shifts them), with
+    -100 at each document's first token, which would otherwise be predicted from the document before. As
+    transformers names them, where documents begin: `cu_seq_lens_q` and `cu_seq_lens_k`, one int32 tensor
+    `[documents + 1]` from 0 to T, and `max_length_q` and `max_length_k`, ints, the longest document's tokens.
+    For `summed_loss`: `target_positions`, int64, those whose next label is learned. All that a GPU would have to be
+    asked for otherwise, and waited for; `to_device` takes a pack there.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, and labels
     of another length, naming pack and sample.
@@ -43,12 +50,29 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, to
     return [_collate(pack, index) for index, pack in enumerate(packs)]
 
 
-def count_target_tokens(packs: Sequence[dict[str, torch.Tensor]]) -> int:
+def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """The pack with its tensors on `device`. Nothing waits for a GPU: they go through pinned memory.
+
+    Attention that goes document by document must know where they begin: that stays readable on the host.
+    """
+    device = torch.device(device)
+    here = {}
+    for name, value in pack.items():
+        here[name] = value
+        if isinstance(value, torch.Tensor):
+            pinned = value.pin_memory() if device.type == "cuda" and value.device.type == "cpu" else value
+            here[name] = pinned.to(device, non_blocking=True)
+            if name.startswith("cu_seq_lens") and value.device.type == "cpu":
+                here[name]._odc_bounds = tuple(value.tolist())
+    return here
+
+
+def count_target_tokens(packs: Sequence[Mapping[str, Any]]) -> int:
     """Labels that are learned in collated packs: the number of terms of a summed loss over them."""
     return sum(int((pack["labels"] != IGNORED).sum()) for pack in packs)
 
 
-def _collate(pack: Sequence[dict[str, Any]], index: int) -> dict[str, torch.Tensor]:
+def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
     if isinstance(pack, dict) or any(not isinstance(sample, Mapping) for sample in pack):
         raise ValueError(
             f"pack {index} is a {type(pack).__name__} and no list of samples: wrap the data set in PackedDataset, "
@@ -73,10 +97,18 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> dict[str, torch.Tens
         input_ids.append(ids)
         position_ids.append(torch.arange(len(ids)))
         labels += [torch.tensor([IGNORED]), targets[1:]]
+    lengths = [len(ids) for ids in input_ids]
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    targets = torch.cat(labels)
     return {
         "input_ids": torch.cat(input_ids)[None],
         "position_ids": torch.cat(position_ids)[None],
-        "labels": torch.cat(labels)[None],
+        "labels": targets[None],
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": max(lengths),
+        "max_length_k": max(lengths),
+        "target_positions": (targets[1:] != IGNORED).nonzero().flatten(),
     }
 
 

@@ -6,6 +6,10 @@ It runs `torch.nn.attention.varlen` on CUDA where that has a kernel, and SDPA on
 [Note: what is not a pack] The same model must still generate, evaluate padded batches, and run any non-causal
 or cross attention that it has. Those get the library's own mask and its SDPA. What would let one document see
 another, or would drop an argument, raises instead.
+
+[Note: a prepared mask] To make a causal mask, transformers looks whether a batch is a pack, and waits for the device at
+that, once in each forward. It leaves a mask of four dimensions as it is, so a pack that has its bounds may come with an
+empty one, which says to `packed_attention` what None says.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from transformers.masking_utils import sdpa_mask
 
 # Keyword arguments that change attention's result and that a pack does not support.
 _UNSUPPORTED_IN_PACKS = ("position_bias", "sinks", "indices", "block_indices", "cache")
+PREPARED_MASK = (1, 1, 0, 0)  # the shape; see [Note: a prepared mask]
 REMEDY = "Train it with one sequence per microbatch (packing off)."
 
 
@@ -101,7 +106,8 @@ def packed_attention(
     Documents begin at every row, and where `position_ids` ([1, T] or [B, T]) does not go up by one. Or they
     are `cu_seq_lens_q` (int, [documents + 1], from 0 to B * T, over the rows laid end to end), which wins. On
     CUDA, reading position ids waits for the device in every layer; cumulative lengths with `max_length_q`
-    (tokens of the longest document) do not. Keys have the queries' documents.
+    (tokens of the longest document) do not, as `pack_collate` and `to_device` give them. Keys have the queries'
+    documents.
 
     `sliding_window` (tokens a query sees, itself included), `softcap`, `s_aux` (one sink logit per head, [H])
     and `dropout` are honoured. Calls that are no pack (a cache, a mask, no causality) go to the library's
@@ -110,6 +116,8 @@ def packed_attention(
     Raises PackingUnsupported where the model is not fit for packs (no boundaries given, an argument that
     would be dropped), ValueError where the inputs are not (documents in a row under a mask that joins them).
     """
+    if attention_mask is not None and attention_mask.shape == PREPARED_MASK:
+        attention_mask = None
     batch, length = query.shape[0], query.shape[2]
     terms = _Terms(scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -131,17 +139,19 @@ def packed_attention(
             f"{type(module).__name__} hands neither position_ids nor cu_seq_lens_q to its attention, so "
             f"documents can't be kept apart. {REMEDY}"
         )
-    ends = _cumulative_lengths(position_ids, cu_seq_lens_q, batch, length)
+    one_document = cu_seq_lens_q is not None and batch == 1 and max_length_q == length
+    ends = None if one_document else _cumulative_lengths(position_ids, cu_seq_lens_q, batch, length)
     if ends is None and _has_varlen_kernel(query, value, terms) and sliding_window is not None:
         # SDPA would need a mask for the window; the kernel does not.
-        ends, max_length_q = torch.arange(0, (batch + 1) * length, length), length
+        ends = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+        max_length_q = length
     if ends is None:  # every row is one document
         return _one_length(query, key, value, terms).transpose(1, 2).contiguous(), None
     if _has_varlen_kernel(query, value, terms):
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * T, heads, D]
         return _varlen(q, k, v, ends, max_length_q, terms).unflatten(0, (batch, length)), None
 
-    bounds = ends.tolist()
+    bounds = list(getattr(ends, "_odc_bounds", None) or ends.tolist())
     if bounds[0] != 0 or bounds[-1] != batch * length or bounds != sorted(bounds):
         raise ValueError(f"cu_seq_lens_q must rise from 0 to B * T = {batch * length}, but is {bounds}.")
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))  # [1, heads, B * T, D]
@@ -163,10 +173,10 @@ def _refuse_leak(
 
     A restart of the positions that nobody can see across is padding, or the caller's own block mask.
     """
-    length = query.shape[2]
+    batch, length = query.shape[0], query.shape[2]
     if length == 1 or length != key.shape[2]:
         return  # decoding, a cache, cross attention: a pack has none of them
-    seen = cu_seq_lens_q is not None
+    seen = cu_seq_lens_q is not None and len(cu_seq_lens_q) - 1 > batch
     if not seen and position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == length:
         leak = position_ids.diff(dim=-1) != 1  # [1 or B, T - 1]
         if attention_mask is not None:

@@ -6,20 +6,40 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attention import PREPARED_MASK
+from .packing import takes_prepared_mask
+
 IGNORED_LABEL = -100
-_PACK_INPUTS = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
-def model_inputs(pack: Mapping[str, Any]) -> dict[str, Any]:
+def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dict[str, Any]:
     """What a training forward of `pack` is called with.
 
     Its ids and positions; its cumulative lengths, where it has them (`cu_seq_lens_q`, `max_length_q`, ... as
-    transformers names them); and no cache, which would hold every layer's keys and values for nothing.
+    transformers names them) and `model`, if given, takes them; and no cache, which would hold every layer's keys and
+    values for nothing. With `model`, after `enable_packing`: see [Note: a prepared mask].
     """
-    return {name: pack[name] for name in _PACK_INPUTS if name in pack} | {"use_cache": False}
+    names = ("input_ids", "position_ids", *(_BOUNDS if model is None or _takes_bounds(model) else ()))
+    inputs = {name: pack[name] for name in names if name in pack} | {"use_cache": False}
+    inner = model if model is None else getattr(model, "module", model)  # DistributedDataParallel hides its attributes
+    if inner is not None and all(name in inputs for name in _BOUNDS) and takes_prepared_mask(inner):
+        inputs["attention_mask"] = inputs["input_ids"].new_empty(PREPARED_MASK, dtype=torch.bool)
+    return inputs
+
+
+def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Of the model's forward. DistributedDataParallel hides it and passes all along."""
+    return inspect.signature(getattr(model, "module", model).forward).parameters
+
+
+def _takes_bounds(model: nn.Module) -> bool:
+    parameters = _parameters(model)
+    return _BOUNDS[0] in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
@@ -29,17 +49,20 @@ def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
     targets before `backward()`. The head runs on the predicting positions only, where the model's forward
     takes `logits_to_keep` (transformers' causal LMs do): logits then cost memory by target, not by token.
 
-    A pack of several documents needs `enable_packing(model)` first; a single document does not.
+    A pack of several documents needs `enable_packing(model)` first; a single document does not. On a GPU, a pack
+    without `target_positions` (`pack_collate` gives them) makes the host wait for the device to find them.
 
     Raises ValueError if `labels` is not [1, T].
     """
     labels = pack["labels"]
     if labels.ndim != 2 or labels.shape[0] != 1:
         raise ValueError(f"A pack is one row, [1, T], but labels are {list(labels.shape)}: loop over the rows.")
-    positions = (labels[0, 1:] != IGNORED_LABEL).nonzero().flatten()  # those that predict a target
-    inner = getattr(model, "module", model)  # DistributedDataParallel hides the signature and passes all along
-    if "logits_to_keep" in inspect.signature(inner.forward).parameters:
-        logits = model(**model_inputs(pack), logits_to_keep=positions).logits
+    positions = pack.get("target_positions")  # those that predict a target
+    if positions is None:
+        positions = (labels[0, 1:] != IGNORED_LABEL).nonzero().flatten()
+    inputs = model_inputs(pack, model)
+    if "logits_to_keep" in _parameters(model):
+        logits = model(**inputs, logits_to_keep=positions).logits
     else:
-        logits = model(**model_inputs(pack)).logits[:, positions]
+        logits = model(**inputs).logits[:, positions]
     return F.cross_entropy(logits[0].float(), labels[0, positions + 1], reduction="sum")

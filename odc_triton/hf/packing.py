@@ -5,6 +5,7 @@ It registers `packed_attention` (transformers' `AttentionInterface`) and `packed
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from .attention import REMEDY, PackingUnsupported, packed_attention, packed_mask
+from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask
 
 ATTENTION_NAME = "odc_packed"
 
@@ -126,6 +127,20 @@ def _probe(model: nn.Module, device: torch.device) -> None:
         complaint = "its logits in a pack are not those of each document alone"
     if complaint is not None:
         raise PackingUnsupported(f"{complaint}. {REMEDY}")
+    ends = torch.tensor([0, first, first + second], dtype=torch.int32, device=device)
+    bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": second, "max_length_k": second}
+    bounds["attention_mask"] = torch.empty(PREPARED_MASK, dtype=torch.bool, device=device)
+    model._odc_prepared_mask = False
+    with contextlib.suppress(Exception):  # it then makes its mask by itself
+        prepared = model(input_ids=ids, position_ids=positions, use_cache=False, **bounds).logits.float()
+        model._odc_prepared_mask = bool((packed - prepared).abs().max() <= tolerance * scale)
+
+
+def takes_prepared_mask(model: nn.Module) -> bool:
+    """Whether a forward on a pack that has its bounds may be given [Note: a prepared mask]."""
+    config = getattr(model, "config", None)
+    on_ours = getattr(config, "_attn_implementation", None) == ATTENTION_NAME
+    return on_ours and getattr(model, "_odc_prepared_mask", False)
 
 
 def _register(attention: Callable, mask: Callable) -> None:

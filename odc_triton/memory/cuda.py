@@ -22,7 +22,8 @@ class CudaHeap(SymmetricHeap):
     """`size_bytes` of zeroed memory on each rank's GPU, which all ranks of `group` read and add to.
 
     Collective: every rank calls it with the same sizes and `token`, with its own GPU as the current device.
-    `shared_device`: several ranks use one GPU. Raises DeadlineExceeded with the missing ranks when not all came
+    `shared_device`: several ranks use one GPU, or number theirs alike, as where each sees its own only: torch, which
+    compares numbers, must be told that it is meant so. Raises DeadlineExceeded with the missing ranks when not all came
     within `timeout_s`, RuntimeError when the GPUs can't reach each other.
     """
 

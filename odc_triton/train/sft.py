@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from odc_triton.api import engine_of, minibatch
 from odc_triton.balance import CostModel, MinibatchSampler
-from odc_triton.balance.collate import count_target_tokens, pack_collate
+from odc_triton.balance.collate import Pack, count_target_tokens, pack_collate, to_device
 from odc_triton.checkpoint import load_causal_lm, save_pretrained
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.options import add_arguments, read_options
@@ -64,7 +64,7 @@ class SftRun:
         )
         self._epoch = iter(self.sampler)
 
-    def next_packs(self) -> list[dict[str, torch.Tensor]]:
+    def next_packs(self) -> list[Pack]:
         """This rank's packs of the next minibatch, over as many epochs as it takes."""
         packs = next(self._epoch, None)
         if packs is None:
@@ -86,8 +86,7 @@ class SftRun:
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         with minibatch(self.model, tokens=count_target_tokens(packs)) as mb:
             for pack in packs:
-                here = {name: value.to(device, non_blocking=True) for name, value in pack.items()}
-                loss = summed_loss(self.model, here)
+                loss = summed_loss(self.model, to_device(pack, device))
                 (loss / mb.tokens).backward()
                 loss_sum += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip_norm)
