@@ -361,8 +361,9 @@ def _check_arguments(args: TrainingArguments | None, trainer: dict[str, Any]) ->
                 f"gradient_accumulation_steps is {args.gradient_accumulation_steps}; set 1: a step has as many "
                 f"microbatches as this rank has packs. per_device_train_batch_size is its samples per rank"
             )
-        if any(word in str(args.optim) for word in _STEP_IN_BACKWARD):
-            raise ValueError(f"optim is {args.optim!r}, which steps inside of the backward: choose adamw_torch")
+        optim = getattr(args.optim, "value", args.optim)
+        if any(word in optim for word in _STEP_IN_BACKWARD):
+            raise ValueError(f"optim is {optim!r}, which steps inside of the backward: choose adamw_torch")
         if args.save_only_model and args.load_best_model_at_end:
             raise ValueError("load_best_model_at_end needs the masters in checkpoints: leave save_only_model out")
     if trainer.get("compute_loss_func") is not None:
@@ -378,7 +379,9 @@ def _check_arguments(args: TrainingArguments | None, trainer: dict[str, Any]) ->
 def _lengths(dataset: Any) -> list[int]:
     """Tokens of each sample. Raises TypeError or ValueError for a data set without lengths or token ids."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise TypeError(f"{type(dataset).__name__} has no length: samples are dealt by length, give a map-style data set")
+        raise TypeError(
+            f"{type(dataset).__name__} has no length: samples are dealt by length, give a map-style data set"
+        )
     lengths = []
     for index in range(len(dataset)):
         sample = dataset[index]
