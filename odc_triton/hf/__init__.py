@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from .loss import model_inputs, summed_loss
 from .attention import PackingUnsupported, packed_attention, packed_mask
+from .loss import model_inputs, summed_loss
 from .packing import enable_packing
 
 if TYPE_CHECKING:

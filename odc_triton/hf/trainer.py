@@ -78,8 +78,8 @@ class ODCTrainer(Trainer):
         model = fully_shard(model)
         ODCTrainer(model, TrainingArguments(...), train_dataset=samples).train()
 
-    Give the model sharded, on every rank. A sample of `train_dataset` has `input_ids` and optionally `labels` (-100: not
-    learned), tokenised, without padding. One step takes world * `per_device_train_batch_size` samples, and its
+    Give the model sharded, on every rank. A sample of `train_dataset` has `input_ids` and optionally `labels` (-100:
+    not learned), tokenised, without padding. One step takes world * `per_device_train_batch_size` samples, and its
     loss is the mean over the target tokens of all ranks. Logs also have `target_tokens`, those of all ranks since the
     last log. `evaluate()` gives the loss per target token of the whole set; `compute_metrics` and `predict` go
     Trainer's way, on batches of `data_collator`, which is for nothing else.
@@ -195,8 +195,8 @@ class ODCTrainer(Trainer):
         """One minibatch: forward and backward of this rank's packs. Returns the loss per target token of all ranks."""
         if not isinstance(inputs, list) or not all(isinstance(pack, Mapping) and "labels" in pack for pack in inputs):
             raise TypeError(
-                f"a batch is a {type(inputs).__name__} and not a list of packs: leave get_train_dataloader as it is, or "
-                f"return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
+                f"a batch is a {type(inputs).__name__} and not a list of packs: leave get_train_dataloader as it is, "
+                f"or return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
             )
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers have two modes
