@@ -1,13 +1,13 @@
 """One update of GRPO (arXiv 2402.03300, section 4.1): completions and rewards in, one optimizer step out.
 
-For completion i of a group, with reward r_i, and its token t, of probability p under the policy and q under the policy that
-sampled it:
+For completion i of a group, with reward r_i, and its token t, of probability p under the policy, q under the one that
+sampled it and ref under the reference:
 
     A_i    = (r_i - mean(r)) / (std(r) + 1e-4)           over the completions of the same prompt
     L_it   = -min(p/q A_i, clip(p/q, 1-clip, 1+clip) A_i) + kl (ref/p - log(ref/p) - 1)
 
-and the loss is the mean of L over the tokens of all completions of all ranks (as DAPO has it, arXiv 2503.14476). Ranks may
-have any number of completions. torchrun --nproc-per-node 2 examples/grpo_step.py
+and the loss is the mean of L over the tokens of all completions of all ranks (as DAPO has it, arXiv 2503.14476). Ranks
+may have any number of completions. torchrun --nproc-per-node 2 examples/grpo_step.py
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def grpo_step(
 
 
 def main() -> None:
-    """Learns to write even tokens: four prompts of eight random completions, the reward is the fraction of even tokens."""
+    """Learns to write even tokens: four prompts, eight random completions each, rewarded by their even tokens."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)

@@ -1,11 +1,13 @@
 """TRL's supervised fine-tuning on odc-triton: torchrun --nproc-per-node 2 examples/trl_sft.py
 
-TRL prepares the data (templates, prompts that are not learned, truncation) and keeps its configuration; ODCTrainer, in front
-of it, deals the samples, packs them and takes the step. So TRL's own packing stays off.
+TRL prepares the data (templates, prompts that are not learned, truncation) and keeps its configuration; ODCTrainer, in
+front of it, deals the samples, packs them and takes the step. So TRL's own packing stays off.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
 
@@ -30,10 +32,14 @@ def main(out: str) -> None:
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", pad_token="<end>")
-    pairs = [
+    lines = [
         {"prompt": f"{start} ", "completion": " ".join(str((start + i) % 100) for i in range(1, 3 + start % 17))}
         for start in range(64)
     ]
+    folder = Path(out) / f"data-{os.environ['RANK']}"  # each rank its own: they all write
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = Dataset.from_json(str(folder / "train.jsonl"), cache_dir=str(folder))
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -54,7 +60,7 @@ def main(out: str) -> None:
         gradient_checkpointing=False,
         use_cpu=not torch.cuda.is_available(),
     )
-    trainer = ODCSFTTrainer(model, args, train_dataset=Dataset.from_list(pairs), processing_class=tokenizer)
+    trainer = ODCSFTTrainer(model, args, train_dataset=data, processing_class=tokenizer)
     trainer.train()
     trainer.save_model()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
