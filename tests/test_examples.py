@@ -41,9 +41,10 @@ def test_the_diff_turns_one_script_into_the_other(tmp_path: Path) -> None:
     diff = EXAMPLES / "fsdp2_to_odc.diff"
     changed = [line for line in diff.read_text().splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
     assert 0 < len(changed) <= 10
-    patched = tmp_path / "odc.py"
-    subprocess.run(["patch", "-o", patched, EXAMPLES / "fsdp2.py", diff], check=True, capture_output=True)
-    assert patched.read_text() == (EXAMPLES / "odc.py").read_text()
+    script = tmp_path / "odc.py"  # the name that the diff has for the result
+    script.write_text((EXAMPLES / "fsdp2.py").read_text())
+    subprocess.run(["git", "apply", "-p0", diff], cwd=tmp_path, check=True, timeout=60)
+    assert script.read_text() == (EXAMPLES / "odc.py").read_text()
     assert diff.read_text().rstrip() in (EXAMPLES.parent / "docs" / "from_fsdp2.md").read_text()
 
 
