@@ -4,7 +4,7 @@ What Trainer calls a batch is here a list of packs, any number of them, also non
 nothing left to do. Everything else, schedules, callbacks, logging, saving, is Trainer's own, and nothing is patched.
 
 [Note: what accelerate wraps] Trainer has accelerate prepare the model, which puts DistributedDataParallel around it on
-several ranks. With `evaluation_mode` accelerate does not, and a model that it has prepared once it leaves alone.
+several ranks. With `evaluation_mode` accelerate does not, and a model that it has prepared once it leaves alone, from 1.14 on.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import is_accelerate_available
 
 from ..api import engine_of, minibatch
 from ..balance import CostModel, MinibatchSampler
@@ -40,6 +41,8 @@ from .packing import ATTENTION_NAME
 
 SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, as torch.distributed.checkpoint has them
 SAMPLER = "odc_sampler.json"
+
+_ACCELERATE = "1.14.0"
 
 # Fields of TrainingArguments that are refused where they are set, and what to do instead.
 _REFUSED = {
@@ -106,6 +109,8 @@ class ODCTrainer(Trainer):
         sampler: MinibatchSampler | None = None,
         **trainer: Any,
     ) -> None:
+        if not is_accelerate_available(_ACCELERATE):
+            raise ImportError(f'ODCTrainer needs accelerate {_ACCELERATE} or newer: pip install "odc-triton[trainer]"')
         _check_model(model)
         _check_arguments(args, trainer)
         self._sampler = sampler
