@@ -4,7 +4,7 @@ What Trainer calls a batch is here a list of packs, any number of them, also non
 nothing left to do. Everything else, schedules, callbacks, logging, saving, is Trainer's own, and nothing is patched.
 
 [Note: what accelerate wraps] Trainer has accelerate prepare the model, which puts DistributedDataParallel around it on
-several ranks. With `evaluation_mode` accelerate does not, and a model that it has prepared once it leaves alone, from 1.14 on.
+several ranks. With `evaluation_mode` accelerate does not, and from 1.14 on it leaves a prepared model alone.
 """
 
 from __future__ import annotations
