@@ -175,9 +175,8 @@ def _spans(record: Any, start_ns: int, engine: Engine) -> tuple[list[Span], Any]
     events = record.profiler.kineto_results.events()
     if engine.heap.device.type == "cuda":
         ours = _names_of_our_kernels()
-        on_device = [
-            event for event in events if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
-        ]
+        ran = (event for event in events if event.device_type() == DeviceType.CUDA)
+        on_device = [event for event in ran if not event.is_user_annotation()]
         return [
             Span(category_of_kernel(event.name(), ours), *_seconds(event, start_ns)) for event in on_device
         ], overlapping

@@ -5,11 +5,20 @@ shape [1, T]; positions restart at every document) and `labels` (int64, [1, T]; 
 predicted, hence at the first token of every document, which no earlier token may predict).
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
 from .attention import PackingUnsupported, packed_attention, packed_mask
 from .loss import model_inputs, summed_loss
 from .packing import enable_packing
 
+if TYPE_CHECKING:
+    from .trainer import ODCTrainer as ODCTrainer
+
 __all__ = [
+    "ODCTrainer",
     "PackingUnsupported",
     "enable_packing",
     "model_inputs",
@@ -17,3 +26,9 @@ __all__ = [
     "packed_mask",
     "summed_loss",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name != "ODCTrainer":  # on first use: transformers' Trainer takes a second to import, and needs accelerate
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.trainer").ODCTrainer

@@ -1,0 +1,399 @@
+"""`ODCTrainer`: transformers' Trainer, whose step is one minibatch of this rank's packs.
+
+What Trainer calls a batch is here a list of packs, any number of them, also none; so gradient accumulation has
+nothing left to do. Everything else, schedules, callbacks, logging, saving, is Trainer's own, and nothing is patched.
+
+[Note: what accelerate wraps] Trainer has accelerate prepare the model, which puts DistributedDataParallel around it on
+several ranks. With `evaluation_mode` accelerate does not, and from 1.14 on it leaves a prepared model alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import is_accelerate_available
+
+from ..api import engine_of, minibatch
+from ..balance import CostModel, MinibatchSampler
+from ..balance.collate import PackedDataset, count_target_tokens, pack_collate
+from ..checkpoint import save_pretrained
+from ..module import is_sharded
+from .loss import summed_loss
+from .packing import ATTENTION_NAME
+
+SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, as torch.distributed.checkpoint has them
+SAMPLER = "odc_sampler.json"
+
+_ACCELERATE = "1.14.0"
+
+# Fields of TrainingArguments that are refused where they are set, and what to do instead.
+_REFUSED = {
+    "fsdp": "the model is sharded already: leave it out",
+    "deepspeed": "the model is sharded already: leave it out",
+    "parallelism_config": "the model is sharded over data-parallel ranks: leave it out",
+    "fp16": "gradients are summed unscaled: give fully_shard an mp_policy with param_dtype=torch.bfloat16",
+    "bf16": "give fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) instead",
+    "fp16_full_eval": "evaluation is in the dtype of fully_shard's mp_policy: leave it out",
+    "bf16_full_eval": "evaluation is in the dtype of fully_shard's mp_policy: leave it out",
+    "torch_compile": "compile the model's blocks instead, before or after fully_shard",
+    "full_determinism": "gradients are added in the order of their arrival",
+    "auto_find_batch_size": "a minibatch that fails fails on all ranks: give the sampler a smaller token_cap",
+    "label_smoothing_factor": "override compute_loss, which returns a pack's loss",
+    "use_liger_kernel": "apply it to the model before fully_shard",
+    "torch_empty_cache_steps": "empty the cache in a callback",
+}
+# Optimizers that step inside of the backward, where `p.grad` is None.
+_STEP_IN_BACKWARD = ("lomo", "layerwise")
+
+
+class PackLoader(DataLoader):
+    """Per minibatch this rank's packs, collated: `DataLoader` with a MinibatchSampler, whose epoch can be set."""
+
+    def __init__(self, dataset: Any, sampler: MinibatchSampler, **loader: Any) -> None:
+        super().__init__(PackedDataset(dataset), batch_sampler=sampler, collate_fn=pack_collate, **loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.batch_sampler.set_epoch(epoch)
+
+
+class ODCTrainer(Trainer):
+    """transformers' Trainer on a model of `fully_shard`.
+
+        enable_packing(model)
+        model = fully_shard(model)
+        ODCTrainer(model, TrainingArguments(...), train_dataset=samples).train()
+
+    Give the model sharded, on every rank. A sample of `train_dataset` has `input_ids` and optionally `labels` (-100:
+    not learned), tokenised, without padding. One step takes world * `per_device_train_batch_size` samples, and its
+    loss is the mean over the target tokens of all ranks. Logs also have `target_tokens`, those of all ranks since the
+    last log. `evaluate()` gives the loss per target token of the whole set; `compute_metrics` and `predict` go
+    Trainer's way, on batches of `data_collator`, which is for nothing else.
+
+    A checkpoint's folder loads in plain transformers, and has masters and optimizer states in `odc/`. It can be resumed
+    on another number of ranks, with `per_device_train_batch_size` such that a step takes as many samples. `save_model`
+    is to be called on every rank.
+
+    Also before another Trainer: `class Mine(ODCTrainer, SFTTrainer)` works where its loss may be a pack's summed
+    cross-entropy; else override `compute_loss`.
+
+    sampler: a MinibatchSampler of this rank over `train_dataset`. By default made with balance "mini", the longest
+        sample as token cap and `data_seed` or `seed`.
+    trainer: what else transformers' Trainer takes.
+
+    Raises ValueError or TypeError for a model that is not sharded and for arguments that can't be kept.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        args: TrainingArguments | None = None,
+        *,
+        sampler: MinibatchSampler | None = None,
+        **trainer: Any,
+    ) -> None:
+        if not is_accelerate_available(_ACCELERATE):
+            raise ImportError(f'ODCTrainer needs accelerate {_ACCELERATE} or newer: pip install "odc-triton[trainer]"')
+        _check_model(model)
+        _check_arguments(args, trainer)
+        self._sampler = sampler
+        self._target_tokens = 0
+        super().__init__(model=model, args=args, **trainer)
+        for name in ("fsdp", "deepspeed"):  # accelerate's launcher asks for them by the environment
+            if getattr(self, f"is_{name}_enabled"):
+                raise ValueError(f"accelerate was started with {name}; {_REFUSED[name]} of its configuration")
+        self._engine = engine_of(model)
+
+    # ------------------------------------------------------------------ data
+
+    def get_train_dataloader(self) -> PackLoader:
+        """Minibatch after minibatch, this rank's packs."""
+        if self.train_dataset is None:
+            raise ValueError("training needs a train_dataset, whose samples have input_ids")
+        sampler = self._sampler or self._make_sampler(self.train_dataset, self.args.per_device_train_batch_size)
+        self._check_sampler(sampler)
+        sampler.epoch = sampler.minibatch = 0
+        self._sampler = sampler
+        return self._pack_loader(self.train_dataset, sampler)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """Packs too; padded batches, which Trainer makes, where there is a `compute_metrics`."""
+        if self.compute_metrics is not None:
+            return super().get_eval_dataloader(eval_dataset)
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(chosen, str):
+            chosen = self.eval_dataset[chosen]
+        if chosen is None:
+            raise ValueError("evaluation needs an eval_dataset, whose samples have input_ids")
+        return self._pack_loader(chosen, self._make_sampler(chosen, self.args.per_device_eval_batch_size, whole=True))
+
+    def _pack_loader(self, dataset: Any, sampler: MinibatchSampler) -> PackLoader:
+        args = self.args
+        return PackLoader(
+            dataset,
+            sampler,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and self._engine.heap.device.type == "cuda",
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+        )
+
+    def _make_sampler(self, dataset: Any, samples_per_rank: int, *, whole: bool = False) -> MinibatchSampler:
+        lengths = _lengths(dataset)
+        args = self.args
+        return MinibatchSampler(
+            lengths,
+            samples_per_rank,
+            token_cap=max(lengths),
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            rank=self._engine.rank,
+            world=self._engine.world,
+            cost=CostModel.from_config(self.model.config.get_text_config()),
+            drop_last=args.dataloader_drop_last and not whole,
+        )
+
+    def _check_sampler(self, sampler: MinibatchSampler) -> None:
+        if not isinstance(sampler, MinibatchSampler):
+            raise TypeError(f"sampler is a {type(sampler).__name__}; give an odc_triton.balance.MinibatchSampler")
+        if (sampler.rank, sampler.world) != (self._engine.rank, self._engine.world):
+            raise ValueError(
+                f"sampler is of rank {sampler.rank} of {sampler.world}, the model of rank {self._engine.rank} of "
+                f"{self._engine.world}: give the sampler the model's rank and world"
+            )
+        if len(sampler.lengths) != len(self.train_dataset):
+            raise ValueError(
+                f"sampler has {len(sampler.lengths)} lengths and train_dataset {len(self.train_dataset)} samples"
+            )
+        packs_differ = self.model.config.get_text_config()._attn_implementation != ATTENTION_NAME
+        if packs_differ and sum(sorted(sampler.lengths)[:2]) <= sampler.token_cap and len(sampler.lengths) > 1:
+            raise ValueError(
+                "two samples fit into a pack, and the model's attention does not keep documents apart: call "
+                "odc_triton.hf.enable_packing(model) before fully_shard"
+            )
+
+    # ------------------------------------------------------------------ a step
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
+        """The model itself, see [Note: what accelerate wraps]."""
+        return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def training_step(
+        self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """One minibatch: forward and backward of this rank's packs. Returns the loss per target token of all ranks."""
+        if not isinstance(inputs, list) or not all(isinstance(pack, Mapping) and "labels" in pack for pack in inputs):
+            raise TypeError(
+                f"a batch is a {type(inputs).__name__} and not a list of packs: leave get_train_dataloader as it is, "
+                f"or return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
+            )
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers have two modes
+            self.optimizer.train()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
+        with minibatch(model, tokens=count_target_tokens(inputs)) as mb:
+            tokens = max(mb.tokens, 1)
+            for pack in inputs:
+                loss = self.compute_loss(model, self._prepare_inputs(pack), num_items_in_batch=tokens)
+                loss.backward()
+                loss_sum += loss.detach()
+        dist.all_reduce(loss_sum, group=self._group)
+        self._target_tokens += mb.tokens
+        return loss_sum.float()
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._engine.parameters[0].sharded.device_mesh.get_group()
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """A pack's summed loss divided by `num_items_in_batch`, the target tokens of all ranks.
+
+        Override it for a loss of your own: a sum over the pack, divided so. It must not wait for other ranks, which may
+        have another number of packs.
+        """
+        if return_outputs:  # Trainer's own evaluation, of padded batches
+            return super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
+        return summed_loss(model, inputs) / num_items_in_batch
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Those of all packs, by Trainer's estimate."""
+        flos = 0
+        for pack in inputs if isinstance(inputs, list) else [inputs]:
+            flos += super().floating_point_ops(pack)
+        return flos
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        ids = [pack["input_ids"].flatten() for pack in inputs]
+        super()._track_num_input_tokens({"input_ids": torch.cat([*ids, torch.empty(0, dtype=torch.int64)])})
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            logs["target_tokens"], self._target_tokens = self._target_tokens, 0
+        super().log(logs, start_time)
+
+    # ------------------------------------------------------------------ evaluation
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """The loss per target token over all ranks' packs; Trainer's own loop for batches that are no packs."""
+        if not isinstance(dataloader, PackLoader):
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        self.model.eval()
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # loss, target tokens
+        with torch.no_grad():
+            for packs in dataloader:
+                for pack in packs:
+                    sums[0] += self.compute_loss(self.model, self._prepare_inputs(pack), num_items_in_batch=1)
+                sums[1] += count_target_tokens(packs)
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        dist.all_reduce(sums, group=self._group)
+        loss = (sums[0] / sums[1]).item()
+        return EvalLoopOutput(
+            predictions=None,
+            label_ids=None,
+            metrics={f"{metric_key_prefix}_loss": loss},
+            num_samples=len(dataloader.dataset),
+        )
+
+    # ------------------------------------------------------------------ saving and resuming
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes a folder for plain transformers, in the compute dtype. Every rank calls it; rank 0 writes."""
+        super().save_model(output_dir, _internal_call)
+        self._engine.meetings.meet("ODCTrainer.save_model", {})  # until then rank 0 reads the others' shards
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            save_pretrained(self.model, folder, self.processing_class)
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = get_optimizer_state_dict(self.model, self._plain_optimizer)
+        state = {"model": get_model_state_dict(self.model), "optimizer": optimizer}
+        dcp.save(state, checkpoint_id=Path(output_dir, SHARDS), process_group=self._group)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+            position = self._sampler.state_dict(minibatches_done=self.state.global_step)
+            Path(output_dir, SAMPLER).write_text(json.dumps(position))
+
+    @property
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        state = {"model": get_model_state_dict(self.model)}
+        self._load_shards(state, resume_from_checkpoint)
+        set_model_state_dict(self.model, state["model"])
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        position = json.loads(Path(checkpoint, SAMPLER).read_text())
+        # Trainer skips the minibatches of the epoch by itself.
+        self._sampler.load_state_dict(position | {"minibatch": 0})
+        state = {"optimizer": get_optimizer_state_dict(self.model, self._plain_optimizer)}
+        self._load_shards(state, checkpoint)
+        set_optimizer_state_dict(self.model, self._plain_optimizer, state["optimizer"])
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_shards(self, state: dict[str, Any], checkpoint: str) -> None:
+        shards = Path(checkpoint, SHARDS)
+        if not (shards / ".metadata").exists():
+            raise ValueError(
+                f"{checkpoint} has no complete {SHARDS}/ folder: it was not written by ODCTrainer, with "
+                f"save_only_model, or its writing was cut short. Resume from another one."
+            )
+        dcp.load(state, checkpoint_id=shards, process_group=self._group)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model is a {type(model).__name__}; give a transformers model, itself and not wrapped, that fully_shard "
+            f"returned"
+        )
+    if not is_sharded(model):
+        raise ValueError(
+            f"{type(model).__name__} is not sharded: call odc_triton.hf.enable_packing(model), then "
+            f"odc_triton.fully_shard(model), before the trainer"
+        )
+
+
+def _check_arguments(args: TrainingArguments | None, trainer: dict[str, Any]) -> None:
+    for name, instead in _REFUSED.items():
+        if value := getattr(args, name, None):
+            raise ValueError(f"TrainingArguments has {name}={value!r}: {instead}")
+    if args is not None:
+        if args.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps is {args.gradient_accumulation_steps}; set 1: a step has as many "
+                f"microbatches as this rank has packs. per_device_train_batch_size is its samples per rank"
+            )
+        optim = getattr(args.optim, "value", args.optim)
+        if any(word in optim for word in _STEP_IN_BACKWARD):
+            raise ValueError(f"optim is {optim!r}, which steps inside of the backward: choose adamw_torch")
+        if args.save_only_model and args.load_best_model_at_end:
+            raise ValueError("load_best_model_at_end needs the masters in checkpoints: leave save_only_model out")
+    if trainer.get("compute_loss_func") is not None:
+        raise ValueError("compute_loss_func is given: override compute_loss instead, which returns a pack's loss")
+    collator = trainer.get("data_collator")
+    if collator is not None and trainer.get("compute_metrics") is None:
+        raise ValueError(
+            f"data_collator is {collator!r}, and training packs samples without padding: leave it out, and put what "
+            f"is learned into the samples' labels"
+        )
+
+
+def _lengths(dataset: Any) -> list[int]:
+    """Tokens of each sample. Raises TypeError or ValueError for a data set without lengths or token ids."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(
+            f"{type(dataset).__name__} has no length: samples are dealt by length, give a map-style data set"
+        )
+    lengths = []
+    for index in range(len(dataset)):
+        sample = dataset[index]
+        if not isinstance(sample, Mapping) or "input_ids" not in sample:
+            keys = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
+            raise ValueError(f"sample {index} has {keys}: it needs input_ids, tokenised")
+        lengths.append(len(sample["input_ids"]))
+    if not lengths:
+        raise ValueError("the data set has no samples")
+    return lengths
