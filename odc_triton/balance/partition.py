@@ -71,12 +71,16 @@ def refine(
     keeps the multiset of sizes; with `tokens` and `token_cap` no group exceeds the cap in tokens.
     """
     count, items = len(groups), len(costs)
+    if max(map(len, groups)) < 2:  # no exchange of items that stand alone makes the heaviest lighter
+        return [list(members) for members in groups]
+    load = np.array([math.fsum(costs[i] for i in members) for members in groups])
+    if load.max() <= load.mean() * (1 + _BALANCED):
+        return [sorted(members) for members in groups]
     # Each group also has a hole of no cost and no tokens: swapping an item with it moves the item.
     cost = np.concatenate([np.asarray(costs, dtype=np.float64), np.zeros(count)])
     group = np.arange(-items, count)
     for index, members in enumerate(groups):
         group[list(members)] = index
-    load = np.array([math.fsum(costs[i] for i in members) for members in groups])
     size = np.array([len(members) for members in groups])
     capped = token_cap is not None
     if capped:

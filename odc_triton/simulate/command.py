@@ -13,7 +13,7 @@ from odc_triton.simulate.lengths import NAMED, named_lengths, read_lengths
 from odc_triton.simulate.links import Links
 from odc_triton.simulate.models import Model
 from odc_triton.simulate.options import SimulateOptions
-from odc_triton.simulate.study import COLUMNS, Row, cells, make_job, rank_settings, usual_links, verdict
+from odc_triton.simulate.study import COLUMNS, DRAWN, Row, cells, make_job, rank_settings, usual_links, verdict
 from odc_triton.topology import Topology
 from odc_triton.trace import save_trace, write_file
 
@@ -45,13 +45,14 @@ def main(options: SimulateOptions) -> int:
     )
     sizes = options.minibatches
     drawn = sizes[len(sizes) // 2]
+    trials = options.trials or max(4, min(16, 512 // options.gpus))
     rows = rank_settings(
         lengths,
         sizes,
         job=job,
         token_cap=cap,
         memory_gb=kind.memory_gb,
-        trials=options.trials,
+        trials=trials,
         seed=options.seed,
         timeline_of=drawn if options.out else None,
     )
@@ -59,7 +60,7 @@ def main(options: SimulateOptions) -> int:
     head = (
         f"{whence}: mean {mean:,.0f}, longest {longest:,}, token cap {cap:,} tokens\n"
         f"{model.name} ({model.parameters / 1e9:.1f} B parameters) on {machine}\n"
-        f"speed-up: over FSDP2 + LB-Micro at the same minibatch; mean of {options.trials} minibatches; simulated"
+        f"speed-up: over FSDP2 + LB-Micro at the same minibatch; mean of {trials} minibatches; simulated"
     )
     shown = table(cells(rows), COLUMNS)
     print(f"{head}\n\n{shown}\n\n{verdict(rows)}")
@@ -133,7 +134,8 @@ def _write(out: Path, text: str, rows: list[Row], drawn: int) -> None:
         for row in rows
     ]
     write_file(out / "simulate.json", json.dumps(plain, indent=1, allow_nan=False).encode())
-    tracks = {row.name: row.outcome.events for row in rows if row.samples == drawn}
+    shown = {row.name: row.outcome.events for row in rows if row.samples == drawn}
+    tracks = {name: shown[name] for name in DRAWN}
     save_trace(tracks, out / "trace.json")
     title = f"Simulated: one minibatch of {drawn} samples per GPU; red is waiting"
     save_timeline(tracks, out / "timeline.png", title=title)

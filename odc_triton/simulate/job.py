@@ -143,11 +143,13 @@ def simulate(
     token_cap: int,
     seed: int = 0,
     timeline: bool = False,
+    dealt: list[list[Packs]] | None = None,
 ) -> Outcome:
     """Each of `minibatches` (tokens of every sample of all ranks) is one trial; all ranks enter it together.
 
     Ranks that a dealing leaves with fewer microbatches join FSDP's collectives with empty ones. `timeline`: keep the
-    first trial's events. `seed`: of the jitter. The same arguments give the same outcome.
+    first trial's events. `seed`: of the jitter. `dealt`: what `deal` gave for each minibatch, if known
+    already. The same arguments give the same outcome.
 
     Raises ValueError for an unknown schedule or balance, "queue" under FSDP, no minibatch, and as `assign`.
     """
@@ -168,7 +170,8 @@ def simulate(
     if balance == QUEUE:
         lanes, dealt = _run_queue(minibatches, job, moves, token_cap, noise, recorder)
     else:
-        dealt = [deal(m, ranks=job.ranks, token_cap=token_cap, balance=balance, cost=job.cost) for m in minibatches]
+        if dealt is None:
+            dealt = [deal(m, ranks=job.ranks, token_cap=token_cap, balance=balance, cost=job.cost) for m in minibatches]
         lanes = _run(dealt, schedule, job, moves, noise, recorder)
     shape = (len(minibatches), job.ranks)
     over, busy, exposed, waited = (np.broadcast_to(value, shape) for value in lanes)
@@ -377,7 +380,7 @@ class _Recorder:
         if end_s <= start_s and not always:
             return
         last = self._open[rank]
-        microbatch = -1 if label in ("enter", "exit", "drain") else self.microbatch
+        microbatch = -1 if label in ("enter", "exit", "scatter at the end") else self.microbatch
         key = (kind, microbatch, label)
         if last is not None and (last.kind, last.microbatch, last.label) == key and last.end_s == start_s:
             start_s = last.start_s

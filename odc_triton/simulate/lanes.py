@@ -82,7 +82,7 @@ class Lanes:
     def drain(self) -> None:
         """Waits for the last add."""
         end = self._larger(self.compute, self.add)
-        self._waits(self.compute, end, self._last_add_s, "drain")
+        self._waits(self.compute, end, self._last_add_s, "scatter at the end")
         self.compute = end
 
     def _beside_transfers(self, work_s: Clock, transfers_s: Clock) -> Clock:

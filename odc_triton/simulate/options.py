@@ -31,13 +31,13 @@ class SimulateOptions:
     nic_gbs: float | None = _option(None, "GB/s per GPU and direction between nodes; by default usual for the GPU")
     slow: float = _option(1.0, "one rank computes this many times slower")
     jitter: float = _option(0.0, "relative deviation of each layer's compute time")
-    trials: int = _option(16, "minibatches drawn per setting")
+    trials: int | None = _option(None, "minibatches drawn per setting; by default 16, fewer beyond 32 GPUs")
     seed: int = _option(0, "of the minibatches drawn and the jitter")
     out: str | None = _option(None, "folder to write table.md, simulate.json, timeline.png and trace.json to")
 
     def __post_init__(self) -> None:
         for name in ("gpus", "nodes", "trials"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}: give 1 or more")
         if self.gpus % self.nodes:
             raise ValueError(f"{self.gpus} gpus don't divide over {self.nodes} nodes: give a multiple of {self.nodes}")

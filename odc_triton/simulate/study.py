@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from odc_triton.simulate.dealing import QUEUE, deal
 from odc_triton.simulate.devices import GpuKind
 from odc_triton.simulate.job import Job, simulate
 from odc_triton.simulate.lengths import draw
@@ -24,6 +25,7 @@ SETTINGS = {
 }
 BASELINE = "FSDP2 + LB-Micro"  # the paper's
 COLUMNS = ("samples/GPU", "rank", "setting", "s/step", "speed-up", "idle", "exposed comm.", "GB/GPU", "")
+DRAWN = (BASELINE, "FSDP2 + global packing", "ODC + LB-Mini", "ODC + queue")  # in pictures
 _RECOMPUTED = 4 / 3  # of forward and backward: the forward once more
 _COLLECTIVE_SMS = 0.1  # of an A100's or H100's SMs: a dozen of NCCL's blocks, each on an SM
 
@@ -100,6 +102,12 @@ def rank_settings(
     rows: list[Row] = []
     for samples in sizes:
         minibatches = draw(lengths, samples=samples * job.ranks, minibatches=trials, seed=seed)
+        dealt = {
+            balance: [
+                deal(m, ranks=job.ranks, token_cap=token_cap, balance=balance, cost=job.cost) for m in minibatches
+            ]
+            for balance in dict.fromkeys(balance for _, balance in SETTINGS.values() if balance != QUEUE)
+        }
         outcomes = {
             name: simulate(
                 minibatches,
@@ -109,6 +117,7 @@ def rank_settings(
                 token_cap=token_cap,
                 seed=seed,
                 timeline=samples == timeline_of,
+                dealt=dealt.get(balance),
             )
             for name, (schedule, balance) in SETTINGS.items()
         }
