@@ -60,19 +60,21 @@ class Measured:
     events: list[Event] = field(default_factory=list)
 
 
-def _open_job() -> tuple[int, int]:
+def open_job() -> tuple[int, int]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     return dist.get_rank(), dist.get_world_size()
 
 
-def _gather(value: object) -> list:
+def gather_objects(value: object) -> list:
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
-def _deal(work: Work, data: TokenizedDataset, samples: list[int], balance: str, cost: CostModel) -> list[list[Pack]]:
+def deal_packs(
+    work: Work, data: TokenizedDataset, samples: list[int], balance: str, cost: CostModel
+) -> list[list[Pack]]:
     """Every rank's collated packs of one minibatch."""
     dealt = assign(
         [int(data.lengths[index]) for index in samples],
@@ -90,7 +92,7 @@ def compare(
     kinds: Sequence[type[Variant]], work: Work, progress: Callable[[str], None] | None = None
 ) -> list[Measured]:
     """Trains every variant on all of `work`, interleaved minibatch by minibatch in a rotating order. Collective."""
-    rank, _ = _open_job()
+    rank, _ = open_job()
     data = TokenizedDataset.load(work.dataset)
     cost = work.cost()
     variants = [kind(work.build) for kind in kinds]
@@ -99,7 +101,7 @@ def compare(
         turns = [(index + shift) % len(variants) for shift in range(len(variants))]
         for turn in turns:
             variant, result = variants[turn], results[turn]
-            dealt = _deal(work, data, samples, variant.balance, cost)
+            dealt = deal_packs(work, data, samples, variant.balance, cost)
             total = sum(count_target_tokens(packs) for packs in dealt)
             variant.start_minibatch(index)
             dist.barrier()
@@ -108,7 +110,7 @@ def compare(
             landed_s = time.monotonic()
             variant.step()
             end_s = time.monotonic()
-            spans = _gather((start_s, landed_s, end_s, loss, len(dealt[rank])))
+            spans = gather_objects((start_s, landed_s, end_s, loss, len(dealt[rank])))
             result.seconds.append(max(span[2] for span in spans) - min(span[0] for span in spans))
             result.step_seconds.append(max(span[2] - span[1] for span in spans))
             result.losses.append(sum(span[3] for span in spans) / total)
@@ -116,7 +118,7 @@ def compare(
             if rank == 0 and progress is not None:
                 progress(f"minibatch {index + 1}/{len(work.minibatches)}  {variant.name}: {result.seconds[-1]:.2f} s")
     for variant, result in zip(variants, results, strict=True):
-        result.events = [event for events in _gather(variant.events()) for event in events]
+        result.events = [event for events in gather_objects(variant.events()) for event in events]
     dist.destroy_process_group()
     return results
 
@@ -127,7 +129,7 @@ def balanced(kinds: Sequence[type[Variant]], work: Work, lengths: list[int], rep
     `lengths`: tokens of each document of one pack; two packs a rank. Each run takes as long as its slowest rank.
     Variants take turns, in a rotating order.
     """
-    _open_job()
+    open_job()
     generator = torch.Generator().manual_seed(work.seed)
     documents = [torch.randint(4, work.config["vocab_size"], (length,), generator=generator) for length in lengths]
     packs = pack_collate([[{"input_ids": document} for document in documents]]) * 2
@@ -139,7 +141,7 @@ def balanced(kinds: Sequence[type[Variant]], work: Work, lengths: list[int], rep
             dist.barrier()
             start_s = time.monotonic()
             variant.gradients(packs, total)
-            took_s = max(_gather(time.monotonic() - start_s))
+            took_s = max(gather_objects(time.monotonic() - start_s))
             variant.optimizer.zero_grad()  # else plain torch's gradients stand in malloc's way in ODC's turn
             if repeat:  # the first round warms up
                 seconds[variant.name].append(took_s)
@@ -190,7 +192,7 @@ class PeakMemory:
 
 def peak_memory(kind: type[Variant], work: Work) -> dict[str, int]:
     """Peak bytes over the ranks of one variant alone, above the process before it had a model. Collective."""
-    rank, _ = _open_job()
+    rank, _ = open_job()
     data = TokenizedDataset.load(work.dataset)
     cost = work.cost()
     nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()  # what torch itself sets up on first use
@@ -199,12 +201,12 @@ def peak_memory(kind: type[Variant], work: Work) -> dict[str, int]:
     variant = kind(work.build)
     with watch:
         for index, samples in enumerate(work.minibatches[:1]):
-            dealt = _deal(work, data, samples, variant.balance, cost)
+            dealt = deal_packs(work, data, samples, variant.balance, cost)
             variant.start_minibatch(index)
             variant.gradients(dealt[rank], sum(count_target_tokens(packs) for packs in dealt))
             variant.step()
     dist.barrier()
-    after = _gather((watch.private_bytes - before, *watch.read()))
+    after = gather_objects((watch.private_bytes - before, *watch.read()))
     dist.destroy_process_group()
     return {
         "peak_private_bytes": max(peak for peak, _, _ in after),

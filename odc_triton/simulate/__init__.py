@@ -16,6 +16,7 @@ _HOME = {
     "Outcome": "outcome",
     "SETTINGS": "study",
     "draw": "lengths",
+    "SequenceTime": "measured",
     "from_measured": "measured",
     "named_lengths": "lengths",
     "rank_settings": "study",

@@ -30,7 +30,8 @@ class Job:
 
     `seconds`: forward and backward of one microbatch, given its documents' tokens, on a rank of usual speed; it is
     spread evenly over `layers`, `forward_share` of it forward. `cost`: what balancing believes a sequence costs.
-    `model`: sizes of what is moved and kept; None: nothing is moved, memory is not told.
+    `model`: sizes of what is moved and kept; None: nothing is moved, memory is not told. `step_s` is added to every
+    minibatch, beside what the model's size says of the optimizer step.
 
     `checkpointing` and `fused_head` (logits are never made) count in memory only. `hybrid`: each node holds a whole
     copy in shards, and gradients cross nodes once a minibatch; else all ranks hold one copy together. `prefetch` and
@@ -50,6 +51,7 @@ class Job:
     fused_head: bool = True
     forward_share: float = 1 / 3
     meeting_s: float = 0.0
+    step_s: float = 0.0
     memory_gbs: float = math.inf
     prefetch: bool = True
     overlap: bool = True
@@ -59,7 +61,12 @@ class Job:
     def __post_init__(self) -> None:
         if self.layers < 1:
             raise ValueError(f"layers is {self.layers}: give 1 or more")
-        for name, below in (("forward_share", 1.0), ("meeting_s", math.inf), ("jitter", math.inf)):
+        for name, below in (
+            ("forward_share", 1.0),
+            ("meeting_s", math.inf),
+            ("step_s", math.inf),
+            ("jitter", math.inf),
+        ):
             value = getattr(self, name)
             if not 0 <= value < below:
                 raise ValueError(f"{name} is {value}: give a number from 0 to below {below}")
@@ -82,10 +89,10 @@ class Job:
     def tail_s(self, schedule: str) -> float:
         """The optimizer step, and what ODC sends between nodes: gradients before it, parameters after it."""
         if self.model is None:
-            return 0.0
+            return self.step_s
         shards = self.links.gpus if self.hybrid else self.ranks
         owned = self.model.parameters / (self.ranks if schedule == "odc" else shards)
-        tail = owned * _STEP_BYTES / (1e9 * self.memory_gbs)
+        tail = self.step_s + owned * _STEP_BYTES / (1e9 * self.memory_gbs)
         if schedule == "odc" and self.hybrid:
             shard = self.model.parameters / shards
             tail += self.links.replicas_s(_REDUCE_BYTES * shard) + self.links.replicas_s(_COMPUTE_BYTES * shard)
