@@ -51,7 +51,9 @@ def _timed(variant: Variant, index: int, own: Sequence[Pack], total: int) -> flo
     return max(end for _, end in spans) - min(start for start, _ in spans)
 
 
-def measure(work: Work, repeats: int) -> tuple[dict[str, list[dict]], dict[str, list[float]]]:
+def measure(
+    work: Work, repeats: int, lengths: Sequence[int] = LENGTHS
+) -> tuple[dict[str, list[dict]], dict[str, list[float]]]:
     """Per variant: its single-sequence times, and the seconds of each minibatch of `work`. Collective.
 
     Both in turns, one after the other, so that a slow spell of the machine meets them alike.
@@ -60,7 +62,7 @@ def measure(work: Work, repeats: int) -> tuple[dict[str, list[dict]], dict[str, 
     data, cost = TokenizedDataset.load(work.dataset), work.cost()
     variants = [kind(work.build) for kind in VARIANTS]
     generator = torch.Generator().manual_seed(work.seed)
-    points = [(tokens, count) for count in MICROBATCHES for tokens in LENGTHS]
+    points = [(tokens, count) for count in MICROBATCHES for tokens in lengths]
     taken: dict[str, dict[tuple[int, int], list[float]]] = {v.name: {point: [] for point in points} for v in variants}
     seconds: dict[str, list[float]] = {v.name: [] for v in variants}
     runs = max(repeats, len(work.minibatches))

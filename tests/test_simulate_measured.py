@@ -5,11 +5,26 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from bench.demo import VARIANTS
+from bench.harness import Work
+from bench.simulated import measure, predict
+from odc_triton.launch import launch
 from odc_triton.simulate.job import simulate
 from odc_triton.simulate.measured import SequenceTime, from_measured
+from odc_triton.train.data import DataSummary, TokenizedDataset
 
+CONFIG = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
 STEP, LAUNCH, LINEAR, QUADRATIC = 0.5, 0.02, 1e-3, 1e-7
 
 
@@ -55,6 +70,29 @@ def test_what_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             SequenceTime(**{"tokens": 1, "microbatches": 1, "seconds": 1.0, **change})
+
+
+def test_the_measurement_and_its_prediction_run(tmp_path: Path) -> None:
+    """On a tiny model: every variant is measured and predicted. How close the two are is the slow test's affair."""
+    arrays = (
+        np.arange(3000, dtype=np.int32) % 97,
+        np.array([0, 500, 700, 1000, 1900, 2000, 3000]),
+        np.zeros(6, np.int32),
+    )
+    summary = DataSummary(
+        records=6, samples=6, truncated=0, dropped_too_long=0, dropped_no_target=0, tokens=3000, target_tokens=2994
+    )
+    TokenizedDataset(*arrays, summary).save(tmp_path / "data.npz")
+    work = Work(dataset=str(tmp_path / "data.npz"), config=CONFIG, minibatches=[[0, 1, 2, 3, 4, 5]], token_cap=1024)
+    singles, measured = launch(measure, work, 1, (32, 256, 1000), ranks=2)[0]
+    predicted = predict(work, singles)
+    assert measured.keys() == predicted.keys() == {kind.name for kind in VARIANTS}
+    for name, points in singles.items():
+        assert sorted((p["tokens"], p["microbatches"]) for p in points) == [
+            (s, m) for s in (32, 256, 1000) for m in (1, 2)
+        ]
+        assert len(measured[name]) == len(predicted[name]) == 1
+        assert min(measured[name][0], predicted[name][0]) > 0
 
 
 @pytest.mark.slow
