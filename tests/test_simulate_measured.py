@@ -96,6 +96,7 @@ def test_the_measurement_and_its_prediction_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # minutes on a machine that runs nothing else
 def test_predictions_are_within_a_tenth_of_the_demo(tmp_path: Path) -> None:
     """The only test of times: predicted and measured are of one run, in turns, and their ratio is what is claimed."""
     from bench.simulated import main
