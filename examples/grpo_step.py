@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from odc_triton import fully_shard, log_probs, minibatch, replace_layers
-from odc_triton.balance.collate import IGNORED, count_target_tokens, pack_collate
+from odc_triton.balance.collate import IGNORED, count_target_tokens, pack_collate, to_device
 from odc_triton.hf import enable_packing, model_inputs
 
 
@@ -45,9 +45,9 @@ def token_logp(model: nn.Module, completions: list[Completion]) -> tuple[dict[st
         {"input_ids": c.ids, "labels": [IGNORED] * c.prompt_tokens + c.ids[c.prompt_tokens :]} for c in completions
     ]
     (pack,) = pack_collate([samples])
-    pack = {name: value.to(model.device) for name, value in pack.items()}
-    positions = (pack["labels"][0, 1:] != IGNORED).nonzero().flatten()
-    logits = model(**model_inputs(pack), logits_to_keep=positions).logits[0]
+    pack = to_device(pack, model.device)
+    positions = pack["target_positions"]
+    logits = model(**model_inputs(pack, model), logits_to_keep=positions).logits[0]
     return pack, log_probs(logits, pack["labels"][0, positions + 1]).logp
 
 

@@ -155,6 +155,8 @@ def test_meetings_need_all_ranks_at_one_moment():
     assert meetings(apart) == []
     locks = [span(rank, "wait", 0, 1, label="lock of wte.weight") for rank in (0, 1)]
     assert meetings(locks) == []
+    own_bytes = [span(rank, "wait", 0, 1, label="gather") for rank in (0, 1)]
+    assert meetings(own_bytes) == []
     # The second layer's wait of rank 0 pairs with the second of rank 1, though their labels are the same.
     layers = [span(r, "wait", t + late, t + 1, 0, 3, "layer") for r, late in ((0, 0.0), (1, 0.5)) for t in (1, 5)]
     assert [(m.at_s, m.microbatch) for m in meetings(layers)] == [(1.5, 3), (5.5, 3)]

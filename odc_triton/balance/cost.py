@@ -118,7 +118,7 @@ class CostModel:
         columns = [[sum(s * s for s in p) for p in packs], [sum(p) for p in packs], [1] * len(packs)]
         table = np.array(columns[:coefficients], dtype=np.float64).T
         scale = table.max(axis=0)  # s² and 1 are many orders apart: solve in comparable units
-        quadratic, linear, constant = (*(_nonnegative_least_squares(table / scale, seconds) / scale), 0.0)[:3]
+        quadratic, linear, constant = (*(nonnegative_least_squares(table / scale, seconds) / scale), 0.0)[:3]
         return cls(quadratic=float(quadratic), linear=float(linear), microbatch=float(constant))
 
 
@@ -133,8 +133,8 @@ def _size(config: object, name: str, default: int | None = None) -> int:
     return value
 
 
-def _nonnegative_least_squares(table: np.ndarray, target: Sequence[float]) -> np.ndarray:
-    """argmin |table x - target| over x >= 0. With three columns at most, trying each support is exact."""
+def nonnegative_least_squares(table: np.ndarray, target: Sequence[float]) -> np.ndarray:
+    """argmin |table x - target| over x >= 0. Few columns: trying each support is exact."""
     target = np.asarray(target, dtype=np.float64)
     best, best_error = np.zeros(table.shape[1]), math.inf
     for size in range(1, table.shape[1] + 1):

@@ -1,0 +1,152 @@
+"""The simulator held against a measured run: `python -m bench.simulated OUT.json [--minibatches N] [--repeats N]`.
+
+In one job, on the demo's model and data: every variant's single-sequence times (all ranks run the same sequence, once
+and twice), and between them the demo's minibatches. From the first the simulator predicts the second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.demo import RANKS, VARIANTS, prepare
+from bench.harness import Work, deal, gather, open_job, single_thread_environment
+from bench.provenance import commit, hardware, versions
+from bench.variants import Pack, Variant
+from odc_triton.balance.collate import count_target_tokens, pack_collate
+from odc_triton.launch import launch
+from odc_triton.report import table
+from odc_triton.simulate.job import simulate
+from odc_triton.simulate.measured import SequenceTime, from_measured
+from odc_triton.trace import write_file
+from odc_triton.train.data import TokenizedDataset
+
+LENGTHS = (128, 512, 2048)
+MICROBATCHES = (1, 2)
+SCHEDULES = {
+    "Fsdp2": "fsdp",
+    "Fsdp2NoReshard": "fsdp-no-reshard",
+    "LayerBarrier": "fsdp",
+    "OdcMicro": "odc",
+    "Odc": "odc",
+}
+
+
+def _timed(variant: Variant, index: int, own: Sequence[Pack], total: int) -> float:
+    """Seconds from all ranks' start to the last one's end of a minibatch, step included. Collective."""
+    variant.start_minibatch(index)
+    dist.barrier()
+    start_s = time.monotonic()
+    variant.gradients(own, total)
+    variant.step()
+    spans = gather((start_s, time.monotonic()))
+    return max(end for _, end in spans) - min(start for start, _ in spans)
+
+
+def measure(
+    work: Work, repeats: int, lengths: Sequence[int] = LENGTHS
+) -> tuple[dict[str, list[dict]], dict[str, list[float]]]:
+    """Per variant: its single-sequence times, and the seconds of each minibatch of `work`. Collective.
+
+    Both in turns, one after the other, so that a slow spell of the machine meets them alike.
+    """
+    rank, world = open_job()
+    data, cost = TokenizedDataset.load(work.dataset), work.cost()
+    variants = [kind(work.build) for kind in VARIANTS]
+    generator = torch.Generator().manual_seed(work.seed)
+    points = [(tokens, count) for count in MICROBATCHES for tokens in lengths]
+    taken: dict[str, dict[tuple[int, int], list[float]]] = {v.name: {point: [] for point in points} for v in variants}
+    seconds: dict[str, list[float]] = {v.name: [] for v in variants}
+    runs = max(repeats, len(work.minibatches))
+    for run in range(runs + 1):  # the first warms up
+        turns = variants[run % len(variants) :] + variants[: run % len(variants)]
+        if run <= repeats:
+            for tokens, count in points if run else points[:1]:
+                document = torch.randint(4, work.config["vocab_size"], (tokens,), generator=generator)
+                packs = pack_collate([[{"input_ids": document}]]) * count
+                for variant in turns:
+                    took = _timed(variant, run, packs, count_target_tokens(packs) * world)
+                    if run:
+                        taken[variant.name][tokens, count].append(took)
+        if 0 < run <= len(work.minibatches):
+            for variant in turns:
+                dealt = deal(work, data, work.minibatches[run - 1], variant.balance, cost)
+                total = sum(count_target_tokens(packs) for packs in dealt)
+                seconds[variant.name].append(_timed(variant, run, dealt[rank], total))
+    dist.destroy_process_group()
+    singles = {
+        name: [
+            {"tokens": tokens, "microbatches": count, "seconds": statistics.median(times)}
+            for (tokens, count), times in points_of.items()
+        ]
+        for name, points_of in taken.items()
+    }
+    return singles, seconds
+
+
+def predict(work: Work, singles: dict[str, list[dict]]) -> dict[str, list[float]]:
+    """Seconds of each minibatch of `work`, per variant, from single-sequence times alone."""
+    data = TokenizedDataset.load(work.dataset)
+    minibatches = [[int(data.lengths[i]) for i in samples] for samples in work.minibatches]
+    told = {}
+    for kind in VARIANTS:
+        times = [SequenceTime(**each) for each in singles[kind.name]]
+        job = from_measured(times, ranks=RANKS, layers=work.config["num_hidden_layers"], cost=work.cost())
+        schedule = SCHEDULES[kind.__name__]
+        told[kind.name] = simulate(
+            minibatches, job=job, schedule=schedule, balance=kind.balance, token_cap=work.token_cap
+        ).seconds.tolist()
+    return told
+
+
+def compare(folder: Path, *, minibatches: int, repeats: int) -> dict:
+    """Everything measured and predicted, as plain data; data and tokenizer go to `folder`."""
+    work = prepare(folder)
+    work = Work(
+        dataset=work.dataset, config=work.config, minibatches=work.minibatches[:minibatches], token_cap=work.token_cap
+    )
+    singles, measured = launch(measure, work, repeats, ranks=RANKS)[0]
+    predicted = predict(work, singles)
+    return {
+        "predicted_over_measured": {name: sum(predicted[name]) / sum(measured[name]) for name in measured},
+        "measured_s": measured,
+        "predicted_s": predicted,
+        "single_sequences": singles,
+        "versions": versions(),
+        "hardware": hardware(),
+        "commit": commit(),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minibatches", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=3, help="of each single-sequence time")
+    options = parser.parse_args(arguments)
+    single_thread_environment()
+    with tempfile.TemporaryDirectory() as folder:
+        found = compare(Path(folder), minibatches=options.minibatches, repeats=options.repeats)
+    write_file(options.out, json.dumps(found, indent=1).encode())
+    rows = [
+        [
+            name,
+            f"{statistics.mean(found['measured_s'][name]):.2f}",
+            f"{statistics.mean(found['predicted_s'][name]):.2f}",
+            f"{ratio:.3f}",
+        ]
+        for name, ratio in found["predicted_over_measured"].items()
+    ]
+    print(table(rows, ("", "measured s", "predicted s", "predicted / measured")))
+
+
+if __name__ == "__main__":
+    main()
