@@ -5,8 +5,8 @@ shape [1, T]; positions restart at every document) and `labels` (int64, [1, T]; 
 predicted, hence at the first token of every document, which no earlier token may predict).
 """
 
-from .loss import model_inputs, summed_loss
 from .attention import PackingUnsupported, packed_attention, packed_mask
+from .loss import model_inputs, summed_loss
 from .packing import enable_packing
 
 __all__ = [

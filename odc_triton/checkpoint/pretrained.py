@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .api import full_parameters
-from .module import is_sharded, plain_class
+from ..api import full_parameters
+from ..module import is_sharded, plain_class
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, tokenizer: Any = None) -> None:
