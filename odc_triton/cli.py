@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = options.run(options)
         sys.stdout.flush()  # here, so that a closed pipe is met below, not at the interpreter's end
         return status
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as wish:
+        return 128 + getattr(wish, "signal", signal.SIGINT)  # the launcher's has the signal
     except BrokenPipeError:  # `odc-triton doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
         return 141
@@ -81,9 +82,10 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def _train_sft(ranks: int, wanted: SftOptions) -> int:
-    from .launch import launch
+    from .launch import launch, warn_of_few_cores
     from .train.sft import run_sft
 
+    warn_of_few_cores(ranks)
     launch(run_sft, wanted, ranks=ranks)
     return 0
 

@@ -283,14 +283,41 @@ class Engine:
             if parameter.gradient_shard is not None:
                 parameter.land(touched_by_any=index in touched, divide_factor=factor)
 
-    def _meet(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
-        message["error"] = None if error is None else _describe(error)
+    def _meet(
+        self, purpose: str, message: dict[str, Any], error: BaseException | None, timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        message = {**message, "error": None if error is None else _describe(error)}
         try:
             with self.events.span("wait", label=purpose, microbatch=-1):
-                return self.meetings.meet(purpose, message)
+                return self.meetings.meet(purpose, message, timeout_s=timeout_s)
         except BaseException:
             self._enter_phase(Phase.BROKEN)
             raise
+
+    def meet(self, purpose: str, message: dict[str, Any], *, timeout_s: float | None = None) -> list[dict[str, Any]]:
+        """A meeting of a training loop's own, outside of minibatches; returns all ranks' messages, which are JSON.
+
+        Raises RankLost, DeadlineExceeded (after `timeout_s`, by default the model's).
+        """
+        if self.phase is Phase.BROKEN:
+            raise RuntimeError("an earlier meeting of this model's ranks failed; start again from the last checkpoint")
+        return self._meet(purpose, message, None, timeout_s=timeout_s)
+
+    def require_peers(self, purpose: str) -> None:
+        """Raises RankLost at once if a peer's process is gone. `purpose`: what this rank needs them for."""
+        everybody = list(range(self.world))
+        try:
+            self.meetings.require_alive(everybody, purpose, lambda: everybody)
+        except RankLost:
+            self._enter_phase(Phase.BROKEN)
+            raise
+
+    def give_up(self, error: BaseException) -> None:
+        """Tells peers that this rank's training loop ended by `error`, outside of a minibatch; waits for nobody."""
+        if self.phase is not Phase.BROKEN:
+            self._enter_phase(Phase.BROKEN)
+            with contextlib.suppress(torch.distributed.DistError):  # the store may be gone
+                self.meetings.give_up(_describe(error))
 
     def _settle(self, messages: list[dict[str, Any]], error: BaseException | None) -> None:
         """Raises MinibatchFailed on all ranks if any of them brought an error to the meeting."""

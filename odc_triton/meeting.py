@@ -22,6 +22,7 @@ log = logging.getLogger("odc_triton")
 
 _LOOK_S = 0.5  # how often a waiting rank looks whether its peers still live
 _FIRST_WARNING_S = 60.0
+_GAVE_UP = "(gave up)"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 100e-6, 5e-3
 
 
@@ -46,16 +47,21 @@ class Meetings:
         if self.heap is not None:
             self.heap.show(Word.MEETINGS, self.held + 1)
 
-    def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+    def give_up(self, reason: str) -> None:
+        """Has peers raise RankLost with `reason` at the next meeting, whatever it is for; waits for nobody."""
+        self.tell(_GAVE_UP, {"reason": reason})
+
+    def meet(self, purpose: str, message: dict[str, Any], *, timeout_s: float | None = None) -> list[dict[str, Any]]:
         """Waits for all ranks and returns their messages, by rank.
 
-        Raises RankLost when a peer's process is gone, DeadlineExceeded when a live one is later than `timeout_s`.
+        Raises RankLost when a peer's process is gone or a peer gave up, DeadlineExceeded when a live one is later than
+        `timeout_s`, by default this object's.
         """
         number = self.held
         keys = [self._key(number, rank) for rank in range(self.world)]
         try:
             self.tell(purpose, message)
-            self.wait_until(purpose, lambda: self._missing(number, keys))
+            self.wait_until(purpose, lambda: self._missing(number, keys), timeout_s=timeout_s)
             messages = [json.loads(text) for text in self._store.multi_get(keys)]
             # Whoever holds this meeting's keys has left the one before: nobody reads those any more.
             if number > 0:
@@ -63,6 +69,10 @@ class Meetings:
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             self._lost(purpose, list(range(self.world)), error)
         self.held += 1
+        for peer, theirs in enumerate(messages):
+            if theirs["purpose"] == _GAVE_UP:
+                words = f"rank {self.rank} was waiting for '{purpose}': rank {peer} gave up ({theirs['reason']})"
+                raise RankLost([peer], f"{words}. Start again from the last checkpoint.")
         for peer, theirs in enumerate(messages):
             if theirs["purpose"] != purpose:
                 raise RanksDiffer(
@@ -80,21 +90,22 @@ class Meetings:
             return []
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
-    def wait_until(self, purpose: str, missing: Callable[[], list[int]]) -> None:
+    def wait_until(self, purpose: str, missing: Callable[[], list[int]], *, timeout_s: float | None = None) -> None:
         """Waits until `missing()`, the ranks that have not come yet, is empty; raises as `meet` does."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start_s = time.monotonic()
-        warn_at_s = min(_FIRST_WARNING_S, self.timeout_s / 2)
+        warn_at_s = min(_FIRST_WARNING_S, timeout_s / 2)
         look_at_s = _LOOK_S
         while ranks := missing():
             waited_s = time.monotonic() - start_s
-            if waited_s > min(look_at_s, self.timeout_s):
+            if waited_s > min(look_at_s, timeout_s):
                 look_at_s = waited_s + _LOOK_S
                 self.require_alive(ranks, purpose, missing)
                 words = self._words(purpose, ranks, waited_s)
-                if waited_s > self.timeout_s:
+                if waited_s > timeout_s:
                     raise DeadlineExceeded(ranks, f"{words}: the deadline has passed")
                 if waited_s > warn_at_s:
-                    log.warning("%s; its deadline is %.0f s", words, self.timeout_s)
+                    log.warning("%s; its deadline is %.0f s", words, timeout_s)
                     warn_at_s *= 2
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
 

@@ -1,0 +1,65 @@
+"""A run's folder: whose it is, and that one job at a time writes to it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+class RunFolder:
+    """`out` of a run. Rank 0 has one; its lock goes with the process, however that ends."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def take(self, identity: dict[str, Any], *, resume: str) -> bool:
+        """Makes the folder and takes it for this job; returns whether it holds a run to go on with.
+
+        Raises FileExistsError for another run's folder unless resuming, BlockingIOError while another job writes to it,
+        ValueError where that run's options differ.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.file("run.json"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"another job writes to {self.path} : wait for it, or give another --out") from None
+        text = os.pread(self._lock, os.fstat(self._lock).st_size, 0)
+        holds_run = bool(text.strip()) or self.file("metrics.jsonl").exists()
+        if holds_run and resume == "never":
+            raise FileExistsError(
+                f"{self.path} holds another run: go on with it by --resume auto, or give another --out"
+            )
+        if holds_run:
+            try:
+                saved = json.loads(text)["identity"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{self.file('run.json')} can't be read: give another --out") from error
+            require_same(saved, identity, where=str(self.path))
+        else:
+            line = json.dumps({"identity": identity}).encode()
+            os.pwrite(self._lock, line, 0)
+            os.fsync(self._lock)
+        return holds_run
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: str) -> None:
+    """Raises ValueError with every option in which the run of `where` and this one differ."""
+    names = sorted(saved.keys() | wanted.keys())
+    missing = object()
+    different = [name for name in names if saved.get(name, missing) != wanted.get(name, missing)]
+    if different:
+        words = "; ".join(f"{name} was {saved.get(name)!r} and is {wanted.get(name)!r}" for name in different)
+        raise ValueError(f"the run in {where} had other options ({words}): give the same, or another --out")
