@@ -77,7 +77,7 @@ def make_work(base: Work, lengths_of, seed: int, path: Path) -> Work:
         target_tokens=int(offsets[-1]) - len(lengths),
     )
     prompts = np.zeros(len(lengths), dtype=np.int32)
-    TokenizedDataset(text[start : start + int(offsets[-1])], offsets, prompts, summary).save(path)
+    TokenizedDataset.of_prompts(text[start : start + int(offsets[-1])], offsets, prompts, summary).save(path)
     return replace(base, dataset=str(path), minibatches=minibatches, token_cap=TOKEN_CAP, seed=seed)
 
 

@@ -110,7 +110,7 @@ def test_report_says_what_was_measured(tmp_path) -> None:
         records=2, samples=2, truncated=0, dropped_too_long=0, dropped_no_target=0, tokens=7, target_tokens=5
     )
     arrays = np.arange(7, dtype=np.int32), np.array([0, 3, 7]), np.array([1, 1], dtype=np.int32)
-    TokenizedDataset(*arrays, summary).save(tmp_path / "data.npz")
+    TokenizedDataset.of_prompts(*arrays, summary).save(tmp_path / "data.npz")
     count = WARM_UP + 6
     work = Work(dataset=str(tmp_path / "data.npz"), config=CONFIG, minibatches=[[0, 1]] * count, token_cap=128)
     pace = {Fsdp2: 2.0, Fsdp2NoReshard: 1.5, LayerBarrier: 1.4, OdcMicro: 1.1, Odc: 1.0}

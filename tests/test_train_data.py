@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc_triton.train.atomic import atomic_file
-from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.train.data import DataOptions, DataSummary, TokenizedDataset, tokenize_file
 from odc_triton.train.records import DataError, read_records
 from odc_triton.train.tokenizer import (
     TextEncoder,
@@ -208,9 +208,25 @@ def test_samples_against_a_plain_loop(
         (b"[" * 200_000, "nested too deeply"),
         (b'["text"]', "a list, not a JSON object"),
         (b"null", "a NoneType, not a JSON object"),
-        (b"{}", "needs 'text', or both 'prompt' and 'completion'; it has no field"),
+        (b"{}", "needs 'text', or both 'prompt' and 'completion', or 'messages'; it has no field"),
         (b'{"prompt": "a", "id": 1}', "needs 'text'.*it has 'prompt', 'id'"),
-        (b'{"messages": []}', "apply_chat_template"),
+        (b'{"messages": []}', "'messages' must be a list of at least one message, not an empty list"),
+        (b'{"messages": {"role": "user"}}', "'messages' must be a list of at least one message, not a dict"),
+        (b'{"messages": ["hi"]}', "message 0 is a str, not an object with 'role' and 'content'"),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}',
+            "message 1 needs 'role' and 'content'; it has 'role'",
+        ),
+        (b'{"messages": [{"role": 1, "content": "a"}]}', "message 0: 'role' must be a string, not a int"),
+        (b'{"messages": [{"role": "user", "content": [{}]}]}', "message 0: 'content' must be a string, not a list"),
+        (
+            rb'{"messages": [{"role": "user", "content": "a", "name": "\ud800"}]}',
+            r"message 0 has a field beside .* is not JSON: .*surrogates not allowed; leave it out",
+        ),
+        (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "has 'tools', which are not rendered"),
+        (b'{"messages": [{"role": "user", "content": "a"}]}', "'messages' need a chat template, and a bare tokenizer"),
+        (b'{"text": "a", "messages": []}', "has 'text' and also 'messages'; keep one form"),
+        (b'{"prompt": "a", "completion": "b", "messages": []}', "has 'messages' and also 'prompt' and 'completion'"),
         (b'{"text": "a", "prompt": "b"}', "has 'text' and also 'prompt'; keep one"),
         (b'{"text": null}', "'text' must be a string, not a NoneType"),
         (b'{"prompt": "a", "completion": ["b"]}', "'completion' must be a string, not a list"),
@@ -299,12 +315,24 @@ def test_damaged_data_set_is_refused_or_consistent(tmp_path_factory, at, change,
         {"offsets": np.array([0, 4, 6], np.int32)},
         {"offsets": np.array([0, 7, 6])},
         {"offsets": np.array([], np.int64)},
-        {"prompt_lengths": np.array([0, 2], np.int32)},
-        {"prompt_lengths": np.array([-1, 0], np.int32)},
+        {"offsets": np.array([0, 4, 4, 6])},
+        {"spans": np.array([[0, 4]])},  # nothing to learn in the second
+        {"spans": np.array([[0, 4], [4, 5]])},  # its first token only, which is never predicted
+        {"spans": np.array([[0, 6]])},
+        {"spans": np.array([[0, 5], [5, 6]])},
+        {"spans": np.array([[4, 6], [0, 4]])},
+        {"spans": np.array([[0, 3], [2, 4], [4, 6]])},
+        {"spans": np.array([[-1, 4], [4, 6]])},
+        {"spans": np.array([[0, 4], [4, 7]])},
+        {"spans": np.array([[0, 4], [5, 5], [4, 6]])},
+        {"spans": np.zeros((0, 2), np.int64)},
+        {"spans": np.array([[0, 4, 6]])},
         {"tokens": np.zeros((6, 1), np.int32)},
         {"tokens": np.array([None] * 6)},
-        {"summary": np.array("[]")},
-        {"summary": np.array('{"samples": 2}')},
+        {"tokens": np.zeros((1, 6), np.int32, "F")},
+        {"meta": np.array("[]")},
+        {"meta": np.array('{"samples": 2}')},
+        {"meta": np.array(json.dumps(dict.fromkeys((each.name for each in fields(DataSummary)), 2)))},
     ],
 )
 def test_data_set_whose_arrays_disagree_is_refused(tmp_path, change):
@@ -313,6 +341,9 @@ def test_data_set_whose_arrays_disagree_is_refused(tmp_path, change):
     with np.load(path) as arrays:
         fine = dict(arrays)
     assert fine["offsets"].tolist() == [0, 4, 6]
+    assert fine["spans"].tolist() == [[0, 4], [4, 6]]
+    np.savez(path, **fine)
+    assert len(TokenizedDataset.load(path)) == 2
     np.savez(path, **{**fine, **change})
     with pytest.raises(DataError, match=r"data\.npz is not a prepared data set .*; prepare it again"):
         TokenizedDataset.load(path)

@@ -1,30 +1,38 @@
-"""Samples: the records of a file as one compact array of tokens, with what is learned marked.
+"""Samples: records as one compact array of tokens on disk, with what is learned marked.
 
 Labels follow the convention of transformers: equal to `input_ids` where a token is a target, -100 elsewhere,
 not shifted. All tokens of a text are targets; of a prompt and its completion, the completion's and the end
-token. The first token of a sample, which nothing comes before, is never predicted: it is not counted as a
-target, and a sample without another one is dropped.
+token; of a conversation, the assistant's (see `chat`). The first token of a sample, which nothing comes before,
+is never predicted: it is not counted as a target, and a sample without another one is dropped.
+
+Memory does not grow with the data: samples go to disk as they are made, and are read by memory mapping, whose
+pages all ranks of a machine share. What stays is a few bytes per sample, its lengths.
 """
 
 from __future__ import annotations
 
-import json
 import operator
 import os
-from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
-from itertools import islice
-from typing import Literal, get_args
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from odc_triton.train.atomic import atomic_file
-from odc_triton.train.records import DataError, Record, read_records
+from odc_triton.train.chat import ChatError, Spans
+from odc_triton.train.records import DataError, Record
+from odc_triton.train.sources import JsonLines, Source
+from odc_triton.train.store import GrowingArrays, map_arrays, save_arrays
 from odc_triton.train.tokenizer import TextEncoder
 
 IGNORED_LABEL = -100
 TooLong = Literal["error", "truncate", "drop"]
+
+# Text given to the tokenizer at a time; fewer records than `batch_records` if they are long.
+_BATCH_CHARACTERS = 4_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +49,7 @@ class DataOptions:
     )
     batch_records: int = field(
         default=1024,
-        metadata={"help": "records given to the tokenizer at a time; changes speed and memory only"},
+        metadata={"help": "most records given to the tokenizer at a time; changes speed and memory only"},
     )
 
     def __post_init__(self) -> None:
@@ -62,7 +70,9 @@ class DataSummary:
     samples: int
     truncated: int  # samples kept, their end cut off
     dropped_too_long: int
-    dropped_no_target: int  # nothing to learn: an empty text, or a prompt that fills max_tokens
+    dropped_no_target: (
+        int  # nothing to learn: an empty text, no turn of the assistant, or a prompt that fills max_tokens
+    )
     tokens: int
     target_tokens: int
 
@@ -76,26 +86,52 @@ class DataSummary:
 
 
 class TokenizedDataset:
-    """Samples as one flat array: what a sampler and a collate function read.
+    """Samples as flat arrays, in memory or on a file's pages: what a sampler and a collate function read.
 
-    tokens          [total] int32      all samples, one after the other
-    offsets         [samples + 1] int64   sample i is tokens[offsets[i] : offsets[i + 1]]
-    prompt_lengths  [samples] int32    leading tokens of each sample that are not targets
+    tokens    [total] int32         all samples, one after the other
+    offsets   [samples + 1] int64   sample i is tokens[offsets[i] : offsets[i + 1]]
+    spans     [spans, 2] int64      tokens[start : end] are targets; ascending, each within one sample
     """
 
     def __init__(
-        self, tokens: np.ndarray, offsets: np.ndarray, prompt_lengths: np.ndarray, summary: DataSummary
+        self,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        spans: np.ndarray,
+        summary: DataSummary,
+        path: str | os.PathLike | None = None,
     ) -> None:
-        self.tokens, self.offsets, self.prompt_lengths = tokens, offsets, prompt_lengths
+        """`path` is the file that the arrays lie in, if they do."""
+        self.tokens, self.offsets, self.spans = tokens, offsets, spans
         self.summary = summary
+        self.path = None if path is None else Path(path)
+
+    @classmethod
+    def of_prompts(
+        cls, tokens: np.ndarray, offsets: np.ndarray, prompt_lengths: np.ndarray, summary: DataSummary
+    ) -> TokenizedDataset:
+        """Samples whose leading `prompt_lengths` [samples] tokens are not targets, all others are."""
+        spans = np.stack([offsets[:-1] + prompt_lengths, offsets[1:]], axis=1).astype(np.int64)
+        return cls(tokens, offsets, spans, summary)
 
     @property
     def lengths(self) -> np.ndarray:
         """[samples] int64: tokens of each sample, prompt included."""
         return np.diff(self.offsets)
 
+    @property
+    def target_counts(self) -> np.ndarray:
+        """[samples] int64: tokens of each sample that are predicted and learned, so without its first one."""
+        return _target_counts(self.offsets, self.spans)
+
+    @cached_property
+    def largest_token(self) -> int:
+        """The largest token id of all samples; reads them once."""
+        step = 1 << 20
+        return max(int(self.tokens[at : at + step].max()) for at in range(0, len(self.tokens), step))
+
     def __len__(self) -> int:
-        return len(self.prompt_lengths)
+        return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         """{"input_ids", "labels"}, each [length] int64 and the caller's own to change."""
@@ -103,36 +139,40 @@ class TokenizedDataset:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of a data set of {len(self)}")
         index %= len(self)
-        input_ids = self.tokens[self.offsets[index] : self.offsets[index + 1]].astype(np.int64)
-        labels = input_ids.copy()
-        labels[: self.prompt_lengths[index]] = IGNORED_LABEL
+        begin, end = self.offsets[index : index + 2]
+        input_ids = self.tokens[begin:end].astype(np.int64)
+        labels = np.full_like(input_ids, IGNORED_LABEL)
+        first, last = np.searchsorted(self.spans[:, 0], (begin, end))
+        for start, stop in self.spans[first:last] - begin:
+            labels[start:stop] = input_ids[start:stop]
         return {"input_ids": input_ids, "labels": labels}
+
+    def __reduce__(self) -> tuple:
+        # A worker process of a DataLoader maps the file by itself, instead of being sent a copy of all samples.
+        if self.path is not None:
+            return TokenizedDataset.load, (self.path,)
+        return TokenizedDataset, (self.tokens, self.offsets, self.spans, self.summary)
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes an `.npz` file, without pickle, atomically."""
-        with atomic_file(path) as file:
-            np.savez(
-                file,
-                tokens=self.tokens,
-                offsets=self.offsets,
-                prompt_lengths=self.prompt_lengths,
-                summary=np.array(json.dumps(asdict(self.summary))),
-            )
+        arrays = {"tokens": self.tokens, "offsets": self.offsets, "spans": self.spans}
+        save_arrays(path, arrays, asdict(self.summary))
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> TokenizedDataset:
-        """Reads what `save` wrote. Raises DataError for anything else."""
+    def load(cls, path: str | os.PathLike, *, verify: bool = False) -> TokenizedDataset:
+        """Maps what `save` or `tokenize_source` wrote. Raises DataError for anything else.
+
+        `verify` reads the whole file once and compares its checksums: needed where the file may be damaged.
+        """
         try:
-            # Opened here, because np.load leaves a file open that turns out not to be a zip archive.
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-                tokens, offsets, prompt_lengths = (arrays[name] for name in ("tokens", "offsets", "prompt_lengths"))
-                summary = DataSummary(**json.loads(str(arrays["summary"])))
+            arrays, meta = map_arrays(path, ("tokens", "offsets", "spans"), verify=verify)
+            summary = DataSummary(**meta)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
         except Exception as error:  # the readers of zip, npy and JSON raise a dozen kinds
             raise DataError(f"{path} is not a prepared data set ({error}); prepare it again") from error
-        _check_arrays(path, tokens, offsets, prompt_lengths)
-        return cls(tokens, offsets, prompt_lengths, summary)
+        _check_arrays(path, **arrays, summary=summary)
+        return cls(*arrays.values(), summary, path)
 
 
 def tokenize_file(
@@ -141,57 +181,85 @@ def tokenize_file(
     options: DataOptions | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> TokenizedDataset:
-    """The samples of a JSON-lines file, in its order.
+    """The samples of a JSON-lines file, in its order, on pages of a file of TMPDIR that is removed already.
 
-    `progress` is called after each batch with the records done and their fraction of the file's bytes.
-    Raises DataError for unusable records, for a sample too long if the options say so, and if none is left.
+    Arguments and errors as of `tokenize_source`.
+    """
+    with TemporaryDirectory(prefix="odc-triton-data-") as folder:
+        prepared = Path(folder) / "data.npz"
+        tokenize_source(JsonLines(path), encoder, prepared, options, progress)
+        data = TokenizedDataset.load(prepared)
+    data.path = None
+    return data
+
+
+def tokenize_source(
+    source: Source,
+    encoder: TextEncoder,
+    path: str | os.PathLike,
+    options: DataOptions | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> DataSummary:
+    """Writes the samples of `source`, in its order, for `TokenizedDataset.load`, whole or not at all.
+
+    `progress` is called after each batch with the records done and their fraction of the source.
+    Raises DataError for unusable records, for a sample too long if the options say so, and if none is left; OSError
+    where the file can't be written.
     """
     options = options or DataOptions()
-    tokens, offsets, prompt_lengths = array("i"), array("q", [0]), array("i")
-    counts = dict.fromkeys((f.name for f in fields(DataSummary)), 0)
-    records = read_records(path)
-    while batch := list(islice(records, options.batch_records)):
-        for record, (ids, prompt_tokens) in zip(batch, _encode(batch, encoder), strict=True):
-            counts["records"] += 1
-            too_long = len(ids) > options.max_tokens
-            if too_long:
-                if options.too_long == "error":
-                    raise DataError(
-                        f"{path}, line {record.line}: {len(ids)} tokens, more than max_tokens = "
-                        f"{options.max_tokens}; raise max_tokens, or set too_long to truncate or drop"
-                    )
-                if options.too_long == "drop":
-                    counts["dropped_too_long"] += 1
+    counts = dict.fromkeys((each.name for each in fields(DataSummary)), 0)
+    spans_written = 0
+    with GrowingArrays(Path(path).parent, {"tokens": "i", "offsets": "q", "spans": "q"}) as columns:
+        columns.extend("offsets", [0])
+        for batch in _batches(source, options):
+            for record, (ids, spans) in zip(batch, encode_records(batch, encoder, options.max_tokens), strict=True):
+                counts["records"] += 1
+                too_long = len(ids) > options.max_tokens
+                if too_long:
+                    if options.too_long == "error":
+                        raise DataError(
+                            f"{record.where}: {len(ids)} tokens, more than max_tokens = "
+                            f"{options.max_tokens}; raise max_tokens, or set too_long to truncate or drop"
+                        )
+                    if options.too_long == "drop":
+                        counts["dropped_too_long"] += 1
+                        continue
+                    ids = ids[: options.max_tokens]
+                    spans = [(start, min(end, len(ids))) for start, end in spans if start < len(ids)]
+                targets = sum(max(end - max(start, 1), 0) for start, end in spans)
+                if targets < 1:
+                    counts["dropped_no_target"] += 1
                     continue
-                ids = ids[: options.max_tokens]
-            targets = len(ids) - max(prompt_tokens, 1)
-            if targets < 1:
-                counts["dropped_no_target"] += 1
-                continue
-            counts["truncated"] += too_long
-            counts["target_tokens"] += targets
-            tokens.extend(ids)
-            offsets.append(len(tokens))
-            prompt_lengths.append(prompt_tokens)
-        if progress is not None:
-            progress(counts["records"], batch[-1].end_byte / max(os.path.getsize(path), 1))
-    counts["samples"], counts["tokens"] = len(prompt_lengths), len(tokens)
-    summary = DataSummary(**counts)
-    if not summary.samples:
-        raise DataError(f"{path} leaves no sample to train on: {summary}; max_tokens = {options.max_tokens}")
-    return TokenizedDataset(
-        np.frombuffer(tokens, np.int32),
-        np.frombuffer(offsets, np.int64),
-        np.frombuffer(prompt_lengths, np.int32),
-        summary,
-    )
+                counts["samples"] += 1
+                counts["truncated"] += too_long
+                counts["target_tokens"] += targets
+                columns.extend("tokens", ids)
+                columns.extend("spans", (counts["tokens"] + at for span in spans for at in span))
+                spans_written += len(spans)
+                counts["tokens"] += len(ids)
+                columns.extend("offsets", [counts["tokens"]])
+            if progress is not None:
+                progress(counts["records"], batch[-1].end / max(source.total(), 1))
+        summary = DataSummary(**counts)
+        if not summary.samples:
+            raise DataError(
+                f"{source.name} leaves no sample to train on: {summary}; max_tokens = {options.max_tokens}"
+                f"{_why_nothing_is_left(summary)}"
+            )
+        shapes = {"tokens": (summary.tokens,), "offsets": (summary.samples + 1,), "spans": (spans_written, 2)}
+        columns.save(path, shapes, asdict(summary))
+    return summary
 
 
-def _encode(batch: list[Record], encoder: TextEncoder) -> Iterator[tuple[list[int], int]]:
-    """(ids, leading ids that are not targets) of each record."""
-    texts = [text for record in batch for text in (record.prompt, record.completion) if text is not None]
-    encoded = iter(encoder.encode_batch(texts))
+def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> Iterator[tuple[list[int], Spans]]:
+    """(token ids, which of them are learned) of each record, too long ones whole. Raises DataError."""
+    texts = [text for each in batch if each.messages is None for text in (each.prompt, each.completion)]
+    encoded = iter(encoder.encode_batch([text for text in texts if text is not None]))
+    chats = iter(_encode_chats([each for each in batch if each.messages is not None], encoder, max_tokens))
     for record in batch:
+        if record.messages is not None:
+            yield next(chats)
+            continue
         if record.prompt is None:
             head, masked = [*encoder.before_text], 0
         else:
@@ -202,20 +270,78 @@ def _encode(batch: list[Record], encoder: TextEncoder) -> Iterator[tuple[list[in
         # A text made by a chat template may carry its end token already.
         if not len(completion) or completion[-1] != encoder.end_id:
             ids.append(encoder.end_id)
-        yield ids, masked
+        yield ids, [(masked, len(ids))]
 
 
-def _check_arrays(path: str | os.PathLike, tokens: np.ndarray, offsets: np.ndarray, prompt_lengths: np.ndarray) -> None:
-    for name, values, dtype in (
-        ("tokens", tokens, np.int32),
-        ("offsets", offsets, np.int64),
-        ("prompt_lengths", prompt_lengths, np.int32),
-    ):
-        if values.dtype != dtype or values.ndim != 1:
+def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) -> list[tuple[list[int], Spans]]:
+    if not records:
+        return []
+    if encoder.chat is None:
+        raise DataError(
+            f"{records[0].where}: 'messages' need a chat template, and a bare tokenizer.json has none; give the "
+            "folder of the model's tokenizer, or render the conversations to 'prompt' and 'completion'"
+        )
+    try:
+        return encoder.chat.encode([each.messages for each in records], max_tokens)
+    except ChatError as error:
+        raise DataError(f"{records[error.index].where}: {error}") from error
+
+
+def _batches(records: Iterable[Record], options: DataOptions) -> Iterator[list[Record]]:
+    batch: list[Record] = []
+    characters = 0
+    for record in records:
+        batch.append(record)
+        characters += record.characters
+        if len(batch) == options.batch_records or characters > _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _why_nothing_is_left(summary: DataSummary) -> str:
+    if summary.dropped_too_long > summary.dropped_no_target:
+        return "; raise max_tokens, or set too_long to truncate"
+    return "; is there a completion, or a turn whose role is 'assistant', and does it begin before max_tokens?"
+
+
+def _target_counts(offsets: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    owner = np.searchsorted(offsets, spans[:, 0], side="right") - 1
+    starts = np.maximum(spans[:, 0], offsets[owner] + 1)
+    counts = np.zeros(len(offsets) - 1, np.int64)
+    np.add.at(counts, owner, np.maximum(spans[:, 1] - starts, 0))
+    return counts
+
+
+def _check_arrays(
+    path: str | os.PathLike, tokens: np.ndarray, offsets: np.ndarray, spans: np.ndarray, summary: DataSummary
+) -> None:
+    wanted: dict[str, tuple[np.ndarray, Any, int]] = {
+        "tokens": (tokens, np.int32, 1),
+        "offsets": (offsets, np.int64, 1),
+        "spans": (spans, np.int64, 2),
+    }
+    for name, (values, dtype, dimensions) in wanted.items():
+        if values.dtype != dtype or values.ndim != dimensions:
             raise DataError(
-                f"{path} is not a prepared data set ({name} is {values.ndim}-d {values.dtype}, not 1-d "
+                f"{path} is not a prepared data set ({name} is {values.ndim}-d {values.dtype}, not {dimensions}-d "
                 f"{np.dtype(dtype)}); prepare it again"
             )
-    fits = len(offsets) == len(prompt_lengths) + 1 and offsets[0] == 0 and offsets[-1] == len(tokens)
-    if not fits or np.any(prompt_lengths < 0) or np.any(prompt_lengths >= np.diff(offsets)):
+    counts = asdict(summary)
+    counted = all(type(value) is int and value >= 0 for value in counts.values())
+    same = (summary.samples, summary.tokens) == (len(offsets) - 1, len(tokens))
+    if not (counted and same and _fit(tokens, offsets, spans)):
         raise DataError(f"{path} is not a prepared data set (its arrays do not fit together); prepare it again")
+
+
+def _fit(tokens: np.ndarray, offsets: np.ndarray, spans: np.ndarray) -> bool:
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(offsets[1:] <= offsets[:-1]):
+        return False
+    if spans.shape[1] != 2 or not len(spans) or spans[0, 0] < 0 or spans[-1, 1] > len(tokens):
+        return False
+    starts, ends = spans[:, 0], spans[:, 1]
+    if np.any(starts >= ends) or np.any(starts[1:] < ends[:-1]):
+        return False
+    within = np.searchsorted(offsets, starts, side="right") == np.searchsorted(offsets, ends - 1, side="right")
+    return bool(within.all() and _target_counts(offsets, spans).all())

@@ -1,16 +1,24 @@
-"""Training records: a JSON-lines file read line by line, every line checked.
+"""Training records: the lines of a JSON-lines file, or the rows of a table, every one checked.
 
-A line holds {"text": …}, all of it to be learned, or {"prompt": …, "completion": …}, the completion to be
-learned. Other fields are ignored.
+A record holds one of three forms; other fields are ignored:
+
+    {"text": …}                          all of it is learned
+    {"prompt": …, "completion": …}       the completion is learned
+    {"messages": [{"role": …, "content": …}, …]}     the assistant's messages are learned
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any, Literal
+
+Form = Literal["text", "prompt and completion", "messages"]
+FORMS = "'text', or both 'prompt' and 'completion', or 'messages'"
 
 
 class DataError(ValueError):
@@ -19,12 +27,22 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One line of a data file. `prompt` is None for a text; `completion` is then the whole of it."""
+    """One sample to be. `prompt` is None for a text; `completion` is then the whole of it. `messages` is None
+    unless the record is a conversation; the other two are then None and empty."""
 
-    prompt: str | None
-    completion: str
-    line: int  # from 1
-    end_byte: int  # where the line ends in the file
+    prompt: str | None = None
+    completion: str = ""
+    messages: list[dict[str, Any]] | None = None
+    line: int  # of the file, from 1; or row of the table, from 0
+    where: str  # how errors name it
+    end: int  # where it ends in its source: in bytes of a file, in rows of a table
+    characters: int  # of all its texts
+
+    @property
+    def form(self) -> Form:
+        if self.messages is not None:
+            return "messages"
+        return "text" if self.prompt is None else "prompt and completion"
 
 
 def read_records(path: str | os.PathLike) -> Iterator[Record]:
@@ -32,26 +50,48 @@ def read_records(path: str | os.PathLike) -> Iterator[Record]:
 
     Raises DataError with file and line for one that is not usable, and for a file without any.
     """
-    end_byte, empty = 0, True
+    end, empty = 0, True
     try:
+        # A pipe would block here for ever, and could not be read twice.
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise DataError(f"{path} cannot be read: it is not a regular file")
         with open(path, "rb") as file:
             for number, raw in enumerate(file, start=1):
-                end_byte += len(raw)
+                end += len(raw)
                 if raw.strip():
                     empty = False
-                    prompt, completion = _parse(f"{path}, line {number}", raw)
-                    yield Record(prompt=prompt, completion=completion, line=number, end_byte=end_byte)
+                    where = f"{path}, line {number}"
+                    yield _record(where, _parse(where, raw), line=number, end=end)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path!r} cannot be read: {error}") from error  # a NUL in the path
     if empty:
         raise DataError(f"{path} is empty; it needs at least one JSON object, each on its own line")
 
 
-def _parse(where: str, raw: bytes) -> tuple[str | None, str]:
-    """(prompt, completion) of one line; the prompt of a text is None."""
+def read_rows(rows: Iterable[Any], name: str) -> Iterator[Record]:
+    """The records of a table, whose rows are dicts. A field that is None counts as missing, because a table has
+    all fields in all rows.
+
+    Raises DataError with the table's name and the row for one that is not usable, and for a table without any.
+    """
+    row = -1
+    for row, fields in enumerate(rows):
+        where = f"{name}, row {row}"
+        if isinstance(fields, dict):
+            fields = {key: value for key, value in fields.items() if value is not None}
+        yield _record(where, fields, line=row, end=row + 1)
+    if row < 0:
+        raise DataError(f"{name} has no rows; it needs at least one")
+
+
+def _parse(where: str, raw: bytes) -> Any:
     try:
         # utf-8-sig: editors on Windows put a byte order mark in front.
-        record = json.loads(raw.decode("utf-8-sig"))
+        return json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise DataError(
@@ -60,22 +100,69 @@ def _parse(where: str, raw: bytes) -> tuple[str | None, str]:
     except RecursionError as error:
         raise DataError(f"{where}: not usable JSON: nested too deeply") from error
     except ValueError as error:
-        raise DataError(f"{where}: not valid JSON: {error}") from error
+        raise DataError(f"{where}: not valid JSON: {error}; every line must hold one whole JSON object") from error
+
+
+def _record(where: str, record: Any, *, line: int, end: int) -> Record:
     if not isinstance(record, dict):
-        raise DataError(
-            f"{where}: a {type(record).__name__}, not a JSON object with 'text', or 'prompt' and 'completion'"
-        )
+        raise DataError(f"{where}: a {type(record).__name__}, not a JSON object with {FORMS}")
     pair = [name for name in ("prompt", "completion") if name in record]
+    # A lone prompt beside messages is their first one once more, as in several well-known data sets.
+    given = [name for name in ("text", "messages") if name in record] + (pair if len(pair) == 2 else [])
     if "text" in record and pair:
-        raise DataError(f"{where}: has 'text' and also {' and '.join(map(repr, pair))}; keep one of the two forms")
-    if "text" in record:
-        return None, _string(where, record, "text")
-    if len(pair) < 2:
+        given = ["text", *pair]
+    if len(given) > 1 and given != pair:
+        others = " and ".join(map(repr, given[1:]))
+        raise DataError(f"{where}: has {given[0]!r} and also {others}; keep one form")
+    if not given:
+        raise DataError(f"{where}: needs {FORMS}; it has {_names(record)}")
+    place = {"line": line, "where": where, "end": end}
+    if given == ["messages"]:
+        messages = _messages(where, record)
+        return Record(messages=messages, characters=sum(len(each["content"]) for each in messages), **place)
+    texts = [_string(where, record, name) for name in given]
+    return Record(
+        prompt=texts[0] if len(texts) == 2 else None,
+        completion=texts[-1],
+        characters=sum(map(len, texts)),
+        **place,
+    )
+
+
+def _messages(where: str, record: dict) -> list[dict[str, Any]]:
+    messages = record["messages"]
+    if not isinstance(messages, list) or not messages:
+        what = "an empty list" if messages == [] else f"a {type(messages).__name__}"
+        raise DataError(f"{where}: 'messages' must be a list of at least one message, not {what}")
+    if record.get("tools"):
         raise DataError(
-            f"{where}: needs 'text', or both 'prompt' and 'completion'; it has {_names(record)}. "
-            "Render conversations to one of these forms first (a tokenizer's apply_chat_template)"
+            f"{where}: has 'tools', which are not rendered here; render the conversation to 'prompt' and 'completion'"
         )
-    return _string(where, record, "prompt"), _string(where, record, "completion")
+    checked = []
+    for number, message in enumerate(messages):
+        here = f"{where}: message {number}"
+        if not isinstance(message, dict):
+            raise DataError(f"{here} is a {type(message).__name__}, not an object with 'role' and 'content'")
+        for name in ("role", "content"):
+            if message.get(name) is None:
+                raise DataError(f"{here} needs 'role' and 'content'; it has {_names(message)}")
+            _string(here, message, name)
+        # Other fields are the template's to use: reasoning, tool calls, a name.
+        checked.append({name: value for name, value in message.items() if value is not None})
+        _check_others(here, message)
+    return checked
+
+
+def _check_others(here: str, message: dict) -> None:
+    if len(message) == 2:
+        return
+    try:
+        json.dumps(message, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = str(error).encode("ascii", "backslashreplace").decode()
+        raise DataError(
+            f"{here} has a field beside 'role' and 'content' that is not JSON: {reason}; leave it out"
+        ) from error
 
 
 def _string(where: str, record: dict, name: str) -> str:
@@ -94,6 +181,6 @@ def _string(where: str, record: dict, name: str) -> str:
 
 
 def _names(record: dict) -> str:
-    shown = [ascii(name[:40]) for name in islice(record, 8)]
+    shown = [ascii(str(name)[:40]) for name in islice(record, 8)]
     more = len(record) - len(shown)
     return (", ".join(shown) or "no field") + (f" and {more} more" if more else "")

@@ -4,6 +4,7 @@ Token ids of one sample, with `TextEncoder`'s parts in brackets:
 
     text                   [before_text] text [end_id]
     prompt + completion    [before_prompt] prompt [before_completion] completion [end_id]
+    messages               what the chat template makes of them (see `chat`)
 
 Our tokenizer marks prompt and completion by special tokens; a model's own tokenizer has no such marks, and
 its sequences begin with its beginning-of-sequence token, where it puts one. Prompt and completion are encoded
@@ -12,6 +13,7 @@ apart, so that no token lies across the boundary of what is learned.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odc_triton.train.atomic import atomic_file
+from odc_triton.train.chat import ChatTemplate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -103,6 +106,9 @@ class TextEncoder:
     before_text: tuple[int, ...] = ()
     before_prompt: tuple[int, ...] = ()
     before_completion: tuple[int, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None  # special tokens written out
+    chat: ChatTemplate | None = None
+    fingerprint: str | None = None  # changes whenever the ids of a text may; None: not known
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | PreTrainedTokenizerBase) -> TextEncoder:
@@ -130,6 +136,8 @@ class TextEncoder:
             end_id=end,
             before_prompt=() if prompt is None else (prompt,),
             before_completion=() if completion is None else (completion,),
+            decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
+            fingerprint=_hash("tokenizers", tokenizer.to_str()),
         )
 
     @classmethod
@@ -144,13 +152,51 @@ class TextEncoder:
         begin = (bos,) if begins else ()
         vocabulary = tokenizer.get_vocab()
         marks = [(vocabulary[token],) if token in vocabulary else () for token in (PROMPT, COMPLETION)]
+
+        def encode_batch(texts: list[str]) -> Sequence[Sequence[int]]:
+            if not texts:  # transformers refuses an empty list
+                return []
+            return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
         return cls(
-            encode_batch=lambda texts: tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"],
+            encode_batch=encode_batch,
             end_id=tokenizer.eos_token_id,
             before_text=begin,
             before_prompt=begin + marks[0],
             before_completion=marks[1],
+            decode=lambda ids: tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ),
+            chat=ChatTemplate(tokenizer, encode_batch),
+            fingerprint=_fingerprint(tokenizer),
         )
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    import transformers
+
+    # A slow tokenizer is Python code: its class, vocabulary and settings stand for it.
+    rules = (
+        tokenizer.backend_tokenizer.to_str()
+        if tokenizer.is_fast
+        else repr((type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items()), tokenizer.init_kwargs))
+    )
+    return _hash(
+        "transformers",
+        transformers.__version__,  # it renders the chat template
+        rules,
+        repr(tokenizer.chat_template),
+        repr(sorted(tokenizer.special_tokens_map.items())),
+        repr((tokenizer.bos_token_id, tokenizer.eos_token_id)),
+    )
+
+
+def _hash(*parts: str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        raw = part.encode("utf-8", "surrogatepass")
+        digest.update(b"%d " % len(raw) + raw)
+    return digest.hexdigest()
 
 
 def _head(texts: Iterable[str], limit_bytes: int) -> Iterator[str]:

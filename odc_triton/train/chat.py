@@ -1,0 +1,175 @@
+"""Conversations to token ids by a tokenizer's chat template, and which of them the assistant said.
+
+A template with {% generation %} marks says so itself. For another one, the conversation is rendered up to each of
+the assistant's turns (with the header that asks for it) and up to its end: what lies between is learned, what the
+template writes after the turn included. That is right only where each of these prefixes has the tokens that the
+whole conversation begins with, which is checked: a template that renders earlier turns differently once later ones
+follow, as those do that drop earlier reasoning, is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Conversation = Sequence[dict[str, Any]]
+Spans = list[tuple[int, int]]  # [start, end) of the tokens that are learned, ascending, apart from each other
+EncodeBatch = Callable[[list[str]], Sequence[Sequence[int]]]
+
+ASSISTANT = "assistant"
+# Texts given to the tokenizer at a time: prefixes of one conversation grow with the square of its turns.
+_CHARACTERS = 4_000_000
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_REMEDY = "give a template with {% generation %} marks, or write one record per turn of the assistant"
+
+
+class ChatError(ValueError):
+    """A conversation that cannot be rendered; `index` is its place among those given."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        # A template may quote a message; its text goes to terminals and logs.
+        super().__init__(reason.encode("utf-8", "backslashreplace").decode())
+        self.index = index
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer of transformers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, encode_batch: EncodeBatch) -> None:
+        """`encode_batch` encodes rendered texts, without special tokens of its own."""
+        self._tokenizer, self._encode_batch = tokenizer, encode_batch
+
+    def encode(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
+        """(token ids, what is learned) of each conversation, in order; no end token is added.
+
+        Turns that begin after `max_tokens` tokens may be left unmarked. Raises ChatError.
+        """
+        try:
+            template = self._tokenizer.get_chat_template()
+        except ValueError as error:
+            raise ChatError(
+                0,
+                f"'messages' need a tokenizer with a chat template, and this {type(self._tokenizer).__name__} has "
+                "none; put the template of the model's instruction-tuned sibling into its folder "
+                "(chat_template.jinja), or render the conversations to 'prompt' and 'completion'",
+            ) from error
+        if _MARKS.search(template) and self._tokenizer.is_fast:
+            return self._by_marks(conversations)
+        return self._by_prefixes(conversations, max_tokens)
+
+    def _by_marks(self, conversations: Sequence[Conversation]) -> list[tuple[list[int], Spans]]:
+        def apply(some: Sequence[Conversation]) -> list[tuple[list[int], Spans]]:
+            out = self._tokenizer.apply_chat_template(
+                list(some),
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"verbose": False},
+            )
+            return [(ids, _spans(mask)) for ids, mask in zip(out["input_ids"], out["assistant_masks"], strict=True)]
+
+        try:
+            return apply(conversations)
+        except Exception:  # a template raises what it likes: once more one by one, to know which
+            return [self._guard(index, lambda each=each: apply([each])[0]) for index, each in enumerate(conversations)]
+
+    def _by_prefixes(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
+        wholes = [self._render(index, each) for index, each in enumerate(conversations)]
+        whole_ids = self._encode(wholes)
+        turns = [
+            (index, turn, text)
+            for index, conversation in enumerate(conversations)
+            for turn, text in self._prefixes(index, conversation, wholes[index], max_tokens)
+        ]
+        ends: dict[int, list[int]] = {}
+        for (index, turn, _), prefix in zip(turns, self._encode([text for _, _, text in turns]), strict=True):
+            if list(prefix) != list(whole_ids[index][: len(prefix)]):
+                raise ChatError(
+                    index,
+                    f"message {turn} of the assistant does not begin or end between two tokens of the whole "
+                    f"conversation; {_REMEDY}",
+                )
+            ends.setdefault(index, []).append(len(prefix))
+        return [
+            (list(ids), _joined(zip(ends.get(index, [])[::2], ends.get(index, [])[1::2], strict=True)))
+            for index, ids in enumerate(whole_ids)
+        ]
+
+    def _prefixes(
+        self, index: int, conversation: Conversation, whole: str, max_tokens: int
+    ) -> Iterator[tuple[int, str]]:
+        """(number of the message, text before it or up to its end), both for each turn of the assistant.
+
+        A message takes a token at least, so the first `max_tokens` messages are enough.
+        """
+        for turn, message in enumerate(conversation[:max_tokens]):
+            if message["role"] != ASSISTANT:
+                continue
+            if turn == 0:
+                raise ChatError(
+                    index, f"the conversation begins with the assistant; put a message of the user first, or {_REMEDY}"
+                )
+            for messages, asks in ((conversation[:turn], True), (conversation[: turn + 1], False)):
+                text = self._render(index, messages, asks)
+                if not whole.startswith(text):
+                    raise ChatError(
+                        index,
+                        f"the chat template renders message {turn} of the assistant, or what is before it, "
+                        f"differently when the whole conversation is there; {_REMEDY}",
+                    )
+                yield turn, text
+
+    def _render(self, index: int, messages: Conversation, asks: bool = False) -> str:
+        text = self._guard(
+            index,
+            lambda: self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks),
+        )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ChatError(index, "the chat template renders half a surrogate pair") from error
+        return text
+
+    def _encode(self, texts: list[str]) -> list[Sequence[int]]:
+        ids: list[Sequence[int]] = []
+        some, characters = [], 0
+        for text in texts:
+            some.append(text)
+            characters += len(text)
+            if characters > _CHARACTERS:
+                ids.extend(self._encode_batch(some))
+                some, characters = [], 0
+        ids.extend(self._encode_batch(some) if some else ())
+        return ids
+
+    @staticmethod
+    def _guard(index: int, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except ChatError:
+            raise
+        except Exception as error:  # TemplateError, KeyError, TypeError, …: whatever the template's code meets
+            raise ChatError(
+                index, f"the chat template refuses this conversation ({type(error).__name__}: {error})"
+            ) from error
+
+
+def _spans(mask: Sequence[int]) -> Spans:
+    edges = np.flatnonzero(np.diff(np.asarray(mask, np.int8), prepend=0, append=0))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
+
+def _joined(spans: Iterator[tuple[int, int]]) -> Spans:
+    """Without empty ones, and with neighbours made one (two messages of the assistant in a row)."""
+    joined: Spans = []
+    for start, end in spans:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        elif end > start:
+            joined.append((start, end))
+    return joined
