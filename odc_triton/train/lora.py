@@ -53,7 +53,7 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value for name, value in full_parameters(model) if f".{_ADAPTER}." in name}
-    saved = get_peft_model_state_dict(model, state_dict=weights, adapter_name=_ADAPTER)
+    saved = get_peft_model_state_dict(model, state_dict=weights, adapter_name=_ADAPTER, save_embedding_layers=False)
     save_file(
         {f"base_model.model.{name}": value.contiguous().cpu() for name, value in saved.items()},
         folder / "adapter_model.safetensors",

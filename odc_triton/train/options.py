@@ -20,7 +20,11 @@ def _option(default: Any, text: str) -> Any:
 class SftOptions:
     """Supervised fine-tuning."""
 
-    data: str = field(metadata={"help": "JSON lines with `text`, or `prompt` and `completion` (learned: completion)"})
+    data: str = field(
+        metadata={
+            "help": "JSON lines with `text`, `prompt` and `completion`, or `messages`; or a data set's folder or hub id"
+        }
+    )
     out: str = field(metadata={"help": "folder for metrics, checkpoints, report and the trained model"})
     model: str | None = _option(None, "a transformers causal LM: local folder or hub id")
     init: str | None = _option(None, "config.json of a model to start with random weights, instead of --model")
@@ -31,7 +35,7 @@ class SftOptions:
     token_cap: int = _option(4096, "most tokens in one pack, which is one microbatch")
     truncate: bool = _option(False, "cut samples longer than --token-cap; without it they are an error")
     drop_long: bool = _option(False, "leave samples longer than --token-cap out")
-    eval_data: str | None = _option(None, "file of samples to evaluate on, as --data")
+    eval_data: str | None = _option(None, "samples to evaluate on, given as --data is")
     eval_fraction: float = _option(0.0, "fraction of --data to evaluate on instead of learning it")
     eval_every: int = _option(0, "steps between evaluations, beside the one at the end; 0: only that")
     balance: Literal["mini", "micro", "global", "local"] = _option("mini", "how samples are dealt to the ranks")

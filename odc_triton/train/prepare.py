@@ -15,11 +15,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from odc_triton.balance import CostModel
 from odc_triton.checkpoint import load_causal_lm
 from odc_triton.hf import enable_packing
-from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_source
 from odc_triton.train.folder import RunFolder
 from odc_triton.train.lora import add_adapters, require_peft
 from odc_triton.train.options import SftOptions
 from odc_triton.train.records import DataError
+from odc_triton.train.sources import open_source
 from odc_triton.train.split import Samples, hold_out
 from odc_triton.train.tokenizer import END, TextEncoder, load_tokenizer, to_transformers
 
@@ -52,13 +53,13 @@ def prepare(options: SftOptions, *, rank: int, world: int) -> Prepared:
 
     goes_on = _on_rank_0(take, rank)
     data = TokenizedDataset.load(folder.file("data.npz"))
-    largest = int(data.tokens.max())
+    largest = data.largest_token
     learned, evaluation = Samples(data), None
     if options.eval_fraction:
         learned, evaluation = hold_out(data, fraction=options.eval_fraction, seed=options.seed)
     elif options.eval_data is not None:
         held = TokenizedDataset.load(folder.file("eval.npz"))
-        evaluation, largest = Samples(held), max(largest, int(held.tokens.max()))
+        evaluation, largest = Samples(held), max(largest, held.largest_token)
     if len(learned) < options.samples_per_rank * world:
         raise ValueError(
             f"{options.data} has {len(learned)} samples and one step takes {options.samples_per_rank} on each of "
@@ -112,13 +113,12 @@ def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder) -> None:
     for source, name in ((options.data, "data.npz"), (options.eval_data, "eval.npz")):
         if source is not None and not folder.file(name).exists():
             try:
-                data = tokenize_file(source, TextEncoder.of(tokenizer), wanted)
+                summary = tokenize_source(open_source(source), TextEncoder.of(tokenizer), folder.file(name), wanted)
             except DataError as error:
                 if "max_tokens" in str(error):
                     raise DataError(f"{error} (by --token-cap, --truncate and --drop-long)") from error
                 raise
-            data.save(folder.file(name))
-            print(f"{source}: {data.summary}", flush=True)
+            print(f"{source}: {summary}", flush=True)
 
 
 def build_model(options: SftOptions, prepared: Prepared, *, rank: int) -> tuple[nn.Module, CostModel]:
