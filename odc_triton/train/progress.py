@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from tqdm import tqdm
 
 from odc_triton.train.metrics import Metrics
@@ -11,6 +13,8 @@ class Progress:
     """Steps done of `total`, with the time left. Quiet without a terminal, and where it is not `shown`."""
 
     def __init__(self, *, total: int, done: int, shown: bool) -> None:
+        # Its own lock is a named semaphore, which a killed rank would leave behind; here is one thread.
+        tqdm.set_lock(threading.RLock())
         # None: quiet without a terminal
         self._bar = tqdm(total=total, initial=done, unit="step", disable=None if shown else True)
 

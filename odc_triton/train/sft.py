@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 
 from odc_triton.launch import Interrupted, die_with_parent
 from odc_triton.options import add_arguments, read_options
@@ -177,7 +178,11 @@ def main(arguments: list[str] | None = None) -> None:
         options = read_options(SftOptions, parser.parse_args(arguments))
     except ValueError as error:
         parser.error(str(error))
-    run_sft(options)
+    try:
+        record(run_sft)(options)  # torchrun's summary has the error then
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        print(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":
