@@ -19,6 +19,7 @@ import secrets
 import shutil
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from odc_triton.train.rng import random_state, restore_random_state, seed_random
 
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.(step-\d{8,})\.[0-9a-f]+\.(saving|removing|replaced)")
+_STATE = "state.json"
 _LOCK_WAIT_S = 10.0  # a killed job's rank 0 may take a moment to go
 _KINDS = {kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointDiffers)}
 
@@ -53,7 +55,7 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
         self.folder, self.keep = Path(folder), keep
         self._lock: ByteLocks | None = None
-        self._owns = False
+        self._is_clean = False
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):  # somebody else's folder, to read from
@@ -125,7 +127,7 @@ class Checkpoints:
                 files = dcp.write_part(part, engine.rank, training_state.to_save(model, optimizer))
                 files |= _write_json(part / f"random-{engine.rank}.json", random_state())
                 if engine.rank == 0:
-                    files |= _write_json(part / "state.json", state)
+                    files |= _write_json(part / _STATE, state)
                 shared["files"] = {file: [entry.size_bytes, entry.sha256] for file, entry in files.items()}
             final = self.folder / name
             written = [theirs["files"] for theirs in shared.all]
@@ -179,18 +181,21 @@ class Checkpoints:
 
     def _own(self, wait_s: float) -> None:
         """Takes the folder's lock, and takes away what killed runs have left. Raises OSError."""
-        if self._owns:
-            return
         if self._lock is None:
-            # Opened once, never closed: see [Note: traps of fcntl locks].
-            self._lock = ByteLocks(os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._lock = ByteLocks(descriptor)
+            weakref.finalize(self, os.close, descriptor)
         deadline_s = time.monotonic() + wait_s
         while not self._lock.try_lock(0):
             if time.monotonic() >= deadline_s:
                 holder = self._lock.holder_pid(0)
                 raise BlockingIOError(f"process {holder} saves its checkpoints in {self.folder}: give another folder")
             time.sleep(0.1)
-        self._owns = True
+        # Asked for each time, as another object of this process may have closed the file, which drops the lock too: see
+        # [Note: traps of fcntl locks].
+        if self._is_clean:
+            return
+        self._is_clean = True
         for path in sorted(self.folder.iterdir()):
             if (found := _UNFINISHED.fullmatch(path.name)) is None:
                 continue
@@ -224,7 +229,7 @@ class Checkpoints:
                 saved.check_sizes(path)
                 saved.check_digests(path, engine.rank, engine.world)
             metadata = dcp.read_metadata(path)
-            state = json.loads((path / "state.json").read_bytes()) if saved else {}
+            state = json.loads((path / _STATE).read_bytes()) if saved else {}
         with _together(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
             wanted = training_state.to_load(model, optimizer, metadata)
             engine.drain("loading a checkpoint")
@@ -251,24 +256,18 @@ def verify(path: str | os.PathLike) -> None:
 
 def _manifest(path: Path) -> Manifest | None:
     """None for a checkpoint that `Checkpoints` did not write."""
-    try:
-        return Manifest.read(path)
-    except FileNotFoundError:
-        if (path / "state.json").exists():
-            raise CheckpointCorrupt(f"{path / manifest.NAME} is missing: this checkpoint can't be used") from None
+    if not (path / manifest.NAME).exists() and not (path / _STATE).exists():
         return None
+    return Manifest.read(path)
 
 
 def _number(path: Path, damaged: int | None = None) -> int:
     try:
         return Manifest.read(path).number
-    except FileNotFoundError:
-        error = CheckpointCorrupt(f"{path / manifest.NAME} is missing: this checkpoint can't be used")
-    except CheckpointCorrupt as raised:
-        error = raised
-    if damaged is None:
-        raise error
-    return damaged
+    except CheckpointCorrupt:
+        if damaged is None:
+            raise
+        return damaged
 
 
 def _write_json(path: Path, content: Any) -> dict[str, Written]:
