@@ -29,10 +29,11 @@ from torch.optim import Optimizer
 
 from odc_triton.api import engine_of, publish
 from odc_triton.checkpoint import dcp, manifest, training_state
+from odc_triton.checkpoint.aside import sync_folder
 from odc_triton.checkpoint.dcp import DigestedFiles, Written
 from odc_triton.checkpoint.manifest import Manifest
-from odc_triton.engine import Engine
-from odc_triton.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
+from odc_triton.checkpoint.together import together
+from odc_triton.errors import CheckpointCorrupt
 from odc_triton.memory.locks import ByteLocks
 from odc_triton.train.rng import random_state, restore_random_state, seed_random_state
 
@@ -40,7 +41,6 @@ _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.(step-\d{8,})\.[0-9a-f]+\.(saving|removing|replaced)")
 _STATE = "state.json"
 _LOCK_WAIT_S = 10.0  # a killed job's rank 0 may take a moment to go
-_KINDS = {kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointDiffers)}
 
 
 class Checkpoints:
@@ -113,7 +113,7 @@ class Checkpoints:
         purpose = f"save {name}"
         aside: Path | None = None
         try:
-            with _together(engine, purpose) as shared:
+            with together(engine, purpose) as shared:
                 if engine.rank == 0:
                     if not self.folder.is_dir():
                         raise FileNotFoundError(f"the checkpoints' folder {self.folder} has vanished")
@@ -123,7 +123,7 @@ class Checkpoints:
                     shared["aside"] = aside.name
                 engine.drain("saving a checkpoint")
             part = self.folder / shared.all[0]["aside"]
-            with _together(engine, purpose) as shared:
+            with together(engine, purpose) as shared:
                 files = dcp.write_part(part, engine.rank, training_state.to_save(model, optimizer))
                 files |= _write_json(part / f"random-{engine.rank}.json", random_state())
                 if engine.rank == 0:
@@ -131,7 +131,7 @@ class Checkpoints:
                 shared["files"] = {file: [entry.size_bytes, entry.sha256] for file, entry in files.items()}
             final = self.folder / name
             written = [theirs["files"] for theirs in shared.all]
-            with _together(engine, purpose):
+            with together(engine, purpose):
                 if engine.rank == 0:
                     self._finish(part, final, step=step, written=written)
         except BaseException:
@@ -150,7 +150,7 @@ class Checkpoints:
         content = Manifest(number=number, step=step, world=len(written), files=files).to_json()
         with DigestedFiles().create_stream(aside / manifest.NAME, "wb") as file:
             file.write(content)
-        _sync_folder(aside)
+        sync_folder(aside)
         replaced = None
         if final.exists():  # this step was saved before, by a run that went on from an older one
             replaced = self._unfinished(final.name, "replaced")
@@ -161,7 +161,7 @@ class Checkpoints:
             if replaced is not None:
                 os.rename(replaced, final)
             raise
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -221,7 +221,7 @@ class Checkpoints:
         if engine.phase.name == "OPEN":
             raise RuntimeError("load inside a minibatch: peers are reading the parameters")
         purpose = f"load {path.name}"
-        with _together(engine, purpose):
+        with together(engine, purpose):
             if not path.is_dir():
                 raise FileNotFoundError(f"{path} is no checkpoint: there is no such folder")
             saved = _manifest(path)
@@ -230,10 +230,10 @@ class Checkpoints:
                 saved.check_digests(path, engine.rank, engine.world)
             metadata = dcp.read_metadata(path)
             state = json.loads((path / _STATE).read_bytes()) if saved else {}
-        with _together(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
+        with together(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
             wanted = training_state.to_load(model, optimizer, metadata)
             engine.drain("loading a checkpoint")
-        with _together(engine, purpose):
+        with together(engine, purpose):
             dcp.read_into(path, metadata, wanted)
             training_state.take(model, optimizer, wanted, metadata)
             if saved is not None:
@@ -275,47 +275,3 @@ def _write_json(path: Path, content: Any) -> dict[str, Written]:
     with files.create_stream(path, "wb") as file:
         file.write(json.dumps(content).encode())
     return files.written
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class _together(dict):
-    """What a `with` block puts in goes to all ranks when it ends: `.all`, by rank. If one raised, all do."""
-
-    all: list[dict[str, Any]]
-
-    def __init__(self, engine: Engine, purpose: str) -> None:
-        super().__init__()
-        self._engine, self._purpose = engine, purpose
-
-    def __enter__(self) -> _together:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        problem = None if error is None else [type(error).__name__, _words(error)]
-        message = {"problem": problem, **(self if error is None else {})}
-        if error is not None and not isinstance(error, Exception):  # a wish to stop: nobody is waited for
-            self._engine.meetings.tell(self._purpose, message)
-            return
-        self.all = self._engine.meetings.meet(self._purpose, message)
-        problems = {rank: theirs["problem"] for rank, theirs in enumerate(self.all) if theirs["problem"] is not None}
-        if not problems:
-            return
-        kinds = {kind for kind, _ in problems.values()}
-        text = "; ".join(f"rank {rank}: {words}" for rank, (_, words) in problems.items())
-        if len(kinds) == 1 and (same := _KINDS.get(kinds.pop())) is not None:
-            unique = list(dict.fromkeys(words for _, words in problems.values()))
-            raise same("; ".join(unique)) from error
-        raise CheckpointFailed(list(problems), f"could not {self._purpose} ({text})") from error
-
-
-def _words(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
-    return f"{type(error).__name__}: {error}" if type(error).__name__ not in _KINDS else str(error)
