@@ -475,10 +475,11 @@ class Engine:
                 f"after this rank's own optimizer.step(), and call publish(model) on all ranks or on none"
             )
 
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, a copy of the whole tensor in the compute dtype), one at a time; no other rank takes part."""
+    def full_parameters(self, some: list[ShardedParameter] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, a copy of the whole tensor in the compute dtype), one at a time, of all or `some`; no other rank
+        takes part."""
         published = self._published
-        for parameter in self.parameters:
+        for parameter in self.parameters if some is None else some:
             if self.phase is not Phase.OPEN:
                 self.wait_readable()
             value = parameter.read()

@@ -31,8 +31,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Raises CheckpointCorrupt, FileNotFoundError where there is none."""
+        """Raises CheckpointCorrupt."""
         path = folder / NAME
+        if not path.exists():
+            raise CheckpointCorrupt(f"{path} is missing: this checkpoint can't be used")
         data = path.read_bytes()
         try:
             content = json.loads(data)

@@ -19,6 +19,7 @@ import secrets
 import shutil
 import time
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +29,18 @@ from torch.optim import Optimizer
 
 from odc_triton.api import engine_of, publish
 from odc_triton.checkpoint import dcp, manifest, training_state
+from odc_triton.checkpoint.aside import sync_folder
 from odc_triton.checkpoint.dcp import DigestedFiles, Written
 from odc_triton.checkpoint.manifest import Manifest
-from odc_triton.engine import Engine
-from odc_triton.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
+from odc_triton.checkpoint.together import together
+from odc_triton.errors import CheckpointCorrupt
 from odc_triton.memory.locks import ByteLocks
 from odc_triton.train.rng import random_state, restore_random_state, seed_random_state
 
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.(step-\d{8,})\.[0-9a-f]+\.(saving|removing|replaced)")
+_STATE = "state.json"
 _LOCK_WAIT_S = 10.0  # a killed job's rank 0 may take a moment to go
-_KINDS = {kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointDiffers)}
 
 
 class Checkpoints:
@@ -53,7 +55,7 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
         self.folder, self.keep = Path(folder), keep
         self._lock: ByteLocks | None = None
-        self._owns = False
+        self._is_clean = False
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):  # somebody else's folder, to read from
@@ -111,7 +113,7 @@ class Checkpoints:
         purpose = f"save {name}"
         aside: Path | None = None
         try:
-            with _together(engine, purpose) as shared:
+            with together(engine, purpose) as shared:
                 if engine.rank == 0:
                     if not self.folder.is_dir():
                         raise FileNotFoundError(f"the checkpoints' folder {self.folder} has vanished")
@@ -121,15 +123,15 @@ class Checkpoints:
                     shared["aside"] = aside.name
                 engine.drain("saving a checkpoint")
             part = self.folder / shared.all[0]["aside"]
-            with _together(engine, purpose) as shared:
+            with together(engine, purpose) as shared:
                 files = dcp.write_part(part, engine.rank, training_state.to_save(model, optimizer))
                 files |= _write_json(part / f"random-{engine.rank}.json", random_state())
                 if engine.rank == 0:
-                    files |= _write_json(part / "state.json", state)
+                    files |= _write_json(part / _STATE, state)
                 shared["files"] = {file: [entry.size_bytes, entry.sha256] for file, entry in files.items()}
             final = self.folder / name
             written = [theirs["files"] for theirs in shared.all]
-            with _together(engine, purpose):
+            with together(engine, purpose):
                 if engine.rank == 0:
                     self._finish(part, final, step=step, written=written)
         except BaseException:
@@ -148,7 +150,7 @@ class Checkpoints:
         content = Manifest(number=number, step=step, world=len(written), files=files).to_json()
         with DigestedFiles().create_stream(aside / manifest.NAME, "wb") as file:
             file.write(content)
-        _sync_folder(aside)
+        sync_folder(aside)
         replaced = None
         if final.exists():  # this step was saved before, by a run that went on from an older one
             replaced = self._unfinished(final.name, "replaced")
@@ -159,7 +161,7 @@ class Checkpoints:
             if replaced is not None:
                 os.rename(replaced, final)
             raise
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
 
@@ -179,18 +181,21 @@ class Checkpoints:
 
     def _own(self, wait_s: float) -> None:
         """Takes the folder's lock, and takes away what killed runs have left. Raises OSError."""
-        if self._owns:
-            return
         if self._lock is None:
-            # Opened once, never closed: see [Note: traps of fcntl locks].
-            self._lock = ByteLocks(os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._lock = ByteLocks(descriptor)
+            weakref.finalize(self, os.close, descriptor)
         deadline_s = time.monotonic() + wait_s
         while not self._lock.try_lock(0):
             if time.monotonic() >= deadline_s:
                 holder = self._lock.holder_pid(0)
                 raise BlockingIOError(f"process {holder} saves its checkpoints in {self.folder}: give another folder")
             time.sleep(0.1)
-        self._owns = True
+        # Asked for each time, as another object of this process may have closed the file, which drops the lock too: see
+        # [Note: traps of fcntl locks].
+        if self._is_clean:
+            return
+        self._is_clean = True
         for path in sorted(self.folder.iterdir()):
             if (found := _UNFINISHED.fullmatch(path.name)) is None:
                 continue
@@ -216,7 +221,7 @@ class Checkpoints:
         if engine.phase.name == "OPEN":
             raise RuntimeError("load inside a minibatch: peers are reading the parameters")
         purpose = f"load {path.name}"
-        with _together(engine, purpose):
+        with together(engine, purpose):
             if not path.is_dir():
                 raise FileNotFoundError(f"{path} is no checkpoint: there is no such folder")
             saved = _manifest(path)
@@ -224,11 +229,11 @@ class Checkpoints:
                 saved.check_sizes(path)
                 saved.check_digests(path, engine.rank, engine.world)
             metadata = dcp.read_metadata(path)
-            state = json.loads((path / "state.json").read_bytes()) if saved else {}
-        with _together(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
+            state = json.loads((path / _STATE).read_bytes()) if saved else {}
+        with together(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
             wanted = training_state.to_load(model, optimizer, metadata)
             engine.drain("loading a checkpoint")
-        with _together(engine, purpose):
+        with together(engine, purpose):
             dcp.read_into(path, metadata, wanted)
             training_state.take(model, optimizer, wanted, metadata)
             if saved is not None:
@@ -251,24 +256,18 @@ def verify(path: str | os.PathLike) -> None:
 
 def _manifest(path: Path) -> Manifest | None:
     """None for a checkpoint that `Checkpoints` did not write."""
-    try:
-        return Manifest.read(path)
-    except FileNotFoundError:
-        if (path / "state.json").exists():
-            raise CheckpointCorrupt(f"{path / manifest.NAME} is missing: this checkpoint can't be used") from None
+    if not (path / manifest.NAME).exists() and not (path / _STATE).exists():
         return None
+    return Manifest.read(path)
 
 
 def _number(path: Path, damaged: int | None = None) -> int:
     try:
         return Manifest.read(path).number
-    except FileNotFoundError:
-        error = CheckpointCorrupt(f"{path / manifest.NAME} is missing: this checkpoint can't be used")
-    except CheckpointCorrupt as raised:
-        error = raised
-    if damaged is None:
-        raise error
-    return damaged
+    except CheckpointCorrupt:
+        if damaged is None:
+            raise
+        return damaged
 
 
 def _write_json(path: Path, content: Any) -> dict[str, Written]:
@@ -276,47 +275,3 @@ def _write_json(path: Path, content: Any) -> dict[str, Written]:
     with files.create_stream(path, "wb") as file:
         file.write(json.dumps(content).encode())
     return files.written
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-class _together(dict):
-    """What a `with` block puts in goes to all ranks when it ends: `.all`, by rank. If one raised, all do."""
-
-    all: list[dict[str, Any]]
-
-    def __init__(self, engine: Engine, purpose: str) -> None:
-        super().__init__()
-        self._engine, self._purpose = engine, purpose
-
-    def __enter__(self) -> _together:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        problem = None if error is None else [type(error).__name__, _words(error)]
-        message = {"problem": problem, **(self if error is None else {})}
-        if error is not None and not isinstance(error, Exception):  # a wish to stop: nobody is waited for
-            self._engine.meetings.tell(self._purpose, message)
-            return
-        self.all = self._engine.meetings.meet(self._purpose, message)
-        problems = {rank: theirs["problem"] for rank, theirs in enumerate(self.all) if theirs["problem"] is not None}
-        if not problems:
-            return
-        kinds = {kind for kind, _ in problems.values()}
-        text = "; ".join(f"rank {rank}: {words}" for rank, (_, words) in problems.items())
-        if len(kinds) == 1 and (same := _KINDS.get(kinds.pop())) is not None:
-            unique = list(dict.fromkeys(words for _, words in problems.values()))
-            raise same("; ".join(unique)) from error
-        raise CheckpointFailed(list(problems), f"could not {self._purpose} ({text})") from error
-
-
-def _words(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
-    return f"{type(error).__name__}: {error}" if type(error).__name__ not in _KINDS else str(error)
