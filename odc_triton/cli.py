@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_train(commands)
+    _add_data(commands)
     _add_profile(commands)
     _add_doctor(commands)
     options = parser.parse_args(arguments)
@@ -87,6 +88,42 @@ def _train_sft(ranks: int, wanted: SftOptions) -> int:
 
     warn_of_few_cores(ranks)
     launch(run_sft, wanted, ranks=ranks)
+    return 0
+
+
+def _add_data(commands: argparse._SubParsersAction) -> None:
+    data = commands.add_parser("data", help="look at training data")
+    jobs = data.add_subparsers(dest="job", required=True, metavar="JOB")
+    inspect = jobs.add_parser(
+        "inspect",
+        help="what is in a data file: lengths, what would be cut or left out, one sample with what is learned",
+        description="Reads a whole data file as training would, prints how long its samples are, what would be "
+        "truncated or dropped, and one sample with what is learned marked. Needs no GPU and no model.",
+    )
+    inspect.add_argument("file", help="JSON lines, a folder of `save_to_disk`, or hub-id[:split]")
+    inspect.add_argument("--tokenizer", help="folder, hub id or tokenizer.json (default: lengths in bytes of UTF-8)")
+    inspect.add_argument(
+        "--model", help="config.json, folder or hub id of a model: token ids that it has not are named"
+    )
+    inspect.add_argument("--token-cap", type=int, default=4096, help="longest sample, in tokens (default: 4096)")
+    inspect.add_argument("--out", type=Path, help="picture of the lengths to write (.png)")
+    inspect.add_argument("--json", action="store_true", help="print everything as JSON")
+    inspect.set_defaults(run=_inspect_data)
+
+
+def _inspect_data(options: argparse.Namespace) -> int:
+    from .train.inspection import main as inspect
+
+    print(
+        inspect(
+            options.file,
+            tokenizer=options.tokenizer,
+            model=options.model,
+            token_cap=options.token_cap,
+            picture=options.out,
+            as_json=options.json,
+        )
+    )
     return 0
 
 

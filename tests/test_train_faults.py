@@ -256,9 +256,16 @@ def test_another_job_in_the_same_folder(tmp_path: Path) -> None:
 
     identity = {"seed": 0}
     first, second = RunFolder(tmp_path / "out"), RunFolder(tmp_path / "out")
+    first.lock()
     assert first.take(identity, resume="never") is False
     with pytest.raises(BlockingIOError, match="another job writes to"):
-        second.take(identity, resume="auto")
+        second.lock()
     first.release()
+    (tmp_path / "out" / ".report.html.12.0123abcd").touch()
+    (tmp_path / "out" / ".model.12.0123abcd.new").mkdir()
+    third = RunFolder(tmp_path / "out")
+    third.lock()
+    assert not list((tmp_path / "out").glob(".*")), "what a killed job left half written"
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == {"identity": identity}
-    assert RunFolder(tmp_path / "out").take(identity, resume="auto") is True
+    assert third.take(identity, resume="auto") is True
+    third.release()

@@ -12,7 +12,7 @@ from torch import nn
 from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.options import SftOptions
-from odc_triton.train.split import Samples, hold_out
+from odc_triton.train.split import SampleSubset, split_samples
 from odc_triton.train.tokenizer import TextEncoder, load_tokenizer
 
 from . import ranks
@@ -38,7 +38,7 @@ def data(folder: Path) -> TokenizedDataset:
     return tokenize_file(folder / "data.jsonl", encoder, DataOptions(max_tokens=256, too_long="truncate"))
 
 
-def plain_loss(model: nn.Module, samples: Samples) -> float:
+def plain_loss(model: nn.Module, samples: TokenizedDataset | SampleSubset) -> float:
     """Mean loss over all targets, one sample at a time."""
     total, targets = 0.0, 0
     for index in range(len(samples)):
@@ -61,7 +61,7 @@ def test_evaluation(folder: Path, tmp_path: Path, world: int) -> None:
     seen = ranks.run(train, world, wanted)[0]
     assert [line["step"] for line in seen if "eval_loss" in line] == [2, 4, 5]
     assert read_metrics(tmp_path / "out" / "metrics.jsonl") == json.loads(json.dumps(seen))
-    learned, held = hold_out(data(folder), fraction=0.25, seed=0)
+    learned, held = split_samples(data(folder), 0.25, seed=0)
     assert (len(learned), len(held)) == (30, 10)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     # Packs sum in another order than single samples do.
@@ -109,7 +109,7 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
     assert seen[-1]["loss"] < seen[0]["loss"]
     torch.manual_seed(wanted.seed)
     base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "config.json"), dtype=torch.float32)
-    samples = Samples(data(folder))
+    samples = data(folder)
     untrained = plain_loss(base, samples)
     adapted = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
     trained = plain_loss(adapted, samples)

@@ -10,7 +10,7 @@ follow, as those do that drop earlier reasoning, is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,23 +60,33 @@ class ChatTemplate:
                 "(chat_template.jinja), or render the conversations to 'prompt' and 'completion'",
             ) from error
         if _MARKS.search(template) and self._tokenizer.is_fast:
-            return self._by_marks(conversations)
+            return self._by_marks(conversations, template)
         return self._by_prefixes(conversations, max_tokens)
 
-    def _by_marks(self, conversations: Sequence[Conversation]) -> list[tuple[list[int], Spans]]:
-        def apply(some: Sequence[Conversation]) -> list[tuple[list[int], Spans]]:
-            out = self._tokenizer.apply_chat_template(
-                list(some),
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"verbose": False},
-            )
-            return [(ids, _spans(mask)) for ids, mask in zip(out["input_ids"], out["assistant_masks"], strict=True)]
+    def _by_marks(self, conversations: Sequence[Conversation], template: str) -> list[tuple[list[int], Spans]]:
+        # Not apply_chat_template(return_assistant_tokens_mask=True): where the marks end in a character of several
+        # tokens it leaves out all but the first, and where they end in white space that the tokenizer's offsets leave
+        # out it marks everything to the end of the conversation (transformers 5.23).
+        from transformers.utils.chat_template_utils import render_jinja_template
 
-        try:
-            return apply(conversations)
-        except Exception:  # a template raises what it likes: once more one by one, to know which
-            return [self._guard(index, lambda each=each: apply([each])[0]) for index, each in enumerate(conversations)]
+        texts, marks = [], []
+        for index, conversation in enumerate(conversations):
+            (text,), (ranges,) = self._guard(
+                index,
+                lambda each=conversation: render_jinja_template(
+                    conversations=[list(each)],
+                    chat_template=template,
+                    return_assistant_tokens_mask=True,
+                    **self._tokenizer.special_tokens_map,
+                ),
+            )
+            texts.append(_checked(index, text))
+            marks.append(ranges)
+        out = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return [
+            (ids, _covering(offsets, ranges))
+            for ids, offsets, ranges in zip(out["input_ids"], out["offset_mapping"], marks, strict=True)
+        ]
 
     def _by_prefixes(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
         wholes = [self._render(index, each) for index, each in enumerate(conversations)]
@@ -92,11 +102,11 @@ class ChatTemplate:
                 raise ChatError(
                     index,
                     f"message {turn} of the assistant does not begin or end between two tokens of the whole "
-                    f"conversation; {_REMEDY}",
+                    f"conversation, as white space at its ends can cause: strip it, or {_REMEDY}",
                 )
             ends.setdefault(index, []).append(len(prefix))
         return [
-            (list(ids), _joined(zip(ends.get(index, [])[::2], ends.get(index, [])[1::2], strict=True)))
+            (list(ids), joined_spans(zip(ends.get(index, [])[::2], ends.get(index, [])[1::2], strict=True)))
             for index, ids in enumerate(whole_ids)
         ]
 
@@ -129,11 +139,7 @@ class ChatTemplate:
             index,
             lambda: self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks),
         )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ChatError(index, "the chat template renders half a surrogate pair") from error
-        return text
+        return _checked(index, text)
 
     def _encode(self, texts: list[str]) -> list[Sequence[int]]:
         ids: list[Sequence[int]] = []
@@ -159,17 +165,36 @@ class ChatTemplate:
             ) from error
 
 
-def _spans(mask: Sequence[int]) -> Spans:
-    edges = np.flatnonzero(np.diff(np.asarray(mask, np.int8), prepend=0, append=0))
-    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+def _checked(index: int, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ChatError(index, "the chat template renders half a surrogate pair") from error
+    return text
 
 
-def _joined(spans: Iterator[tuple[int, int]]) -> Spans:
-    """Without empty ones, and with neighbours made one (two messages of the assistant in a row)."""
+def _covering(offsets: Sequence[tuple[int, int]], ranges: Iterable[tuple[int, int]]) -> Spans:
+    """The tokens with a character in one of `ranges`; `offsets` are each token's characters."""
+    if not offsets:
+        return []
+    begins, ends = np.asarray(offsets).T
+    # Byte-level tokenizers may leave a token's leading white space out of its offsets. The second token of one
+    # character has the offsets of the first.
+    ends = np.maximum.accumulate(ends)
+    begins = np.minimum(begins, np.concatenate([[0], ends[:-1]]))
+    return joined_spans(
+        (int(np.searchsorted(ends, start, side="right")), int(np.searchsorted(begins, end, side="left")))
+        for start, end in ranges
+        if end > start
+    )
+
+
+def joined_spans(spans: Iterable[tuple[int, int]]) -> Spans:
+    """Ascending spans without empty ones, and with neighbours made one (two messages of the assistant in a row)."""
     joined: Spans = []
     for start, end in spans:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], end)
+        if joined and joined[-1][1] >= start:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
         elif end > start:
             joined.append((start, end))
     return joined

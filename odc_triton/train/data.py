@@ -206,7 +206,19 @@ def tokenize_source(
     Raises DataError for unusable records, for a sample too long if the options say so, and if none is left; OSError
     where the file can't be written.
     """
-    options = options or DataOptions()
+    try:
+        return _write_samples(source, encoder, path, options or DataOptions(), progress)
+    except OSError as error:  # no space, no permission; those of reading are DataErrors already
+        raise OSError(error.errno, f"{error.strerror or error} while the samples were written", str(path)) from error
+
+
+def _write_samples(
+    source: Source,
+    encoder: TextEncoder,
+    path: str | os.PathLike,
+    options: DataOptions,
+    progress: Callable[[int, float], None] | None,
+) -> DataSummary:
     counts = dict.fromkeys((each.name for each in fields(DataSummary)), 0)
     spans_written = 0
     with GrowingArrays(Path(path).parent, {"tokens": "i", "offsets": "q", "spans": "q"}) as columns:

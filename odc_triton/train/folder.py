@@ -5,8 +5,13 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 from typing import Any
+
+# As `atomic_file` and `folder_aside` call what they write: the process's id, and random digits.
+_UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{8}(\.new|\.old)?")
 
 
 class RunFolder:
@@ -19,18 +24,27 @@ class RunFolder:
     def file(self, name: str) -> Path:
         return self.path / name
 
-    def take(self, identity: dict[str, Any], *, resume: str) -> bool:
-        """Makes the folder and takes it for this job; returns whether it holds a run to go on with.
+    def lock(self) -> None:
+        """Makes the folder and takes it for this job, and takes away what a killed job left half written.
 
-        Raises FileExistsError for another run's folder unless resuming, BlockingIOError while another job writes to it,
-        ValueError where that run's options differ.
+        Raises BlockingIOError while another job writes to it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.file("run.json"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(f"another job writes to {self.path} : wait for it, or give another --out") from None
+            raise BlockingIOError(f"another job writes to {self.path}: wait for it, or give another --out") from None
+        for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def take(self, identity: dict[str, Any], *, resume: str) -> bool:
+        """After `lock`: whether the folder holds a run to go on with; if not, it is this one's from now on.
+
+        Raises FileExistsError for another run's folder unless resuming, ValueError where that run's options differ.
+        """
+        assert self._lock is not None
         text = os.pread(self._lock, os.fstat(self._lock).st_size, 0)
         holds_run = bool(text.strip()) or self.file("metrics.jsonl").exists()
         if holds_run and resume == "never":

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from odc_triton.api import full_parameters
+from odc_triton.api import engine_of
+from odc_triton.checkpoint.aside import folder_aside
 
 _ADAPTER = "default"
 
@@ -42,7 +43,7 @@ def add_adapters(model: nn.Module, *, rank: int, alpha: float | None, targets: s
         raise ValueError(f"--lora-targets {targets}: {error}") from error
 
 
-def save_adapters(model: nn.Module, folder: str | Path) -> None:
+def save_adapters(model: nn.Module, folder: str | Path, tokenizer: Any) -> None:
     """Writes the adapters of a sharded model as a folder that plain PEFT loads. Rank 0 calls it, alone.
 
     In the compute dtype, as `full_parameters` gives them.
@@ -50,15 +51,17 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: value for name, value in full_parameters(model) if f".{_ADAPTER}." in name}
+    parameters = {id(parameter.sharded): parameter for parameter in engine_of(model).parameters}
+    wanted = [parameters[id(p)] for name, p in model.named_parameters() if f".{_ADAPTER}." in name]
+    weights = dict(engine_of(model).full_parameters(wanted))
     saved = get_peft_model_state_dict(model, state_dict=weights, adapter_name=_ADAPTER, save_embedding_layers=False)
-    save_file(
-        {f"base_model.model.{name}": value.contiguous().cpu() for name, value in saved.items()},
-        folder / "adapter_model.safetensors",
-        metadata={"format": "pt"},
-    )
     config = copy.copy(model.peft_config[_ADAPTER])
     config.inference_mode = True
-    config.save_pretrained(folder)
+    with folder_aside(folder, overwrite=True) as aside:
+        save_file(
+            {f"base_model.model.{name}": value.contiguous().cpu() for name, value in saved.items()},
+            aside / "adapter_model.safetensors",
+            metadata={"format": "pt"},
+        )
+        config.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)

@@ -42,11 +42,10 @@ def save_model(run: SftRun, out: Path, tokenizer: Any) -> Path:
     """The folder written: a model for plain transformers, or adapters for plain PEFT. Rank 0 calls it, alone."""
     if run.options.lora_rank:
         folder = out / "adapter"
-        save_adapters(run.model, folder)
-        tokenizer.save_pretrained(folder)
+        save_adapters(run.model, folder, tokenizer)
     else:
         folder = out / "model"
-        save_pretrained(run.model, folder, tokenizer)
+        save_pretrained(run.model, folder, tokenizer, overwrite=True)
     return folder
 
 

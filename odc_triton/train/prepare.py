@@ -15,13 +15,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from odc_triton.balance import CostModel
 from odc_triton.checkpoint import load_causal_lm
 from odc_triton.hf import enable_packing
-from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_source
+from odc_triton.train.data import DataOptions, TokenizedDataset
 from odc_triton.train.folder import RunFolder
 from odc_triton.train.lora import add_adapters, require_peft
 from odc_triton.train.options import SftOptions
+from odc_triton.train.prepared import prepare_data
 from odc_triton.train.records import DataError
-from odc_triton.train.sources import open_source
-from odc_triton.train.split import Samples, hold_out
+from odc_triton.train.run import Samples
+from odc_triton.train.split import split_samples
 from odc_triton.train.tokenizer import END, TextEncoder, load_tokenizer, to_transformers
 
 Made = TypeVar("Made")
@@ -35,6 +36,7 @@ class Prepared:
     data: Samples
     evaluation: Samples | None
     largest_token: int
+    identity: dict[str, Any]  # what a resumed run must have in common with this one
     folder: RunFolder | None
     goes_on: bool  # the folder holds a run to go on with
 
@@ -46,20 +48,18 @@ def prepare(options: SftOptions, *, rank: int, world: int) -> Prepared:
     tokenizer = load_any_tokenizer(options)
     folder = RunFolder(options.out)
 
-    def take() -> bool:
-        holds_run = folder.take(options.identity(world), resume=options.resume)
-        _tokenize(options, tokenizer, folder)
-        return holds_run
+    def take() -> tuple[bool, dict[str, Any]]:
+        folder.lock()
+        paths = _tokenize(options, tokenizer, folder)
+        identity = options.identity(world) | {"prepared": [path.name for path in paths]}
+        return folder.take(identity, resume=options.resume), identity
 
-    goes_on = _on_rank_0(take, rank)
-    data = TokenizedDataset.load(folder.file("data.npz"))
-    largest = data.largest_token
-    learned, evaluation = Samples(data), None
+    goes_on, identity = _on_rank_0(take, rank)
+    sets = [TokenizedDataset.load(folder.file("data") / name) for name in identity["prepared"]]
+    largest = max(each.largest_token for each in sets)
+    learned, evaluation = sets[0], sets[1] if len(sets) > 1 else None
     if options.eval_fraction:
-        learned, evaluation = hold_out(data, fraction=options.eval_fraction, seed=options.seed)
-    elif options.eval_data is not None:
-        held = TokenizedDataset.load(folder.file("eval.npz"))
-        evaluation, largest = Samples(held), max(largest, held.largest_token)
+        learned, evaluation = split_samples(sets[0], options.eval_fraction, seed=options.seed)
     if len(learned) < options.samples_per_rank * world:
         raise ValueError(
             f"{options.data} has {len(learned)} samples and one step takes {options.samples_per_rank} on each of "
@@ -70,6 +70,7 @@ def prepare(options: SftOptions, *, rank: int, world: int) -> Prepared:
         data=learned,
         evaluation=evaluation,
         largest_token=largest,
+        identity=identity,
         folder=folder if rank == 0 else None,
         goes_on=goes_on,
     )
@@ -107,18 +108,21 @@ def _on_rank_0(make: Callable[[], Made], rank: int) -> Made:
     return result[0]
 
 
-def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder) -> None:
-    """A run that goes on keeps its prepared samples: its position is counted in them."""
+def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder) -> list[Path]:
+    """The files of prepared samples. Their names tell one preparation from another: a position is counted in them."""
+    paths = []
     wanted = DataOptions(max_tokens=options.token_cap, too_long=options.too_long)
-    for source, name in ((options.data, "data.npz"), (options.eval_data, "eval.npz")):
-        if source is not None and not folder.file(name).exists():
+    for source in (options.data, options.eval_data):
+        if source is not None:
             try:
-                summary = tokenize_source(open_source(source), TextEncoder.of(tokenizer), folder.file(name), wanted)
+                data = prepare_data(source, TextEncoder.of(tokenizer), wanted, folder=folder.file("data"))
             except DataError as error:
                 if "max_tokens" in str(error):
                     raise DataError(f"{error} (by --token-cap, --truncate and --drop-long)") from error
                 raise
-            print(f"{source}: {summary}", flush=True)
+            print(f"{source}: {data.summary}", flush=True)
+            paths.append(data.path)
+    return paths
 
 
 def build_model(options: SftOptions, prepared: Prepared, *, rank: int) -> tuple[nn.Module, CostModel]:

@@ -23,8 +23,10 @@ from odc_triton.train.data import TokenizedDataset
 from odc_triton.train.folder import require_same
 from odc_triton.train.options import SftOptions
 from odc_triton.train.schedule import warmup_cosine
+from odc_triton.train.split import SampleSubset
 from odc_triton.train.state import RunState
 
+Samples = TokenizedDataset | SampleSubset
 SHOWN_MINIBATCHES = 3  # in the report's timeline
 
 
@@ -36,11 +38,20 @@ class SftRun:
     """Model, optimizer, samples and where it stands."""
 
     def __init__(
-        self, *, options: SftOptions, model: nn.Module, data: TokenizedDataset, cost: CostModel | None = None
+        self,
+        *,
+        options: SftOptions,
+        model: nn.Module,
+        data: Samples,
+        cost: CostModel | None = None,
+        identity: dict[str, Any] | None = None,
     ) -> None:
-        """`model` is sharded already, and packing was enabled on it before that."""
+        """`model` is sharded already, and packing was enabled on it before that. `identity`: what a run that goes on
+        with this one must have in common with it, by default the options'.
+        """
         self.options, self.model, self.data, self.cost = options, model, data, cost
         self.engine = engine_of(model)
+        self.identity = identity or options.identity(self.engine.world)
         self.state = RunState()
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -175,7 +186,7 @@ class SftRun:
     # ------------------------------------------------------------------ evaluation
 
     @torch.no_grad()
-    def evaluate(self, data: TokenizedDataset) -> float:
+    def evaluate(self, data: Samples) -> float:
         """Mean loss over all targets of `data`: no minibatch, every rank its share of the samples, one meeting."""
         shares = assign(
             data.lengths.tolist(),
@@ -205,14 +216,13 @@ class SftRun:
 
     def position(self) -> dict[str, Any]:
         """All that a checkpoint needs beside the shards and random numbers, the same on every rank; JSON."""
-        identity = self.options.identity(self.engine.world)
-        return {"state": self.state.as_json(), "identity": identity, "seed": self.options.seed}
+        return {"state": self.state.as_json(), "identity": self.identity, "seed": self.options.seed}
 
     def resume(self, saved: dict[str, Any]) -> None:
         """Goes to where `position` was taken. Raises ValueError where it is another kind of run's."""
         if "state" not in saved:
             raise ValueError("the checkpoint does not say where its run stood: it is no run's of train sft")
-        require_same(saved["identity"], self.options.identity(self.engine.world), where="the checkpoint")
+        require_same(saved["identity"], self.identity, where="the checkpoint")
         self.state = RunState.from_json(saved["state"])
         self.sampler.load_state_dict(self.state.sampler)
         self._epoch = iter(self.sampler)

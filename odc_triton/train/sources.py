@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from odc_triton.train.records import DataError, Record, read_records, read_rows
 
 # What a hub id may look like; a name that ends like a file is meant as one.
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|txt|csv|tsv|parquet|arrow|gz|zst)", re.IGNORECASE)
 INSTALL = 'pip install "odc-triton[data]"'
 
@@ -85,7 +85,7 @@ def open_source(name: str) -> Source:
     place, _, rest = name.partition(":")
     if rest and os.path.isdir(place):
         return _from_folder(place, rest)
-    if _FILE.fullmatch(name) or not _HUB_ID.fullmatch(place) or place in (".", ".."):
+    if _FILE.fullmatch(place) or not _HUB_ID.fullmatch(place):
         raise DataError(f"{name} cannot be read: No such file or directory")
     configuration, _, split = rest.rpartition(":")
     return _from_hub(name, place, configuration or None, split or "train")

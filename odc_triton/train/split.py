@@ -1,44 +1,80 @@
-"""Some of a data set's samples, and which of them are held out to evaluate on."""
+"""Some samples set aside, by seed: for evaluation.
+
+Which ones depends on the seed and the number of samples only: not on ranks, world size, epochs or the order in
+which a sampler takes the others.
+"""
 
 from __future__ import annotations
 
+import operator
 import random
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from odc_triton.train.data import TokenizedDataset
+if TYPE_CHECKING:
+    from odc_triton.train.data import TokenizedDataset
 
 
-class Samples:
-    """The samples `indices` of a data set, in that order: what a sampler and a collate function need of one."""
+class SampleSubset:
+    """Some samples of a data set, in its order: what a sampler and a collate function read, without a copy."""
 
-    def __init__(self, data: TokenizedDataset, indices: Sequence[int] | None = None) -> None:
-        """All samples without `indices`."""
-        self._data = data
-        self._indices = np.arange(len(data)) if indices is None else np.asarray(indices, np.int64)
+    def __init__(self, data: TokenizedDataset, indices: np.ndarray) -> None:
+        """`indices`: [samples] int64, ascending, of `data`."""
+        self.data, self.indices = data, indices
 
     @property
     def lengths(self) -> np.ndarray:
-        """[samples] int64: tokens of each."""
-        return self._data.lengths[self._indices]
+        """[samples] int64: tokens of each sample, prompt included."""
+        return self.data.lengths[self.indices]
+
+    @property
+    def target_counts(self) -> np.ndarray:
+        """[samples] int64: tokens of each sample that are predicted and learned."""
+        return self.data.target_counts[self.indices]
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token id of all samples, those left out here included."""
+        return self.data.largest_token
+
+    @property
+    def summary(self) -> str:
+        """Counts, to be printed. What was truncated or dropped is in the whole data set's."""
+        tokens, targets = int(self.lengths.sum()), int(self.target_counts.sum())
+        return f"{len(self)} of {len(self.data)} samples, {tokens} tokens, {targets} of them learned"
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return self._data[int(self._indices[index])]
+        """As of the data set."""
+        index = operator.index(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of a subset of {len(self)}")
+        return self.data[int(self.indices[index])]
 
 
-def hold_out(data: TokenizedDataset, *, fraction: float, seed: int) -> tuple[Samples, Samples]:
-    """(to learn, to evaluate on), by `seed` alone: the same on every rank. At least one sample is held out.
+def split_samples(data: TokenizedDataset, evaluation: float, *, seed: int = 0) -> tuple[SampleSubset, SampleSubset]:
+    """(to train on, to evaluate on), disjoint, together all.
 
-    Raises ValueError where nothing would be left to learn.
+    `evaluation` is a number of samples, 1 or more, or a fraction below 1 (rounded, at least one sample). Raises
+    ValueError if a part would be empty.
     """
-    count = max(round(len(data) * fraction), 1)
-    if count >= len(data):
-        raise ValueError(f"eval_fraction {fraction} of {len(data)} samples leaves none to learn: lower it")
-    # Only Random.random is promised to give the same numbers in every Python.
-    generator = random.Random(f"{seed} hold out")
-    order = sorted(range(len(data)), key=[generator.random() for _ in range(len(data))].__getitem__)
-    return Samples(data, sorted(order[count:])), Samples(data, sorted(order[:count]))
+    total = len(data)
+    if not evaluation > 0 or (evaluation >= 1 and evaluation != int(evaluation)):
+        raise ValueError(
+            f"the evaluation split is {evaluation!r}; give a number of samples, 1 or more, or a fraction below 1"
+        )
+    count = int(evaluation) if evaluation >= 1 else max(round(evaluation * total), 1)
+    if count >= total:
+        raise ValueError(
+            f"an evaluation split of {evaluation!r} would take {count} of {total} samples and leave none to train "
+            "on; make it smaller, or give more data"
+        )
+    # Only Random.random is promised to give the same numbers in every Python, and numpy's generators are not.
+    generator = random.Random(f"evaluation {seed}")
+    keys = np.fromiter((generator.random() for _ in range(total)), np.float64, total)
+    aside = np.zeros(total, bool)
+    aside[np.argsort(keys, kind="stable")[:count]] = True
+    return SampleSubset(data, np.flatnonzero(~aside)), SampleSubset(data, np.flatnonzero(aside))

@@ -93,6 +93,24 @@ def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     )
 
 
+def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
+    """Transformers' tokenizer of a folder or hub id, or this project's own from a tokenizer.json.
+
+    Raises OSError and ValueError for what is neither.
+    """
+    if Path(source).suffix == ".json":
+        tokenizer = load_tokenizer(source)
+        if tokenizer.token_to_id(END) is None:
+            raise ValueError(
+                f"{source} has no {END} token, so this project did not make it: give the folder of its model, where "
+                f"tokenizer_config.json names its special tokens"
+            )
+        return to_transformers(tokenizer)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TextEncoder:
     """How samples become token ids: an encoder of texts, and the ids that stand around them.

@@ -1,0 +1,99 @@
+"""Tokenizers with chat templates, made here, and what each template should write, in plain Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from odc_triton.train.tokenizer import to_transformers, train_tokenizer
+
+Pieces = list[tuple[str, bool]]  # (text, is learned)
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|header|>", "<|/header|>", "<|eot|>", "<|begin|>"]
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant{{ '\n' }}{% generation %}"
+    "{{ m['content'] }}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{% else %}<|im_start|>{{ m['role'] }}{{ '\n' }}{{ m['content'] }}<|im_end|>{{ '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
+)
+# Marks around the words alone, so that the end is not learned.
+MARKED_WORDS = MARKED.replace("<|im_end|>{% endgeneration %}", "{% endgeneration %}<|im_end|>")
+LLAMA = (
+    "<|begin|>{% for m in messages %}<|header|>{{ m['role'] }}<|/header|>{{ '\n\n' }}{{ m['content'] | trim }}<|eot|>"
+    "{% endfor %}{% if add_generation_prompt %}<|header|>assistant<|/header|>{{ '\n\n' }}{% endif %}"
+)
+# Drops what was thought once a later message is there.
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if loop.last %}{{ m['content'] }}{% else %}{{ m['content'].split('</think>')[-1] }}{% endif %}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chatml(messages: list[dict]) -> Pieces:
+    pieces = []
+    for message in messages:
+        learned = message["role"] == "assistant"
+        pieces += [(f"<|im_start|>{message['role']}\n", False), (f"{message['content']}<|im_end|>\n", learned)]
+    return pieces
+
+
+def marked(messages: list[dict]) -> Pieces:
+    pieces = []
+    for message in messages:
+        learned = message["role"] == "assistant"
+        pieces += [(f"<|im_start|>{message['role']}\n", False), (f"{message['content']}<|im_end|>", learned)]
+        pieces.append(("\n", False))
+    return pieces
+
+
+def marked_words(messages: list[dict]) -> Pieces:
+    pieces = []
+    for message in messages:
+        learned = message["role"] == "assistant"
+        pieces += [(f"<|im_start|>{message['role']}\n", False), (message["content"], learned)]
+        pieces.append(("<|im_end|>\n", False))
+    return pieces
+
+
+def llama(messages: list[dict]) -> Pieces:
+    pieces = [("<|begin|>", False)]
+    for message in messages:
+        learned = message["role"] == "assistant"
+        pieces.append((f"<|header|>{message['role']}<|/header|>\n\n", False))
+        pieces.append((f"{message['content'].strip()}<|eot|>", learned))
+    return pieces
+
+
+WRITERS: dict[str, tuple[str, Callable[[list[dict]], Pieces]]] = {
+    "chatml": (CHATML, chatml),
+    "marked": (MARKED, marked),
+    "marked words": (MARKED_WORDS, marked_words),
+    "llama": (LLAMA, llama),
+}
+
+
+# How Llama 3 splits text: line feeds go with each other, whatever follows. GPT-2's way, which ours is, gives the
+# last one of several to what follows, so that a header that ends in two has other tokens when nothing follows.
+LLAMA_SPLIT = r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def make_tokenizer(template: str | None):
+    """transformers' class, byte-level, its vocabulary learned from a little text with runs of white space."""
+    from tokenizers import Regex, pre_tokenizers
+
+    raw = train_tokenizer(
+        ["the user asks\n\n\nand  the assistant says yes, \n\nno and again yes\n\n"] * 9, vocab_size=330
+    )
+    raw.add_special_tokens(SPECIAL)
+    if template == LLAMA:
+        split = pre_tokenizers.Split(Regex(LLAMA_SPLIT), "isolated")
+        raw.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
+    tokenizer = to_transformers(raw)
+    tokenizer.chat_template = template
+    return tokenizer
