@@ -195,6 +195,16 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
         ({"timeout_minutes": 0.0}, "timeout_minutes is 0.0"),
         ({"timeout_minutes": float("inf")}, "timeout_minutes is inf"),
         ({"token_cap": 1}, "token_cap is 1"),
+        ({"epochs": 2.0}, "steps is 5 and epochs is 2.0; give one"),
+        ({"truncate": True, "drop_long": True}, "contradict each other"),
+        ({"eval_data": "a", "eval_fraction": 0.5}, "give one of them"),
+        ({"eval_every": 5}, "nothing to evaluate on: give --eval-data"),
+        ({"eval_fraction": 1.0}, "eval_fraction is 1.0"),
+        ({"lora_alpha": 8.0}, "lora_alpha is 8.0 and lora_rank is 0"),
+        ({"lora_rank": 8, "fused_head": True}, "leave one or the other out"),
+        ({"keep": 0}, "keep is 0"),
+        ({"checkpoint_every": -1}, "checkpoint_every is -1"),
+        ({"resume": ""}, "resume is empty"),
     ],
 )
 def test_bad_options(folder: Path, changes: dict, words: str) -> None:

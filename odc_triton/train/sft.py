@@ -52,7 +52,7 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
         model = fully_shard(model, mesh=mesh, mp_policy=precision(options), timeout=timeout)
         torch.manual_seed(options.seed + rank)  # dropout differs between ranks
         run = SftRun(options=options, model=model, data=prepared.data, cost=cost, identity=prepared.identity)
-        with StopWish(lambda: run.engine.require_peers("the next meeting")) as wish:
+        with StopWish(run.engine.require_peers) as wish:
             try:
                 return _Loop(run, prepared, wish, on_metrics).run_to_the_end()
             except BaseException as error:

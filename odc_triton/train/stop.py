@@ -13,11 +13,11 @@ _SAME_WISH_S = 1.0  # a terminal and a launcher may both send it
 class StopWish:
     """Remembers the first signal; another one, a second or more later, raises KeyboardInterrupt at once.
 
-    `check_peers` raises if a peer is dead. It runs when a signal comes, too: torchrun sends SIGTERM to the survivors of
+    `check_peers`, given what they are needed for, raises if a peer is dead. It runs when a signal comes, too: torchrun sends SIGTERM to the survivors of
     a rank that was killed and gives them 30 s, in which a long microbatch may not end.
     """
 
-    def __init__(self, check_peers: Callable[[], None]) -> None:
+    def __init__(self, check_peers: Callable[[str], None]) -> None:
         self.signal: int | None = None
         self._heard_s = 0.0
         self._check_peers = check_peers
@@ -42,9 +42,9 @@ class StopWish:
             self.signal, self._heard_s = number, now_s
         elif now_s - self._heard_s > _SAME_WISH_S:
             raise KeyboardInterrupt(f"told to stop a second time, by {signal.Signals(number).name}")
-        self._check_peers()
+        self.look()
 
     def look(self) -> None:
         """After a signal, raises if a peer has died since."""
         if self.signal is not None:
-            self._check_peers()
+            self._check_peers(f"its peers, after {signal.Signals(self.signal).name}")
