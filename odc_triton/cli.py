@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_demo(commands)
     _add_train(commands)
     _add_data(commands)
+    _add_export(commands)
     _add_profile(commands)
     _add_doctor(commands)
     options = parser.parse_args(arguments)
@@ -125,6 +126,31 @@ def _inspect_data(options: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    from .options import add_arguments, read_options
+    from .train.export import ExportOptions
+
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint of a run as a folder that plain transformers loads",
+        description="Writes model, config, generation config and tokenizer of a checkpoint into a Hugging Face folder.",
+    )
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="one step-… folder, or a folder of them: the newest")
+    add_arguments(export, ExportOptions)
+
+    def called(options: argparse.Namespace) -> int:
+        from .train.export import export as run
+
+        try:
+            wanted = read_options(ExportOptions, options)
+        except ValueError as error:
+            export.error(str(error))
+        print(f"{run(options.checkpoint, wanted)} is in {wanted.out}")
+        return 0
+
+    export.set_defaults(run=called)
 
 
 def _add_profile(commands: argparse._SubParsersAction) -> None:

@@ -93,8 +93,14 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
     from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder / "config.json")
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    base.save_pretrained(tmp_path / "base")
     wanted = case(
         folder,
+        init=None,
+        model=str(tmp_path / "base"),
         out=str(tmp_path / "out"),
         samples_per_rank=4 // world,
         steps=4,
@@ -107,8 +113,6 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
     )
     seen = ranks.run(train, world, wanted)[0]
     assert seen[-1]["loss"] < seen[0]["loss"]
-    torch.manual_seed(wanted.seed)
-    base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "config.json"), dtype=torch.float32)
     samples = data(folder)
     untrained = plain_loss(base, samples)
     adapted = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")

@@ -14,8 +14,10 @@ from torch import nn
 from ..api import engine_of
 from ..module import is_sharded
 from ..plan import find_units
+from .adapter import write_adapter
 from .aside import folder_aside
 from .pretrained import empty_copy, transformers_part
+from .values import read_whole, sharded_parameters
 
 SHARD_BYTES = 2 * 2**30
 
@@ -45,7 +47,7 @@ def save_pretrained(
     prefix, part = transformers_part(model)
     with folder_aside(folder, overwrite=overwrite) as aside:
         if prefix:
-            _write_adapter(model, aside, dtype)
+            write_adapter(model, aside, dtype)
         else:
             _write_model(part, aside, dtype, shard_bytes)
         if tokenizer is not None:
@@ -101,13 +103,11 @@ def _tensors_by_unit(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Each unit's parameters and persistent buffers together, as what transformers merges lies in one."""
     units = find_units(model)
-    ignored = {id(value) for value in model.parameters()} - {id(p.sharded) for p in engine_of(model).parameters}
-    if ignored:
-        names = [name for name, value in model.named_parameters() if id(value) in ignored]
-        if any(model.get_parameter(name).is_meta for name in names):
-            raise RuntimeError(f"no values for {names[:3]}: they were not sharded (ignored_params)")
+    missing = [name for name, value in model.named_parameters() if value.is_meta]
+    if missing:
+        raise RuntimeError(f"no values for {missing[:3]}: they were not sharded (ignored_params)")
     groups: dict[str, dict[str, Any]] = {unit: {} for unit in ["", *units]}
-    parameters = {id(parameter.sharded): parameter for parameter in engine_of(model).parameters}
+    parameters = sharded_parameters(model)
     tied = getattr(empty, "all_tied_weights_keys", {})
     names: dict[int, list[str]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
@@ -122,31 +122,4 @@ def _tensors_by_unit(
     for name, value in values.items():
         groups[next((unit for unit in units if name.startswith(f"{unit}.")), "")][name] = value
     for group in groups.values():
-        yield {name: _read(model, value, dtype) for name, value in group.items()}
-
-
-def _read(model: nn.Module, value: Any, dtype: torch.dtype | None) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    return next(iter(engine_of(model).full_parameters([value])))[1].cpu().to(dtype or value.leaf.dtype)
-
-
-def _write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
-    adapters = list(model.peft_config)
-    if len(adapters) != 1:
-        raise ValueError(f"the model has adapters {adapters}: only one can be saved")
-    parameters = {id(parameter.sharded): parameter for parameter in engine_of(model).parameters}
-    weights = {
-        name: _read(model, parameters.get(id(value), value), dtype)
-        for name, value in model.named_parameters()
-        if value.requires_grad or model.base_model.prefix in name
-    }
-    state = get_peft_model_state_dict(model, state_dict=weights, adapter_name=adapters[0], save_embedding_layers=False)
-    save_file({name: value.contiguous() for name, value in state.items()}, folder / "adapter_model.safetensors")
-    config = model.peft_config[adapters[0]]
-    was, config.inference_mode = config.inference_mode, True  # as PEFT saves it
-    config.save_pretrained(folder)
-    config.inference_mode = was
+        yield {name: read_whole(model, value, dtype) for name, value in group.items()}

@@ -25,6 +25,7 @@ from ..errors import CheckpointCorrupt, CheckpointDiffers
 from ..module import is_sharded, plain_class
 from ..sharded_param import ShardedParameter
 from .together import together
+from .values import sharded_parameters
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -185,7 +186,7 @@ Place = ShardedParameter | torch.Tensor
 def _places(model: nn.Module) -> dict[str, Place]:
     """Everything to be filled, by the names of the plain transformers model; a tied one by each of its names."""
     prefix, part = transformers_part(model)
-    parameters = {id(parameter.sharded): parameter for parameter in engine_of(model).parameters}
+    parameters = sharded_parameters(model)
     places: dict[str, Place] = {}
     for name, value in part.named_parameters(remove_duplicate=False):
         if not (prefix and _ADAPTER.search(f".{name}")):

@@ -38,6 +38,8 @@ def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
         raise ValueError(f"A pack is one row, [1, T], but labels are {list(labels.shape)}: loop over the rows.")
     positions = (labels[0, 1:] != IGNORED_LABEL).nonzero().flatten()  # those that predict a target
     inner = getattr(model, "module", model)  # DistributedDataParallel hides the signature and passes all along
+    if hasattr(inner, "get_base_model"):  # as PEFT does
+        inner = inner.get_base_model()
     if "logits_to_keep" in inspect.signature(inner.forward).parameters:
         logits = model(**model_inputs(pack), logits_to_keep=positions).logits
     else:

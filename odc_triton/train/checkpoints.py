@@ -65,7 +65,7 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """All finished ones, the last saved last. Raises CheckpointCorrupt for one whose manifest is damaged."""
-        return [path for _, path in sorted((_number(path), path) for path in self._folders())]
+        return _by_age(self.folder)
 
     def newest(self, *, fallback: bool = False) -> Path | None:
         """The last one saved; None where there is none.
@@ -74,12 +74,9 @@ class Checkpoints:
         `fallback`: passes over damaged ones, with a warning for each; reads all files of those that it looks at.
         """
         if not fallback:
-            found = self.all()
-            if found:
-                Manifest.read(found[-1]).check_sizes(found[-1])
-            return found[-1] if found else None
+            return newest_in(self.folder)
         sound = []
-        for path in self._folders():
+        for path in _folders(self.folder):
             try:
                 sound.append((_number(path), path))
             except CheckpointCorrupt as error:
@@ -91,11 +88,6 @@ class Checkpoints:
             except CheckpointCorrupt as error:
                 warnings.warn(f"passed over: {error}", stacklevel=2)
         return None
-
-    def _folders(self) -> list[Path]:
-        if not self.folder.is_dir():
-            return []
-        return sorted(path for path in self.folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
 
     # ------------------------------------------------------------------ saving
 
@@ -146,7 +138,7 @@ class Checkpoints:
         files = dcp.join_parts(aside, len(written))
         for theirs in written:
             files |= {name: Written(size_bytes=size, sha256=digest) for name, (size, digest) in theirs.items()}
-        number = 1 + max((_number(path, damaged=-1) for path in self._folders()), default=-1)
+        number = 1 + max((_number(path, damaged=-1) for path in _folders(self.folder)), default=-1)
         content = Manifest(number=number, step=step, world=len(written), files=files).to_json()
         with DigestedFiles().create_stream(aside / manifest.NAME, "wb") as file:
             file.write(content)
@@ -166,7 +158,7 @@ class Checkpoints:
             shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, newest: Path) -> None:
-        others = [path for path in self._folders() if path != newest]
+        others = [path for path in _folders(self.folder) if path != newest]
         others.sort(key=lambda path: _number(path, damaged=-1))
         for path in others[: max(0, len(others) - self.keep + 1)]:
             going = self._unfinished(path.name, "removing")
@@ -217,33 +209,56 @@ class Checkpoints:
         Before anything is overwritten: CheckpointCorrupt for damaged files, CheckpointDiffers for another model's or
         optimizer's, CheckpointFailed, all on every rank.
         """
-        engine, path = engine_of(model), Path(path)
-        if engine.phase.name == "OPEN":
-            raise RuntimeError("load inside a minibatch: peers are reading the parameters")
-        purpose = f"load {path.name}"
-        with together(engine, purpose):
-            if not path.is_dir():
-                raise FileNotFoundError(f"{path} is no checkpoint: there is no such folder")
-            saved = _manifest(path)
-            if saved is not None:
-                saved.check_sizes(path)
-                saved.check_digests(path, engine.rank, engine.world)
-            metadata = dcp.read_metadata(path)
-            state = json.loads((path / _STATE).read_bytes()) if saved else {}
-        with together(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
-            wanted = training_state.to_load(model, optimizer, metadata)
-            engine.drain("loading a checkpoint")
-        with together(engine, purpose):
-            dcp.read_into(path, metadata, wanted)
-            training_state.take(model, optimizer, wanted, metadata)
-            if saved is not None:
-                mine = path / f"random-{engine.rank}.json"
-                if mine.name in saved.files:
-                    restore_random_state(json.loads(mine.read_bytes()))
-                else:
-                    seed_random_state(int(state.get("seed", 0)), engine.rank, saved.step)
-        publish(model)
-        return state
+        return load_checkpoint(path, model=model, optimizer=optimizer)
+
+
+def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+    """`Checkpoints.load`, wherever the checkpoint lies. Collective."""
+    engine, path = engine_of(model), Path(path)
+    if engine.phase.name == "OPEN":
+        raise RuntimeError("load inside a minibatch: peers are reading the parameters")
+    purpose = f"load {path.name}"
+    with together(engine, purpose):
+        if not path.is_dir():
+            raise FileNotFoundError(f"{path} is no checkpoint: there is no such folder")
+        saved = _manifest(path)
+        if saved is not None:
+            saved.check_sizes(path)
+            saved.check_digests(path, engine.rank, engine.world)
+        metadata = dcp.read_metadata(path)
+        state = json.loads((path / _STATE).read_bytes()) if saved else {}
+    with together(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
+        wanted = training_state.to_load(model, optimizer, metadata)
+        engine.drain("loading a checkpoint")
+    with together(engine, purpose):
+        dcp.read_into(path, metadata, wanted)
+        training_state.take(model, optimizer, wanted, metadata)
+        if saved is not None:
+            mine = path / f"random-{engine.rank}.json"
+            if mine.name in saved.files:
+                restore_random_state(json.loads(mine.read_bytes()))
+            else:
+                seed_random_state(int(state.get("seed", 0)), engine.rank, saved.step)
+    publish(model)
+    return state
+
+
+def newest_in(folder: Path) -> Path | None:
+    """As `Checkpoints.newest`, for who only looks."""
+    found = _by_age(folder)
+    if found:
+        Manifest.read(found[-1]).check_sizes(found[-1])
+    return found[-1] if found else None
+
+
+def _by_age(folder: Path) -> list[Path]:
+    return [path for _, path in sorted((_number(path), path) for path in _folders(folder))]
+
+
+def _folders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
 
 
 def verify(path: str | os.PathLike) -> None:

@@ -13,7 +13,6 @@ from odc_triton.checkpoint import save_pretrained
 from odc_triton.events import Event
 from odc_triton.report import save_html, save_timeline
 from odc_triton.trace import excerpt, save_trace
-from odc_triton.train.lora import save_adapters
 from odc_triton.train.metrics import Metrics, read_metrics
 from odc_triton.train.options import SftOptions
 from odc_triton.train.run import SftRun
@@ -40,12 +39,8 @@ def gather_events(run: SftRun) -> list[Event]:
 
 def save_model(run: SftRun, out: Path, tokenizer: Any) -> Path:
     """The folder written: a model for plain transformers, or adapters for plain PEFT. Rank 0 calls it, alone."""
-    if run.options.lora_rank:
-        folder = out / "adapter"
-        save_adapters(run.model, folder, tokenizer)
-    else:
-        folder = out / "model"
-        save_pretrained(run.model, folder, tokenizer, overwrite=True)
+    folder = out / ("adapter" if run.options.lora_rank else "model")
+    save_pretrained(run.model, folder, tokenizer, overwrite=True)
     return folder
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc_triton.balance import CostModel
-from odc_triton.checkpoint import load_causal_lm
+from odc_triton.checkpoint import meta_causal_lm
 from odc_triton.hf import enable_packing
 from odc_triton.train.data import DataOptions, TokenizedDataset
 from odc_triton.train.folder import RunFolder
@@ -126,17 +126,17 @@ def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder) -> list[Pa
 
 
 def build_model(options: SftOptions, prepared: Prepared, *, rank: int) -> tuple[nn.Module, CostModel]:
-    """The model as it is before `fully_shard`, and what its samples cost."""
+    """The model as it is before `fully_shard`, without weights, and what its samples cost."""
     torch.manual_seed(options.seed)
-    model = load_causal_lm(model=options.model, init=options.init)
+    model = meta_causal_lm(model=options.model, init=options.init)
     check_fit(model, prepared.data.lengths.max(), prepared.largest_token)
     cost = CostModel.from_config(model.config.get_text_config())
     enable_packing(model)
     replace(model, options, rank)
-    if options.lora_rank:
-        add_adapters(model, rank=options.lora_rank, alpha=options.lora_alpha, targets=options.lora_targets)
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if options.lora_rank:
+        model = add_adapters(model, rank=options.lora_rank, alpha=options.lora_alpha, targets=options.lora_targets)
     return model.train(), cost
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from odc_triton.checkpoint import load_pretrained_shards
 from odc_triton.launch import Interrupted, die_with_parent
 from odc_triton.options import add_arguments, read_options
 from odc_triton.sharding import default_mesh, fully_shard
@@ -51,6 +52,8 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
         model, cost = build_model(options, prepared, rank=rank)
         model = fully_shard(model, mesh=mesh, mp_policy=precision(options), timeout=timeout)
         torch.manual_seed(options.seed + rank)  # dropout differs between ranks
+        if options.model is not None:
+            load_pretrained_shards(model, options.model)
         run = SftRun(options=options, model=model, data=prepared.data, cost=cost, identity=prepared.identity)
         with StopWish(run.engine.require_peers) as wish:
             try:

@@ -13,8 +13,8 @@ _SAME_WISH_S = 1.0  # a terminal and a launcher may both send it
 class StopWish:
     """Remembers the first signal; another one, a second or more later, raises KeyboardInterrupt at once.
 
-    `check_peers`, given what they are needed for, raises if a peer is dead. It runs when a signal comes, too: torchrun sends SIGTERM to the survivors of
-    a rank that was killed and gives them 30 s, in which a long microbatch may not end.
+    `check_peers`, given what they are needed for, raises if a peer is dead. It runs when a signal comes, too: torchrun
+    sends SIGTERM to the survivors of a rank that was killed and gives them 30 s, in which a long microbatch may not end.
     """
 
     def __init__(self, check_peers: Callable[[str], None]) -> None:
