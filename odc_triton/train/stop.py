@@ -14,7 +14,7 @@ class StopWish:
     """Remembers the first signal; another one, a second or more later, raises KeyboardInterrupt at once.
 
     `check_peers`, given what they are needed for, raises if a peer is dead. It runs when a signal comes, too: torchrun
-    sends SIGTERM to the survivors of a rank that was killed and gives them 30 s, in which a long microbatch may not end.
+    sends SIGTERM to the survivors of a rank that was killed and gives them 30 s, and a microbatch may take longer.
     """
 
     def __init__(self, check_peers: Callable[[str], None]) -> None:
