@@ -283,25 +283,23 @@ class Engine:
             if parameter.gradient_shard is not None:
                 parameter.land(touched_by_any=index in touched, divide_factor=factor)
 
-    def _meet(
-        self, purpose: str, message: dict[str, Any], error: BaseException | None, timeout_s: float | None = None
-    ) -> list[dict[str, Any]]:
+    def _meet(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
         message = {**message, "error": None if error is None else _describe(error)}
         try:
             with self.events.span("wait", label=purpose, microbatch=-1):
-                return self.meetings.meet(purpose, message, timeout_s=timeout_s)
+                return self.meetings.meet(purpose, message)
         except BaseException:
             self._enter_phase(Phase.BROKEN)
             raise
 
-    def meet(self, purpose: str, message: dict[str, Any], *, timeout_s: float | None = None) -> list[dict[str, Any]]:
+    def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         """A meeting of a training loop's own, outside of minibatches; returns all ranks' messages, which are JSON.
 
-        Raises RankLost, DeadlineExceeded (after `timeout_s`, by default the model's).
+        Raises RankLost, DeadlineExceeded.
         """
         if self.phase is Phase.BROKEN:
             raise RuntimeError("an earlier meeting of this model's ranks failed; start again from the last checkpoint")
-        return self._meet(purpose, message, None, timeout_s=timeout_s)
+        return self._meet(purpose, message, None)
 
     def require_peers(self, purpose: str) -> None:
         """Raises RankLost at once if a peer's process is gone. `purpose`: what this rank needs them for."""

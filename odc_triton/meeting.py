@@ -51,17 +51,17 @@ class Meetings:
         """Has peers raise RankLost with `reason` at the next meeting, whatever it is for; waits for nobody."""
         self.tell(_GAVE_UP, {"reason": reason})
 
-    def meet(self, purpose: str, message: dict[str, Any], *, timeout_s: float | None = None) -> list[dict[str, Any]]:
+    def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Waits for all ranks and returns their messages, by rank.
 
         Raises RankLost when a peer's process is gone or a peer gave up, DeadlineExceeded when a live one is later than
-        `timeout_s`, by default this object's.
+        `timeout_s`.
         """
         number = self.held
         keys = [self._key(number, rank) for rank in range(self.world)]
         try:
             self.tell(purpose, message)
-            self.wait_until(purpose, lambda: self._missing(number, keys), timeout_s=timeout_s)
+            self.wait_until(purpose, lambda: self._missing(number, keys))
             messages = [json.loads(text) for text in self._store.multi_get(keys)]
             # Whoever holds this meeting's keys has left the one before: nobody reads those any more.
             if number > 0:
@@ -90,22 +90,21 @@ class Meetings:
             return []
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
-    def wait_until(self, purpose: str, missing: Callable[[], list[int]], *, timeout_s: float | None = None) -> None:
+    def wait_until(self, purpose: str, missing: Callable[[], list[int]]) -> None:
         """Waits until `missing()`, the ranks that have not come yet, is empty; raises as `meet` does."""
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
         start_s = time.monotonic()
-        warn_at_s = min(_FIRST_WARNING_S, timeout_s / 2)
+        warn_at_s = min(_FIRST_WARNING_S, self.timeout_s / 2)
         look_at_s = _LOOK_S
         while ranks := missing():
             waited_s = time.monotonic() - start_s
-            if waited_s > min(look_at_s, timeout_s):
+            if waited_s > min(look_at_s, self.timeout_s):
                 look_at_s = waited_s + _LOOK_S
                 self.require_alive(ranks, purpose, missing)
                 words = self._words(purpose, ranks, waited_s)
-                if waited_s > timeout_s:
+                if waited_s > self.timeout_s:
                     raise DeadlineExceeded(ranks, f"{words}: the deadline has passed")
                 if waited_s > warn_at_s:
-                    log.warning("%s; its deadline is %.0f s", words, timeout_s)
+                    log.warning("%s; its deadline is %.0f s", words, self.timeout_s)
                     warn_at_s *= 2
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
 

@@ -176,7 +176,26 @@ def test_no_space_for_metrics(tmp_path: Path) -> None:
     file.close()
 
 
-# ---------------------------------------------------------------------- told to stop, by real commands
+# ---------------------------------------------------------------------- told to stop
+
+
+def test_the_first_wish_is_remembered_and_a_second_one_is_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from odc_triton.train import stop
+
+    before = signal.getsignal(signal.SIGTERM)
+    asked: list[str] = []
+    with stop.StopWish(asked.append) as wish:
+        wish.look()
+        assert (wish.signal, asked) == (None, [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert wish.signal == signal.SIGTERM
+        assert asked == ["its peers, after SIGTERM"]
+        os.kill(os.getpid(), signal.SIGINT)  # at once: the launcher and the terminal both send it
+        assert wish.signal == signal.SIGTERM
+        monkeypatch.setattr(stop, "_SAME_WISH_S", 0.0)
+        with pytest.raises(KeyboardInterrupt, match="a second time, by SIGINT"):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def _command(wanted: SftOptions, *before: str) -> list[str]:
@@ -256,16 +275,16 @@ def test_another_job_in_the_same_folder(tmp_path: Path) -> None:
 
     identity = {"seed": 0}
     first, second = RunFolder(tmp_path / "out"), RunFolder(tmp_path / "out")
-    first.lock()
-    assert first.take(identity, resume="never") is False
+    first.lock(resume="never")
+    assert first.take(identity) is False
     with pytest.raises(BlockingIOError, match="another job writes to"):
-        second.lock()
+        second.lock(resume="auto")
     first.release()
     (tmp_path / "out" / ".report.html.12.0123abcd").touch()
     (tmp_path / "out" / ".model.12.0123abcd.new").mkdir()
     third = RunFolder(tmp_path / "out")
-    third.lock()
+    third.lock(resume="auto")
     assert not list((tmp_path / "out").glob(".*")), "what a killed job left half written"
     assert json.loads((tmp_path / "out" / "run.json").read_text()) == {"identity": identity}
-    assert third.take(identity, resume="auto") is True
+    assert third.take(identity) is True
     third.release()

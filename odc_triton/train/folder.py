@@ -24,44 +24,48 @@ class RunFolder:
     def file(self, name: str) -> Path:
         return self.path / name
 
-    def lock(self) -> None:
+    def lock(self, *, resume: str) -> None:
         """Makes the folder and takes it for this job, and takes away what a killed job left half written.
 
-        Raises BlockingIOError while another job writes to it.
+        Raises BlockingIOError while another job writes to it, FileExistsError for another run's folder unless resuming.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.file("run.json"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.release()
             raise BlockingIOError(f"another job writes to {self.path}: wait for it, or give another --out") from None
+        if resume == "never" and self._holds_run():
+            self.release()
+            raise FileExistsError(
+                f"{self.path} holds another run: go on with it by --resume auto, or give another --out"
+            )
         for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
             if _UNFINISHED.fullmatch(path.name):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
-    def take(self, identity: dict[str, Any], *, resume: str) -> bool:
+    def take(self, identity: dict[str, Any]) -> bool:
         """After `lock`: whether the folder holds a run to go on with; if not, it is this one's from now on.
 
-        Raises FileExistsError for another run's folder unless resuming, ValueError where that run's options differ.
+        Raises ValueError where that run's options differ.
         """
-        assert self._lock is not None
-        text = os.pread(self._lock, os.fstat(self._lock).st_size, 0)
-        holds_run = bool(text.strip()) or self.file("metrics.jsonl").exists()
-        if holds_run and resume == "never":
-            raise FileExistsError(
-                f"{self.path} holds another run: go on with it by --resume auto, or give another --out"
-            )
-        if holds_run:
-            try:
-                saved = json.loads(text)["identity"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{self.file('run.json')} can't be read: give another --out") from error
-            require_same(saved, identity, where=str(self.path))
-        else:
-            line = json.dumps({"identity": identity}).encode()
-            os.pwrite(self._lock, line, 0)
+        if not self._holds_run():
+            os.pwrite(self._lock, json.dumps({"identity": identity}).encode(), 0)
             os.fsync(self._lock)
-        return holds_run
+            return False
+        try:
+            saved = json.loads(self._text())["identity"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.file('run.json')} can't be read: give another --out") from error
+        require_same(saved, identity, where=str(self.path))
+        return True
+
+    def _text(self) -> bytes:
+        return os.pread(self._lock, os.fstat(self._lock).st_size, 0).strip()
+
+    def _holds_run(self) -> bool:
+        return bool(self._text()) or self.file("metrics.jsonl").exists()
 
     def release(self) -> None:
         if self._lock is not None:

@@ -49,10 +49,14 @@ def prepare(options: SftOptions, *, rank: int, world: int) -> Prepared:
     folder = RunFolder(options.out)
 
     def take() -> tuple[bool, dict[str, Any]]:
-        folder.lock()
-        paths = _tokenize(options, tokenizer, folder)
-        identity = options.identity(world) | {"prepared": [path.name for path in paths]}
-        return folder.take(identity, resume=options.resume), identity
+        folder.lock(resume=options.resume)
+        try:
+            paths = _tokenize(options, tokenizer, folder)
+            identity = options.identity(world) | {"prepared": [path.name for path in paths]}
+            return folder.take(identity), identity
+        except BaseException:
+            folder.release()
+            raise
 
     goes_on, identity = _on_rank_0(take, rank)
     sets = [TokenizedDataset.load(folder.file("data") / name) for name in identity["prepared"]]

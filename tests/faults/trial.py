@@ -69,13 +69,13 @@ def run_trial(wanted: SftOptions, fault: Fault, *, world: int, told: bool, folde
         world=world,
         struck=struck,
         ended_s=ended_s,
-        error=errors[0].strip().splitlines()[-1] if errors else "",
+        error=errors[0] if errors else "",
         resumed_at=resumed_at,
     )
 
 
 def _watch(job: ranks.Job, fault: Fault, told: bool) -> tuple[bool, float, list[str]]:
-    """(whether the fault came, how long the others took from then on, their errors)."""
+    """(whether the fault came, how long the others took from then on, the last lines of their errors)."""
     victim = job.processes[fault.rank]
     others = [rank for rank in range(len(job.processes)) if rank != fault.rank]
     deadline_s = time.monotonic() + 60
@@ -94,7 +94,7 @@ def _watch(job: ranks.Job, fault: Fault, told: bool) -> tuple[bool, float, list[
         return False, ended_s, []
     for outcome in outcomes:
         assert outcome.error is not None, f"a survivor ended with {outcome}"
-    return True, ended_s, [outcome.error or "" for outcome in outcomes]
+    return True, ended_s, [(outcome.error or "").strip().splitlines()[-1] for outcome in outcomes]
 
 
 def _is_stopped(pid: int) -> bool:
