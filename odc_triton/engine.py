@@ -307,7 +307,8 @@ class Engine:
         try:
             self.meetings.require_alive(everybody, purpose, lambda: everybody)
         except RankLost:
-            self._enter_phase(Phase.BROKEN)
+            if self.phase is not Phase.OPEN:  # else the minibatch ends by it
+                self._enter_phase(Phase.BROKEN)
             raise
 
     def give_up(self, error: BaseException) -> None:

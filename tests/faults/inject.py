@@ -57,6 +57,7 @@ class _Trigger:
 def _arm(fault: Fault) -> None:
     from odc_triton.train import sft
     from odc_triton.train.checkpoints import Checkpoints
+    from odc_triton.train.metrics import MetricsFile
     from odc_triton.train.run import SftRun
 
     trigger = _Trigger(fault)
@@ -82,10 +83,10 @@ def _arm(fault: Fault) -> None:
                 output.register_hook(trigger)
 
         def train_step(self, **given: Any) -> dict:
-            at_files = fault.phase in ("metrics", "save", "load", "export")
-            trigger.armed = not at_files and self.state.step == fault.minibatch
+            in_step = fault.phase in ("forward", "backward", "lock", "step", "after step")
+            trigger.armed = in_step and self.state.step == fault.minibatch
             metrics = super().train_step(**given)
-            trigger.armed = fault.phase == "metrics" and self.state.step > fault.minibatch
+            trigger.armed = False
             return metrics
 
     class FaultyCheckpoints(Checkpoints):
@@ -101,13 +102,22 @@ def _arm(fault: Fault) -> None:
             trigger.armed = False
             return state
 
+    class FaultyMetrics(MetricsFile):
+        def write(self, metrics: dict) -> None:
+            trigger.armed = fault.phase == "metrics" and metrics["step"] > fault.minibatch
+            trigger()
+            super().write(metrics)
+            trigger()
+            trigger.armed = False
+
     def save_model(*given: Any) -> Any:
         trigger.armed = fault.phase == "export"
         return real_save_model(*given)
 
     real_save_model = sft.save_model
     sft.SftRun, sft.Checkpoints, sft.save_model = FaultyRun, FaultyCheckpoints, save_model
-    if fault.phase in ("metrics", "save", "load", "export"):
+    sft.MetricsFile = FaultyMetrics
+    if fault.phase in ("save", "load", "export"):
         sys.addaudithook(lambda event, _: trigger() if event in _FILE_EVENTS else None)
 
 
