@@ -106,3 +106,17 @@ def test_resuming_on_other_ranks(tmp_path: Path, name: str, bf16: bool, worlds: 
         assert state["step"] == SAVED_AT
         drawn.append(number)
     assert len(set(drawn)) == loading  # random numbers of their own
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    """An optimizer that never stepped goes on as one that never stepped: no state is made up."""
+    from odc_triton.train.checkpoints import Checkpoints
+
+    model, optimizer = _make("qwen2", bf16=False)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    path = checkpoints.save(model=model, optimizer=optimizer, state={"step": 0}, step=0)
+    want = train(model, optimizer, "qwen2", range(2))
+    other, its_optimizer = _make("qwen2", bf16=False, seed=9)
+    assert checkpoints.load(path, model=other, optimizer=its_optimizer) == {"step": 0}
+    assert not its_optimizer.state
+    assert train(other, its_optimizer, "qwen2", range(2)) == want

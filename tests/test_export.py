@@ -37,7 +37,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (weights, _) = ranks.run(_run, 2, tmp_path / "run")
     plain = build("gpt2-tied").eval()
     plain.config.save_pretrained(tmp_path / "config")
-    save_tokenizer(train_tokenizer(["some words, some more words"] * 9, vocab_size=80), tmp_path / "tokenizer.json")
+    save_tokenizer(train_tokenizer(["some words, some more words"] * 9, vocab_size=300), tmp_path / "tokenizer.json")
     config, tokenizer = str(tmp_path / "config" / "config.json"), str(tmp_path / "tokenizer.json")
     for dtype in ("fp32", "bf16"):
         out = tmp_path / dtype
