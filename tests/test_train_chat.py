@@ -9,14 +9,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from odc_triton.train import chat
 from odc_triton.train.data import DataOptions, tokenize_file
 from odc_triton.train.records import DataError
 from odc_triton.train.tokenizer import TextEncoder
 
-from .chats import CHATML, MARKED, THINKING, WRITERS, Pieces, make_tokenizer
+from .chats import CHATML, MARKED, MARKED_WORDS, THINKING, WRITERS, Pieces, chatml, make_tokenizer
 from .test_train_data import samples_of, write_lines
 
-pytest.importorskip("tokenizers")
+processors = pytest.importorskip("tokenizers").processors
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +62,20 @@ def test_samples_by_template(tokenizers, tmp_path, name):
     assert data.summary.dropped_no_target == (name == "marked words")
     # No end token is added: the template says how a conversation ends.
     assert samples_of(data)[0][0] == tokenizer.apply_chat_template(conversations[0])["input_ids"]
+
+
+def test_offsets_without_white_space(tmp_path):
+    """Some tokenizers report a token's characters without its leading white space, where marks may begin and end."""
+    tokenizer = make_tokenizer(MARKED_WORDS)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    words = [" yes", "no \n", "é 😀 ", "😀"]
+    path = write_lines(tmp_path / "data.jsonl", *({"messages": said("why", each, "and", "x")} for each in words))
+    for each, (_, labels) in zip(words, samples_of(tokenize_file(path, TextEncoder.of(tokenizer))), strict=True):
+        learned = np.array(labels) != -100
+        first = learned.copy()
+        first[learned.argmax() + int(np.argmin(learned[learned.argmax() :])) :] = False
+        assert tokenizer.decode(np.array(labels)[first]) == each
+        assert tokenizer.decode(np.array(labels)[learned & ~first]) == "x"
 
 
 def test_learned_text_is_what_the_assistant_said(tokenizers, tmp_path):
@@ -161,6 +176,31 @@ def test_nobody_says_anything(tokenizers, tmp_path):
     for name in ("chatml", "marked"):
         with pytest.raises(DataError, match=r"leaves no sample.*1 dropped with nothing to learn.*role is 'assistant'"):
             tokenize_file(path, TextEncoder.of(tokenizers[name]))
+
+
+def test_long_conversations_come_in_portions(tokenizers, tmp_path, monkeypatch):
+    conversations = [said(*["why", "yes and no"] * turns) for turns in (1, 40, 7, 1)]
+    path = write_lines(tmp_path / "data.jsonl", *({"messages": each} for each in conversations))
+    wanted = [expected(tokenizers["chatml"], chatml(each))[:2] for each in conversations]
+    encoder = TextEncoder.of(tokenizers["chatml"])
+    for characters in (1, 900, 10**9):
+        monkeypatch.setattr(chat, "_CHARACTERS", characters)
+        assert samples_of(tokenize_file(path, encoder)) == wanted
+        cut = tokenize_file(path, encoder, DataOptions(max_tokens=70))
+        assert samples_of(cut) == [(ids[:70], labels[:70]) for ids, labels in wanted]
+
+
+def test_prefixes_end_where_samples_are_cut(tokenizers, tmp_path):
+    """A conversation of a thousand turns, one of which counts, is not rendered a thousand times."""
+    rendered = []
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.apply_chat_template = lambda messages, **options: (
+        rendered.append(len(messages)) or tokenizers["chatml"].apply_chat_template(messages, **options)
+    )
+    path = write_lines(tmp_path / "data.jsonl", {"messages": said(*["why", "yes"] * 500)})
+    tokenize_file(path, TextEncoder.of(tokenizer), DataOptions(max_tokens=40))
+    assert len(rendered) <= 1 + 40
+    assert max(rendered[1:]) <= 40
 
 
 def test_other_fields_reach_the_template(tmp_path):

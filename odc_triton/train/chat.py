@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 Conversation = Sequence[dict[str, Any]]
 Spans = list[tuple[int, int]]  # [start, end) of the tokens that are learned, ascending, apart from each other
 EncodeBatch = Callable[[list[str]], Sequence[Sequence[int]]]
 
 ASSISTANT = "assistant"
-# Texts given to the tokenizer at a time: prefixes of one conversation grow with the square of its turns.
+# Text given to the tokenizer at a time.
 _CHARACTERS = 4_000_000
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REMEDY = "give a template with {% generation %} marks, or write one record per turn of the assistant"
@@ -64,9 +65,9 @@ class ChatTemplate:
         return self._by_prefixes(conversations, max_tokens)
 
     def _by_marks(self, conversations: Sequence[Conversation], template: str) -> list[tuple[list[int], Spans]]:
-        # Not apply_chat_template(return_assistant_tokens_mask=True): where the marks end in a character of several
-        # tokens it leaves out all but the first, and where they end in white space that the tokenizer's offsets leave
-        # out it marks everything to the end of the conversation (transformers 5.23).
+        # Not apply_chat_template(return_assistant_tokens_mask=True): where marks end in a character of several tokens,
+        # it leaves out all but the first; where they begin in white space that the tokenizer's offsets leave out, it
+        # leaves out this turn and all later ones (transformers 5.23).
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, marks = [], []
@@ -90,49 +91,51 @@ class ChatTemplate:
 
     def _by_prefixes(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
         wholes = [self._render(index, each) for index, each in enumerate(conversations)]
-        whole_ids = self._encode(wholes)
-        turns = [
-            (index, turn, text)
-            for index, conversation in enumerate(conversations)
-            for turn, text in self._prefixes(index, conversation, wholes[index], max_tokens)
-        ]
-        ends: dict[int, list[int]] = {}
-        for (index, turn, _), prefix in zip(turns, self._encode([text for _, _, text in turns]), strict=True):
-            if list(prefix) != list(whole_ids[index][: len(prefix)]):
-                raise ChatError(
-                    index,
-                    f"message {turn} of the assistant does not begin or end between two tokens of the whole "
-                    f"conversation, as white space at its ends can cause: strip it, or {_REMEDY}",
-                )
-            ends.setdefault(index, []).append(len(prefix))
-        return [
-            (list(ids), joined_spans(zip(ends.get(index, [])[::2], ends.get(index, [])[1::2], strict=True)))
-            for index, ids in enumerate(whole_ids)
-        ]
+        ids = [list(each) for some in _portions(wholes, len) for each in self._encode_batch(some)]
+        edges: list[list[int]] = [[] for _ in conversations]  # tokens before and after each turn of the assistant
 
-    def _prefixes(
-        self, index: int, conversation: Conversation, whole: str, max_tokens: int
-    ) -> Iterator[tuple[int, str]]:
-        """(number of the message, text before it or up to its end), both for each turn of the assistant.
+        def prefixes() -> Iterator[tuple[int, int, str]]:
+            for index, conversation in enumerate(conversations):
+                for turn, message in enumerate(conversation):
+                    # A message takes a token at least. Edges come in by portions, so this one may be late.
+                    if turn >= max_tokens or (edges[index] and edges[index][-1] >= max_tokens):
+                        break
+                    if message["role"] == ASSISTANT:
+                        for text in self._around(index, conversation, turn, wholes[index]):
+                            yield index, turn, text
 
-        A message takes a token at least, so the first `max_tokens` messages are enough.
-        """
-        for turn, message in enumerate(conversation[:max_tokens]):
-            if message["role"] != ASSISTANT:
-                continue
-            if turn == 0:
-                raise ChatError(
-                    index, f"the conversation begins with the assistant; put a message of the user first, or {_REMEDY}"
-                )
-            for messages, asks in ((conversation[:turn], True), (conversation[: turn + 1], False)):
-                text = self._render(index, messages, asks)
-                if not whole.startswith(text):
+        # By portions, because prefixes of one conversation grow with the square of its turns.
+        for some in _portions(prefixes(), lambda each: len(each[-1])):
+            encoded = iter(self._encode_batch([text for index, _, text in some if text is not wholes[index]]))
+            for index, turn, text in some:
+                prefix = ids[index] if text is wholes[index] else list(next(encoded))
+                if prefix != ids[index][: len(prefix)]:
                     raise ChatError(
                         index,
-                        f"the chat template renders message {turn} of the assistant, or what is before it, "
-                        f"differently when the whole conversation is there; {_REMEDY}",
+                        f"message {turn} of the assistant does not begin or end between two tokens of the whole "
+                        f"conversation, as white space at its ends can cause: strip it, or {_REMEDY}",
                     )
-                yield turn, text
+                edges[index].append(len(prefix))
+        return [
+            (whole, joined_spans(zip(each[::2], each[1::2], strict=True)))
+            for whole, each in zip(ids, edges, strict=True)
+        ]
+
+    def _around(self, index: int, conversation: Conversation, turn: int, whole: str) -> Iterator[str]:
+        """The text before a turn of the assistant, its header included, and the text up to its end."""
+        if turn == 0:
+            raise ChatError(
+                index, f"the conversation begins with the assistant; put a message of the user first, or {_REMEDY}"
+            )
+        for messages, asks in ((conversation[:turn], True), (conversation[: turn + 1], False)):
+            text = whole if len(messages) == len(conversation) else self._render(index, messages, asks)
+            if not whole.startswith(text):
+                raise ChatError(
+                    index,
+                    f"the chat template renders message {turn} of the assistant, or what is before it, "
+                    f"differently when the whole conversation is there; {_REMEDY}",
+                )
+            yield text
 
     def _render(self, index: int, messages: Conversation, asks: bool = False) -> str:
         text = self._guard(
@@ -140,18 +143,6 @@ class ChatTemplate:
             lambda: self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks),
         )
         return _checked(index, text)
-
-    def _encode(self, texts: list[str]) -> list[Sequence[int]]:
-        ids: list[Sequence[int]] = []
-        some, characters = [], 0
-        for text in texts:
-            some.append(text)
-            characters += len(text)
-            if characters > _CHARACTERS:
-                ids.extend(self._encode_batch(some))
-                some, characters = [], 0
-        ids.extend(self._encode_batch(some) if some else ())
-        return ids
 
     @staticmethod
     def _guard(index: int, call: Callable[[], Any]) -> Any:
@@ -163,6 +154,19 @@ class ChatTemplate:
             raise ChatError(
                 index, f"the chat template refuses this conversation ({type(error).__name__}: {error})"
             ) from error
+
+
+def _portions(values: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
+    """`values` in lists of about `_CHARACTERS` characters."""
+    some, total = [], 0
+    for value in values:
+        some.append(value)
+        total += characters(value)
+        if total > _CHARACTERS:
+            yield some
+            some, total = [], 0
+    if some:
+        yield some
 
 
 def _checked(index: int, text: str) -> str:
