@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_bench(commands)
     _add_train(commands)
     _add_data(commands)
+    _add_export(commands)
     _add_profile(commands)
     _add_tune(commands)
     _add_doctor(commands)
@@ -42,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = options.run(options)
         sys.stdout.flush()  # here, so that a closed pipe is met below, not at the interpreter's end
         return status
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as wish:
+        return 128 + getattr(wish, "signal", signal.SIGINT)  # the launcher's has the signal
     except BrokenPipeError:  # `odc-triton doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
         return 141
@@ -112,9 +114,10 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def _train_sft(ranks: int, wanted: SftOptions) -> int:
-    from .launch import launch
+    from .launch import launch, warn_of_few_cores
     from .train.sft import run_sft
 
+    warn_of_few_cores(ranks)
     launch(run_sft, wanted, ranks=ranks)
     return 0
 
@@ -153,6 +156,31 @@ def _inspect_data(options: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    from .options import add_arguments, read_options
+    from .train.export import ExportOptions
+
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint of a run as a folder that plain transformers loads",
+        description="Writes model, config, generation config and tokenizer of a checkpoint into a Hugging Face folder.",
+    )
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="one step-… folder, or a folder of them: the newest")
+    add_arguments(export, ExportOptions)
+
+    def called(options: argparse.Namespace) -> int:
+        from .train.export import export as run
+
+        try:
+            wanted = read_options(ExportOptions, options)
+        except ValueError as error:
+            export.error(str(error))
+        print(f"{run(options.checkpoint, wanted)} is in {wanted.out}")
+        return 0
+
+    export.set_defaults(run=called)
 
 
 def _add_profile(commands: argparse._SubParsersAction) -> None:

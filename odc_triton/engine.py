@@ -264,13 +264,39 @@ class Engine:
         land_gradients([self.parameters[index] for index in sorted(touched)], factor)
 
     def _meet(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
-        message["error"] = None if error is None else _describe(error)
+        message = {**message, "error": None if error is None else _describe(error)}
         try:
             with self.events.span("wait", label=purpose, microbatch=-1):
                 return self.meetings.meet(purpose, message)
         except BaseException:
             self._enter_phase(Phase.BROKEN)
             raise
+
+    def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """A meeting of a training loop's own, outside of minibatches; returns all ranks' messages, which are JSON.
+
+        Raises RankLost, DeadlineExceeded.
+        """
+        if self.phase is Phase.BROKEN:
+            raise RuntimeError("an earlier meeting of this model's ranks failed; start again from the last checkpoint")
+        return self._meet(purpose, message, None)
+
+    def require_peers(self, purpose: str) -> None:
+        """Raises RankLost at once if a peer's process is gone. `purpose`: what this rank needs them for."""
+        everybody = list(range(self.world))
+        try:
+            self.meetings.require_alive(everybody, purpose, lambda: everybody)
+        except RankLost:
+            if self.phase is not Phase.OPEN:  # else the minibatch ends by it
+                self._enter_phase(Phase.BROKEN)
+            raise
+
+    def give_up(self, error: BaseException) -> None:
+        """Tells peers that this rank's training loop ended by `error`, outside of a minibatch; waits for nobody."""
+        if self.phase is not Phase.BROKEN:
+            self._enter_phase(Phase.BROKEN)
+            with contextlib.suppress(torch.distributed.DistError):  # the store may be gone
+                self.meetings.give_up(_describe(error))
 
     def _settle(self, messages: list[dict[str, Any]], error: BaseException | None) -> None:
         """Raises MinibatchFailed on all ranks if any of them brought an error to the meeting."""
@@ -405,10 +431,11 @@ class Engine:
             self.drain("publishing the parameters")
         self.publication.complete()
 
-    def full_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, a copy of the whole tensor in the compute dtype), one at a time; no other rank takes part."""
+    def full_parameters(self, some: list[ShardedParameter] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, a copy of the whole tensor in the compute dtype), one at a time, of all or `some`; no other rank
+        takes part."""
         published = self.publication.number
-        for parameter in self.parameters:
+        for parameter in self.parameters if some is None else some:
             if self.phase is not Phase.OPEN:
                 self.publication.wait_readable()
             value = parameter.read()

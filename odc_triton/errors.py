@@ -45,3 +45,15 @@ class DeadlineExceeded(OfRanks, TimeoutError):
 
 class RanksDiffer(OdcError, ValueError):
     """The ranks called with different models or options; the message names the first difference."""
+
+
+class CheckpointFailed(OfRanks):
+    """A checkpoint could not be written or read, on these ranks: raised on every rank. Older ones are as they were."""
+
+
+class CheckpointCorrupt(OdcError, ValueError):
+    """A checkpoint's files are not what was written: truncated, changed or missing; the message names the file."""
+
+
+class CheckpointDiffers(OdcError, ValueError):
+    """A checkpoint is of another model or optimizer than it is to be loaded into; nothing was overwritten."""

@@ -1,52 +1,260 @@
-"""Starts the ranks of a job on this machine through torch's own elastic launcher."""
+"""Starts the ranks of a job on this machine and says why it ended.
+
+torch's own launcher was used here before. It waits 30 s for a stopped rank, leaves a folder in TMPDIR, and its store
+listens on every interface; jobs on several machines still go through it, by torchrun.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import multiprocessing
 import os
-import uuid
-from collections.abc import Callable
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from .errors import OfRanks
 
-def _recorded(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, its exception written where the launcher looks for the cause."""
-    from torch.distributed.elastic.multiprocessing.errors import record
+_ALONE_S = 1.0  # for the other ranks to find out by themselves who failed
+_GRACE_S = 10.0  # from SIGTERM to SIGKILL
+_SAME_WISH_S = 1.0  # a terminal sends Ctrl-C to the ranks, the launcher forwards it: that is one wish
+_PR_SET_PDEATHSIG = 1
 
-    return record(function)(*args)
+
+class Interrupted(KeyboardInterrupt):
+    """The job was told to stop, by `signal`, and has ended. Command lines end with status 128 + `signal`."""
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(f"stopped by {self.signal.name}")
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a rank, as text: what an error of `launch` was raised from."""
+
+    def __str__(self) -> str:
+        return "\n" + self.args[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """How a rank failed. `second_hand`: its error is about another rank."""
+
+    rank: int
+    text: str
+    trace: str = ""
+    second_hand: bool = False
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Has the kernel kill this process when its parent, the launcher, is gone. `parent_pid`: as it was at the start."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent_pid is not None and os.getppid() != parent_pid:  # it died before that call
+        os._exit(1)
 
 
 def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     """Runs `function(*args)` in `ranks` new processes and returns what each returned, by rank.
 
-    The processes find RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their environment, as under torchrun;
-    rendezvous is on loopback. Raises RuntimeError with the first failed rank's own error, in one line, and
-    KeyboardInterrupt when the launcher was told to stop (Ctrl-C, SIGTERM).
-    """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    The processes find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment, as under
+    torchrun; rendezvous is on loopback. They die with this process. When one fails the others have a second to find out
+    by themselves, then they get SIGTERM, and SIGKILL 10 s later.
+    SIGTERM and Ctrl-C are passed on to the ranks, which may take their time to end; a second one kills them.
 
+    Raises RuntimeError with the error of the rank that failed first, in one line (their common error, where
+    all had the same); Interrupted, a KeyboardInterrupt,
+    when the job was told to stop.
+    """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; give at least 1")
-    if ranks > 1:  # torchrun's own default, set here so that it does not have to warn about it
+    if ranks > 1:  # as torchrun does: the ranks inherit it
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr="127.0.0.1",
-    )
+    with _store() as port:
+        job = _Job(function, args, ranks, port)
+        with job.signals_passed_on():
+            try:
+                job.wait()
+            finally:
+                job.end()
+    job.raise_failure()
+    return [pickle.loads(job.values[rank]) for rank in range(ranks)]
+
+
+def warn_of_few_cores(ranks: int) -> None:
+    """Says so on stderr where more ranks than cores would share them, on a machine without a GPU."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    if ranks > cores and not torch.cuda.is_available():
+        print(f"odc-triton: {ranks} ranks share {cores} cores and will be slow; give --ranks {cores}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[int]:
+    """The port of a rendezvous store that lives in this process and listens on loopback only."""
+    import torch.distributed as dist
+
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(128)
+        port = listener.getsockname()[1]
+        listening = listener.detach()  # the store closes it
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listening)
+    yield port
+    del store
+
+
+class _Job:
+    """The ranks' processes, what they sent, and what they were told."""
+
+    def __init__(self, function: Callable[..., Any], args: tuple, ranks: int, port: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.ranks = ranks
+        self.values: dict[int, bytes] = {}
+        self.failures: list[_Failure] = []
+        self.told: int | None = None  # the signal that asked this job to stop
+        self._told_s = 0.0
+        self._failed_s: float | None = None
+        self._running: dict[int, tuple[Any, Connection]] = {}
+        for rank in range(ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            work = (sender, function, args, _environment(rank, ranks, port), os.getpid())
+            process = context.Process(target=_rank, args=work)
+            process.start()
+            sender.close()
+            self._running[rank] = process, receiver
+
+    @contextlib.contextmanager
+    def signals_passed_on(self) -> Iterator[None]:
+        try:
+            before = {number: signal.signal(number, self._tell) for number in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not in the main thread, which has the signals then
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _tell(self, number: int, _: Any) -> None:
+        if self.told is None:
+            self.told, self._told_s = number, time.monotonic()
+            self._signal_all(number)
+        elif time.monotonic() - self._told_s > _SAME_WISH_S:
+            self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: int) -> None:
+        for process, _ in list(self._running.values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def wait(self) -> None:
+        """Until no rank runs."""
+        steps = [(_ALONE_S, signal.SIGTERM), (_ALONE_S + _GRACE_S, signal.SIGKILL)]
+        while self._running:
+            if self._failed_s is not None and steps and time.monotonic() - self._failed_s > steps[0][0]:
+                self._signal_all(steps.pop(0)[1])
+            wait([process.sentinel for process, _ in self._running.values()] + self._unread(), timeout=0.2)
+            for rank, (process, receiver) in list(self._running.items()):
+                if rank not in self.values and receiver.poll():
+                    self._read(rank, receiver)
+                if not process.is_alive():
+                    self._ended(rank, process, receiver)
+
+    def _unread(self) -> list[Connection]:
+        return [receiver for rank, (_, receiver) in self._running.items() if rank not in self.values]
+
+    def _read(self, rank: int, receiver: Connection) -> None:
+        try:
+            kind, content = pickle.loads(receiver.recv_bytes())
+        except EOFError:  # it died; see `_ended`
+            self.values[rank] = b""
+            return
+        self.values[rank] = content if kind == "value" else b""
+        if kind == "failure":
+            self._fail(content)
+
+    def _ended(self, rank: int, process: Any, receiver: Connection) -> None:
+        process.join()
+        if rank not in self.values:
+            self._read(rank, receiver)
+        receiver.close()
+        del self._running[rank]
+        told = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        if process.exitcode in told and self.told is None:  # only that rank was told, and its peers agreed
+            self.told = process.exitcode - 128
+        ended_well = process.exitcode == 0 or process.exitcode in told
+        known = any(failure.rank == rank for failure in self.failures)
+        ours = self._failed_s is not None or self.told is not None  # by our SIGTERM or SIGKILL
+        if not ended_well and not known and not (ours and process.exitcode in (-signal.SIGTERM, -signal.SIGKILL)):
+            self._fail(_Failure(rank=rank, text=_how_it_ended(process.exitcode)))
+
+    def _fail(self, failure: _Failure) -> None:
+        self.failures.append(failure)
+        if self._failed_s is None:
+            self._failed_s = time.monotonic()
+
+    def end(self) -> None:
+        """Kills what still runs, which is something only if waiting for it was broken off."""
+        self._signal_all(signal.SIGKILL)
+        for process, _ in self._running.values():
+            process.join()
+
+    def raise_failure(self) -> None:
+        if self.failures:
+            cause = next((each for each in self.failures if not each.second_hand), self.failures[0])
+            all_alike = len(self.failures) == self.ranks and len({each.text for each in self.failures}) == 1
+            error = RuntimeError(cause.text if all_alike else f"rank {cause.rank} failed first: {cause.text}")
+            raise error from (RemoteTraceback(cause.trace) if cause.trace else None)
+        if self.told is not None:
+            raise Interrupted(self.told)
+
+
+def _how_it_ended(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"its process ended with status {exit_code}"
+    name = signal.Signals(-exit_code).name
+    hint = " (out of memory? `dmesg` names what the kernel killed)" if name == "SIGKILL" else ""
+    return f"its process was killed by {name}{hint}"
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        # The store is ours, as it is torchrun's under torchrun: no rank may open one.
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
+    return {name: str(value) for name, value in environment.items()}
+
+
+def _rank(sender: Connection, function: Callable, args: tuple, environment: dict[str, str], parent_pid: int) -> None:
+    """What runs in a rank's process."""
+    die_with_parent(parent_pid)
+    os.environ.update(environment)
     try:
-        results = elastic_launch(config, _recorded)(function, *args)
-    except SignalException as signal:  # the launcher has ended the ranks
-        raise KeyboardInterrupt(str(signal)) from None
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        cause = failure.message["message"] if isinstance(failure.message, dict) else failure.message
-        raise RuntimeError(f"rank {rank} failed first: {cause}") from None
-    return [results[rank] for rank in range(ranks)]
+        message = "value", pickle.dumps(function(*args))
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        rank = int(environment["RANK"])
+        second_hand = isinstance(error, OfRanks)
+        message = "failure", _Failure(rank=rank, text=text, trace=traceback.format_exc(), second_hand=second_hand)
+    except KeyboardInterrupt as wish:
+        sys.exit(128 + (wish.signal if isinstance(wish, Interrupted) else signal.SIGINT))
+    with contextlib.suppress(BrokenPipeError):
+        sender.send_bytes(pickle.dumps(message))
+    sender.close()

@@ -22,6 +22,7 @@ log = logging.getLogger("odc_triton")
 
 _LOOK_S = 0.5  # how often a waiting rank looks whether its peers still live
 _FIRST_WARNING_S = 60.0
+_GAVE_UP = "(gave up)"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 100e-6, 5e-3
 
 
@@ -46,10 +47,15 @@ class Meetings:
         if self.heap is not None:
             self.heap.show(Word.MEETINGS, self.held + 1)
 
+    def give_up(self, reason: str) -> None:
+        """Has peers raise RankLost with `reason` at the next meeting, whatever it is for; waits for nobody."""
+        self.tell(_GAVE_UP, {"reason": reason})
+
     def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Waits for all ranks and returns their messages, by rank.
 
-        Raises RankLost when a peer's process is gone, DeadlineExceeded when a live one is later than `timeout_s`.
+        Raises RankLost when a peer's process is gone or a peer gave up, DeadlineExceeded when a live one is later than
+        `timeout_s`.
         """
         number = self.held
         keys = [self._key(number, rank) for rank in range(self.world)]
@@ -63,6 +69,10 @@ class Meetings:
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             self._lost(purpose, list(range(self.world)), error)
         self.held += 1
+        for peer, theirs in enumerate(messages):
+            if theirs["purpose"] == _GAVE_UP:
+                words = f"rank {self.rank} was waiting for '{purpose}': rank {peer} gave up ({theirs['reason']})"
+                raise RankLost([peer], f"{words}. Start again from the last checkpoint.")
         for peer, theirs in enumerate(messages):
             if theirs["purpose"] != purpose:
                 raise RanksDiffer(

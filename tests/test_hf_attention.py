@@ -345,13 +345,6 @@ def test_a_mask_of_the_models_own_is_refused(use_vmap, monkeypatch):
         hf.enable_packing(build("qwen2"))
 
 
-def test_meta_device_is_refused():
-    with torch.device("meta"):
-        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL))
-    with pytest.raises(hf.PackingUnsupported, match="load its weights first"):
-        hf.enable_packing(model)
-
-
 @pytest.mark.parametrize("name", ["position_bias", "sinks", "indices", "block_indices"])
 def test_arguments_that_a_pack_cannot_honour_are_refused(name):
     module = torch.nn.Module()

@@ -83,10 +83,11 @@ def _model() -> nn.Module:
 def train(rank: int, world: int, wanted: SftOptions, folder: Path) -> tuple[list[float], dict, dict]:
     from odc_triton import full_parameters
     from odc_triton.sharding import fully_shard
-    from odc_triton.train.sft import SftRun, _replace_layers
+    from odc_triton.train.prepare import replace
+    from odc_triton.train.run import SftRun
 
     model = _model()
-    _replace_layers(model, wanted, rank)
+    replace(model, wanted, rank)
     run = SftRun(options=wanted, model=fully_shard(model), data=TokenizedDataset.load(folder / "data.npz"))
     losses = [run.train_step()["loss"] for _ in range(wanted.steps)]
     return losses, dict(full_parameters(run.model)), run.state.sampler
@@ -149,12 +150,12 @@ def test_equals_plain_torch_however_samples_are_dealt(folder: Path, world: int, 
 
 
 def test_a_head_that_cant_be_fused_is_named(folder: Path) -> None:
-    from odc_triton.train.sft import _replace_layers
+    from odc_triton.train.prepare import replace
 
     model = _model()
     model.lm_head = nn.Linear(32, 300)
     with pytest.raises(ValueError, match=r"a head that can't be fused \(lm_head: it has a bias\)"):
-        _replace_layers(model, options(folder, fused_head=True), rank=0)
+        replace(model, options(folder, fused_head=True), rank=0)
 
 
 def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2"]
     for name in ("data", "init", "tokenizer", "out", "steps", "samples_per_rank", "token_cap", "lr"):
         command += [f"--{name.replace('_', '-')}", str(getattr(wanted, name))]
-    command.append("--fused-head")
+    command += ["--fused-head", "--truncate"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -178,10 +179,6 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     trained = model(input_ids=ids).logits
     assert trained.isfinite().all()
 
-    again = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert again.returncode == 1
-    assert "another run" in again.stderr.splitlines()[-1]
-
 
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -194,6 +191,16 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
         ({"timeout_minutes": 0.0}, "timeout_minutes is 0.0"),
         ({"timeout_minutes": float("inf")}, "timeout_minutes is inf"),
         ({"token_cap": 1}, "token_cap is 1"),
+        ({"epochs": 2.0}, "steps is 5 and epochs is 2.0; give one"),
+        ({"truncate": True, "drop_long": True}, "contradict each other"),
+        ({"eval_data": "a", "eval_fraction": 0.5}, "give one of them"),
+        ({"eval_every": 5}, "nothing to evaluate on: give --eval-data"),
+        ({"eval_fraction": 1.0}, "eval_fraction is 1.0"),
+        ({"lora_alpha": 8.0}, "lora_alpha is 8.0 and lora_rank is 0"),
+        ({"lora_rank": 8, "fused_head": True}, "leave one or the other out"),
+        ({"keep": 0}, "keep is 0"),
+        ({"checkpoint_every": -1}, "checkpoint_every is -1"),
+        ({"resume": ""}, "resume is empty"),
     ],
 )
 def test_bad_options(folder: Path, changes: dict, words: str) -> None:
@@ -218,31 +225,19 @@ def test_schedule() -> None:
 def test_samples_that_the_model_cannot_take(folder: Path, config: dict, words: str) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from odc_triton.train.sft import _check_fit
+    from odc_triton.train.prepare import check_fit
 
     model = Qwen2ForCausalLM(Qwen2Config(**CONFIG | config))
+    data = TokenizedDataset.load(folder / "data.npz")
     with pytest.raises(ValueError, match=words):
-        _check_fit(model, TokenizedDataset.load(folder / "data.npz"), options(folder))
+        check_fit(model, longest=int(data.lengths.max()), largest_token=int(data.tokens.max()))
 
 
 def test_a_foreign_tokenizer_file_is_refused(folder: Path, tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 
-    from odc_triton.train.sft import _load_tokenizer
+    from odc_triton.train.prepare import load_any_tokenizer
 
     Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "other.json"))
     with pytest.raises(ValueError, match="this project did not make it"):
-        _load_tokenizer(options(folder, tokenizer=str(tmp_path / "other.json")))
-
-
-def test_state_restores_the_random_numbers() -> None:
-    import random
-
-    from odc_triton.train.state import RunState
-
-    state = RunState()
-    state.capture_rng()
-    want = torch.rand(3), random.random()
-    state.restore_rng()
-    assert torch.equal(torch.rand(3), want[0])
-    assert random.random() == want[1]
+        load_any_tokenizer(options(folder, tokenizer=str(tmp_path / "other.json")))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import PREPARED_MASK
-from .packing import takes_prepared_mask
+from .packing import innermost, takes_prepared_mask
 
 IGNORED_LABEL = -100
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -26,15 +26,14 @@ def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dic
     """
     names = ("input_ids", "position_ids", *(_BOUNDS if model is None or _takes_bounds(model) else ()))
     inputs = {name: pack[name] for name in names if name in pack} | {"use_cache": False}
-    inner = model if model is None else getattr(model, "module", model)  # DistributedDataParallel hides its attributes
-    if inner is not None and all(name in inputs for name in _BOUNDS) and takes_prepared_mask(inner):
+    if model is not None and all(name in inputs for name in _BOUNDS) and takes_prepared_mask(innermost(model)):
         inputs["attention_mask"] = inputs["input_ids"].new_empty(PREPARED_MASK, dtype=torch.bool)
     return inputs
 
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Of the model's forward. DistributedDataParallel hides it and passes all along."""
-    return inspect.signature(getattr(model, "module", model).forward).parameters
+    """Of the model's forward."""
+    return inspect.signature(innermost(model).forward).parameters
 
 
 def _takes_bounds(model: nn.Module) -> bool:

@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from .attention import PREPARED_MASK, REMEDY, PackingUnsupported, packed_attention, packed_mask
+from .stand_in import stand_in
 
 ATTENTION_NAME = "odc_packed"
 
@@ -64,11 +65,12 @@ class _Seen:
 def enable_packing(model: nn.Module) -> None:
     """Makes a transformers causal LM attend within the documents of a pack, after proving that it does.
 
-    Call it on the plain model, before `fully_shard`, with real weights (not on the meta device). Probe
-    forwards of 12 tokens, in eval mode, without gradients and with the random state kept, show that every
-    layer calls `packed_attention` with the documents' boundaries, that a document's logits do not change with
-    its neighbour's tokens, and (for fp32 weights) that they are what the model's former attention gives for
-    it alone. State-space, linear-attention and convolution mixers carry state across documents: refused.
+    Call it on the plain model, before `fully_shard`. Probe forwards of 12 tokens, in eval mode, without
+    gradients and with the random state kept, show that every layer calls `packed_attention` with the
+    documents' boundaries, that a document's logits do not change with its neighbour's tokens, and (for fp32
+    weights) that they are what the model's former attention gives for it alone. State-space, linear-attention
+    and convolution mixers carry state across documents: refused. Of a model on the meta device a small one of
+    its class and config is probed, with random weights (stand_in.py).
 
     Raises PackingUnsupported where that is not so; the model then has its former attention again.
     """
@@ -76,7 +78,17 @@ def enable_packing(model: nn.Module) -> None:
     if not hasattr(model, "set_attn_implementation"):
         raise PackingUnsupported(f"{name} is no transformers model with a settable attention. {REMEDY}")
     if any(parameter.is_meta for parameter in model.parameters()):
-        raise PackingUnsupported(f"{name} is on the meta device, where no probe runs: load its weights first.")
+        try:
+            probed = stand_in(model)
+        except Exception as error:
+            raise PackingUnsupported(
+                f"{name} is on the meta device, where no probe runs, and no small {name} of its config could be made "
+                f"({error!r}): load its weights first."
+            ) from error
+        enable_packing(probed)
+        model.set_attn_implementation(ATTENTION_NAME)
+        innermost(model)._odc_prepared_mask = innermost(probed)._odc_prepared_mask
+        return
     former = _implementations(model.config)
     training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
@@ -130,10 +142,16 @@ def _probe(model: nn.Module, device: torch.device) -> None:
     ends = torch.tensor([0, first, first + second], dtype=torch.int32, device=device)
     bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": second, "max_length_k": second}
     bounds["attention_mask"] = torch.empty(PREPARED_MASK, dtype=torch.bool, device=device)
-    model._odc_prepared_mask = False
+    innermost(model)._odc_prepared_mask = False
     with contextlib.suppress(Exception):  # it then makes its mask by itself
         prepared = model(input_ids=ids, position_ids=positions, use_cache=False, **bounds).logits.float()
-        model._odc_prepared_mask = bool((packed - prepared).abs().max() <= tolerance * scale)
+        innermost(model)._odc_prepared_mask = bool((packed - prepared).abs().max() <= tolerance * scale)
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The model whose signature and attributes DistributedDataParallel and PEFT hide, passing all along."""
+    inner = getattr(model, "module", model)
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 def takes_prepared_mask(model: nn.Module) -> bool:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+# They change neither what is learned nor when, so a resumed run may have others.
+_FREE = frozenset(
+    ("out", "resume", "checkpoint_every", "checkpoint_minutes", "keep", "timeout_minutes", "max_skipped", "eval_every")
+) | {"gradient_checkpointing"}
 
 
 def _option(default: Any, text: str) -> Any:
@@ -15,36 +20,100 @@ def _option(default: Any, text: str) -> Any:
 class SftOptions:
     """Supervised fine-tuning."""
 
-    data: str = field(metadata={"help": "JSON lines with `text`, or `prompt` and `completion` (learned: completion)"})
-    out: str = field(metadata={"help": "folder for metrics.jsonl, trace.json and the model; must not hold another run"})
+    data: str = field(
+        metadata={
+            "help": "JSON lines with `text`, `prompt` and `completion`, or `messages`; or a data set's folder or hub id"
+        }
+    )
+    out: str = field(metadata={"help": "folder for metrics, checkpoints, report and the trained model"})
     model: str | None = _option(None, "a transformers causal LM: local folder or hub id")
     init: str | None = _option(None, "config.json of a model to start with random weights, instead of --model")
     tokenizer: str | None = _option(None, "folder, hub id or tokenizer.json; by default the model's")
-    steps: int = _option(100, "optimizer steps")
+    steps: int | None = _option(None, "optimizer steps; instead of --epochs")
+    epochs: float | None = _option(None, "times through the data, instead of --steps; 1 if neither is given")
     samples_per_rank: int = _option(16, "samples per rank and optimizer step, on average")
     token_cap: int = _option(4096, "most tokens in one pack, which is one microbatch")
+    truncate: bool = _option(False, "cut samples longer than --token-cap; without it they are an error")
+    drop_long: bool = _option(False, "leave samples longer than --token-cap out")
+    eval_data: str | None = _option(None, "samples to evaluate on, given as --data is")
+    eval_fraction: float = _option(0.0, "fraction of --data to evaluate on instead of learning it")
+    eval_every: int = _option(0, "steps between evaluations, beside the one at the end; 0: only that")
     balance: Literal["mini", "micro", "global", "local"] = _option("mini", "how samples are dealt to the ranks")
     lr: float = _option(1e-5, "peak learning rate of AdamW")
     warmup_steps: int = _option(10, "steps of linear warm-up, before a cosine")
     lr_floor: float = _option(0.1, "fraction of the peak that the cosine ends at")
     weight_decay: float = _option(0.0, "AdamW's weight decay")
     clip_norm: float = _option(1.0, "largest norm of the gradient of all parameters")
+    max_skipped: int = _option(10, "steps to skip for a loss or gradient that is not finite, before that is an error")
+    lora_rank: int = _option(0, "train low-rank adapters of this rank only (needs peft); 0: the whole model")
+    lora_alpha: float | None = _option(None, "adapters are scaled by alpha / rank; by default twice the rank")
+    lora_targets: str = _option("all-linear", "layers with adapters: names with commas between")
     dtype: Literal["fp32", "bf16"] = _option("fp32", "dtype of compute; masters and sums of gradients are fp32")
     gradient_checkpointing: bool = _option(False, "recompute activations in backward: less memory, more time")
     replace_layers: bool = _option(False, "attention, embedding and linear layers read and add on their owners")
     fused_head: bool = _option(False, "never make the logits: less memory, a little more time")
+    checkpoint_every: int = _option(0, "steps between checkpoints; 0: none by steps")
+    checkpoint_minutes: float = _option(0.0, "minutes between checkpoints; 0: none by time")
+    keep: int = _option(2, "newest checkpoints to keep")
+    resume: str = _option("never", "never, auto (go on with the run in --out, if there is one), or a checkpoint folder")
     seed: int = _option(0, "of the samples' order, dropout and random weights")
     timeout_minutes: float = _option(30.0, "how late a live rank may be, in minutes; a dead one is named in seconds")
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.init is None):
             raise ValueError("give either --model (pretrained) or --init (random weights)")
-        for name in ("steps", "samples_per_rank", "lr", "clip_norm", "timeout_minutes"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be positive and finite")
+        for name in ("steps", "epochs", "samples_per_rank", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be positive and finite")
+        for name in (
+            *("warmup_steps", "weight_decay", "checkpoint_every", "checkpoint_minutes", "eval_every"),
+            *("max_skipped", "lora_rank"),
+        ):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
         if self.token_cap < 2:
             raise ValueError(f"token_cap is {self.token_cap}; a sample needs a token to predict and one before it: 2")
-        if self.warmup_steps < 0 or self.weight_decay < 0:
-            raise ValueError("warmup_steps and weight_decay must be at least 0")
         if not 0 <= self.lr_floor <= 1:
             raise ValueError(f"lr_floor is {self.lr_floor}; it must lie between 0 and 1")
+        if not 0 <= self.eval_fraction < 1:
+            raise ValueError(f"eval_fraction is {self.eval_fraction}; it must be at least 0 and less than 1")
+        if not self.resume:
+            raise ValueError("resume is empty; give never, auto or a checkpoint folder")
+        self._check_contradictions()
+
+    def _check_contradictions(self) -> None:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}; give one of them")
+        if self.truncate and self.drop_long:
+            raise ValueError("truncate and drop_long contradict each other; give one of them")
+        if self.eval_data is not None and self.eval_fraction:
+            raise ValueError(
+                f"eval_data is {self.eval_data} and eval_fraction is {self.eval_fraction}; give one of them"
+            )
+        if self.eval_every and not self.evaluates:
+            raise ValueError(f"eval_every is {self.eval_every} and there is nothing to evaluate on: give --eval-data")
+        if self.lora_alpha is not None and not self.lora_rank:
+            raise ValueError(f"lora_alpha is {self.lora_alpha} and lora_rank is 0: give --lora-rank, or leave it out")
+        if self.lora_rank and (self.replace_layers or self.fused_head):
+            raise ValueError(
+                "lora_rank wraps the layers that replace_layers and fused_head replace: leave one or the other out"
+            )
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_data is not None or self.eval_fraction > 0
+
+    @property
+    def too_long(self) -> Literal["error", "truncate", "drop"]:
+        return "truncate" if self.truncate else "drop" if self.drop_long else "error"
+
+    @property
+    def checkpoints(self) -> bool:
+        return self.checkpoint_every > 0 or self.checkpoint_minutes > 0
+
+    def identity(self, world: int) -> dict[str, Any]:
+        """What a run must have in common with the one that it goes on with; JSON."""
+        wanted = {name: value for name, value in asdict(self).items() if name not in _FREE}
+        wanted["samples_per_step"] = wanted.pop("samples_per_rank") * world
+        return wanted

@@ -7,239 +7,165 @@ torchrun --nproc-per-node 2 -m odc_triton.train.sft --data FILE --model FOLDER -
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from tqdm import tqdm
+from torch.distributed.elastic.multiprocessing.errors import record
 
-from odc_triton.api import engine_of, minibatch
-from odc_triton.balance import CostModel, MinibatchSampler
-from odc_triton.balance.collate import Pack, count_target_tokens, pack_collate, to_device
-from odc_triton.checkpoint import load_causal_lm, save_pretrained
-from odc_triton.hf import enable_packing, summed_loss
+from odc_triton.checkpoint import load_pretrained_shards
+from odc_triton.launch import Interrupted, die_with_parent
 from odc_triton.options import add_arguments, read_options
 from odc_triton.sharding import default_mesh, fully_shard
-from odc_triton.trace import save_trace
-from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.train.checkpoints import Checkpoints
+from odc_triton.train.metrics import Metrics, MetricsFile
 from odc_triton.train.options import SftOptions
-from odc_triton.train.schedule import warmup_cosine
-from odc_triton.train.state import RunState
-from odc_triton.train.tokenizer import END, TextEncoder, load_tokenizer, to_transformers
+from odc_triton.train.outcome import gather_events, save_model, write_report
+from odc_triton.train.prepare import Prepared, build_model, precision, prepare
+from odc_triton.train.progress import Progress
+from odc_triton.train.run import SftRun
+from odc_triton.train.stop import StopWish
+
+OnMetrics = Callable[[Metrics], None]
 
 
-class SftRun:
-    """One rank's side of a run: model, optimizer, samples and where it stands."""
-
-    def __init__(
-        self, *, options: SftOptions, model: nn.Module, data: TokenizedDataset, cost: CostModel | None = None
-    ) -> None:
-        """`model` is sharded already, and packing was enabled on it before that."""
-        self.options, self.model, self.data = options, model, data
-        self.engine = engine_of(model)
-        self.state = RunState()
-        self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-        )
-        self.sampler = MinibatchSampler(
-            data.lengths.tolist(),
-            options.samples_per_rank,
-            options.token_cap,
-            balance=options.balance,
-            seed=options.seed,
-            rank=self.engine.rank,
-            world=self.engine.world,
-            cost=cost,
-            drop_last=True,
-        )
-        self._epoch = iter(self.sampler)
-
-    def next_packs(self) -> list[Pack]:
-        """This rank's packs of the next minibatch, over as many epochs as it takes."""
-        packs = next(self._epoch, None)
-        if packs is None:
-            self._epoch = iter(self.sampler)
-            packs = next(self._epoch)
-        return pack_collate([[self.data[index] for index in pack] for pack in packs])
-
-    def train_step(self) -> dict[str, float]:
-        """One minibatch and one optimizer step; returns metrics of all ranks together, the same on every rank."""
-        options, state = self.options, self.state
-        start_s = time.monotonic()
-        packs = self.next_packs()
-        factor = warmup_cosine(
-            state.step, steps=options.steps, warmup_steps=options.warmup_steps, floor=options.lr_floor
-        )
-        for group in self.optimizer.param_groups:
-            group["lr"] = options.lr * factor
-        device = self.engine.heap.device
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        with minibatch(self.model, tokens=count_target_tokens(packs)) as mb:
-            for pack in packs:
-                loss = summed_loss(self.model, to_device(pack, device))
-                (loss / mb.tokens).backward()
-                loss_sum += loss.detach()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), options.clip_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        dist.all_reduce(loss_sum)
-        state.step += 1
-        state.tokens += mb.tokens
-        state.sampler = self.sampler.state_dict()
-        state.capture_rng()
-        took_s = time.monotonic() - start_s
-        return {
-            "step": state.step,
-            "loss": loss_sum.item() / mb.tokens,
-            "lr": options.lr * factor,
-            "grad_norm": float(norm.full_tensor()),
-            "tokens": state.tokens,
-            "target_tokens_per_s": mb.tokens / took_s,
-            "seconds": took_s,
-        }
-
-
-def train_sft(options: SftOptions, on_metrics: Callable[[dict], None] | None = None) -> dict[str, float]:
+def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metrics:
     """Runs to the end on this rank and returns the last metrics. Every rank of the job calls it.
 
-    Rank 0 shows progress, calls `on_metrics` after each step, and writes into `options.out`: metrics.jsonl, the
-    last minibatches' trace.json, and the trained model for plain transformers.
+    Rank 0 shows progress, calls `on_metrics` after each step, and writes into `options.out`: metrics.jsonl,
+    checkpoints, the report, and the trained model for plain transformers (or the adapters, for plain PEFT).
+
+    SIGTERM and Ctrl-C are wishes to stop: the ranks agree on it after the next step, save a checkpoint and raise
+    Interrupted. Raises MinibatchFailed on all ranks for what a microbatch raised on any; RankLost and DeadlineExceeded,
+    with the rank's name; TooManySkipped; CheckpointFailed; ValueError and OSError for what can't be used.
     """
     timeout = timedelta(minutes=options.timeout_minutes)
     mesh = default_mesh(timeout)
-    out, rank = Path(options.out), mesh.get_rank()
-    tokenizer = _load_tokenizer(options)
-    data = _prepare_data(options, tokenizer, out, rank)
-    torch.manual_seed(options.seed)
-    if len(data) < options.samples_per_rank * mesh.size():
-        raise ValueError(
-            f"{options.data} has {len(data)} samples and one step takes {options.samples_per_rank} on each of "
-            f"{mesh.size()} ranks: lower --samples-per-rank, or give more data"
-        )
-    model = load_causal_lm(model=options.model, init=options.init)
-    _check_fit(model, data, options)
-    cost = CostModel.from_config(model.config.get_text_config())
-    enable_packing(model)
-    _replace_layers(model, options, rank)
-    if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if options.dtype == "bf16" else None
-    model = fully_shard(model, mesh=mesh, mp_policy=policy, timeout=timeout)
-    torch.manual_seed(options.seed + rank)  # dropout differs between ranks
-    run = SftRun(options=options, model=model, data=data, cost=cost)
-    metrics = _train(run, out, rank, on_metrics)
-    if rank == 0:
-        _finish(run, out, tokenizer, metrics)
-    dist.barrier()  # rank 0 still reads the others' shards
-    return metrics
+    rank, world = mesh.get_rank(), mesh.size()
+    prepared = prepare(options, rank=rank, world=world)
+    try:
+        model, cost = build_model(options, prepared, rank=rank)
+        model = fully_shard(model, mesh=mesh, mp_policy=precision(options), timeout=timeout)
+        torch.manual_seed(options.seed + rank)  # dropout differs between ranks
+        if options.model is not None:
+            load_pretrained_shards(model, options.model)
+        run = SftRun(options=options, model=model, data=prepared.data, cost=cost, identity=prepared.identity)
+        with StopWish(run.engine.require_peers) as wish:
+            try:
+                return _Loop(run, prepared, wish, on_metrics).run_to_the_end()
+            except BaseException as error:
+                run.engine.give_up(error)
+                raise
+    finally:
+        if prepared.folder is not None:
+            prepared.folder.release()
 
 
-def _replace_layers(model: nn.Module, options: SftOptions, rank: int) -> None:
-    from odc_triton.replace import replace_layers
+class _Loop:
+    """The steps of a run, and what happens between them."""
 
-    roles = ["attention", "embedding", "linear"] if options.replace_layers else []
-    if options.fused_head:
-        roles.append("head")
-    replaced = replace_layers(model, roles=roles, verbose=bool(roles) and rank == 0)
-    if options.fused_head and not replaced.swapped["head"]:
-        raise ValueError(
-            f"--fused-head: {options.model or options.init} has a head that can't be fused ("
-            f"{'; '.join(f'{name}: {why}' for name, why in replaced.left.items())}); leave it out"
-        )
+    def __init__(self, run: SftRun, prepared: Prepared, wish: StopWish, on_metrics: OnMetrics | None) -> None:
+        self.run, self.prepared, self.wish, self.on_metrics = run, prepared, wish, on_metrics
+        self.out = Path(run.options.out)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", keep=run.options.keep)
+        self.saved_step = -1
+        self._saved_s = time.monotonic()
+        self._is_first = run.engine.rank == 0
 
+    def run_to_the_end(self) -> Metrics:
+        run = self.run
+        self._resume()
+        metrics: Metrics = {"step": run.state.step, "tokens": run.state.tokens}
+        file = MetricsFile(self.out / "metrics.jsonl", step=run.state.step) if self._is_first else None
+        with Progress(total=run.steps, done=run.state.step, shown=self._is_first) as progress:
+            while run.state.step < run.steps and run.stop is None:
+                metrics = run.train_step(
+                    wish=lambda: self.wish.signal, look=self.wish.look, save_by_clock=self._is_due_by_clock
+                )
+                if self._evaluates_now():
+                    metrics["eval_loss"] = run.evaluate(self.prepared.evaluation)
+                if file is not None:
+                    file.write(metrics)
+                progress.show(metrics)
+                if self._is_first and self.on_metrics is not None:
+                    self.on_metrics(metrics)
+                if self._saves_now():
+                    self._save()
+        if file is not None:
+            file.close()
+        if run.stop is not None and run.state.step < run.steps:
+            if self._is_first:
+                path = self.checkpoints.folder / f"step-{run.state.step:08d}"
+                print(f"stopped after step {run.state.step} of {run.steps}, saved in {path}: --resume auto goes on")
+            raise Interrupted(run.stop)
+        self._finish()
+        return metrics
 
-def _train(run: SftRun, out: Path, rank: int, on_metrics: Callable[[dict], None] | None) -> dict[str, float]:
-    metrics: dict[str, float] = {}
-    bar = tqdm(total=run.options.steps, unit="step", disable=None if rank == 0 else True)  # None: quiet without a tty
-    with open(out / "metrics.jsonl" if rank == 0 else os.devnull, "w", encoding="utf-8") as lines:
-        while run.state.step < run.options.steps:
-            metrics = run.train_step()
-            lines.write(json.dumps(metrics) + "\n")
-            lines.flush()
-            bar.update()
-            bar.set_postfix(loss=f"{metrics['loss']:.4f}", tokens_per_s=f"{metrics['target_tokens_per_s']:.0f}")
-            if rank == 0 and on_metrics is not None:
-                on_metrics(metrics)
-    bar.close()
-    return metrics
+    def _resume(self) -> None:
+        run, resume = self.run, self.run.options.resume
+        path: str | None = None
+        if resume not in ("auto", "never"):
+            path = resume
+        elif resume == "auto" and self._is_first and self.prepared.goes_on:
+            newest = self.checkpoints.newest(fallback=True)
+            path = None if newest is None else str(newest)
+        path = run.engine.meet("find the checkpoint", {"path": path})[0]["path"]
+        if path is None:
+            return
+        run.resume(self.checkpoints.load(path, model=run.model, optimizer=run.optimizer))
+        self.saved_step = run.state.step
+        run.rested()
+        if self._is_first:
+            print(f"going on after step {run.state.step} of {run.steps}, from {path}", flush=True)
 
+    def _evaluates_now(self) -> bool:
+        if self.prepared.evaluation is None:
+            return False
+        every, step = self.run.options.eval_every, self.run.state.step
+        return step == self.run.steps or (every > 0 and step % every == 0)
 
-def _finish(run: SftRun, out: Path, tokenizer: Any, metrics: dict[str, float]) -> None:
-    save_trace({"this rank": run.engine.events.drain()}, out / "trace.json")
-    save_pretrained(run.model, out / "model", tokenizer)
-    print(f"{metrics['step']} steps, loss {metrics['loss']:.4f}; metrics, trace and model are in {out}")
+    def _is_due_by_clock(self) -> bool:
+        minutes = self.run.options.checkpoint_minutes
+        return minutes > 0 and time.monotonic() - self._saved_s > 60 * minutes
 
+    def _saves_now(self) -> bool:
+        run, options = self.run, self.run.options
+        by_steps = options.checkpoint_every > 0 and run.state.step % options.checkpoint_every == 0
+        last = options.checkpoints and run.state.step == run.steps
+        stops = run.stop is not None and run.state.step < run.steps
+        return by_steps or last or stops or run.save_is_due
 
-def _load_tokenizer(options: SftOptions) -> Any:
-    """A transformers tokenizer, or this project's own from a tokenizer.json."""
-    source = options.tokenizer or options.model
-    if source is None:
-        raise ValueError("--init has no tokenizer: give --tokenizer, a folder, a hub id or a tokenizer.json")
-    if Path(source).suffix == ".json":
-        tokenizer = load_tokenizer(source)
-        if tokenizer.token_to_id(END) is None:
-            raise ValueError(
-                f"{source} has no {END} token, so this project did not make it: give the folder of its model, where "
-                f"tokenizer_config.json names its special tokens"
+    def _save(self) -> None:
+        run = self.run
+        step = run.state.step
+        self.checkpoints.save(model=run.model, optimizer=run.optimizer, state=run.position(), step=step)
+        self.saved_step, self._saved_s = step, time.monotonic()
+        run.rested()
+
+    def _finish(self) -> None:
+        run = self.run
+        events = gather_events(run)
+        if self._is_first:
+            written = write_report(self.out, run.options, events, ranks=run.engine.world)
+            folder = save_model(run, self.out, self.prepared.tokenizer)
+            print(
+                f"{run.state.step} steps done; {', '.join(written)}, metrics.jsonl and {folder.name}/ are in {self.out}"
             )
-        return to_transformers(tokenizer)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(source)
+        run.engine.meet("the trained model is written", {})  # rank 0 has read the others' shards
 
 
-def _prepare_data(options: SftOptions, tokenizer: Any, out: Path, rank: int) -> TokenizedDataset:
-    """Rank 0 reads and tokenises the file once; the others load what it wrote."""
-    prepared = out / "data.npz"
-    problem: list[Any] = [None]
-    if rank == 0:
-        try:
-            if (out / "metrics.jsonl").exists():
-                raise FileExistsError(f"{out} holds another run's metrics.jsonl; give another --out, or remove it")
-            out.mkdir(parents=True, exist_ok=True)
-            data = tokenize_file(options.data, TextEncoder.of(tokenizer), DataOptions(max_tokens=options.token_cap))
-            data.save(prepared)
-            print(f"{options.data}: {data.summary}", flush=True)
-        except (OSError, ValueError) as error:
-            problem = [error]
-    dist.broadcast_object_list(problem)
-    if problem[0] is not None:
-        raise problem[0]
-    return TokenizedDataset.load(prepared)
-
-
-def _check_fit(model: nn.Module, data: TokenizedDataset, options: SftOptions) -> None:
-    """Raises for samples that the model can't take: tokens it does not know, more of them than it has places for."""
-    config = model.config.get_text_config()
-    largest, longest = int(data.tokens.max()), int(data.lengths.max())
-    if largest >= config.vocab_size:
-        raise ValueError(
-            f"the tokenizer made token {largest} and the model knows {config.vocab_size} (vocab_size): give the "
-            f"model's own --tokenizer, or a larger vocab_size in --init"
-        )
-    places = getattr(config, "max_position_embeddings", None)
-    if places is not None and longest > places:
-        raise ValueError(
-            f"the longest sample has {longest} tokens and the model is made for {places} "
-            f"(max_position_embeddings): set --token-cap {places}, which cuts longer samples off"
-        )
-
-
-def run_sft(options: SftOptions) -> dict[str, float]:
-    """`train_sft` in a process of its own, which the launcher started."""
+def run_sft(options: SftOptions) -> Metrics:
+    """`train_sft` in a process of its own, which the launcher started. A wish to stop ends it with 128 + the signal."""
     try:
         return train_sft(options)
+    except Interrupted as wish:
+        sys.stdout.flush()
+        sys.exit(128 + wish.signal)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -247,13 +173,19 @@ def run_sft(options: SftOptions) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> None:
     """What every rank runs under `torchrun -m odc_triton.train.sft`."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
     parser = argparse.ArgumentParser(prog="odc_triton.train.sft", description=SftOptions.__doc__)
     add_arguments(parser, SftOptions)
     try:
         options = read_options(SftOptions, parser.parse_args(arguments))
     except ValueError as error:
         parser.error(str(error))
-    run_sft(options)
+    try:
+        record(run_sft)(options)  # torchrun's summary has the error then
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        print(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

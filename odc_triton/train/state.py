@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
-
-import torch
 
 
 @dataclass(kw_only=True)
 class RunState:
-    """One explicit object, so that saving a run is saving this and the shards.
+    """The same on every rank. Saving a run is saving this, the shards and each rank's random numbers.
 
-    The learning rate is a function of `step`; the random numbers are this rank's own (dropout), the samples' order
-    is a function of the sampler's seed and position.
+    The learning rate is a function of `step`; the samples' order is a function of the sampler's seed and position.
     """
 
-    step: int = 0  # optimizer steps taken
+    step: int = 0  # optimizer steps taken, skipped ones counted
     tokens: int = 0  # targets learned so far, all ranks
+    skipped: int = 0  # steps whose loss or gradient was not finite
     sampler: dict[str, int] = field(default_factory=dict)
-    torch_rng: torch.Tensor | None = None
-    python_rng: Any = None
 
-    def capture_rng(self) -> None:
-        self.torch_rng = torch.get_rng_state()
-        self.python_rng = random.getstate()
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
 
-    def restore_rng(self) -> None:
-        if self.torch_rng is not None:
-            torch.set_rng_state(self.torch_rng)
-        if self.python_rng is not None:
-            random.setstate(self.python_rng)
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> RunState:
+        """Raises TypeError for other fields than `as_json` has."""
+        return cls(**saved)

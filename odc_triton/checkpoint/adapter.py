@@ -1,0 +1,69 @@
+"""PEFT's adapters on models that have no weights yet, and out of sharded ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .values import read_whole, sharded_parameters
+
+
+def with_adapter(model: nn.Module, config: Any) -> nn.Module:
+    """`peft.get_peft_model(model, config)` for a model on the meta device too, to be sharded next.
+
+    PEFT leaves the adapters of such a model on the meta device, and what initialises a transformers model does not
+    know that one of a pair must start at 0. Here they get memory and PEFT's own first values, drawn as on any model.
+
+    Raises NotImplementedError for adapters that don't have A and B alone (DoRA, modules_to_save, trained embeddings).
+    """
+    from peft import get_peft_model
+    from peft.tuners.lora import LoraConfig, LoraLayer
+
+    if not isinstance(config, LoraConfig):
+        raise NotImplementedError(f"{type(config).__name__} is not supported: give a peft.LoraConfig")
+    if config.use_dora or config.modules_to_save or config.init_lora_weights is not True:
+        raise NotImplementedError(
+            "use_dora, modules_to_save and init_lora_weights need weights to start from: leave out"
+        )
+    adapted = get_peft_model(model, config)
+    for module in adapted.modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        for name in module.active_adapters:
+            if len(module.lora_embedding_A):
+                raise NotImplementedError("adapters of embeddings are not supported: leave them out of target_modules")
+            pair = (module.lora_A[name], module.lora_B[name])
+            if any(part.weight.is_meta for part in pair):
+                for part in pair:
+                    part.to_empty(device="cpu")
+                module.reset_lora_parameters(name, init_lora_weights=True)
+    return adapted
+
+
+def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+    """Writes the adapter of a sharded PEFT model into `folder`, as PEFT's `save_pretrained` would. Rank 0 alone."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    adapters = list(model.peft_config)
+    if len(adapters) != 1:
+        raise ValueError(f"the model has adapters {adapters}: only one can be saved")
+    (adapter,) = adapters
+    parameters = sharded_parameters(model)
+    weights = {
+        name: read_whole(model, parameters.get(id(value), value), dtype)
+        for name, value in model.named_parameters()
+        if value.requires_grad or model.base_model.prefix in name
+    }
+    state = get_peft_model_state_dict(model, state_dict=weights, adapter_name=adapter, save_embedding_layers=False)
+    tensors = {name: value.contiguous() for name, value in state.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = model.peft_config[adapter]
+    was, config.inference_mode = config.inference_mode, True  # as PEFT saves it
+    try:
+        config.save_pretrained(folder)
+    finally:
+        config.inference_mode = was

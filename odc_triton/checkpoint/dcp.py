@@ -1,0 +1,245 @@
+"""Files of torch.distributed.checkpoint (DCP), written and read without its collectives and without trusting them.
+
+Every rank writes its own rows and a list of them (`write_part`); rank 0 joins the lists into DCP's `.metadata`
+(`join_parts`). Reading needs no other rank (`read_into`). The files are what `dcp.save` writes and `dcp.load` reads.
+
+[Note: pickles] `.metadata` is a pickle, and DCP reads it, and values that are no tensors, by an unpickler that runs
+whatever they say. Here the first goes through one that knows DCP's own records only, the second through
+`torch.load(weights_only=True)`, as tensors do in DCP too. A record may name files of its own folder only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import io
+import os
+import pathlib
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+    SavePlan,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
+
+from ..errors import CheckpointCorrupt
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A file as it was meant to be."""
+
+    size_bytes: int
+    sha256: str
+
+
+class _DigestedFile:
+    """A binary file that is only appended to; keeps the digest of what was written, and why a write failed."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._digest = hashlib.sha256()
+        self._size_bytes = 0
+        self.problem: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            count = self._file.write(data)
+        except OSError as error:  # torch.save hides it behind one of its own
+            self.problem = error
+            raise
+        self._digest.update(data)
+        self._size_bytes += count
+        return count
+
+    def tell(self) -> int:
+        return self._size_bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._file.closed
+
+    def written(self) -> Written:
+        return Written(size_bytes=self._size_bytes, sha256=self._digest.hexdigest())
+
+
+class DigestedFiles(FileSystem):
+    """A folder to write to, on the disk when a stream is closed. It is not made here: where it has vanished, that is
+    an error."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, Written] = {}
+
+    def mkdir(self, path: Any) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        file = _DigestedFile(Path(path))
+        try:
+            yield file
+            if not file.closed:
+                file.flush()
+                os.fsync(file.fileno())
+                file.close()
+        except BaseException:
+            with contextlib.suppress(OSError):  # what is left in the buffer fails again
+                file.close()
+            if file.problem is not None:
+                raise file.problem from None
+            raise
+        self.written[Path(path).name] = file.written()
+
+
+def write_part(folder: Path, rank: int, state: Mapping[str, Any]) -> dict[str, Written]:
+    """Writes this rank's shards of a nested state dict, and on rank 0 what every rank has alike. Returns its files.
+
+    `folder` must be there. Raises OSError.
+    """
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state), None, is_coordinator=True)
+    if rank != 0:
+        planner.state_dict = {name: value for name, value in planner.state_dict.items() if _is_split(value)}
+    files = DigestedFiles()
+    writer = FileSystemWriter(folder)
+    writer.fs = files
+    plan = writer.prepare_local_plan(planner.create_local_plan())
+    (plan,), metadata = create_default_global_save_plan([plan])
+    plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]  # names its file after the rank
+    results = writer.write_data(planner.finish_plan(plan), planner).wait()
+    metadata.planner_data = planner.mappings  # how the flat names nest
+    metadata.storage_data = {result.index: result.storage_data for result in results}
+    metadata.version = CURRENT_DCP_VERSION
+    with files.create_stream(folder / _list_name(rank), "wb") as file:
+        pickle.dump(metadata, file)
+    return {name: file for name, file in files.written.items() if name != _list_name(rank)}
+
+
+def _list_name(rank: int) -> str:
+    return f"__{rank}{METADATA}"
+
+
+def _is_split(value: Any) -> bool:
+    return isinstance(value, DTensor) and any(placement.is_shard() for placement in value.placements)
+
+
+def join_parts(folder: Path, world: int) -> dict[str, Written]:
+    """Makes DCP's `.metadata` of the ranks' lists, removes these, and returns the new file. Raises OSError."""
+    joined = read_metadata(folder, _list_name(0))
+    for rank in range(1, world):
+        part = read_metadata(folder, _list_name(rank))
+        for name, entry in part.state_dict_metadata.items():
+            ours = joined.state_dict_metadata.setdefault(name, entry)
+            if ours is not entry:
+                ours.chunks += entry.chunks
+        joined.storage_data |= part.storage_data
+        joined.planner_data |= part.planner_data
+    files = DigestedFiles()
+    with files.create_stream(folder / METADATA, "wb") as file:
+        pickle.dump(joined, file)
+    for rank in range(world):
+        (folder / _list_name(rank)).unlink()
+    return files.written
+
+
+# ------------------------------------------------------------------ reading
+
+
+class _Records(pickle.Unpickler):
+    """See [Note: pickles]."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("pathlib") and name.endswith("Path"):
+            return pathlib.PurePosixPath  # where it was written: nobody looks there
+        if (module, name) in _KNOWN_RECORDS or (
+            module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        ):
+            return getattr(importlib.import_module(module), name)
+        raise CheckpointCorrupt(f"it names {module}.{name}, which no checkpoint needs; it is not read")
+
+
+_DCP = "torch.distributed.checkpoint"
+_KNOWN_RECORDS = {
+    *(
+        (f"{_DCP}.metadata", name)
+        for name in (
+            *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex"),
+            *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+}
+
+
+def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
+    """What a checkpoint holds. Raises CheckpointCorrupt for what DCP did not write, OSError."""
+    path = folder / name
+    data = path.read_bytes()
+    try:
+        metadata = _Records(io.BytesIO(data)).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it is a {type(metadata).__name__}")
+        for info in metadata.storage_data.values():
+            if not isinstance(info.relative_path, str) or Path(info.relative_path).name != info.relative_path:
+                raise ValueError(f"it names {info.relative_path!r}, which is no file of its folder")
+    except Exception as error:  # an unpickler raises anything
+        raise CheckpointCorrupt(f"{path} can't be read as a checkpoint's list of contents: {error}") from error
+    if metadata.planner_data is None:
+        metadata.planner_data = {}
+    return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+def read_into(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:
+    """Fills the tensors of a flat state dict in place, and replaces its other values. This rank reads by itself.
+
+    Tensors may be split in any way. Raises CheckpointCorrupt, OSError.
+    """
+    planner = _Planner(flatten_state_dict=False)
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(metadata, is_coordinator=True)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    try:
+        reader.read_data(planner.finish_plan(plan), planner).wait()
+    except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as error:
+        raise CheckpointCorrupt(f"{folder} has values that can't be read: {error}") from error
+
+
+def tensors_of(metadata: Metadata) -> dict[str, torch.Size]:
+    """Names and shapes of the tensors that a checkpoint holds."""
+    entries = metadata.state_dict_metadata.items()
+    return {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}

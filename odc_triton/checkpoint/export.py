@@ -1,0 +1,125 @@
+"""A sharded model out into a Hugging Face folder, or its adapter into one of PEFT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..api import engine_of
+from ..module import is_sharded
+from ..plan import find_units
+from .adapter import write_adapter
+from .aside import folder_aside
+from .pretrained import empty_copy, transformers_part
+from .values import read_whole, sharded_parameters
+
+SHARD_BYTES = 2 * 2**30
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    tokenizer: Any = None,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    overwrite: bool = False,
+) -> None:
+    """Writes config, safetensors and tokenizer of a sharded transformers model, for plain transformers to load.
+
+    Rank 0 calls it, alone, outside of a minibatch, while the others wait. Of a PEFT model the adapter is written.
+    Parameters are saved in `dtype`, by default the compute dtype. Rank 0 holds one unit and one file's tensors,
+    `shard_bytes`, in memory meanwhile. The folder is written aside and renamed, so it is there whole or not at all.
+
+    Raises TypeError for another kind of model, FileExistsError for a folder with something in it, unless `overwrite`,
+    RuntimeError on other ranks and for parameters that have no values here, OSError.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        raise RuntimeError(f"save_pretrained on rank {dist.get_rank()}: it writes on rank 0 only, call it there")
+    if not is_sharded(model):
+        raise TypeError(f"{type(model).__name__} is not a sharded transformers model: save its state_dict() instead")
+    prefix, part = transformers_part(model)
+    with folder_aside(folder, overwrite=overwrite) as aside:
+        if prefix:
+            write_adapter(model, aside, dtype)
+        else:
+            _write_model(part, aside, dtype, shard_bytes)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(aside)
+
+
+def _write_model(model: nn.Module, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    from safetensors.torch import save_file
+    from transformers.core_model_loading import revert_weight_conversion
+
+    empty = empty_copy(model)
+    compute_dtypes = {p.leaf.dtype for p in engine_of(model).parameters if p.leaf.is_floating_point()}
+    saved_dtype = dtype or (compute_dtypes.pop() if len(compute_dtypes) == 1 else model.dtype)
+    empty.config.dtype = str(saved_dtype).removeprefix("torch.")
+    empty.config.architectures = [type(empty).__name__]
+    if empty.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(empty, folder, config=empty.config)
+    empty.config.save_pretrained(folder)
+    if empty.can_generate():
+        model.generation_config.save_pretrained(folder)
+    files: list[list[str]] = []
+    pending: dict[str, torch.Tensor] = {}
+    total_bytes = 0
+
+    def flush() -> None:
+        save_file(pending, folder / f"part-{len(files)}", metadata={"format": "pt"})
+        files.append(list(pending))
+        pending.clear()
+
+    for group in _tensors_by_unit(model, empty, dtype):
+        for name, value in revert_weight_conversion(empty, group).items():
+            if pending and sum(each.nbytes for each in pending.values()) + value.nbytes > shard_bytes:
+                flush()
+            pending[name] = value.contiguous()
+            total_bytes += value.nbytes
+    flush()
+    if len(files) == 1:
+        (folder / "part-0").rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for number, names in enumerate(files):
+        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"part-{number}").rename(folder / name)
+        weight_map |= dict.fromkeys(names, name)
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def _tensors_by_unit(
+    model: nn.Module, empty: nn.Module, dtype: torch.dtype | None
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Each unit's parameters and persistent buffers together, as what transformers merges lies in one."""
+    units = find_units(model)
+    missing = [name for name, value in model.named_parameters() if value.is_meta]
+    if missing:
+        raise RuntimeError(f"no values for {missing[:3]}: they were not sharded (ignored_params)")
+    groups: dict[str, dict[str, Any]] = {unit: {} for unit in ["", *units]}
+    parameters = sharded_parameters(model)
+    tied = getattr(empty, "all_tied_weights_keys", {})
+    names: dict[int, list[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(value), []).append(name)
+    values: dict[str, Any] = {}
+    for value in model.parameters():
+        # Of several names the one that the others are tied to.
+        name = next((name for name in names[id(value)] if name not in tied), names[id(value)][0])
+        values[name] = parameters.get(id(value), value)
+    persistent = model.state_dict().keys()
+    values |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    for name, value in values.items():
+        groups[next((unit for unit in units if name.startswith(f"{unit}.")), "")][name] = value
+    for group in groups.values():
+        yield {name: read_whole(model, value, dtype) for name, value in group.items()}

@@ -1,0 +1,293 @@
+"""Weights out of a Hugging Face folder, without a private copy of the model on any rank.
+
+model = meta_causal_lm(model=folder)      # no weights
+enable_packing(model); replace_layers(model); model = fully_shard(model)
+load_pretrained_shards(model, folder)     # each rank reads its own rows
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..api import engine_of, publish
+from ..errors import CheckpointCorrupt, CheckpointDiffers
+from ..module import is_sharded, plain_class
+from ..sharded_param import ShardedParameter
+from .together import together
+from .values import sharded_parameters
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SHOWN = 5  # names that a message lists
+_ADAPTER = re.compile(r"\.(lora_|modules_to_save\.)")
+
+
+def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
+    """A causal LM of transformers in fp32: weights from a folder or hub id, or random ones for the config `init`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if init is not None:
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(init), dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.Module:
+    """A causal LM of transformers in fp32 on the meta device: of the folder or hub id `model`, or the config `init`.
+
+    `fully_shard` gives it random weights, the same ones for any number of ranks; `load_pretrained_shards` real ones.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    if (model is None) == (init is None):
+        raise ValueError("give either model (pretrained) or init (random weights)")
+    config = AutoConfig.from_pretrained(model if init is None else init)
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if model is not None and made.can_generate():
+        with contextlib.suppress(OSError):  # where it has none, that of its config stays
+            made.generation_config = GenerationConfig.from_pretrained(model)
+    return made
+
+
+def transformers_part(model: nn.Module) -> tuple[str, nn.Module]:
+    """The transformers model in `model`, itself or below an adapter's wrapping, and its prefix there.
+
+    Raises TypeError where there is none.
+    """
+    from transformers import PreTrainedModel
+
+    for name, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            return f"{name}." if name else "", module
+    raise TypeError(f"{type(model).__name__} is no transformers model: load and save its state_dict() instead")
+
+
+def empty_copy(model: nn.Module) -> nn.Module:
+    """A plain model of the class that a sharded transformers model had, on the meta device, tied, with a config of its
+    own."""
+    cls = plain_class(model) if is_sharded(model) else type(model)
+    with torch.device("meta"):
+        empty = cls(copy.deepcopy(model.config))
+    empty.tie_weights()
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        empty._weight_conversions = conversions
+    return empty
+
+
+@dataclass(slots=True)
+class _Source:
+    """What one or more tensors of the model are made of: names in the files, and transformers' converter, if any."""
+
+    names: list[str] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)
+    converter: Any = None
+
+
+class _Files:
+    """The safetensors files of a folder, opened when needed; only what is asked for is read."""
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        self._open, self._folder = safe_open, folder
+        self._opened: dict[str, safe_open] = {}
+        if (index := folder / _INDEX).exists():
+            try:
+                self.file_of = dict(json.loads(index.read_bytes())["weight_map"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise CheckpointCorrupt(f"{index} is no index of safetensors: {error}") from error
+            odd = [name for name in self.file_of.values() if Path(name).name != name]
+            if odd:
+                raise CheckpointCorrupt(f"{index} names {odd[0]!r}, which is no file of its folder")
+        elif (folder / _SINGLE).exists():
+            self.file_of = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
+        elif pickles := sorted(path.name for path in folder.glob("*.bin")):
+            raise ValueError(
+                f"{folder} has its weights in {pickles[0]}, a pickle, which can't be read in parts: convert it once, "
+                f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(another_folder)"
+            )
+        else:
+            raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}: it holds no model's weights")
+
+    def _file(self, name: str) -> safe_open:
+        if name not in self._opened:
+            try:
+                self._opened[name] = self._open(self._folder / name, framework="pt")
+            except Exception as error:  # safetensors' own kind is not exported
+                raise CheckpointCorrupt(f"{self._folder / name} can't be read: {error}") from error
+        return self._opened[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(self.file_of[name]).get_slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._file(self.file_of[name]).get_tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        return self._file(self.file_of[name]).get_slice(name)[start:stop]
+
+
+def weights_folder(source: str | Path) -> Path:
+    """A local folder itself; of a hub id the folder where its safetensors lie, which are fetched where allowed."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
+
+
+@torch.no_grad()
+def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
+    """Fills a sharded transformers model, also below PEFT's adapters, from safetensors. Collective.
+
+    `source`: a folder or a hub id. Each rank reads its own rows of each tensor, one at a time; what transformers
+    makes of several tensors (experts that are merged) it makes of them one result at a time. Values are cast to the
+    masters' dtype. Adapters' weights are left as they are.
+
+    On every rank, before anything is overwritten: CheckpointDiffers when names or shapes are of another model,
+    CheckpointCorrupt, CheckpointFailed with the cause for pickled (.bin) or missing files. Warns of tensors in the
+    files that the model has no place for.
+    """
+    engine = engine_of(model)
+    purpose = "load pretrained weights"
+    with together(engine, purpose):
+        files = _Files(weights_folder(source))
+        places = _places(model)
+        sources, unexpected = _sources(model, files, places)
+        _check(places, sources, files)
+        engine.drain(purpose)
+    with together(engine, purpose):
+        for target, source_of in sources.items():
+            for name, take in _values(target, source_of, files, model):
+                _fill(places[name], take, engine.rank)
+    publish(model)
+    if unexpected and engine.rank == 0:
+        names = f"{', '.join(unexpected[:_SHOWN])}{', …' if len(unexpected) > _SHOWN else ''}"
+        warnings.warn(f"{source} has {len(unexpected)} tensors that the model has no place for: {names}", stacklevel=2)
+
+
+Place = ShardedParameter | torch.Tensor
+
+
+def _places(model: nn.Module) -> dict[str, Place]:
+    """Everything to be filled, by the names of the plain transformers model; a tied one by each of its names."""
+    prefix, part = transformers_part(model)
+    parameters = sharded_parameters(model)
+    places: dict[str, Place] = {}
+    for name, value in part.named_parameters(remove_duplicate=False):
+        if not (prefix and _ADAPTER.search(f".{name}")):
+            places[_plain_name(name)] = parameters.get(id(value), value)
+    persistent = part.state_dict().keys()
+    places |= {_plain_name(name): value for name, value in part.named_buffers() if name in persistent}
+    return places
+
+
+def _plain_name(name: str) -> str:
+    """PEFT puts a layer that it adapts below another, as its `base_layer`."""
+    return name.replace(".base_layer.", ".")
+
+
+def _sources(model: nn.Module, files: _Files, places: dict[str, Place]) -> tuple[dict[str, _Source], list[str]]:
+    """Of what each tensor is made, as transformers itself would load it, and names in the files that nothing takes."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    _, part = transformers_part(model)
+    empty = empty_copy(part)
+    mapping = get_model_conversion_mapping(empty)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    known = empty.state_dict()
+    sources: dict[str, _Source] = {}
+    unexpected = []
+    for name in sorted(files.file_of, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, empty.base_model_prefix, known)
+        if target not in known and name in known:
+            target, pattern = name, None
+        if target not in places:
+            unexpected.append(name)
+            continue
+        source = sources.setdefault(target, _Source())
+        source.names.append(name)
+        if pattern is not None:
+            source.patterns.append(pattern)
+            source.converter = source.converter or copy.deepcopy(of_pattern[pattern])
+    ignored = [re.compile(pattern) for pattern in empty._keys_to_ignore_on_load_unexpected or ()]
+    return sources, [name for name in unexpected if not any(pattern.search(name) for pattern in ignored)]
+
+
+def _check(places: dict[str, Place], sources: dict[str, _Source], files: _Files) -> None:
+    differences = []
+    given = {id(places[target]) for target in sources}
+    made = [tuple(source.converter.target_patterns) for source in sources.values() if source.converter is not None]
+    patterns = [re.compile(pattern.replace("*", r"\d+")) for patterns in made for pattern in patterns]
+    for name, place in places.items():
+        if id(place) not in given and not any(pattern.search(name) for pattern in patterns):
+            differences.append(f"{name} is not in the files")
+            given.add(id(place))
+    for target, source in sources.items():
+        if source.converter is None:
+            shape, wanted = files.shape(source.names[0]), tuple(places[target].shape)
+            if shape != wanted:
+                differences.append(f"{target} is {list(shape)} in the files and {list(wanted)} here")
+    if differences:
+        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise CheckpointDiffers(f"the files are of another model: {'; '.join(differences[:_SHOWN])}{more}")
+
+
+class _Rows:
+    """A tensor in the files, or one that was made of them, of which rows can be had."""
+
+    def __init__(self, files: _Files, name: str) -> None:
+        self._files, self._name = files, name
+
+    def whole(self) -> torch.Tensor:
+        return self._files.read(self._name)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self._files.rows(self._name, start, stop)
+
+
+class _Made(_Rows):
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = value
+
+    def whole(self) -> torch.Tensor:
+        return self._value
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self._value[start:stop]
+
+
+def _values(target: str, source: _Source, files: _Files, model: nn.Module) -> Iterator[tuple[str, _Rows]]:
+    if source.converter is None:
+        yield target, _Rows(files, source.names[-1])
+        return
+    for name, pattern in zip(source.names, source.patterns, strict=True):
+        source.converter.add_tensor(target, name, pattern, files.read(name))
+    _, part = transformers_part(model)
+    for name, value in source.converter.convert(target, model=part, config=part.config).items():
+        yield name, _Made(value[0] if isinstance(value, list) else value)
+
+
+def _fill(place: Place, value: _Rows, rank: int) -> None:
+    if isinstance(place, ShardedParameter) and not place.spec.is_scalar:
+        start = place.first_row(rank)
+        place.master.copy_(value.rows(start, start + len(place.master)))
+    else:
+        (place.master if isinstance(place, ShardedParameter) else place).copy_(value.whole())

@@ -1,0 +1,153 @@
+"""Model and optimizer as a checkpoint has them: by name, whatever the number of ranks, FSDP2's or ours.
+
+Names are those of torch's `get_model_state_dict` and `get_optimizer_state_dict`: `model.<name>`,
+`optimizer.state.<name>.exp_avg`, `optimizer.param_groups.…`, below any prefix (`app.model.…`, `optim.state.…`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.optim import Optimizer
+
+from ..errors import CheckpointDiffers
+from .dcp import tensors_of
+
+_SHOWN = 5  # differences that a message lists
+
+
+def to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The nested state dict to write. An optimizer that never stepped has hyperparameters only."""
+    return {"model": get_model_state_dict(model), "optimizer": _optimizer_state(model, optimizer)}
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    if optimizer.state:
+        return get_optimizer_state_dict(model, optimizer)
+    # torch's function would make states by a step at a learning rate of 0, which then counts as one.
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
+    return {"state": {}, "param_groups": groups}
+
+
+def to_load(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -> dict[str, Any]:
+    """A flat state dict, by the checkpoint's names, of this rank's own tensors and of placeholders, to read into.
+
+    An optimizer that has no states gets them, of zeros. Raises CheckpointDiffers before anything is overwritten.
+    """
+    here = get_model_state_dict(model)
+    there = tensors_of(metadata)
+    prefix = _prefix(next(iter(here)), there)
+    wanted = {f"{prefix}{name}": value for name, value in here.items()}
+    differences = [
+        f"{name[len(prefix) :]} is not in the checkpoint"
+        if name not in there
+        else f"{name[len(prefix) :]} is {list(there[name])} in the checkpoint and {list(value.shape)} here"
+        for name, value in wanted.items()
+        if isinstance(value, torch.Tensor) and there.get(name) != value.shape
+    ]
+    if prefix:
+        differences += [
+            f"{name[len(prefix) :]} is not in this {type(model).__name__}"
+            for name in there
+            if name.startswith(prefix) and name not in wanted
+        ]
+    _raise_if(differences, f"the checkpoint is of another model than this {type(model).__name__}")
+    if optimizer is not None:
+        wanted |= _optimizer_to_load(model, optimizer, metadata, there)
+    return wanted
+
+
+def _raise_if(differences: list[str], words: str) -> None:
+    if differences:
+        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+        raise CheckpointDiffers(f"{words}: {'; '.join(differences[:_SHOWN])}{more}. Nothing was overwritten.")
+
+
+def _prefix(name: str, there: dict[str, torch.Size]) -> str:
+    """What stands before the model's names in the checkpoint; "model." where nothing tells."""
+    found = [other for other in there if (other == name or other.endswith(f".{name}")) and ".state." not in f".{other}"]
+    return min(found, key=len)[: -len(name)] if found else "model."
+
+
+def _trained(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return ((name, parameter) for name, parameter in model.named_parameters() if id(parameter) in held)
+
+
+def _optimizer_to_load(
+    model: nn.Module, optimizer: Optimizer, metadata: Metadata, there: dict[str, torch.Size]
+) -> dict[str, Any]:
+    base = _optimizer_prefix(metadata)
+    if base is None:
+        raise CheckpointDiffers("the checkpoint has no optimizer in it: load the model only. Nothing was overwritten.")
+    names = dict(_trained(model, optimizer))
+    if not optimizer.state:
+        optimizer.zero_grad()  # torch makes no states where there are gradients
+    states = get_optimizer_state_dict(model, optimizer)["state"]
+    kind_here = type(optimizer).__name__
+    saved: dict[str, set[str]] = {}
+    for key in metadata.state_dict_metadata:
+        if key.startswith(f"{base}state."):
+            name, _, kind = key[len(f"{base}state.") :].rpartition(".")
+            saved.setdefault(name, set()).add(kind)
+    differences = [f"it has states of {name}, which is not trained here" for name in saved.keys() - names.keys()]
+    wanted = {}
+    for name, kinds in saved.items():
+        mine = states.get(name, {})
+        differences += [f"{kind} of {name} is not in this {kind_here}" for kind in sorted(kinds - mine.keys())]
+        for kind, value in mine.items():
+            key = f"{base}state.{name}.{kind}"
+            wanted[key] = value
+            if kind not in kinds:
+                differences.append(f"{kind} of {name} is not in the checkpoint")
+            elif isinstance(value, torch.Tensor) and there.get(key) != value.shape:
+                differences.append(f"{kind} of {name} is {list(there.get(key, ()))} there and {list(value.shape)} here")
+    _raise_if(differences, f"the checkpoint is of another optimizer than this {kind_here}")
+    groups = f"{base}param_groups."
+    for name, entry in metadata.state_dict_metadata.items():
+        if name.startswith(groups):
+            is_tensor = isinstance(entry, TensorStorageMetadata)
+            wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+    return wanted
+
+
+def _optimizer_prefix(metadata: Metadata) -> str | None:
+    return next(
+        (
+            name[: f".{name}".index(".param_groups.")]
+            for name in metadata.state_dict_metadata
+            if ".param_groups." in f".{name}"
+        ),
+        None,
+    )
+
+
+def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], metadata: Metadata) -> None:
+    """Gives the optimizer the hyperparameters that were read; states that the checkpoint has none of go."""
+    if optimizer is None:
+        return
+    base = _optimizer_prefix(metadata)
+    names = dict(_trained(model, optimizer))
+    for name, parameter in names.items():
+        key = f"{base}state.{name}."
+        if not any(other.startswith(key) for other in loaded):
+            optimizer.state.pop(parameter, None)
+        else:
+            for kind in optimizer.state[parameter]:
+                if not isinstance(optimizer.state[parameter][kind], torch.Tensor):
+                    optimizer.state[parameter][kind] = loaded[key + kind]
+    of = {id(parameter): name for name, parameter in names.items()}
+    for index, group in enumerate(optimizer.param_groups):
+        by_index = f"{base}param_groups.{index}."
+        by_name = f"{base}param_groups.{of[id(group['params'][0])]}." if group["params"] else by_index
+        for name, value in loaded.items():
+            for start in (by_index, by_name):
+                kind = name[len(start) :]
+                if name.startswith(start) and "." not in kind and kind != "params":
+                    group[kind] = value

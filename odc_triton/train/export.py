@@ -1,0 +1,68 @@
+"""A checkpoint of a run into a folder that plain transformers loads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Export."""
+
+    out: str = field(metadata={"help": "folder to make"})
+    model: str | None = field(default=None, metadata={"help": "the model that was trained: local folder or hub id"})
+    init: str | None = field(default=None, metadata={"help": "or its config.json, where it began with random weights"})
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "folder, hub id or tokenizer.json; by default that of --model"}
+    )
+    dtype: Literal["fp32", "bf16"] = field(default="fp32", metadata={"help": "dtype of the weights that are written"})
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.init is None):
+            raise ValueError("give either --model or --init, as in training")
+
+
+def export(checkpoint: str | Path, options: ExportOptions) -> Path:
+    """Writes `checkpoint`, one of a run's or the newest of its folder of them, into `options.out`, and returns which.
+
+    One process reads it, whatever the number of ranks that wrote it. Raises what `load_checkpoint` and
+    `save_pretrained` do, FileNotFoundError where there is no checkpoint.
+    """
+    import torch
+
+    from odc_triton.checkpoint import meta_causal_lm, save_pretrained
+    from odc_triton.sharding import fully_shard
+    from odc_triton.train.checkpoints import load_checkpoint, newest_in
+
+    path = Path(checkpoint)
+    if not (path / ".metadata").exists():
+        newest = newest_in(path)
+        if newest is None:
+            raise FileNotFoundError(f"{path} is no checkpoint and no folder of checkpoints (step-…)")
+        path = newest
+    tokenizer = _tokenizer(options)
+    model = fully_shard(meta_causal_lm(model=options.model, init=options.init))
+    load_checkpoint(path, model=model, optimizer=None)
+    save_pretrained(model, options.out, tokenizer, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype])
+    return path
+
+
+def _tokenizer(options: ExportOptions) -> Any:
+    """None for random weights and no --tokenizer."""
+    source = options.tokenizer or options.model
+    if source is None:
+        return None
+    if Path(source).suffix == ".json":
+        from odc_triton.train.tokenizer import load_tokenizer, to_transformers
+
+        return to_transformers(load_tokenizer(source))
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError):
+        if options.tokenizer is not None:
+            raise
+        return None  # the model's folder has none

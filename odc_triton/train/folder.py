@@ -1,0 +1,83 @@
+"""A run's folder: whose it is, and that one job at a time writes to it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+# As `atomic_file` and `folder_aside` call what they write: the process's id, and random digits.
+_UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{8}(\.new|\.old)?")
+
+
+class RunFolder:
+    """`out` of a run. Rank 0 has one; its lock goes with the process, however that ends."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
+        self._lock: int | None = None
+
+    def file(self, name: str) -> Path:
+        return self.path / name
+
+    def lock(self, *, resume: str) -> None:
+        """Makes the folder and takes it for this job, and takes away what a killed job left half written.
+
+        Raises BlockingIOError while another job writes to it, FileExistsError for another run's folder unless resuming.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.file("run.json"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise BlockingIOError(f"another job writes to {self.path}: wait for it, or give another --out") from None
+        if resume == "never" and self._holds_run():
+            self.release()
+            raise FileExistsError(
+                f"{self.path} holds another run: go on with it by --resume auto, or give another --out"
+            )
+        for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
+            if _UNFINISHED.fullmatch(path.name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def take(self, identity: dict[str, Any]) -> bool:
+        """After `lock`: whether the folder holds a run to go on with; if not, it is this one's from now on.
+
+        Raises ValueError where that run's options differ.
+        """
+        if not self._holds_run():
+            os.pwrite(self._lock, json.dumps({"identity": identity}).encode(), 0)
+            os.fsync(self._lock)
+            return False
+        try:
+            saved = json.loads(self._text())["identity"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.file('run.json')} can't be read: give another --out") from error
+        require_same(saved, identity, where=str(self.path))
+        return True
+
+    def _text(self) -> bytes:
+        return os.pread(self._lock, os.fstat(self._lock).st_size, 0).strip()
+
+    def _holds_run(self) -> bool:
+        return bool(self._text()) or self.file("metrics.jsonl").exists()
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: str) -> None:
+    """Raises ValueError with every option in which the run of `where` and this one differ."""
+    names = sorted(saved.keys() | wanted.keys())
+    missing = object()
+    different = [name for name in names if saved.get(name, missing) != wanted.get(name, missing)]
+    if different:
+        words = "; ".join(f"{name} was {saved.get(name)!r} and is {wanted.get(name)!r}" for name in different)
+        raise ValueError(f"the run in {where} had other options ({words}): give the same, or another --out")

@@ -1,0 +1,180 @@
+"""What a run needs before its first step: folder, tokenizer, samples, a sharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from odc_triton.balance import CostModel
+from odc_triton.checkpoint import meta_causal_lm
+from odc_triton.hf import enable_packing
+from odc_triton.train.data import DataOptions, TokenizedDataset
+from odc_triton.train.folder import RunFolder
+from odc_triton.train.lora import add_adapters, require_peft
+from odc_triton.train.options import SftOptions
+from odc_triton.train.prepared import prepare_data
+from odc_triton.train.records import DataError
+from odc_triton.train.run import Samples
+from odc_triton.train.split import split_samples
+from odc_triton.train.tokenizer import END, TextEncoder, load_tokenizer, to_transformers
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """The same on every rank but `folder`, which only rank 0 has."""
+
+    tokenizer: Any
+    data: Samples
+    evaluation: Samples | None
+    largest_token: int
+    identity: dict[str, Any]  # what a resumed run must have in common with this one
+    folder: RunFolder | None
+    goes_on: bool  # the folder holds a run to go on with
+
+
+def prepare(options: SftOptions, *, rank: int, world: int) -> Prepared:
+    """Rank 0 takes the folder, reads and tokenises once; the others load what it wrote. Collective."""
+    if options.lora_rank:
+        require_peft()
+    tokenizer = load_any_tokenizer(options)
+    folder = RunFolder(options.out)
+
+    def take() -> tuple[bool, dict[str, Any]]:
+        folder.lock(resume=options.resume)
+        try:
+            paths = _tokenize(options, tokenizer, folder)
+            identity = options.identity(world) | {"prepared": [path.name for path in paths]}
+            return folder.take(identity), identity
+        except BaseException:
+            folder.release()
+            raise
+
+    goes_on, identity = _on_rank_0(take, rank)
+    sets = [TokenizedDataset.load(folder.file("data") / name) for name in identity["prepared"]]
+    largest = max(each.largest_token for each in sets)
+    learned, evaluation = sets[0], sets[1] if len(sets) > 1 else None
+    if options.eval_fraction:
+        learned, evaluation = split_samples(sets[0], options.eval_fraction, seed=options.seed)
+    if len(learned) < options.samples_per_rank * world:
+        raise ValueError(
+            f"{options.data} has {len(learned)} samples and one step takes {options.samples_per_rank} on each of "
+            f"{world} ranks: lower --samples-per-rank, or give more data"
+        )
+    return Prepared(
+        tokenizer=tokenizer,
+        data=learned,
+        evaluation=evaluation,
+        largest_token=largest,
+        identity=identity,
+        folder=folder if rank == 0 else None,
+        goes_on=goes_on,
+    )
+
+
+def load_any_tokenizer(options: SftOptions) -> Any:
+    """A transformers tokenizer, or this project's own from a tokenizer.json."""
+    source = options.tokenizer or options.model
+    if source is None:
+        raise ValueError("--init has no tokenizer: give --tokenizer, a folder, a hub id or a tokenizer.json")
+    if Path(source).suffix == ".json":
+        tokenizer = load_tokenizer(source)
+        if tokenizer.token_to_id(END) is None:
+            raise ValueError(
+                f"{source} has no {END} token, so this project did not make it: give the folder of its model, where "
+                f"tokenizer_config.json names its special tokens"
+            )
+        return to_transformers(tokenizer)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source)
+
+
+def _on_rank_0(make: Callable[[], Made], rank: int) -> Made:
+    """What `make()` gives on rank 0, on every rank; or its error."""
+    result: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            result = [make(), None]
+        except (OSError, ValueError) as error:
+            result = [None, error]
+    dist.broadcast_object_list(result)
+    if result[1] is not None:
+        raise result[1]
+    return result[0]
+
+
+def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder) -> list[Path]:
+    """The files of prepared samples. Their names tell one preparation from another: a position is counted in them."""
+    paths = []
+    wanted = DataOptions(max_tokens=options.token_cap, too_long=options.too_long)
+    for source in (options.data, options.eval_data):
+        if source is not None:
+            try:
+                data = prepare_data(source, TextEncoder.of(tokenizer), wanted, folder=folder.file("data"))
+            except DataError as error:
+                if "max_tokens" in str(error):
+                    raise DataError(f"{error} (by --token-cap, --truncate and --drop-long)") from error
+                raise
+            print(f"{source}: {data.summary}", flush=True)
+            paths.append(data.path)
+    return paths
+
+
+def build_model(options: SftOptions, prepared: Prepared, *, rank: int) -> tuple[nn.Module, CostModel]:
+    """The model as it is before `fully_shard`, without weights, and what its samples cost."""
+    torch.manual_seed(options.seed)
+    model = meta_causal_lm(model=options.model, init=options.init)
+    check_fit(model, prepared.data.lengths.max(), prepared.largest_token)
+    cost = CostModel.from_config(model.config.get_text_config())
+    enable_packing(model)
+    replace(model, options, rank)
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if options.lora_rank:
+        model = add_adapters(model, rank=options.lora_rank, alpha=options.lora_alpha, targets=options.lora_targets)
+    return model.train(), cost
+
+
+def precision(options: SftOptions) -> MixedPrecisionPolicy | None:
+    """Compute in bf16 where asked for; masters and sums of gradients stay fp32."""
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16) if options.dtype == "bf16" else None
+
+
+def replace(model: nn.Module, options: SftOptions, rank: int) -> None:
+    """Swaps the layers that the options ask for. Raises ValueError for a head that can't be fused."""
+    from odc_triton.replace import replace_layers
+
+    roles = ["attention", "embedding", "linear"] if options.replace_layers else []
+    if options.fused_head:
+        roles.append("head")
+    replaced = replace_layers(model, roles=roles, verbose=bool(roles) and rank == 0)
+    if options.fused_head and not replaced.swapped["head"]:
+        raise ValueError(
+            f"--fused-head: {options.model or options.init} has a head that can't be fused ("
+            f"{'; '.join(f'{name}: {why}' for name, why in replaced.left.items())}); leave it out"
+        )
+
+
+def check_fit(model: nn.Module, longest: int, largest_token: int) -> None:
+    """Raises for samples that the model can't take: tokens it does not know, more of them than it has places for."""
+    config = model.config.get_text_config()
+    if largest_token >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer made token {largest_token} and the model knows {config.vocab_size} (vocab_size): give the "
+            f"model's own --tokenizer, or a larger vocab_size in --init"
+        )
+    places = getattr(config, "max_position_embeddings", None)
+    if places is not None and longest > places:
+        raise ValueError(
+            f"the longest sample has {longest} tokens and the model is made for {places} "
+            f"(max_position_embeddings): set --token-cap {places} and --truncate, which cuts longer samples off"
+        )

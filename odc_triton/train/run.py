@@ -1,0 +1,231 @@
+"""One rank's side of a training run: one step, one evaluation, and what must be saved of it."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from odc_triton.api import engine_of, minibatch
+from odc_triton.balance import CostModel, MinibatchSampler
+from odc_triton.balance.collate import Pack, count_target_tokens, pack_collate, to_device
+from odc_triton.balance.strategies import assign
+from odc_triton.events import Event, total_s
+from odc_triton.hf import summed_loss
+from odc_triton.train.agreement import Agreed, Told, agree
+from odc_triton.train.clipping import clip, own_gradients, square_norm
+from odc_triton.train.data import TokenizedDataset
+from odc_triton.train.folder import require_same
+from odc_triton.train.options import SftOptions
+from odc_triton.train.schedule import warmup_cosine
+from odc_triton.train.split import SampleSubset
+from odc_triton.train.state import RunState
+
+Samples = TokenizedDataset | SampleSubset
+SHOWN_MINIBATCHES = 3  # in the report's timeline
+
+
+class TooManySkipped(RuntimeError):
+    """More steps than `max_skipped` had a loss or a gradient that is not finite."""
+
+
+class SftRun:
+    """Model, optimizer, samples and where it stands."""
+
+    def __init__(
+        self,
+        *,
+        options: SftOptions,
+        model: nn.Module,
+        data: Samples,
+        cost: CostModel | None = None,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        """`model` is sharded already, and packing was enabled on it before that. `identity`: what a run that goes on
+        with this one must have in common with it, by default the options'.
+        """
+        self.options, self.model, self.data, self.cost = options, model, data, cost
+        self.engine = engine_of(model)
+        self.identity = identity or options.identity(self.engine.world)
+        self.state = RunState()
+        self.optimizer = torch.optim.AdamW(
+            [parameter for parameter in model.parameters() if parameter.requires_grad],
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+        )
+        self.sampler = MinibatchSampler(
+            data.lengths.tolist(),
+            options.samples_per_rank,
+            options.token_cap,
+            balance=options.balance,
+            seed=options.seed,
+            rank=self.engine.rank,
+            world=self.engine.world,
+            cost=cost,
+            drop_last=True,
+        )
+        epochs = 1.0 if options.epochs is None else options.epochs
+        self.steps = options.steps or max(round(epochs * len(self.sampler)), 1)
+        self.stop: int | None = None  # the signal that the ranks have agreed to stop by
+        self.save_is_due = False
+        self.recent: deque[list[Event]] = deque(maxlen=SHOWN_MINIBATCHES)
+        self._epoch = iter(self.sampler)
+        self._agreed_s = time.monotonic()
+
+    # ------------------------------------------------------------------ a step
+
+    def next_packs(self) -> list[Pack]:
+        """This rank's packs of the next minibatch, over as many epochs as it takes."""
+        packs = next(self._epoch, None)
+        if packs is None:
+            self._epoch = iter(self.sampler)
+            packs = next(self._epoch)
+        return pack_collate([[self.data[index] for index in pack] for pack in packs])
+
+    def train_step(
+        self,
+        *,
+        wish: Callable[[], int | None] = lambda: None,
+        look: Callable[[], None] = lambda: None,
+        save_by_clock: Callable[[], bool] = lambda: False,
+    ) -> dict[str, Any]:
+        """One minibatch and one optimizer step; returns metrics of all ranks together, the same on every rank.
+
+        `wish`: the signal by which this rank was asked to stop; `look` is called between microbatches; `save_by_clock`:
+        whether a checkpoint is due. What the ranks agreed on is then in `stop` and `save_is_due`.
+
+        Raises MinibatchFailed on all ranks for what a microbatch, or reading its samples, raised on any;
+        TooManySkipped.
+        """
+        state = self.state
+        start_s = time.monotonic()
+        loss_sum, tokens = self._minibatch(look)
+        gradients, counted = own_gradients(self.model.parameters(), self.engine.rank)
+        events = self.engine.events.drain()
+        told_s = time.monotonic()
+        agreed = agree(
+            self.engine,
+            Told(
+                loss_sum=loss_sum.item(),
+                square_norm=square_norm(counted),
+                waited_s=total_s(events, "wait"),
+                passed_s=told_s - self._agreed_s,
+                stop=wish(),
+                save=save_by_clock(),
+            ),
+        )
+        self._agreed_s = told_s
+        self.recent.append(events)
+        lr = self._step(agreed, gradients)
+        state.step += 1
+        state.tokens += tokens
+        state.sampler = self.sampler.state_dict()
+        self.stop, self.save_is_due = agreed.stop, agreed.save
+        took_s = time.monotonic() - start_s
+        metrics = {
+            "step": state.step,
+            "epoch": state.sampler["epoch"] + state.sampler["minibatch"] / len(self.sampler),
+            "loss": agreed.loss_sum / tokens,
+            "lr": lr,
+            "grad_norm": agreed.norm,
+            "tokens": state.tokens,
+            "target_tokens_per_s": tokens / took_s,
+            "idle": agreed.idle,
+            "seconds": took_s,
+            "skipped": state.skipped,
+        }
+        if state.skipped > self.options.max_skipped:
+            raise TooManySkipped(
+                f"step {state.step}: the loss is {metrics['loss']} and the gradient's norm {agreed.norm}; that makes "
+                f"{state.skipped} skipped steps, more than --max-skipped {self.options.max_skipped}. Lower --lr, look "
+                f"at the data, or go on from an older checkpoint by --resume FOLDER"
+            )
+        return metrics
+
+    def _minibatch(self, look: Callable[[], None]) -> tuple[torch.Tensor, int]:
+        """This rank's loss, summed over its targets, and the targets of all ranks; gradients have landed."""
+        device = self.engine.heap.device
+        problem: Exception | None = None
+        try:
+            packs = self.next_packs()
+        except Exception as error:  # raised below, where the other ranks hear of it
+            packs, problem = [], error
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        with minibatch(self.model, tokens=count_target_tokens(packs)) as mb:
+            if problem is not None:
+                raise problem
+            for pack in packs:
+                look()
+                loss = summed_loss(self.model, to_device(pack, device))
+                (loss / mb.tokens).backward()
+                loss_sum += loss.detach()
+        return loss_sum, mb.tokens
+
+    def _step(self, agreed: Agreed, gradients: list[torch.Tensor]) -> float:
+        """The optimizer's step, if all is finite; returns its learning rate."""
+        options = self.options
+        lr = options.lr * warmup_cosine(
+            self.state.step, steps=self.steps, warmup_steps=options.warmup_steps, floor=options.lr_floor
+        )
+        if agreed.finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            clip(gradients, norm=agreed.norm, largest=options.clip_norm)
+            self.optimizer.step()
+        else:
+            self.state.skipped += 1
+        self.optimizer.zero_grad()
+        return lr
+
+    # ------------------------------------------------------------------ evaluation
+
+    @torch.no_grad()
+    def evaluate(self, data: Samples) -> float:
+        """Mean loss over all targets of `data`: no minibatch, every rank its share of the samples, one meeting."""
+        shares = assign(
+            data.lengths.tolist(),
+            ranks=self.engine.world,
+            token_cap=self.options.token_cap,
+            balance="mini",
+            cost=self.cost or CostModel.paper_7b(),
+        )
+        device = self.engine.heap.device
+        loss_sum, targets = torch.zeros((), dtype=torch.float64, device=device), 0
+        self.model.eval()
+        try:
+            for pack in shares[self.engine.rank]:
+                (collated,) = pack_collate([[data[index] for index in pack]])
+                loss_sum += summed_loss(self.model, to_device(collated, device))
+                targets += count_target_tokens([collated])
+        finally:
+            self.model.train()
+        told = {"loss_sum": loss_sum.item(), "targets": targets}
+        messages = self.engine.meet(f"evaluation after step {self.state.step}", told)
+        self.rested()
+        total = sum(each["loss_sum"] for each in messages)
+        return total / sum(each["targets"] for each in messages) if math.isfinite(total) else math.nan
+
+    # ------------------------------------------------------------------ what is saved
+
+    def position(self) -> dict[str, Any]:
+        """All that a checkpoint needs beside the shards and random numbers, the same on every rank; JSON."""
+        return {"state": self.state.as_json(), "identity": self.identity, "seed": self.options.seed}
+
+    def resume(self, saved: dict[str, Any]) -> None:
+        """Goes to where `position` was taken. Raises ValueError where it is another kind of run's."""
+        if "state" not in saved:
+            raise ValueError("the checkpoint does not say where its run stood: it is no run's of train sft")
+        require_same(saved["identity"], self.identity, where="the checkpoint")
+        self.state = RunState.from_json(saved["state"])
+        self.sampler.load_state_dict(self.state.sampler)
+        self._epoch = iter(self.sampler)
+
+    def rested(self) -> None:
+        """Time since the last step was no idle time (a checkpoint, say)."""
+        self.engine.events.drain()
+        self._agreed_s = time.monotonic()

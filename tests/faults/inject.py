@@ -1,0 +1,131 @@
+"""Ends, or stops, a rank of a real run at a chosen moment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from odc_triton.train.options import SftOptions
+
+PHASES = ("forward", "backward", "lock", "step", "after step", "metrics", "save", "load", "export")
+# What the interpreter reports (PEP 578) while a checkpoint is written or read: each is a moment to die at.
+_FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.rmdir", "shutil.rmtree")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """`signal` to `rank` in `phase` of minibatch `minibatch`, at the `moment`-th time that it could come there."""
+
+    rank: int
+    phase: str
+    minibatch: int = 2
+    moment: int = 0
+    signal: int = signal.SIGKILL
+
+
+def run_with(rank: int, world: int, wanted: SftOptions, fault: Fault | None, folder: str) -> str:
+    """`train_sft` on one rank, temporary files in `folder`."""
+    from odc_triton.train.sft import train_sft
+
+    tempfile.tempdir = folder
+    os.environ["TMPDIR"] = folder
+    if fault is not None and fault.rank == rank:
+        _arm(fault)
+    train_sft(wanted)
+    return "ended"
+
+
+class _Trigger:
+    """Counts down to the moment."""
+
+    def __init__(self, fault: Fault) -> None:
+        self.fault, self.left, self.armed = fault, fault.moment, False
+
+    def __call__(self, *_: Any) -> None:
+        if self.armed:
+            self.left -= 1
+            if self.left < 0:
+                self.armed = False
+                os.kill(os.getpid(), self.fault.signal)
+
+
+def _arm(fault: Fault) -> None:
+    from odc_triton.train import sft
+    from odc_triton.train.checkpoints import Checkpoints
+    from odc_triton.train.metrics import MetricsFile
+    from odc_triton.train.run import SftRun
+
+    trigger = _Trigger(fault)
+
+    class FaultyRun(SftRun):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            if fault.phase in ("forward", "backward"):
+                for module in self.model.modules():
+                    if not list(module.children()):
+                        module.register_forward_hook(self._at_layer)
+            elif fault.phase == "lock":
+                self.engine.heap.try_lock = _then(self.engine.heap.try_lock, trigger)
+            elif fault.phase == "step":
+                self.optimizer.register_step_pre_hook(trigger)
+            elif fault.phase == "after step":
+                self.optimizer.register_step_post_hook(trigger)
+
+        def _at_layer(self, module: Any, given: Any, output: Any) -> None:
+            if fault.phase == "forward":
+                trigger()
+            elif getattr(output, "requires_grad", False):
+                output.register_hook(trigger)
+
+        def train_step(self, **given: Any) -> dict:
+            in_step = fault.phase in ("forward", "backward", "lock", "step", "after step")
+            trigger.armed = in_step and self.state.step == fault.minibatch
+            metrics = super().train_step(**given)
+            trigger.armed = False
+            return metrics
+
+    class FaultyCheckpoints(Checkpoints):
+        def save(self, **given: Any) -> Any:
+            trigger.armed = fault.phase == "save" and given["step"] >= fault.minibatch
+            path = super().save(**given)
+            trigger.armed = False
+            return path
+
+        def load(self, *given: Any, **named: Any) -> Any:
+            trigger.armed = fault.phase == "load"
+            state = super().load(*given, **named)
+            trigger.armed = False
+            return state
+
+    class FaultyMetrics(MetricsFile):
+        def write(self, metrics: dict) -> None:
+            trigger.armed = fault.phase == "metrics" and metrics["step"] > fault.minibatch
+            trigger()
+            super().write(metrics)
+            trigger()
+            trigger.armed = False
+
+    def save_model(*given: Any) -> Any:
+        trigger.armed = fault.phase == "export"
+        return real_save_model(*given)
+
+    real_save_model = sft.save_model
+    sft.SftRun, sft.Checkpoints, sft.save_model = FaultyRun, FaultyCheckpoints, save_model
+    sft.MetricsFile = FaultyMetrics
+    if fault.phase in ("save", "load", "export"):
+        sys.addaudithook(lambda event, _: trigger() if event in _FILE_EVENTS else None)
+
+
+def _then(function: Callable[..., bool], trigger: _Trigger) -> Callable[..., bool]:
+    def called(*given: Any) -> bool:
+        took = function(*given)
+        if took:
+            trigger()
+        return took
+
+    return called

@@ -1,0 +1,130 @@
+"""One trial: a run with a fault, what it must leave, and its resumption, which must end as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from odc_triton.train.checkpoints import verify
+from odc_triton.train.metrics import read_metrics
+from odc_triton.train.options import SftOptions
+from tests import ranks
+from tests.faults.inject import Fault, run_with
+
+WITHIN_S = 10.0  # of the death, or of the deadline
+DEADLINE_S = 8.0  # of trials in which a rank is stopped; a shorter one could be passed by a busy machine
+# Gradients are added in the order of their arrival.
+RELATIVE = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one trial saw."""
+
+    fault: Fault
+    world: int
+    struck: bool  # there was such a moment: else the run ended before it
+    ended_s: float  # from the fault to the end of the last other rank
+    error: str  # what the others said
+    resumed_at: int  # the step that the next run went on from
+
+
+def run_trial(wanted: SftOptions, fault: Fault, *, world: int, told: bool, folder: Path, losses: list[float]) -> Result:
+    """Runs it. `told`: survivors get SIGTERM, as torchrun sends it; `losses`: of the run that nothing happened to.
+
+    Any of the promises broken is an AssertionError.
+    """
+    folder.mkdir(parents=True)
+    scratch = folder / "tmp"
+    scratch.mkdir()
+    stops = fault.signal == signal.SIGSTOP
+    out = folder / "out"
+    wanted = replace(wanted, out=str(out), resume="auto", timeout_minutes=(DEADLINE_S if stops else 120) / 60)
+    if fault.phase == "load":
+        ranks.run(run_with, world, replace(wanted, timeout_minutes=2.0, keep=9), None, str(scratch))
+        for path in (out / "checkpoints").glob("step-*"):
+            if path.name != "step-00000002":
+                shutil.rmtree(path)
+    with ranks.start(run_with, world, wanted, fault, str(scratch)) as job:
+        struck, ended_s, errors = _watch(job, fault, told)
+        pids = [process.pid for process in job.processes]
+    if struck:
+        for error in errors:
+            assert f"rank {fault.rank}" in error, f"the error does not name rank {fault.rank}: {error}"
+            assert ("DeadlineExceeded" if stops else "RankLost") in error, error
+        assert ended_s < WITHIN_S + (DEADLINE_S if stops else 0), f"the others took {ended_s:.1f} s to end"
+    _nothing_stays(pids, scratch)
+    resumed_at = _checkpoints_are_whole(out)
+    ends = ranks.run(run_with, world, replace(wanted, timeout_minutes=2.0), None, str(scratch))
+    assert ends == ["ended"] * world
+    _is_as_if_nothing_had_been(out, losses)
+    _nothing_stays([], scratch)
+    return Result(
+        fault=fault,
+        world=world,
+        struck=struck,
+        ended_s=ended_s,
+        error=errors[0] if errors else "",
+        resumed_at=resumed_at,
+    )
+
+
+def _watch(job: ranks.Job, fault: Fault, told: bool) -> tuple[bool, float, list[str]]:
+    """(whether the fault came, how long the others took from then on, the last lines of their errors)."""
+    victim = job.processes[fault.rank]
+    others = [rank for rank in range(len(job.processes)) if rank != fault.rank]
+    deadline_s = time.monotonic() + 60
+    while victim.is_alive() and not _is_stopped(victim.pid):
+        wait([victim.sentinel], timeout=0.02)
+        assert time.monotonic() < deadline_s, "the run neither ended nor met its fault"
+    start_s = time.monotonic()
+    struck = victim.is_alive() or victim.exitcode == -signal.SIGKILL
+    if struck and told:
+        for rank in others:
+            os.kill(job.processes[rank].pid, signal.SIGTERM)
+    outcomes = job.wait_for(others, timeout_s=60)
+    ended_s = time.monotonic() - start_s
+    if not struck:
+        assert all(outcome.value == "ended" for outcome in outcomes), outcomes
+        return False, ended_s, []
+    for outcome in outcomes:
+        assert outcome.error is not None, f"a survivor ended with {outcome}"
+    return True, ended_s, [(outcome.error or "").strip().splitlines()[-1] for outcome in outcomes]
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _nothing_stays(pids: list[int], scratch: Path) -> None:
+    assert list(scratch.iterdir()) == [], "temporary files stay"
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists(), f"process {pid} stays"
+        left = [name for name in os.listdir("/dev/shm") if str(pid) in name]
+        assert not left, f"shared memory stays: {left}"
+
+
+def _checkpoints_are_whole(out: Path) -> int:
+    """Verifies all finished ones; returns the newest one's step, 0 without any."""
+    found = sorted((out / "checkpoints").glob("step-*"))
+    for path in found:
+        verify(path)
+    return int(found[-1].name.removeprefix("step-")) if found else 0
+
+
+def _is_as_if_nothing_had_been(out: Path, losses: list[float]) -> None:
+    lines = read_metrics(out / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, len(losses) + 1))
+    for line, want in zip(lines, losses, strict=True):
+        assert abs(line["loss"] - want) <= RELATIVE * want, f"step {line['step']}: {line['loss']}, not {want}"
+    assert (out / "model" / "model.safetensors").exists()
+    rests = [path.name for path in [*out.iterdir(), *(out / "checkpoints").iterdir()] if path.name.startswith(".")]
+    assert set(rests) <= {".lock"}, f"unfinished files stay: {rests}"
