@@ -10,6 +10,7 @@ several ranks. With `evaluation_mode` accelerate does not, and from 1.14 on it l
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainingArguments
@@ -31,10 +26,11 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import is_accelerate_available
 
-from ..api import engine_of, minibatch
+from ..api import engine_of, minibatch, publish
 from ..balance import CostModel, MinibatchSampler
 from ..balance.collate import PackedDataset, count_target_tokens, pack_collate
-from ..checkpoint import save_pretrained
+from ..checkpoint import dcp as files
+from ..checkpoint import save_pretrained, training_state
 from ..module import is_sharded
 from .loss import summed_loss
 from .packing import ATTENTION_NAME
@@ -298,12 +294,15 @@ class ODCTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if self.args.should_save:
             folder = Path(output_dir or self.args.output_dir)
-            save_pretrained(self.model, folder, self.processing_class)
+            made = folder / ".model"
+            save_pretrained(self.model, made, self.processing_class, overwrite=True)
+            for file in made.iterdir():  # checkpoints may lie beside it
+                os.replace(file, folder / file.name)
+            made.rmdir()
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        optimizer = get_optimizer_state_dict(self.model, self._plain_optimizer)
-        state = {"model": get_model_state_dict(self.model), "optimizer": optimizer}
+        state = training_state.to_save(self.model, self._plain_optimizer)
         dcp.save(state, checkpoint_id=Path(output_dir, SHARDS), process_group=self._group)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
@@ -315,9 +314,7 @@ class ODCTrainer(Trainer):
         return getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        state = {"model": get_model_state_dict(self.model)}
-        self._load_shards(state, resume_from_checkpoint)
-        set_model_state_dict(self.model, state["model"])
+        self._load_shards(resume_from_checkpoint, None)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
@@ -328,19 +325,22 @@ class ODCTrainer(Trainer):
         position = json.loads(Path(checkpoint, SAMPLER).read_text())
         # Trainer skips the minibatches of the epoch by itself.
         self._sampler.load_state_dict(position | {"minibatch": 0})
-        state = {"optimizer": get_optimizer_state_dict(self.model, self._plain_optimizer)}
-        self._load_shards(state, checkpoint)
-        set_optimizer_state_dict(self.model, self._plain_optimizer, state["optimizer"])
+        self._load_shards(checkpoint, self._plain_optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
-    def _load_shards(self, state: dict[str, Any], checkpoint: str) -> None:
+    def _load_shards(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> None:
+        """Reads the model and, if given, the optimizer; see [Note: pickles] in checkpoint/dcp.py."""
         shards = Path(checkpoint, SHARDS)
         if not (shards / ".metadata").exists():
             raise ValueError(
                 f"{checkpoint} has no complete {SHARDS}/ folder: it was not written by ODCTrainer, with "
                 f"save_only_model, or its writing was cut short. Resume from another one."
             )
-        dcp.load(state, checkpoint_id=shards, process_group=self._group)
+        metadata = files.read_metadata(shards)
+        wanted = training_state.to_load(self.model, optimizer, metadata)
+        files.read_into(shards, metadata, wanted)
+        training_state.take(self.model, optimizer, wanted, metadata)
+        publish(self.model)
 
 
 def _check_model(model: Any) -> None:
