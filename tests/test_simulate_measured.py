@@ -82,7 +82,7 @@ def test_the_measurement_and_its_prediction_run(tmp_path: Path) -> None:
     summary = DataSummary(
         records=6, samples=6, truncated=0, dropped_too_long=0, dropped_no_target=0, tokens=3000, target_tokens=2994
     )
-    TokenizedDataset(*arrays, summary).save(tmp_path / "data.npz")
+    TokenizedDataset.of_prompts(*arrays, summary).save(tmp_path / "data.npz")
     work = Work(dataset=str(tmp_path / "data.npz"), config=CONFIG, minibatches=[[0, 1, 2, 3, 4, 5]], token_cap=1024)
     singles, measured = launch(measure, work, 1, (32, 256, 1000), ranks=2)[0]
     predicted = predict(work, singles)

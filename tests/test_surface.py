@@ -165,6 +165,7 @@ def _state_dicts(rank: int, world: int) -> None:
     seen = []
     model.register_state_dict_post_hook(lambda module, state, prefix, local: seen.append(sorted(state)))
     model.register_load_state_dict_pre_hook(lambda module, state, *rest: seen.append(len(state)))
+    torch.distributed.barrier()  # a slower rank may still read what is zeroed now
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
