@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from .bench_options import BenchOptions
     from .profile import ProfileOptions
+    from .simulate.options import SimulateOptions
+    from .train.export import ExportOptions
     from .train.options import SftOptions
     from .tune import TuneOptions
 
@@ -92,7 +94,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "transport with a barrier per layer, and ODC; each alone in the GPUs' memory, in turns, over several rounds. "
         "Prints tokens/s, MFU, memory, idle share and the speed over the fastest baseline's.",
     )
-    _takes(bench, BenchOptions, _bench)
+    _takes_ranks(bench, BenchOptions, _bench)
 
 
 def _bench(ranks: int, wanted: BenchOptions) -> int:
@@ -110,7 +112,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         description="Supervised fine-tuning of a transformers causal LM on packed sequences. Starts the ranks on this "
         "machine; under torchrun use `torchrun -m odc_triton.train.sft` with the same options.",
     )
-    _takes(sft, SftOptions, _train_sft)
+    _takes_ranks(sft, SftOptions, _train_sft)
 
 
 def _train_sft(ranks: int, wanted: SftOptions) -> int:
@@ -159,7 +161,6 @@ def _inspect_data(options: argparse.Namespace) -> int:
 
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
-    from .options import add_arguments, read_options
     from .train.export import ExportOptions
 
     export = commands.add_parser(
@@ -168,19 +169,14 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         description="Writes model, config, generation config and tokenizer of a checkpoint into a Hugging Face folder.",
     )
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="one step-… folder, or a folder of them: the newest")
-    add_arguments(export, ExportOptions)
+    _takes(export, ExportOptions, _export, "checkpoint")
 
-    def called(options: argparse.Namespace) -> int:
-        from .train.export import export as run
 
-        try:
-            wanted = read_options(ExportOptions, options)
-        except ValueError as error:
-            export.error(str(error))
-        print(f"{run(options.checkpoint, wanted)} is in {wanted.out}")
-        return 0
+def _export(checkpoint: str, wanted: ExportOptions) -> int:
+    from .train.export import export
 
-    export.set_defaults(run=called)
+    print(f"{export(checkpoint, wanted)} is in {wanted.out}")
+    return 0
 
 
 def _add_profile(commands: argparse._SubParsersAction) -> None:
@@ -192,7 +188,7 @@ def _add_profile(commands: argparse._SubParsersAction) -> None:
         description="Trains a few minibatches of random tokens under torch's profiler and prints where the time went; "
         "writes profile.json, timeline.png and traces for Perfetto.",
     )
-    _takes(profile, ProfileOptions, _profile)
+    _takes_ranks(profile, ProfileOptions, _profile)
 
 
 def _profile(ranks: int, wanted: ProfileOptions) -> int:
@@ -212,7 +208,7 @@ def _add_tune(commands: argparse._SubParsersAction) -> None:
         description="Measures backends, strategies and tiles for a model's shapes on this machine's ranks and writes a "
         "table, keyed by processor, links, ranks and versions, which the layers of replace_layers then follow.",
     )
-    _takes(tune, TuneOptions, _tune)
+    _takes_ranks(tune, TuneOptions, _tune)
 
 
 def _tune(ranks: int, wanted: TuneOptions) -> int:
@@ -223,11 +219,12 @@ def _tune(ranks: int, wanted: TuneOptions) -> int:
     return 0
 
 
-def _takes(parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[int, Options], int]) -> None:
-    """Has the command take `--ranks` and the fields of the dataclass `kind`, and call `run(ranks, options)`."""
+def _takes(parser: argparse.ArgumentParser, kind: type[Options], run: Callable[..., int], *others: str) -> None:
+    """Has the command take the fields of the dataclass `kind`, and call `run` with `others`, arguments that it has
+    already, and the options.
+    """
     from .options import add_arguments, read_options
 
-    parser.add_argument("--ranks", type=int, default=1, help="processes to start on this machine (default: 1)")
     add_arguments(parser, kind)
 
     def called(options: argparse.Namespace) -> int:
@@ -235,9 +232,14 @@ def _takes(parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[
             wanted = read_options(kind, options)
         except ValueError as error:
             parser.error(str(error))
-        return run(options.ranks, wanted)
+        return run(*(getattr(options, name) for name in others), wanted)
 
     parser.set_defaults(run=called)
+
+
+def _takes_ranks(parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[int, Options], int]) -> None:
+    parser.add_argument("--ranks", type=int, default=1, help="processes to start on this machine (default: 1)")
+    _takes(parser, kind, run, "ranks")
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
@@ -268,7 +270,6 @@ def _topo(options: argparse.Namespace) -> int:
 
 
 def _add_simulate(commands: argparse._SubParsersAction) -> None:
-    from .options import add_arguments, read_options
     from .simulate.options import SimulateOptions
 
     simulate = commands.add_parser(
@@ -277,18 +278,13 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
         description="Predicts the step time and the speed-up of every schedule and balance for given sequence lengths, "
         "a model and GPUs, and ranks them. Needs no GPU. docs/simulator.md says what is modelled.",
     )
-    add_arguments(simulate, SimulateOptions)
+    _takes(simulate, SimulateOptions, _simulate)
 
-    def called(options: argparse.Namespace) -> int:
-        from .simulate.command import main as predict
 
-        try:
-            wanted = read_options(SimulateOptions, options)
-        except ValueError as error:
-            simulate.error(str(error))
-        return predict(wanted)
+def _simulate(wanted: SimulateOptions) -> int:
+    from .simulate.command import main as predict
 
-    simulate.set_defaults(run=called)
+    return predict(wanted)
 
 
 if __name__ == "__main__":

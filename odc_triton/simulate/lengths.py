@@ -70,8 +70,9 @@ def read_lengths(path: str | Path) -> tuple[list[int], str]:
     """Tokens of each sequence of a file, and in words how they were found.
 
     - `.npz` of a prepared data set (its `offsets`);
-    - `.jsonl`: per line a number, or an object with `length` or `tokens` (a number), `input_ids` (a list), `text`, or
-      `prompt` and `completion`. Of text the number of tokens is estimated: a token for every 4 bytes of UTF-8;
+    - `.jsonl`: per line a number, or an object with `length` or `tokens` (a number), `input_ids` (a list), `text`,
+      `prompt` and `completion`, or `messages`. Of text the number of tokens is estimated: a token for every 4
+      bytes of UTF-8;
     - `.json`: a list of numbers; anything else: numbers apart by white space.
 
     Raises OSError where there is no such file, ValueError naming place and value of what is no length of 1 or more.
@@ -121,6 +122,8 @@ def _text(record: dict) -> str | None:
         return str(record["text"])
     if "prompt" in record and "completion" in record:
         return f"{record['prompt']}{record['completion']}"
+    if isinstance(record.get("messages"), list):
+        return "".join(str(message.get("content")) for message in record["messages"] if isinstance(message, dict))
     return None
 
 
@@ -134,8 +137,8 @@ def _of_record(path: Path, number: int, record: object) -> object:
         if name in record:
             return len(record[name]) if isinstance(record[name], list) else record[name]
     raise ValueError(
-        f"{path}, record {number} has {', '.join(record) or 'nothing'}: give `length`, `input_ids`, `text`, or "
-        "`prompt` and `completion`"
+        f"{path}, record {number} has {', '.join(record) or 'nothing'}: give `length`, `input_ids`, `text`, "
+        "`prompt` and `completion`, or `messages`"
     )
 
 
