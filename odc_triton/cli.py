@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_profile(commands)
     _add_tune(commands)
     _add_doctor(commands)
+    _add_simulate(commands)
     options = parser.parse_args(arguments)
     try:
         status = options.run(options)
@@ -172,6 +173,30 @@ def _topo(options: argparse.Namespace) -> int:
 
     print(draw_matrix(read_topology()))
     return 0
+
+
+def _add_simulate(commands: argparse._SubParsersAction) -> None:
+    from .options import add_arguments, read_options
+    from .simulate.options import SimulateOptions
+
+    simulate = commands.add_parser(
+        "simulate",
+        help="predict step times of FSDP2 and ODC for your sequence lengths, without a GPU",
+        description="Predicts the step time and the speed-up of every schedule and balance for given sequence lengths, "
+        "a model and GPUs, and ranks them. Needs no GPU. docs/simulator.md says what is modelled.",
+    )
+    add_arguments(simulate, SimulateOptions)
+
+    def called(options: argparse.Namespace) -> int:
+        from .simulate.command import main as predict
+
+        try:
+            wanted = read_options(SimulateOptions, options)
+        except ValueError as error:
+            simulate.error(str(error))
+        return predict(wanted)
+
+    simulate.set_defaults(run=called)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .plan import ALIGNMENT_BYTES, ParameterSpec, find_units, make_plan, shard_rows
 
@@ -329,12 +329,23 @@ def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_chec
     gated = sum(name.endswith((".mlp.gate_proj", ".mlp.gate_up_proj")) for name in modules)
     if not layers or gated != layers or getattr(config, "hidden_act", None) != "silu":
         return None
+    head_norms = any(name.endswith(".q_norm") for name in modules)
+    return decoder_bytes_per_token(
+        config, itemsize=itemsize, gradient_checkpointing=gradient_checkpointing, head_norms=head_norms
+    )
+
+
+def decoder_bytes_per_token(
+    config: Any, *, itemsize: int, gradient_checkpointing: bool = False, head_norms: bool = False
+) -> int:
+    """The formula of `activation_bytes_per_token`, of a decoder's transformers config. `head_norms`: q and k norms."""
     h, a, e = config.hidden_size, config.num_attention_heads, itemsize
     g = getattr(config, "num_key_value_heads", None) or a
     d = getattr(config, "head_dim", None) or h // a
+    layers = config.num_hidden_layers
     norm = h * (4 + 2 * e) + 4
     layer = 2 * norm + e * (2 * a * d + 2 * g * d) + 4 * a + 4 * e * config.intermediate_size
-    if any(name.endswith(".q_norm") for name in modules):
+    if head_norms:
         layer += (a + g) * (d * (4 + e) + 4)
     kept = layers * e * h + layer if gradient_checkpointing else layers * layer
     return kept + norm + config.vocab_size * (e + 4)

@@ -22,6 +22,7 @@ from odc_triton.events import BUSY_KINDS, IDLE_KINDS, Event
 UNRECORDED = "unrecorded"
 NOT_BUSY = (*IDLE_KINDS, UNRECORDED)
 STATES = (*NOT_BUSY, *BUSY_KINDS)
+_ALONE = ("lock", "gather", "scatter")  # labels of waits for no other rank
 Tracks = Mapping[str, Sequence[Event]]
 
 
@@ -104,8 +105,8 @@ def meetings(events: Sequence[Event]) -> list[Meeting]:
     """The moments at which all ranks waited for each other, in order of time; none in a world of one.
 
     A meeting is a `wait` that every rank has (the n-th of the same minibatch, microbatch and label) and that
-    no rank left before the last one came; waits for locks (labels that begin with "lock") are none. Its moment
-    is when the last rank came.
+    no rank left before the last one came; waits for locks and for a rank's own bytes (labels that begin with
+    "lock", "gather", "scatter") are none. Its moment is when the last rank came.
     """
     ranks = {event.rank for event in events}
     if len(ranks) < 2:
@@ -113,7 +114,7 @@ def meetings(events: Sequence[Event]) -> list[Meeting]:
     seen: Counter[tuple] = Counter()
     groups: dict[tuple, list[Event]] = defaultdict(list)
     for event in sorted(events, key=lambda event: event.start_s):
-        if event.kind in IDLE_KINDS and not event.label.startswith("lock"):
+        if event.kind in IDLE_KINDS and not event.label.startswith(_ALONE):
             key = (event.minibatch, event.microbatch, event.label)
             seen[(event.rank, *key)] += 1
             groups[(*key, seen[(event.rank, *key)])].append(event)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.balance import BALANCES, CostModel, assign, best_fit_decreasing, pack
+from odc_triton.balance import BALANCES, CostModel, assign, assign_one, best_fit_decreasing, pack
 
 COST = CostModel.paper_7b()
 CAP = 1000
@@ -169,3 +169,12 @@ def test_refused(balance, change, message):
 def test_an_unknown_balance_is_refused_with_the_names():
     with pytest.raises(ValueError, match="balance is 'best': choose one of mini, micro, global, local"):
         assign([1], ranks=1, token_cap=1, balance="best")
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+def test_one_ranks_part_is_what_it_gets_in_the_whole(balance):
+    generator = random.Random(4)
+    lengths = [generator.randint(1, 1000) for _ in range(24)]
+    whole = assign(lengths, ranks=4, token_cap=1000, balance=balance)
+    for rank in range(4):
+        assert assign_one(lengths, rank=rank, ranks=4, token_cap=1000, balance=balance) == whole[rank]

@@ -14,6 +14,7 @@ _HOME = {
     "MinibatchSampler": "sampler",
     "PackedDataset": "collate",
     "assign": "strategies",
+    "assign_one": "strategies",
     "balanced_partition": "partition",
     "best_fit_decreasing": "packing",
     "count_target_tokens": "collate",

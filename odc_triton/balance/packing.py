@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 import operator
 from collections.abc import Sequence
 
@@ -76,10 +77,18 @@ def pack(lengths: Sequence[int], *, token_cap: int, cost: CostModel, count: int 
     def of_pack(members: list[int]) -> float:
         return sum(costs[i] for i in members)
 
-    while len(packs) < count:
-        dearest = max((members for members in packs if len(members) > 1), key=of_pack)
-        packs.remove(dearest)
-        halves = balanced_partition([costs[i] for i in dearest], 2)
-        packs += [[dearest[i] for i in half] for half in halves]
+    waiting = [(-of_pack(members), place, members) for place, members in enumerate(packs)]  # `place` breaks ties
+    heapq.heapify(waiting)
+    done, place = [], len(packs)
+    while len(done) + len(waiting) < count:
+        _, _, dearest = heapq.heappop(waiting)
+        if len(dearest) == 1:
+            done.append(dearest)
+            continue
+        for half in balanced_partition([costs[i] for i in dearest], 2):
+            members = [dearest[i] for i in half]
+            heapq.heappush(waiting, (-of_pack(members), place, members))
+            place += 1
+    packs = done + [members for _, _, members in sorted(waiting, key=lambda entry: entry[1])]
     packs = refine(packs, costs, tokens=lengths, token_cap=token_cap)
     return sorted(packs, key=of_pack, reverse=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from odc_triton.balance.cost import CostModel
 from odc_triton.balance.packing import checked_lengths
-from odc_triton.balance.strategies import BALANCES, Packs, assign
+from odc_triton.balance.strategies import BALANCES, Packs, assign, assign_one
 
 
 class MinibatchSampler:
@@ -95,7 +96,9 @@ class MinibatchSampler:
         for index in range(self.minibatch, len(self)):
             # Before the yield: a state taken when the caller has trained on this minibatch counts it as done.
             self.epoch, self.minibatch = divmod(epoch * len(self) + index + 1, len(self))
-            yield self._deal(order, index)[self.rank]
+            samples = self._samples(order, index)
+            own = assign_one([self.lengths[i] for i in samples], rank=self.rank, **self._how())
+            yield [[samples[i] for i in members] for members in own]
 
     def assignment(self, epoch: int, minibatch: int) -> list[Packs]:
         """All ranks' packs of one minibatch: a list over ranks. Leaves the position alone."""
@@ -156,16 +159,16 @@ class MinibatchSampler:
         keys = [generator.random() for _ in self.lengths]
         return sorted(range(len(keys)), key=keys.__getitem__)
 
-    def _deal(self, order: list[int], minibatch: int) -> list[Packs]:
+    def _samples(self, order: list[int], minibatch: int) -> list[int]:
         start = minibatch * self.samples_per_minibatch
-        samples = order[start : start + self.samples_per_minibatch]
-        dealt = assign(
-            [self.lengths[i] for i in samples],
-            ranks=self.world,
-            token_cap=self.token_cap,
-            balance=self.balance,
-            cost=self.cost,
-        )
+        return order[start : start + self.samples_per_minibatch]
+
+    def _how(self) -> dict[str, Any]:
+        return {"ranks": self.world, "token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}
+
+    def _deal(self, order: list[int], minibatch: int) -> list[Packs]:
+        samples = self._samples(order, minibatch)
+        dealt = assign([self.lengths[i] for i in samples], **self._how())
         return [[[samples[i] for i in members] for members in packs] for packs in dealt]
 
 

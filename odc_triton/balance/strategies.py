@@ -41,6 +41,27 @@ def assign(
     return _STRATEGIES[balance](lengths, ranks=ranks, token_cap=token_cap, cost=cost)
 
 
+def assign_one(
+    lengths: Sequence[int],
+    *,
+    rank: int,
+    ranks: int,
+    token_cap: int,
+    balance: str,
+    cost: CostModel | None = None,
+) -> Packs:
+    """`assign(...)[rank]`, without packing the other ranks' samples where nothing depends on it (LB-Mini).
+
+    What each rank runs before each minibatch: for 1,024 ranks of 16 samples a fraction of `assign`'s time. Raises as
+    `assign`, but for a `rank` that there is not: IndexError.
+    """
+    if balance != "mini":
+        return assign(lengths, ranks=ranks, token_cap=token_cap, balance=balance, cost=cost)[rank]
+    lengths = _checked(lengths, ranks, token_cap)
+    cost = cost or CostModel.paper_7b()
+    return _packed(_by_total_cost(lengths, ranks, cost)[rank], lengths, token_cap, cost)
+
+
 def local_sort(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None) -> list[Packs]:
     """LocalSort: rank r keeps the r-th run of samples, longest first, one a microbatch.
 
@@ -85,11 +106,7 @@ def lb_mini(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostMod
     """
     lengths = _checked(lengths, ranks, token_cap)
     cost = cost or CostModel.paper_7b()
-    dealt: list[Packs] = []
-    for members in balanced_partition([cost.sequence(length) for length in lengths], ranks):
-        own = [lengths[i] for i in members]
-        dealt.append(_global_indices(pack(own, token_cap=token_cap, cost=cost), members) if own else [])
-    return dealt
+    return [_packed(members, lengths, token_cap, cost) for members in _by_total_cost(lengths, ranks, cost)]
 
 
 def global_packing(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None) -> list[Packs]:
@@ -133,6 +150,16 @@ def _checked(lengths: Sequence[int], ranks: int, token_cap: int) -> list[int]:
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
     return checked_lengths(lengths, token_cap)
+
+
+def _by_total_cost(lengths: list[int], ranks: int, cost: CostModel) -> list[list[int]]:
+    return balanced_partition([cost.sequence(length) for length in lengths], ranks)
+
+
+def _packed(members: list[int], lengths: list[int], token_cap: int, cost: CostModel) -> Packs:
+    """One rank's samples in packs, counts being its own affair."""
+    own = [lengths[i] for i in members]
+    return _global_indices(pack(own, token_cap=token_cap, cost=cost), members) if own else []
 
 
 def _global_indices(packs: Packs, members: list[int]) -> Packs:

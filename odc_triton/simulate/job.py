@@ -1,0 +1,396 @@
+"""One setting simulated: a schedule and a balance, on given links, over given minibatches."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from odc_triton.balance.cost import CostModel
+from odc_triton.events import Event
+from odc_triton.simulate.dealing import ALL_BALANCES, QUEUE, Packs, deal, queue_packs
+from odc_triton.simulate.lanes import Clock, Lanes, last_rank
+from odc_triton.simulate.links import Links
+from odc_triton.simulate.memory import peak_bytes
+from odc_triton.simulate.models import Model
+from odc_triton.simulate.outcome import Outcome
+
+SCHEDULES = ("fsdp", "fsdp-no-reshard", "odc")
+_COMPUTE_BYTES, _REDUCE_BYTES = 2, 4  # bf16 is read, fp32 is added
+_STEP_BYTES = 30  # per parameter of the own shard: AdamW reads 16, writes 12, and 2 in bf16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The machine, the model and what the ranks do; the schedule and the dealing come apart.
+
+    `seconds`: forward and backward of one microbatch, given its documents' tokens, on a rank of usual speed; it is
+    spread evenly over `layers`, `forward_share` of it forward. `cost`: what balancing believes a sequence costs.
+    `model`: sizes of what is moved and kept; None: nothing is moved, memory is not told.
+
+    `checkpointing` and `fused_head` (logits are never made) count in memory only. `hybrid`: each node holds a whole
+    copy in shards, and gradients cross nodes once a minibatch; else all ranks hold one copy together. `prefetch` and
+    `overlap` as in lanes.py. `slow`: per rank how many times longer its compute takes. `jitter`: standard deviation of
+    a log-normal factor of mean 1 on each unit's compute.
+
+    Raises ValueError for numbers that are negative or not finite and for ranks that there are not.
+    """
+
+    links: Links
+    seconds: Callable[[Sequence[int]], float]
+    cost: CostModel
+    layers: int
+    model: Model | None = None
+    hybrid: bool = True
+    checkpointing: bool = True
+    fused_head: bool = True
+    forward_share: float = 1 / 3
+    meeting_s: float = 0.0
+    memory_gbs: float = math.inf
+    prefetch: bool = True
+    overlap: bool = True
+    slow: Mapping[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise ValueError(f"layers is {self.layers}: give 1 or more")
+        for name, below in (("forward_share", 1.0), ("meeting_s", math.inf), ("jitter", math.inf)):
+            value = getattr(self, name)
+            if not 0 <= value < below:
+                raise ValueError(f"{name} is {value}: give a number from 0 to below {below}")
+        if not self.memory_gbs > 0:
+            raise ValueError(f"memory_gbs is {self.memory_gbs}: bandwidths are positive")
+        for rank, factor in self.slow.items():
+            if not 0 <= rank < self.ranks:
+                raise ValueError(f"slow names rank {rank}, but there are {self.ranks}: 0 to {self.ranks - 1}")
+            if not 0 < factor < math.inf:
+                raise ValueError(f"slow[{rank}] is {factor}: give a positive factor, 1.3 for 30% longer")
+
+    @property
+    def ranks(self) -> int:
+        return self.links.ranks
+
+    @cached_property
+    def slowness(self) -> np.ndarray:
+        return np.array([self.slow.get(rank, 1.0) for rank in range(self.ranks)])
+
+    def tail_s(self, schedule: str) -> float:
+        """The optimizer step, and what ODC sends between nodes: gradients before it, parameters after it."""
+        if self.model is None:
+            return 0.0
+        shards = self.links.gpus if self.hybrid else self.ranks
+        owned = self.model.parameters / (self.ranks if schedule == "odc" else shards)
+        tail = owned * _STEP_BYTES / (1e9 * self.memory_gbs)
+        if schedule == "odc" and self.hybrid:
+            shard = self.model.parameters / shards
+            tail += self.links.replicas_s(_REDUCE_BYTES * shard) + self.links.replicas_s(_COMPUTE_BYTES * shard)
+        return tail
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Moves:
+    """Seconds of one transfer of a block's or the root's bytes: a number, or (ranks,)."""
+
+    read_block: Clock
+    read_root: Clock
+    add_block: Clock
+    add_root: Clock
+    last_add_block: Clock  # of the last microbatch, in which FSDP2 also reduces over the nodes
+    last_add_root: Clock
+
+    @classmethod
+    def of(cls, job: Job, schedule: str) -> _Moves:
+        if job.model is None:
+            return cls(
+                read_block=0.0, read_root=0.0, add_block=0.0, add_root=0.0, last_add_block=0.0, last_add_root=0.0
+            )
+        block, root = job.model.block_parameters, job.model.root_parameters
+        links, hybrid = job.links, job.hybrid
+        if schedule == "odc":
+            read = {n: np.array(links.read_s(_COMPUTE_BYTES * n, hybrid=hybrid)) for n in (block, root)}
+            add = {n: np.array(links.read_s(_REDUCE_BYTES * n, hybrid=hybrid)) for n in (block, root)}
+            last = add
+        else:
+            read = {n: links.collective_s(_COMPUTE_BYTES * n, hybrid=hybrid) for n in (block, root)}
+            add = {n: links.collective_s(_REDUCE_BYTES * n, hybrid=hybrid) for n in (block, root)}
+            across = {n: 2 * links.replicas_s(_REDUCE_BYTES * n / links.gpus) if hybrid else 0.0 for n in (block, root)}
+            last = {n: add[n] + across[n] for n in (block, root)}
+        return cls(
+            read_block=read[block],
+            read_root=read[root],
+            add_block=add[block],
+            add_root=add[root],
+            last_add_block=last[block],
+            last_add_root=last[root],
+        )
+
+    def of_rank(self, rank: int) -> _Moves:
+        """As floats."""
+        return _Moves(**{n: float(v if isinstance(v, float) else v[rank]) for n, v in vars(self).items()})
+
+
+def simulate(
+    minibatches: Sequence[Sequence[int]],
+    *,
+    job: Job,
+    schedule: str,
+    balance: str,
+    token_cap: int,
+    seed: int = 0,
+    timeline: bool = False,
+    dealt: list[list[Packs]] | None = None,
+) -> Outcome:
+    """Each of `minibatches` (tokens of every sample of all ranks) is one trial; all ranks enter it together.
+
+    Ranks that a dealing leaves with fewer microbatches join FSDP's collectives with empty ones. `timeline`: keep the
+    first trial's events. `seed`: of the jitter. `dealt`: what `deal` gave for each minibatch, if known
+    already. The same arguments give the same outcome.
+
+    Raises ValueError for an unknown schedule or balance, "queue" under FSDP, no minibatch, and as `assign`.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}: choose one of {', '.join(SCHEDULES)}")
+    if balance not in ALL_BALANCES:
+        raise ValueError(f"balance is {balance!r}: choose one of {', '.join(ALL_BALANCES)}")
+    if balance == QUEUE and schedule != "odc":
+        raise ValueError(
+            f"balance 'queue' under schedule {schedule!r}: FSDP's ranks must come equally often; use 'odc'"
+        )
+    if not minibatches:
+        raise ValueError("there are no minibatches: give at least one list of lengths")
+    entry_s = job.meeting_s if schedule == "odc" else 0.0
+    recorder = _Recorder(job.ranks, entry_s) if timeline else None
+    moves = _Moves.of(job, schedule)
+    noise = _noise(job, seed)
+    if balance == QUEUE:
+        lanes, dealt = _run_queue(minibatches, job, moves, token_cap, noise, recorder)
+    else:
+        if dealt is None:
+            dealt = [deal(m, ranks=job.ranks, token_cap=token_cap, balance=balance, cost=job.cost) for m in minibatches]
+        lanes = _run(dealt, schedule, job, moves, noise, recorder)
+    shape = (len(minibatches), job.ranks)
+    over, busy, exposed, waited = (np.broadcast_to(value, shape) for value in lanes)
+    last = last_rank(over)
+    tail = job.tail_s(schedule)
+    seconds = (entry_s + last + job.meeting_s)[:, 0] + tail
+    if recorder:
+        recorder.finish(over[0], float(last[0, 0]), job.meeting_s, tail)
+    tokens = max(sum(lengths) for trial in dealt for packs in trial for lengths in packs)
+    shards = job.links.gpus if job.hybrid else job.ranks
+    return Outcome(
+        schedule=schedule,
+        balance=balance,
+        seconds=seconds,
+        busy_s=busy,
+        exposed_s=exposed,
+        waited_s=waited + (last - over) + entry_s + job.meeting_s,
+        tail_s=tail,
+        microbatches=[[len(packs) for packs in trial] for trial in dealt],
+        peak_bytes=None
+        if job.model is None
+        else peak_bytes(
+            job.model,
+            schedule,
+            shards=shards,
+            ranks=job.ranks,
+            tokens=tokens,
+            checkpointing=job.checkpointing,
+            fused_head=job.fused_head,
+        ),
+        events=recorder.events if recorder else [],
+    )
+
+
+Totals = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # over, busy, exposed, waited: (trials, ranks) each
+
+
+def _run(
+    dealt: list[list[Packs]], schedule: str, job: Job, moves: _Moves, noise: _Noise, recorder: _Recorder | None
+) -> Totals:
+    """Microbatches in the order dealt, all ranks of all trials at once."""
+    counts = np.array([[len(packs) for packs in trial] for trial in dealt])
+    work = np.zeros((int(counts.max()), *counts.shape))
+    for trial, ranks in enumerate(dealt):
+        for rank, packs in enumerate(ranks):
+            work[: len(packs), trial, rank] = [job.seconds(lengths) for lengths in packs]
+    work *= job.slowness
+    odc = schedule == "odc"
+    lanes = Lanes(
+        np.zeros(counts.shape),
+        prefetch=job.prefetch,
+        overlap=job.overlap,
+        sm_share=job.links.sm_share if not odc or job.links.engine == "sms" else 0.0,
+        record=recorder.of_all if recorder else None,
+    )
+    meet = None if odc else last_rank
+    last = np.maximum(counts - 1, 0)
+    keep = schedule == "fsdp-no-reshard"
+    for index, seconds in enumerate(work):
+        if recorder:
+            recorder.microbatch = index
+        there = (index < counts).astype(float) if odc else 1.0  # under FSDP who has nothing still comes
+        final = index == len(work) - 1
+        if keep:
+            _forward(lanes, seconds, job, moves, noise, meet, reads=1.0 if index == 0 else None)
+            _backward(lanes, seconds * (index < last), job, moves, noise, None, reads=None, adds=None, final=False)
+        else:
+            _forward(lanes, seconds, job, moves, noise, meet, reads=there)
+            _backward(lanes, seconds, job, moves, noise, meet, reads=there, adds=there, final=final)
+    if keep:
+        if recorder:
+            recorder.microbatch = len(work) - 1
+        seconds = np.take_along_axis(work, last[None], axis=0)[0]
+        _backward(lanes, seconds, job, moves, noise, meet, reads=None, adds=1.0, final=True)
+    lanes.drain()
+    return lanes.compute, lanes.busy, lanes.exposed, lanes.waited
+
+
+def _run_queue(
+    minibatches: Sequence[Sequence[int]],
+    job: Job,
+    moves: _Moves,
+    token_cap: int,
+    noise: _Noise,
+    recorder: _Recorder | None,
+) -> tuple[Totals, list[list[Packs]]]:
+    """Whoever is free first takes the dearest pack that is left; rank by rank, as only the run shows who that is."""
+    totals = np.zeros((4, len(minibatches), job.ranks))
+    dealt: list[list[Packs]] = []
+    own = [moves.of_rank(rank) for rank in range(job.ranks)]
+    sm_share = job.links.sm_share if job.links.engine == "sms" else 0.0
+    for trial, lengths in enumerate(minibatches):
+        record = recorder if trial == 0 else None
+        lanes = [
+            Lanes(
+                0.0,
+                prefetch=job.prefetch,
+                overlap=job.overlap,
+                sm_share=sm_share,
+                record=record.of_rank(rank) if record else None,
+            )
+            for rank in range(job.ranks)
+        ]
+        taken: list[Packs] = [[] for _ in lanes]
+        free = [(0.0, rank) for rank in range(job.ranks)]
+        for pack in queue_packs(lengths, ranks=job.ranks, token_cap=token_cap, cost=job.cost):
+            _, rank = heapq.heappop(free)
+            if record:
+                record.microbatch = len(taken[rank])
+            seconds = job.seconds(pack) * float(job.slowness[rank])
+            _forward(lanes[rank], seconds, job, own[rank], noise, None, reads=1.0)
+            _backward(lanes[rank], seconds, job, own[rank], noise, None, reads=1.0, adds=1.0, final=False)
+            taken[rank].append(pack)
+            heapq.heappush(free, (lanes[rank].compute, rank))
+        for rank, lane in enumerate(lanes):
+            lane.drain()
+            totals[:, trial, rank] = lane.compute, lane.busy, lane.exposed, lane.waited
+        dealt.append(taken)
+    return (totals[0], totals[1], totals[2], totals[3]), dealt
+
+
+def _forward(
+    lanes: Lanes, seconds: Clock, job: Job, moves: _Moves, noise: _Noise, meet: Callable | None, *, reads: Clock | None
+) -> None:
+    """The root and the blocks. `reads`: 1 where parameters are read, 0 for ranks that have nothing to do."""
+    each = seconds * (job.forward_share / job.layers)
+    nothing = seconds * 0.0
+    lanes.unit(nothing, "forward", read_s=None if reads is None else reads * moves.read_root, meet=meet)
+    read = None if reads is None else reads * moves.read_block
+    for _ in range(job.layers):
+        lanes.unit(noise(each), "forward", read_s=read, meet=meet)
+
+
+def _backward(
+    lanes: Lanes,
+    seconds: Clock,
+    job: Job,
+    moves: _Moves,
+    noise: _Noise,
+    meet: Callable | None,
+    *,
+    reads: Clock | None,
+    adds: Clock | None,
+    final: bool,
+) -> None:
+    each = seconds * ((1 - job.forward_share) / job.layers)
+    read = None if reads is None else reads * moves.read_block
+    add = None if adds is None else adds * (moves.last_add_block if final else moves.add_block)
+    for _ in range(job.layers):
+        lanes.unit(noise(each), "backward", read_s=read, add_s=add, meet=meet)
+    add = None if adds is None else adds * (moves.last_add_root if final else moves.add_root)
+    if add is not None:
+        lanes.unit(seconds * 0.0, "backward", add_s=add, meet=meet)
+
+
+_Noise = Callable[[Clock], Clock]
+
+
+def _noise(job: Job, seed: int) -> _Noise:
+    """Multiplies each unit's seconds by a factor of mean 1."""
+    if not job.jitter:
+        return lambda seconds: seconds
+    generator = np.random.default_rng(seed)
+    deviation = math.sqrt(math.log1p(job.jitter**2))
+
+    def noisy(seconds: Clock) -> Clock:
+        shape = None if isinstance(seconds, float) else seconds.shape
+        factor = generator.lognormal(-(deviation**2) / 2, deviation, shape)
+        return seconds * (float(factor) if shape is None else factor)
+
+    return noisy
+
+
+class _Recorder:
+    """The first trial's spans as events. Neighbouring spans of one kind and microbatch become one."""
+
+    def __init__(self, ranks: int, entry_s: float) -> None:
+        self.events: list[Event] = []
+        self.microbatch = 0
+        self._entry_s = entry_s
+        self._open: list[Event | None] = [None] * ranks
+        if entry_s:
+            for rank in range(ranks):
+                self._add(rank, "wait", -entry_s, 0.0, "enter")
+
+    def of_all(self, kind: str, start: Clock, end: Clock, label: str) -> None:
+        shape = len(self._open)
+        starts, ends = (np.broadcast_to(np.atleast_2d(each)[0], shape).tolist() for each in (start, end))
+        for rank, (start_s, end_s) in enumerate(zip(starts, ends, strict=True)):
+            self._add(rank, kind, start_s, end_s, label)
+
+    def of_rank(self, rank: int) -> Callable[[str, Clock, Clock, str], None]:
+        return lambda kind, start, end, label: self._add(rank, kind, start, end, label)
+
+    def finish(self, over: np.ndarray, last: float, meeting_s: float, tail_s: float) -> None:
+        """The exit meeting, and what follows it."""
+        self.microbatch = -1
+        for rank, own in enumerate(over.tolist()):
+            self._add(rank, "wait", own, last + meeting_s, "exit", always=True)
+            if tail_s:
+                self._add(rank, "step", last + meeting_s, last + meeting_s + tail_s, "")
+            self._close(rank)
+
+    def _add(self, rank: int, kind: str, start_s: float, end_s: float, label: str, always: bool = False) -> None:
+        start_s, end_s = start_s + self._entry_s, end_s + self._entry_s
+        if end_s <= start_s and not always:
+            return
+        last = self._open[rank]
+        microbatch = -1 if label in ("enter", "exit", "scatter at the end") else self.microbatch
+        key = (kind, microbatch, label)
+        if last is not None and (last.kind, last.microbatch, last.label) == key and last.end_s == start_s:
+            start_s = last.start_s
+        else:
+            self._close(rank)
+        self._open[rank] = Event(
+            rank=rank, kind=kind, start_s=start_s, end_s=end_s, minibatch=0, microbatch=microbatch, label=label
+        )
+
+    def _close(self, rank: int) -> None:
+        if self._open[rank] is not None:
+            self.events.append(self._open[rank])
+            self._open[rank] = None

@@ -1,0 +1,112 @@
+"""Models as a simulation needs them: sizes of their units, work and memory per token. From a transformers config."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from odc_triton.balance.cost import CostModel
+from odc_triton.footprint import decoder_bytes_per_token
+
+_QWEN = {"hidden_act": "silu", "model_type": "qwen2"}
+_FIELDS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size", "tie_word_embeddings"),
+)
+# As published.
+_SIZES = {
+    "qwen2.5-0.5b": (896, 24, 14, 2, 4864, 151936, True),
+    "qwen2.5-1.5b": (1536, 28, 12, 2, 8960, 151936, True),
+    "qwen2.5-3b": (2048, 36, 16, 2, 11008, 151936, True),
+    "qwen2.5-7b": (3584, 28, 28, 4, 18944, 152064, False),
+    "qwen2.5-14b": (5120, 48, 40, 8, 13824, 152064, False),
+    "qwen2.5-32b": (5120, 64, 40, 8, 27648, 152064, False),
+    "llama-3.1-8b": (4096, 32, 32, 8, 14336, 128256, False),
+}
+MODELS = tuple(_SIZES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """`layers` blocks of `block_parameters` each, and the root's (embedding, last norm, head).
+
+    `cost` is in FLOPs of forward and backward without recomputation. `activation_bytes`: per token, bf16, with and
+    without gradient checkpointing, logits apart; None where the architecture is not one that `footprint` knows.
+    """
+
+    name: str
+    layers: int
+    block_parameters: int
+    root_parameters: int
+    largest_parameter: int
+    cost: CostModel
+    activation_bytes: int | None
+    activation_bytes_checkpointed: int | None
+    logits_bytes: int
+    """Per token, in bf16, and their log-probabilities in fp32: what a fused head and loss never make."""
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.block_parameters + self.root_parameters
+
+    @classmethod
+    def from_config(cls, config: Any, *, name: str) -> Model:
+        """Of a decoder with gated MLPs. Norms and biases are left out of the sizes (less than 0.1%).
+
+        Raises ValueError as `CostModel.from_config`, and for a mixture of experts, whose experts are not modelled.
+        """
+        if any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+            raise ValueError(f"model {name!r} is a mixture of experts, which is not simulated: give a dense decoder")
+        cost = CostModel.from_config(config)
+        h, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or h // heads
+        inner = getattr(config, "intermediate_size", None) or 4 * h
+        block = 2 * h * heads * head_dim + 2 * h * kv_heads * head_dim + 3 * h * inner
+        table = config.vocab_size * h
+        logits = config.vocab_size * (2 + 4)
+        known = getattr(config, "hidden_act", None) == "silu"
+        kept = [
+            decoder_bytes_per_token(config, itemsize=2, gradient_checkpointing=checkpointing) - logits
+            if known
+            else None
+            for checkpointing in (False, True)
+        ]
+        return cls(
+            name=name,
+            layers=layers,
+            block_parameters=block,
+            root_parameters=table if getattr(config, "tie_word_embeddings", False) else 2 * table,
+            largest_parameter=table,
+            cost=cost,
+            activation_bytes=kept[0],
+            activation_bytes_checkpointed=kept[1],
+            logits_bytes=logits,
+        )
+
+    @classmethod
+    def find(cls, name: str) -> Model:
+        """One of `MODELS`, or a config.json, or a folder that holds one.
+
+        Raises ValueError for a name that is neither, and for a file that is no config of a decoder.
+        """
+        if name.lower() in _SIZES:
+            sizes = dict(zip(_FIELDS, _SIZES[name.lower()], strict=True))
+            return cls.from_config(SimpleNamespace(**sizes, **_QWEN), name=name.lower())
+        path = Path(name)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise ValueError(
+                f"model {name!r} is neither known nor a file: give one of {', '.join(MODELS)}, or the path of a "
+                "transformers config.json"
+            )
+        try:
+            content = json.loads(path.read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is no JSON ({error}): give a transformers config.json") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} holds a {type(content).__name__}, no object: give a transformers config.json")
+        return cls.from_config(SimpleNamespace(**content.get("text_config", content)), name=path.parent.name or name)
