@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.provenance import commit, hardware, versions
-from bench.sleeping import FORWARD_SHARE, Cell, Costs, Measured, Way, run_cells, together
+from bench.sleeping import FORWARD_SHARE, Cell, Costs, Measured, Way, main_of_rank, together
 from odc_triton.balance import CostModel
 from odc_triton.launch import launch
 from odc_triton.report import table
@@ -98,7 +98,7 @@ def expected_s(cells: Sequence[Cell], ranks: int) -> float:
 
 def measure(cells: Sequence[Cell], ranks: int) -> tuple[list[Measured], Costs]:
     """The cells on `ranks` new processes."""
-    of_ranks = launch(run_cells, cells, uuid.uuid4().hex, ranks=ranks)
+    of_ranks = launch(main_of_rank, cells, uuid.uuid4().hex, ranks=ranks)
     return together(cells, [ran for ran, _ in of_ranks]), of_ranks[0][1]
 
 

@@ -207,8 +207,6 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
 
     `name`: as `Gate`'s. All cells have as many layers.
     """
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     gate, counter = Gate(name), store_counter()
     torch.manual_seed(0)
     model = fully_shard(SleepingModel(cells[0].layers), backend="cpu")
@@ -246,8 +244,17 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
                     Ran(cell=place, way=way, index=index, start_s=start_s, end_s=end_s, slept_s=slept_s, packs=number)
                 )
     gate.close()
-    dist.destroy_process_group()
     return ran, costs
+
+
+def main_of_rank(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
+    """`run_cells` in a process that the launcher started."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    try:
+        return run_cells(cells, name)
+    finally:
+        dist.destroy_process_group()
 
 
 @dataclass(frozen=True, kw_only=True)
