@@ -163,7 +163,11 @@ def test_the_simulator_and_the_bounds_of_a_case_done_by_hand() -> None:
     assert "a meeting takes 1.00 ms, 2.0% of a layer's mean sleep of 50 ms" in words
     assert "at most 6.7%" in words
     assert "within 5% in 1 of 2" in words
-    assert len(protocol_scale.shown(rows[0])) == len(protocol_scale.COLUMNS)
+    whole = [{**rows[1], "way": way.name} if way not in (BASELINE, OURS) else rows[way == OURS] for way in WAYS]
+    (line,) = protocol_scale.cells_of(whole)
+    assert len(line) == len(protocol_scale.COLUMNS)
+    assert line[:4] == ["four", 2, 2, "1.25 / 1.33"]
+    assert line[-3:] == ["1.33", "+6.7%", "-6.2%"]
 
 
 def test_the_queues_table() -> None:
