@@ -171,12 +171,14 @@ class SleepingModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds at no compute: of one meeting at a layer, and of a layer's forward or backward with and without one.
+    """Seconds at no compute: of one meeting at a layer, of gloo's barrier instead, and of a layer's forward or backward
+    without and with a meeting.
 
     At no compute all ranks want the cores at once: an upper bound of what a layer that sleeps has beside its sleep.
     """
 
     gate_s: float
+    gloo_s: float
     layer_s: float
     layer_with_gate_s: float
 
@@ -195,11 +197,12 @@ def _costs(model: SleepingModel, x: torch.Tensor, gate: Gate, repeats: int = 20)
 
     layers = 2 * len(model.layers)
     gate_s = median(lambda: [gate.meet() for _ in range(10)], 10)
+    gloo_s = median(lambda: [dist.barrier() for _ in range(10)], 10)
     with minibatch(model, tokens=1):
         layer_s = median(lambda: model(x, 0.0).sum().backward(), layers)
         model.before_layer = gate.meet
         with_gate_s = median(lambda: model(x, 0.0).sum().backward(), layers)
-    return Costs(gate_s=gate_s, layer_s=layer_s, layer_with_gate_s=with_gate_s)
+    return Costs(gate_s=gate_s, gloo_s=gloo_s, layer_s=layer_s, layer_with_gate_s=with_gate_s)
 
 
 def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:

@@ -2,20 +2,25 @@
 
     python -m bench.work_queue [--quick] [--ranks 8] [--out FILE]
 
-Real ranks on the real engine whose layers sleep (bench/sleeping.py); the slow rank sleeps 1.3 times as long.
+Real ranks on the real engine whose layers sleep (bench/sleeping.py); the slow rank sleeps 1.3 times as long. Before
+it, computed: what the order of the queue and taking one pack ahead are worth, over many minibatches.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.protocol_scale import MEAN_SAMPLE_S, Begun, about, make_cells, measure
+from bench.protocol_scale import MEAN_SAMPLE_S, POPULATION, Begun, about, make_cells, measure
 from bench.sleeping import Measured, Way
+from odc_triton.balance import CostModel, assign, queue_packs
 from odc_triton.report import table
+from odc_triton.simulate import draw, named_lengths
+from odc_triton.simulate.lengths import NAMED
 from odc_triton.trace import write_file
 
 # Fixed before anything was measured.
@@ -24,6 +29,7 @@ SLOWER = 1.3
 SLOW_RANK = 3
 LENGTHS = ("longalign", "aime")
 SAMPLES = (2, 4, 8)
+ORDER_SAMPLES = (2, 4, 8, 16)
 MINIBATCHES = 3
 TARGETS = {1.0: 0.98, SLOWER: 1.15}  # LB-Mini's time over the queue's, at least
 
@@ -37,6 +43,59 @@ COLUMNS = (
     "simulated",
     "best possible",
 )
+
+
+def finish(costs: Sequence[float], ranks: int, slow: dict[int, float], *, ahead: bool = False) -> float:
+    """When the last rank ends, each taking the next of `costs` when it is free; `ahead`: when it begins the one before.
+
+    What `ahead` is for: reading and collating a pack while the one before computes.
+    """
+    left = iter(costs)
+    held = [next(left, None) if ahead else None for _ in range(ranks)]
+    free = [(0.0, rank) for rank in range(ranks)]
+    end = 0.0
+    while free:
+        now, rank = heapq.heappop(free)
+        cost = held[rank] if ahead else next(left, None)
+        if ahead:
+            held[rank] = next(left, None)
+        if cost is None:
+            end = max(end, now)
+        else:
+            heapq.heappush(free, (now + cost * slow.get(rank, 1.0), rank))
+    return end
+
+
+ORDER_COLUMNS = (
+    *("lengths", "samples/rank", "longest first", "planned order", "planned, one ahead"),
+    *("slow rank: planned order", "slow rank: one ahead"),
+)
+
+
+def orders(name: str, samples: int, ranks: int, *, minibatches: int = 60) -> list[object]:
+    """LB-Mini's time over the queue's, computed: a row under `ORDER_COLUMNS`."""
+    cost, cap = CostModel.paper_7b(), NAMED[name].longest
+    slow = {SLOW_RANK: SLOWER}
+    totals = dict.fromkeys(("mini", "longest", "planned", "ahead", "mini slow", "planned slow", "ahead slow"), 0.0)
+    for lengths in draw(named_lengths(name, POPULATION), samples=samples * ranks, minibatches=minibatches, seed=1):
+        costs = [
+            cost.pack(lengths[i] for i in members)
+            for members in queue_packs(lengths, ranks=ranks, token_cap=cap, cost=cost)
+        ]
+        parts = [
+            sum(cost.sequence(lengths[i]) for members in packs for i in members)
+            for packs in assign(lengths, ranks=ranks, token_cap=cap, balance="mini", cost=cost)
+        ]
+        totals["mini"] += max(parts)
+        totals["longest"] += finish(sorted(costs, reverse=True), ranks, {})
+        totals["planned"] += finish(costs, ranks, {})
+        totals["ahead"] += finish(costs, ranks, {}, ahead=True)
+        totals["mini slow"] += max(part * slow.get(rank, 1.0) for rank, part in enumerate(parts))
+        totals["planned slow"] += finish(costs, ranks, slow)
+        totals["ahead slow"] += finish(costs, ranks, slow, ahead=True)
+    ratios = [totals["mini"] / totals[key] for key in ("longest", "planned", "ahead")]
+    ratios += [totals["mini slow"] / totals[key] for key in ("planned slow", "ahead slow")]
+    return [name, samples, *(f"{ratio:.3f}x" for ratio in ratios)]
 
 
 def best_s(result: Measured, ranks: int) -> float:
@@ -104,6 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--ranks is {options.ranks}: rank {SLOW_RANK} is the slow one, give {SLOW_RANK + 1} or more")
     lengths, samples, minibatches = (LENGTHS[:1], (8,), 1) if options.quick else (LENGTHS, SAMPLES, MINIBATCHES)
     begun = Begun()
+    computed = [orders(name, count, options.ranks) for name in LENGTHS for count in ORDER_SAMPLES]
+    print(f"computed: LB-Mini's time over the queue's\n\n{table(computed, ORDER_COLUMNS)}\n", flush=True)
     cells = [
         cell
         for slow in ({}, {SLOW_RANK: SLOWER})
@@ -111,10 +172,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     results, _ = measure(cells, options.ranks)
     rows = rows_of(results, options.ranks)
-    print(table([shown(row) for row in rows], COLUMNS))
+    print(f"measured\n\n{table([shown(row) for row in rows], COLUMNS)}")
     print(f"\n{in_words(rows)}")
     if options.out:
-        report = {"rows": rows, "mean_sample_s": MEAN_SAMPLE_S, "slow_rank": SLOW_RANK, **about(begun)}
+        report = {
+            "rows": rows,
+            "computed": [dict(zip(ORDER_COLUMNS, each, strict=True)) for each in computed],
+            "mean_sample_s": MEAN_SAMPLE_S,
+            "slow_rank": SLOW_RANK,
+            **about(begun),
+        }
         write_file(options.out, (json.dumps(report, indent=1) + "\n").encode())
     return 0
 

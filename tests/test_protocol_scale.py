@@ -159,7 +159,7 @@ def test_the_simulator_and_the_bounds_of_a_case_done_by_hand() -> None:
     rows = rows_of([base, ours], 2)
     assert [row["speedup"] for row in rows] == pytest.approx([1.0, 8 / 6.4])
     assert rows[1]["speedup_bound"] == pytest.approx(8 / 6)
-    words = in_words(rows, {2: Costs(gate_s=1e-3, layer_s=1e-3, layer_with_gate_s=2e-3)}, 0.4)
+    words = in_words(rows, {2: Costs(gate_s=1e-3, gloo_s=5e-3, layer_s=1e-3, layer_with_gate_s=2e-3)}, 0.4)
     assert "a meeting takes 1.00 ms, 2.0% of a layer's mean sleep of 50 ms" in words
     assert "at most 6.7%" in words
     assert "within 5% in 1 of 2" in words
@@ -196,6 +196,20 @@ def test_the_queues_table() -> None:
     assert "all ranks equal: LB-Mini's time over the queue's is 0.984 to 0.984; 0.98 or more in 1 of 1" in words
     assert "1.15 or more in 0 of 1" in words
     assert len(work_queue.shown(rows[0])) == len(work_queue.COLUMNS)
+
+
+def test_the_queue_computed_by_hand() -> None:
+    costs = [4.0, 3.0, 2.0, 1.0]
+    assert work_queue.finish(costs, 2, {}) == 5.0
+    assert work_queue.finish(costs, 2, {0: 2.0}) == 8.0  # rank 1 has 3, 2 and 1 meanwhile
+    # Each begins with one of its own and one more in its hands: 4 and 2, 3 and 1.
+    assert work_queue.finish(costs, 2, {}, ahead=True) == 6.0
+    assert work_queue.finish([], 2, {}) == work_queue.finish([], 2, {}, ahead=True) == 0.0
+    row = work_queue.orders("aime", 4, 8, minibatches=20)
+    assert len(row) == len(work_queue.ORDER_COLUMNS)
+    longest, planned, ahead, slow, _ = (float(text.rstrip("x")) for text in row[2:])
+    assert ahead < longest < planned == pytest.approx(1.0, abs=0.002)
+    assert slow > 1.15
 
 
 def test_the_whole_run_fits_into_twenty_minutes_and_a_larger_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
