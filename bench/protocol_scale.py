@@ -142,9 +142,9 @@ def in_words(rows: Sequence[dict], costs: dict[int, Costs], mean_sample_s: float
         share = cost.gate_s / layer_s
         lines.append(
             f"{ranks} ranks, no compute: a meeting takes {cost.gate_s * 1e3:.2f} ms, {share:.1%} of a layer's mean "
-            f"sleep of {layer_s * 1e3:.0f} ms (target {OF_A_LAYER:.0%}; gloo's barrier {cost.gloo_s * 1e3:.2f} ms); a layer takes {cost.layer_s * 1e3:.2f} ms "
-            f"beside its sleep, {cost.layer_with_gate_s * 1e3:.2f} ms with the meeting, all ranks at once on this "
-            f"machine's cores"
+            f"sleep of {layer_s * 1e3:.0f} ms (target {OF_A_LAYER:.0%}; gloo's barrier {cost.gloo_s * 1e3:.2f} ms); a "
+            f"layer takes {cost.layer_s * 1e3:.2f} ms beside its sleep, {cost.layer_with_gate_s * 1e3:.2f} ms with the "
+            f"meeting, all ranks at once on this machine's cores"
         )
     off = sorted(abs(r["simulation_off"]) for r in rows)
     lines.append(
