@@ -62,7 +62,7 @@ class Cell:
         """Of one microbatch on a rank of usual speed."""
         return self.seconds_per_cost * self.cost.pack(lengths)
 
-    def job(self, ranks: int) -> Job:
+    def job(self, ranks: int, meeting_s: float) -> Job:
         """The same for the simulator."""
         return Job(
             links=Links.none(ranks),
@@ -73,13 +73,16 @@ class Cell:
             prefetch=False,
             overlap=False,
             slow=self.slow,
+            meeting_s=meeting_s,
         )
 
-    def simulated_s(self, way: Way, ranks: int) -> list[float]:
-        """Seconds of each minibatch as the simulator has them."""
+    def simulated_s(self, way: Way, ranks: int, empty_s: float = 0.0) -> list[float]:
+        """Seconds of each minibatch as the simulator has them. `empty_s`: of one without microbatches, as measured."""
+        # The simulator's FSDP meets once, at the end; here both schedules enter and leave the engine's minibatch.
+        meeting_s = empty_s / 2 if way.schedule == "odc" else empty_s
         outcome = simulate(
             self.minibatches,
-            job=self.job(ranks),
+            job=self.job(ranks, meeting_s),
             schedule=way.schedule,
             balance=way.balance,
             token_cap=self.token_cap,
@@ -171,14 +174,15 @@ class SleepingModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds at no compute: of one meeting at a layer, of gloo's barrier instead, and of a layer's forward or backward
-    without and with a meeting.
+    """Seconds at no compute: of one meeting at a layer, of gloo's barrier instead, of a minibatch without microbatches
+    (its two meetings), and of a layer's forward or backward without and with a meeting.
 
     At no compute all ranks want the cores at once: an upper bound of what a layer that sleeps has beside its sleep.
     """
 
     gate_s: float
     gloo_s: float
+    empty_s: float
     layer_s: float
     layer_with_gate_s: float
 
@@ -198,11 +202,17 @@ def _costs(model: SleepingModel, x: torch.Tensor, gate: Gate, repeats: int = 20)
     layers = 2 * len(model.layers)
     gate_s = median(lambda: [gate.meet() for _ in range(10)], 10)
     gloo_s = median(lambda: [dist.barrier() for _ in range(10)], 10)
+
+    def empty() -> None:
+        with minibatch(model, tokens=1):
+            pass
+
+    empty_s = median(empty, 1)
     with minibatch(model, tokens=1):
         layer_s = median(lambda: model(x, 0.0).sum().backward(), layers)
         model.before_layer = gate.meet
         with_gate_s = median(lambda: model(x, 0.0).sum().backward(), layers)
-    return Costs(gate_s=gate_s, gloo_s=gloo_s, layer_s=layer_s, layer_with_gate_s=with_gate_s)
+    return Costs(gate_s=gate_s, gloo_s=gloo_s, empty_s=empty_s, layer_s=layer_s, layer_with_gate_s=with_gate_s)
 
 
 def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
@@ -287,8 +297,8 @@ class Measured:
         return self.total / sum(self.largest_work) - 1
 
 
-def together(cells: Sequence[Cell], of_ranks: Sequence[Sequence[Ran]]) -> list[Measured]:
-    """What `run_cells` returned on every rank, by cell and way."""
+def together(cells: Sequence[Cell], of_ranks: Sequence[Sequence[Ran]], empty_s: float = 0.0) -> list[Measured]:
+    """What `run_cells` returned on every rank, by cell and way, beside the simulation, which is told `empty_s`."""
     results = []
     for place, cell in enumerate(cells):
         for number, way in enumerate(cell.ways):
@@ -302,7 +312,7 @@ def together(cells: Sequence[Cell], of_ranks: Sequence[Sequence[Ran]]) -> list[M
                     cell=cell,
                     way=way,
                     seconds=[max(r.end_s for r in m) - min(r.start_s for r in m) for m in minibatches],
-                    simulated=cell.simulated_s(way, len(of_ranks)),
+                    simulated=cell.simulated_s(way, len(of_ranks), empty_s),
                     mean_work=[sum(map(cell.seconds, ([n] for n in m))) / len(of_ranks) for m in cell.minibatches],
                     largest_work=[max(r.slept_s for r in m) for m in minibatches],
                     microbatches=[[r.packs for r in m] for m in minibatches],

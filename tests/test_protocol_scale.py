@@ -144,6 +144,9 @@ def test_the_simulator_and_the_bounds_of_a_case_done_by_hand() -> None:
     assert of.simulated_s(Way(schedule="fsdp", balance="local"), 2) == pytest.approx([9.0])
     assert of.simulated_s(OURS, 2) == pytest.approx([6.0])
     assert of.simulated_s(QUEUE, 2) == pytest.approx([6.0])
+    for schedule in ("fsdp", "odc"):  # each with the minibatch's own meetings once
+        way = Way(schedule=schedule, balance="micro")
+        assert of.simulated_s(way, 2, 0.5)[0] - of.simulated_s(way, 2)[0] == pytest.approx(0.5)
     slow = cell(slow={0: 2.0})
     assert slow.simulated_s(Way(schedule="odc", balance="local"), 2) == pytest.approx([9.0])
 
@@ -159,7 +162,9 @@ def test_the_simulator_and_the_bounds_of_a_case_done_by_hand() -> None:
     rows = rows_of([base, ours], 2)
     assert [row["speedup"] for row in rows] == pytest.approx([1.0, 8 / 6.4])
     assert rows[1]["speedup_bound"] == pytest.approx(8 / 6)
-    words = in_words(rows, {2: Costs(gate_s=1e-3, gloo_s=5e-3, layer_s=1e-3, layer_with_gate_s=2e-3)}, 0.4)
+    words = in_words(
+        rows, {2: Costs(gate_s=1e-3, gloo_s=5e-3, empty_s=9e-3, layer_s=1e-3, layer_with_gate_s=2e-3)}, 0.4
+    )
     assert "a meeting takes 1.00 ms, 2.0% of a layer's mean sleep of 50 ms" in words
     assert "at most 6.7%" in words
     assert "within 5% in 1 of 2" in words
