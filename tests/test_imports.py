@@ -20,7 +20,7 @@ PURE = (
     *("topology", "unusable", "nvml", "nvml_snapshot"),
 )
 HEAVY = {"torch", "triton", "transformers", "odc_kernels"}
-MAKES_TENSORS = "balance.collate"
+NEEDS_TORCH = ("balance.collate", "balance.counter")
 # Each module may import those of lower floors and of its own. What is not named stands on top of all.
 FLOORS = [
     {"errors", "plan", "events", "balance", "trace", "options", "order", "choice", "breakdown"}
@@ -88,7 +88,7 @@ def test_the_reader_of_imports() -> None:
 
 def test_pure_modules() -> None:
     for name, path in _modules():
-        if name.split(".")[0] in PURE and name != MAKES_TENSORS:
+        if name.split(".")[0] in PURE and name not in NEEDS_TORCH:
             heavy = {top for top in (each.split(".")[0] for each in _imports_of(name, path)) if top in HEAVY}
             assert not heavy, f"{name} is pure and imports {heavy}"
 

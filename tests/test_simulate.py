@@ -176,15 +176,16 @@ def test_ranks_have_no_numbers(lengths: list[int], order: list[int], schedule: s
 @settings(deadline=None, max_examples=50)
 @given(lengths=LENGTHS, ranks=st.integers(1, 5))
 def test_the_queue_keeps_grahams_bound(lengths: list[int], ranks: int) -> None:
-    """Longest first: at most 4/3 - 1/(3 ranks) of the best possible (Graham 1969), which is at least these two."""
+    """Whoever is free takes the next: never more than the mean and one pack. The queue's order, that of a balanced
+    plan, is held to what longest first promises: 4/3 - 1/(3 ranks) of the best possible (Graham 1969)."""
     told = simulate([lengths], job=a_job(ranks), schedule="odc", balance="queue", token_cap=CAP)
-    costs = sorted((COST.pack(p) for p in queue_packs(lengths, ranks=ranks, token_cap=CAP, cost=COST)), reverse=True)
+    costs = [COST.pack(p) for p in queue_packs(lengths, ranks=ranks, token_cap=CAP, cost=COST)]
     clocks = [0.0] * ranks
     for cost in costs:
         clocks[clocks.index(min(clocks))] += cost
     assert told.step_s == pytest.approx(max(clocks), rel=1e-9)
     # List scheduling's bound, which needs no optimum: mean load and the last pack.
-    assert told.step_s <= sum(costs) / ranks + (1 - 1 / ranks) * costs[0] + 1e-9
+    assert told.step_s <= sum(costs) / ranks + (1 - 1 / ranks) * max(costs) + 1e-9
     if len(costs) <= 8 and ranks <= 3:
         assert told.step_s <= best_makespan(costs, ranks) * (4 / 3 - 1 / (3 * ranks)) * (1 + 1e-9)
 
@@ -219,7 +220,6 @@ def test_queue_packs_hold_every_sample_once_under_the_cap(lengths: list[int], ra
     assert sorted(length for pack in packs for length in pack) == sorted(lengths)
     assert max(map(sum, packs)) <= CAP
     costs = list(map(COST.pack, packs))
-    assert costs == sorted(costs, reverse=True)
     part = sum(costs) / (16 * ranks)
     assert all(len(pack) == 1 or cost <= part * (1 + 1e-9) for pack, cost in zip(packs, costs, strict=True))
 

@@ -52,6 +52,19 @@ def plain_loss(model: nn.Module, samples: TokenizedDataset | SampleSubset) -> fl
 
 
 @pytest.mark.parametrize("world", [1, 2])
+def test_packs_taken_from_a_queue_give_the_same_losses(folder: Path, tmp_path: Path, world: int) -> None:
+    seen = {}
+    for balance in ("mini", "queue"):
+        wanted = case(folder, out=str(tmp_path / balance), samples_per_rank=4 // world, balance=balance, steps=4)
+        seen[balance] = ranks.run(train, world, wanted)[0]
+    for mini, queue in zip(seen["mini"], seen["queue"], strict=True):
+        assert queue["tokens"] == mini["tokens"]
+        # the same sums in another order, fp32
+        assert queue["loss"] == pytest.approx(mini["loss"], rel=1e-5)
+        assert queue["grad_norm"] == pytest.approx(mini["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("world", [1, 2])
 def test_evaluation(folder: Path, tmp_path: Path, world: int) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,7 @@
 """Which rank computes which samples, in which microbatches. The public names, nothing else.
 
-Usable without the rest of the library, also under plain FSDP2. Names are resolved on first use: only
-`PackedDataset`, `pack_collate`, `to_device` and `count_target_tokens` import torch, and nothing here needs a device.
+Usable without the rest of the library, also under plain FSDP2. Names are resolved on first use: only `collate` and
+`counter` (see `_HOME`) import torch, and nothing here needs a device.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ _HOME = {
     "CostModel": "cost",
     "MinibatchSampler": "sampler",
     "PackedDataset": "collate",
+    "QueuedPacks": "queue",
     "assign": "strategies",
     "assign_one": "strategies",
     "balanced_partition": "partition",
@@ -25,7 +26,9 @@ _HOME = {
     "local_sort": "strategies",
     "pack": "packing",
     "pack_collate": "collate",
+    "queue_packs": "queue",
     "refine": "partition",
+    "store_counter": "counter",
     "to_device": "collate",
 }
 __all__ = sorted(_HOME)

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from odc_triton.balance.queue import QueuedPacks
+
 IGNORED = -100  # the label that torch's and transformers' losses leave out
 
 
@@ -25,6 +27,15 @@ class PackedDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, pack: Sequence[int]) -> list[Any]:
         return [self.dataset[index] for index in pack]
+
+    def __getitems__(self, packs: Sequence[Sequence[int]]) -> list[list[Any]]:
+        """What a DataLoader calls for a minibatch. Raises ValueError for a work queue."""
+        if isinstance(packs, QueuedPacks):
+            raise ValueError(
+                "balance 'queue' deals packs while they are computed, and a DataLoader would take them all at once: "
+                "iterate over the sampler itself, and over what it yields inside of the minibatch"
+            )
+        return [self[pack] for pack in packs]
 
 
 Pack = dict[str, "torch.Tensor | int"]

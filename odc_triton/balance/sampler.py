@@ -9,6 +9,7 @@ from typing import Any
 
 from odc_triton.balance.cost import CostModel
 from odc_triton.balance.packing import checked_lengths
+from odc_triton.balance.queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
 from odc_triton.balance.strategies import BALANCES, Packs, assign, assign_one
 
 
@@ -26,19 +27,24 @@ class MinibatchSampler:
     from there to the end of the epoch, after which the position is the next epoch's start; so a second `iter`
     goes to the next epoch, and one that follows a `break`, or `load_state_dict`, finishes the epoch begun.
 
+    With balance "queue" it yields `QueuedPacks` instead, whose packs the ranks take while they compute. Position and
+    samples are the same; a DataLoader, which would take them all at once, cannot be used.
+
     Args:
         lengths: tokens of each sample of the data set.
         samples_per_rank: samples per rank and minibatch, on average.
         token_cap: most tokens in one pack.
-        balance: "mini" for ODC; "micro", "global" or "local" where every rank must run as many microbatches
-        (FSDP).
+        balance: "mini" for ODC, "queue" for ODC on ranks that are not equally fast; "micro", "global" or "local"
+        where every rank must run as many microbatches (FSDP).
         seed: of the shuffle; the same on every rank.
         rank, world: default to the environment's RANK and WORLD_SIZE, then to 0 and 1.
         cost: defaults to `CostModel.paper_7b()`; better is `CostModel.from_config(model.config)`.
         drop_last: leave out an epoch's last minibatch where it is not full.
+        counter: what the ranks of a queue share, for this sampler alone; by default `store_counter()` when the first
+        minibatch is yielded.
 
     Raises ValueError for any value out of range. A last minibatch that the ranks cannot share equally is
-    refused here rather than at the epoch's end, unless `balance` is "mini".
+    refused here rather than at the epoch's end, unless `balance` is "mini" or "queue".
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class MinibatchSampler:
         *,
         cost: CostModel | None = None,
         drop_last: bool = False,
+        counter: Counter | None = None,
     ) -> None:
         self.lengths = checked_lengths(lengths, token_cap)
         self.world = _from_environment("WORLD_SIZE", 1) if world is None else world
@@ -63,14 +70,16 @@ class MinibatchSampler:
             raise ValueError(f"rank is {self.rank}, outside a world of {self.world}: give 0 to {self.world - 1}")
         if not isinstance(samples_per_rank, int) or samples_per_rank < 1:
             raise ValueError(f"samples_per_rank is {samples_per_rank!r}: give a whole number, 1 or more")
-        if balance not in BALANCES:
-            raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
+        if balance not in (*BALANCES, QUEUE):
+            raise ValueError(f"balance is {balance!r}: choose one of {', '.join((*BALANCES, QUEUE))}")
         self.samples_per_minibatch = self.world * samples_per_rank
         self.token_cap = token_cap
         self.balance = balance
         self.seed = seed
         self.cost = cost or CostModel.paper_7b()
         self.drop_last = drop_last
+        self._counter = counter
+        self._queues = 0
         self.epoch = 0
         self.minibatch = 0
         if len(self) == 0:
@@ -79,7 +88,7 @@ class MinibatchSampler:
                 f"(world {self.world} x samples_per_rank {samples_per_rank}): "
                 "lower samples_per_rank, or pass drop_last=False"
             )
-        if not drop_last and balance != "mini" and len(self.lengths) % self.world:
+        if not drop_last and balance not in ("mini", QUEUE) and len(self.lengths) % self.world:
             raise ValueError(
                 f"balance {balance!r} needs as many samples on every rank, but {len(self.lengths)} samples "
                 f"leave {len(self.lengths) % self.world} over on {self.world} ranks in the last minibatch: "
@@ -91,17 +100,25 @@ class MinibatchSampler:
         full, rest = divmod(len(self.lengths), self.samples_per_minibatch)
         return full + (rest > 0 and not self.drop_last)
 
-    def __iter__(self) -> Iterator[Packs]:
+    def __iter__(self) -> Iterator[Packs | QueuedPacks]:
         epoch, order = self.epoch, self._order(self.epoch)
         for index in range(self.minibatch, len(self)):
             # Before the yield: a state taken when the caller has trained on this minibatch counts it as done.
             self.epoch, self.minibatch = divmod(epoch * len(self) + index + 1, len(self))
             samples = self._samples(order, index)
+            if self.balance == QUEUE:
+                yield self._queued(samples)
+                continue
             own = assign_one([self.lengths[i] for i in samples], rank=self.rank, **self._how())
             yield [[samples[i] for i in members] for members in own]
 
     def assignment(self, epoch: int, minibatch: int) -> list[Packs]:
-        """All ranks' packs of one minibatch: a list over ranks. Leaves the position alone."""
+        """All ranks' packs of one minibatch: a list over ranks. Leaves the position alone.
+
+        Raises ValueError for a minibatch that there is not, and for a queue, whose dealing only the run knows.
+        """
+        if self.balance == QUEUE:
+            raise ValueError("balance 'queue' deals packs while they are computed: ask each QueuedPacks what was taken")
         if epoch < 0 or not 0 <= minibatch < len(self):
             raise ValueError(
                 f"epoch {epoch}, minibatch {minibatch}: give an epoch from 0 and a minibatch of 0 to {len(self) - 1}"
@@ -162,6 +179,23 @@ class MinibatchSampler:
     def _samples(self, order: list[int], minibatch: int) -> list[int]:
         start = minibatch * self.samples_per_minibatch
         return order[start : start + self.samples_per_minibatch]
+
+    def _queued(self, samples: list[int]) -> QueuedPacks:
+        if self._counter is None:
+            if self.world == 1:
+                self._counter = OwnCounter()
+            else:
+                from odc_triton.balance.counter import store_counter
+
+                self._counter = store_counter()
+        packs = queue_packs(
+            [self.lengths[i] for i in samples], ranks=self.world, token_cap=self.token_cap, cost=self.cost
+        )
+        # Not by epoch and minibatch: those come again after load_state_dict, and a failed one leaves its key.
+        key = f"minibatch/{self._queues}"
+        self._queues += 1
+        packs = [[samples[i] for i in members] for members in packs]
+        return QueuedPacks(packs, key=key, counter=self._counter, rank=self.rank, world=self.world)
 
     def _how(self) -> dict[str, Any]:
         return {"ranks": self.world, "token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}

@@ -7,6 +7,8 @@
 | global | global_packing | pack, after packing them all | equal count, heavy ones lined up | FSDP, better |
 | mini   | lb_mini        | cost                         | what the rank needs, also none   | ODC          |
 
+A fifth, "queue" (queue.py), deals packs while they are computed; only `MinibatchSampler` knows it.
+
 LocalSort, LB-Micro and LB-Mini are those of arXiv 2601.19362. FSDP waits for the slowest rank in every layer
 of every microbatch, so it needs equal counts and microbatches of equal cost at each index; ODC waits once per
 minibatch, so only the rank's total counts.

@@ -38,7 +38,9 @@ class SftOptions:
     eval_data: str | None = _option(None, "samples to evaluate on, given as --data is")
     eval_fraction: float = _option(0.0, "fraction of --data to evaluate on instead of learning it")
     eval_every: int = _option(0, "steps between evaluations, beside the one at the end; 0: only that")
-    balance: Literal["mini", "micro", "global", "local"] = _option("mini", "how samples are dealt to the ranks")
+    balance: Literal["mini", "queue", "micro", "global", "local"] = _option(
+        "mini", "how samples are dealt to the ranks; queue: taken at run time, for ranks that are not equally fast"
+    )
     lr: float = _option(1e-5, "peak learning rate of AdamW")
     warmup_steps: int = _option(10, "steps of linear warm-up, before a cosine")
     lr_floor: float = _option(0.1, "fraction of the peak that the cosine ends at")

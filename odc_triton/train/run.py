@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
 
 from odc_triton.api import engine_of, minibatch
-from odc_triton.balance import CostModel, MinibatchSampler
+from odc_triton.balance import CostModel, MinibatchSampler, QueuedPacks, store_counter
 from odc_triton.balance.collate import Pack, count_target_tokens, pack_collate, to_device
+from odc_triton.balance.queue import QUEUE, Counter
 from odc_triton.balance.strategies import assign
 from odc_triton.events import Event, total_s
 from odc_triton.hf import summed_loss
@@ -68,7 +70,9 @@ class SftRun:
             world=self.engine.world,
             cost=cost,
             drop_last=True,
+            counter=self._counter(),
         )
+        self._target_counts = data.target_counts
         epochs = 1.0 if options.epochs is None else options.epochs
         self.steps = options.steps or max(round(epochs * len(self.sampler)), 1)
         self.stop: int | None = None  # the signal that the ranks have agreed to stop by
@@ -77,15 +81,31 @@ class SftRun:
         self._epoch = iter(self.sampler)
         self._agreed_s = time.monotonic()
 
+    def _counter(self) -> Counter | None:
+        """What the ranks of a queue share, with the run's deadline; None without a queue."""
+        if self.options.balance != QUEUE or self.engine.world == 1:
+            return None
+        return store_counter(timeout=timedelta(minutes=self.options.timeout_minutes))
+
     # ------------------------------------------------------------------ a step
 
-    def next_packs(self) -> list[Pack]:
-        """This rank's packs of the next minibatch, over as many epochs as it takes."""
-        packs = next(self._epoch, None)
-        if packs is None:
+    def next_packs(self) -> tuple[int, Iterable[Pack]]:
+        """This rank's packs of the next minibatch, over as many epochs as it takes, and the targets that it counts.
+
+        Of a queue the packs are taken while they are iterated over, and each rank counts a part of the samples.
+        """
+        dealt = next(self._epoch, None)
+        if dealt is None:
             self._epoch = iter(self.sampler)
-            packs = next(self._epoch)
-        return pack_collate([[self.data[index] for index in pack] for pack in packs])
+            dealt = next(self._epoch)
+        if isinstance(dealt, QueuedPacks):
+            return int(self._target_counts[dealt.own_part()].sum()), map(self._collated, dealt)
+        packs = [self._collated(members) for members in dealt]
+        return count_target_tokens(packs), packs
+
+    def _collated(self, members: list[int]) -> Pack:
+        (pack,) = pack_collate([[self.data[index] for index in members]])
+        return pack
 
     def train_step(
         self,
@@ -152,11 +172,11 @@ class SftRun:
         device = self.engine.heap.device
         problem: Exception | None = None
         try:
-            packs = self.next_packs()
+            counted, packs = self.next_packs()
         except Exception as error:  # raised below, where the other ranks hear of it
-            packs, problem = [], error
+            counted, packs, problem = 0, [], error
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        with minibatch(self.model, tokens=count_target_tokens(packs)) as mb:
+        with minibatch(self.model, tokens=counted) as mb:
             if problem is not None:
                 raise problem
             for pack in packs:

@@ -1,0 +1,78 @@
+"""A counter in the process group's store, for the work queue: no answer is waited for without a deadline."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+
+import torch.distributed as dist
+
+from odc_triton.errors import DeadlineExceeded
+
+
+class StoreCounter:
+    """Atomic numbers in `store`, a connection that nothing else uses. Of one thread at a time.
+
+    A store whose host is stopped, not dead, does not answer, and torch's `add` knows no deadline. So a thread asks;
+    it would hold the connection for ever, hence one of its own. The thread stays: a new one for each question would
+    wait for its first turn on a busy machine, many times longer than the answer takes.
+    """
+
+    def __init__(self, store: dist.Store, timeout_s: float) -> None:
+        self._store, self._timeout_s = store, timeout_s
+        self._is_lost = False
+        self._questions: SimpleQueue[tuple[str, int] | None] = SimpleQueue()
+        self._answers: SimpleQueue[int | BaseException] = SimpleQueue()
+        threading.Thread(target=_ask, args=(store, self._questions, self._answers), daemon=True).start()
+        weakref.finalize(self, self._questions.put, None)
+
+    def add(self, key: str, amount: int) -> int:
+        """The new number under `key`. Raises DeadlineExceeded, and DistNetworkError when the store's host is gone."""
+        if not self._is_lost:
+            self._questions.put((key, amount))
+            try:
+                answer = self._answers.get(timeout=self._timeout_s)
+            except Empty:
+                self._is_lost = True  # a late answer is no answer to the next question
+            else:
+                if isinstance(answer, BaseException):
+                    raise answer
+                return answer
+        raise DeadlineExceeded(
+            [],
+            f"the store has not said within {self._timeout_s:.1f} s which pack of {key!r} comes next: its host "
+            f"(rank 0, or the launcher) is stopped or cannot be reached",
+        )
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+
+def _ask(store: dist.Store, questions: SimpleQueue, answers: SimpleQueue) -> None:
+    """Holds no counter: this thread ends with it."""
+    while (question := questions.get()) is not None:
+        try:
+            answers.put(store.add(*question))
+        except BaseException as error:
+            answers.put(error)
+
+
+def store_counter(group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> StoreCounter:
+    """A counter that the ranks of `group` (default: all) share, apart from every other call's.
+
+    Every rank of the group calls it equally often and in the same order; nothing is waited for. `timeout`: how late
+    an answer may be. Raises RuntimeError where there is no process group.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "a work queue of several ranks needs the process group's store: call "
+            "torch.distributed.init_process_group first, or give the sampler a counter"
+        )
+    store = dist.distributed_c10d._get_default_store()
+    members = "-".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
+    place = f"odc/queues/{uuid.uuid5(uuid.NAMESPACE_OID, members).hex}"
+    number = store.add(f"{place}/{dist.get_rank()}", 1)
+    return StoreCounter(dist.PrefixStore(f"{place}/{number}", store.clone()), timeout.total_seconds())

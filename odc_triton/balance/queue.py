@@ -1,0 +1,140 @@
+"""The work queue: packs made in advance, taken at run time by whichever rank is free.
+
+[Note: order of the queue] Longest first keeps the ends of the ranks close, whatever their speeds; but on equal ranks
+it ends a few percent behind LB-Mini, which may try other ways to pair long packs with short ones. So packs are dealt as
+LB-Mini would deal them, each rank's dearest first, and the queue holds them by the time at which that plan would start
+them. Ranks as fast as planned become free in just that order: they take what LB-Mini gives them. A rank that is slower
+takes fewer, and what is left for the end are every rank's cheapest packs, as with longest first.
+
+Nothing is taken ahead of its turn: with few packs a rank, one that is taken and waits costs more than the store's
+answer of a fraction of a millisecond (docs/scale.md has numbers).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from odc_triton.balance.cost import CostModel
+from odc_triton.balance.packing import checked_lengths
+from odc_triton.balance.partition import balanced_partition
+
+QUEUE = "queue"
+_PACKS_PER_RANK = 16  # a sample shares a pack only up to this fraction of a rank's part
+
+Packs = list[list[int]]
+
+
+class Counter(Protocol):
+    """What a queue needs of a store: `counter.StoreCounter` has it, and so has any torch.distributed.Store."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to the number under `key`, 0 at first, and returns the new one. Atomic over all ranks."""
+        ...
+
+    def delete_key(self, key: str) -> bool: ...
+
+
+class OwnCounter:
+    """The counter of a world of one rank."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, int] = {}
+
+    def add(self, key: str, amount: int) -> int:
+        self._values[key] = self._values.get(key, 0) + amount
+        return self._values[key]
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+
+def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None) -> Packs:
+    """Indices of `lengths` (tokens) in packs of at most `token_cap` tokens, in the order in which to take them.
+
+    Every index is in exactly one pack. Small samples share a pack that costs up to a sixteenth of a rank's part;
+    the others stand alone, as the last packs to be taken decide how evenly the ranks end. `cost` defaults to
+    `CostModel.paper_7b()`; it decides how well ranks end together, never what is computed. No randomness: every rank
+    that calls it with the same arguments gets the same answer.
+
+    Raises ValueError for `ranks` or `token_cap` below 1, empty lengths, lengths below 1 or over the cap.
+    """
+    lengths = checked_lengths(lengths, token_cap)
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
+    cost = cost or CostModel.paper_7b()
+    packs = _packed(lengths, ranks, token_cap, cost)
+    costs = [cost.pack(lengths[i] for i in members) for members in packs]
+    # See [Note: order of the queue].
+    starts: list[tuple[float, float, int]] = []
+    for of_rank in balanced_partition(costs, ranks):
+        start = 0.0
+        for place in sorted(of_rank, key=lambda place: -costs[place]):
+            starts.append((start, -costs[place], place))
+            start += costs[place]
+    return [packs[place] for _, _, place in sorted(starts)]
+
+
+def _packed(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> Packs:
+    prices = [cost.sequence(length) for length in lengths]
+    most = math.fsum(prices) / (_PACKS_PER_RANK * ranks)
+    packs: Packs = []
+    spent, tokens = math.inf, 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if spent + prices[index] > most or tokens + lengths[index] > token_cap:
+            packs.append([])
+            spent, tokens = 0.0, 0
+        packs[-1].append(index)
+        spent, tokens = spent + prices[index], tokens + lengths[index]
+    return packs
+
+
+class QueuedPacks:
+    """One minibatch's packs, shared by all ranks: iterating takes the next that nobody has, until there is none.
+
+        with minibatch(model, tokens=...) as mb:
+            for pack in queued:  # indices into the data set
+                ...
+
+    Take them inside of the minibatch: its entry is where ranks begin together, its exit where an incomplete one (a
+    rank died, a microbatch raised) becomes an error on every rank. Which rank gets which pack depends on time; that
+    each is computed once does not.
+    """
+
+    def __init__(self, packs: Packs, *, key: str, counter: Counter, rank: int, world: int) -> None:
+        self.packs = packs
+        self.taken: list[int] = []  # places in `packs` of what this rank took
+        self._key, self._counter, self._rank, self._world = key, counter, rank, world
+        self._is_empty = False
+
+    def own_part(self) -> list[int]:
+        """Samples that this rank counts: the ranks' parts hold each of the minibatch's samples once.
+
+        `minibatch(tokens=…)` wants tokens before the first pack is taken, and only their sum over the ranks matters.
+        """
+        return sorted(index for pack in self.packs for index in pack)[self._rank :: self._world]
+
+    def take(self) -> list[int] | None:
+        """The next pack, None when all are taken.
+
+        Raises what the counter raises: of a store DeadlineExceeded, and torch's DistNetworkError when its host is gone.
+        """
+        if self._is_empty:
+            return None
+        place = self._counter.add(self._key, 1) - 1
+        if place < len(self.packs):
+            self.taken.append(place)
+            return self.packs[place]
+        self._is_empty = True
+        if place == len(self.packs) + self._world - 1:  # every rank asks once in vain: nobody will ask again
+            self._counter.delete_key(self._key)
+        return None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while (pack := self.take()) is not None:
+            yield pack
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A DataLoader's worker gets it and says there why that is wrong; a store can't be sent.
+        return {**vars(self), "_counter": None}
