@@ -26,8 +26,8 @@ FLOORS = [
     {"errors", "plan", "events", "balance", "trace", "options", "order", "choice", "breakdown"}
     | {"topology", "unusable", "probe", "nvml", "nvml_snapshot", "cuda_devices"},
     {"on_owners", "handles", "staging", "tuned"},
-    {"memory", "footprint", "report", "streams", "local_shards"},
-    {"meeting", "debug", "relay", "accumulate", "gathered", "backward_end", "process_group"},
+    {"memory", "footprint", "report", "streams", "local_shards", "grid"},
+    {"lifelines", "replicas", "meeting", "debug", "relay", "accumulate", "gathered", "backward_end", "process_group"},
     {"sharded_param"},
     {"unit", "engine", "prefetch", "optimizer_watch", "functions", "foreach", "publication"},
     {"head"},
