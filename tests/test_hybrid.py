@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -22,9 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from . import ranks
+from . import ranks, two_hosts
 from .models import CASES, build, microbatches
 from .test_parity import DEALS, SIZES, relative, unsharded, whole_model_error
+from .two_hosts import why_not
 
 NAMES = ("replicate", "shard")
 BF16 = torch.bfloat16
@@ -196,14 +199,14 @@ def test_odd_rows(dtype: torch.dtype | None, meta: str) -> None:
                 if key in used:
                     p -= 0.1 * sums[key]
         model.load_state_dict(master.state_dict())
-    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype is None else {"rtol": 2e-2, "atol": 2e-2}  # of bf16's 8 bits
-    for _, got, weights, rows, offset in results:
+    limit = 1e-5 if dtype is None else 3e-2  # a master's last bit may turn a bf16's, of 8
+    for _, got, weights, _, offset in results:
         assert got.keys() == gradients.keys()
         assert not any(key.startswith(("frozen", "never")) for key in got)
         for key, value in gradients.items():
-            torch.testing.assert_close(got[key], value, **tolerance, msg=lambda m, key=key: f"{key}: {m}")
+            assert not value.numel() or relative(got[key], value) <= limit, key
         for key, p in master.named_parameters():
-            torch.testing.assert_close(weights[key], p.detach().to(compute), **tolerance)
+            assert not p.numel() or relative(weights[key], p.detach().to(compute)) <= limit, key
             assert torch.equal(weights[key], results[0][2][key]), key
         assert torch.equal(offset, torch.ones(4))
     # Shard 0 has rows 0-3 of seven, shard 1 the rest; replica 0 their first halves. Ranks are (0, 0), (0, 1), (1, 0), …
@@ -266,11 +269,11 @@ def _load(rank: int, world: int, shape: tuple[int, ...], folder: str, name: str)
     return _steps(model, optimizer, name, range(2, 4), rank), same
 
 
-@pytest.mark.parametrize("name", ["conv", "qwen2"])
+@pytest.mark.parametrize("name", ["conv", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_checkpoints_across_mesh_shapes(tmp_path: Path, name: str) -> None:
     """fp32, and bf16 beside fp32 masters."""
     (want, *_) = ranks.run(_save, 4, (2, 2), str(tmp_path), name)
-    for shape in ((2, 2), (2,), (1, 4)) if name == "conv" else ((2,), (4, 1)):
+    for shape in ((2, 2), (2,), (1, 4)) if name == "conv" else ((2,),):
         world = torch.Size(shape).numel()
         for losses, same in ranks.run(_load, world, shape, str(tmp_path), name):
             assert same
@@ -321,8 +324,7 @@ def _killed(rank: int, world: int, where: str, victim: int) -> tuple:
     return "no error", [], "", 0.0
 
 
-@pytest.mark.parametrize("victim", [0, 3])
-@pytest.mark.parametrize("where", ["forward", "exit", "sum", "step"])
+@pytest.mark.parametrize(("where", "victim"), [("forward", 3), ("exit", 0), ("sum", 3), ("step", 0)])
 def test_a_killed_rank_is_named_by_all_others(where: str, victim: int) -> None:
     with ranks.start(_killed, 4, where, victim) as job:
         others = [rank for rank in range(4) if rank != victim]
@@ -332,3 +334,30 @@ def test_a_killed_rank_is_named_by_all_others(where: str, victim: int) -> None:
             assert (kind, named) == ("RankLost", [victim]), text
             assert f"rank {victim} died" in text
             assert seconds < 10  # found dead, not late
+
+
+# ---------------------------------------------------------------------- between hosts
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+def test_two_hosts(tmp_path: Path) -> None:
+    """Replicas in two network namespaces: nothing goes between them but by TCP."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = ["unshare", "-rn", sys.executable, "-m", "tests.two_hosts", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=180, env=environment, cwd=Path(__file__).parent.parent)
+    seen = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    _, want, want_norms = unsharded("conv", two_hosts.STEPS, ["none"])
+    for theirs in seen:
+        assert "ranks 0 to 3 share memory and lie on several hosts" in theirs["one dimension"]
+        _, weights, norms, *_ = theirs["trained"]
+        assert whole_model_error(weights, want) <= 1e-5  # fp32 sums in another order
+        torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=0)
+    heaps = [theirs["heaps"] for theirs in seen]
+    assert heaps[0] == heaps[1] != set()
+    assert heaps[2] == heaps[3] != set()
+    assert not heaps[0] & heaps[2]
+    for theirs in seen[:3]:
+        kind, ranks_named, seconds = theirs["killed"]
+        assert (kind, ranks_named) == ("RankLost", [3])
+        assert seconds < 10  # found dead, not late
