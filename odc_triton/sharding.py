@@ -68,7 +68,7 @@ def fully_shard(
 
     mesh: one-dimensional; by default all ranks; without a process group a world of one is made (or torchrun's). With
         two dimensions, ("replicate", "shard"), the ranks of the second share memory, so they are of one host, and
-        masters and optimizer states are sharded over all: docs/architecture.md, "Several nodes".
+        masters and optimizer states are sharded over all: docs/memory.md, "Several nodes".
     mp_policy: as in FSDP2, but `reduce_dtype=None` means fp32 accumulation.
     reshard_after_forward: as in FSDP2: whether whole parameters are freed between forward and backward; by default in
         all units but the root. An int counts as True. On the CPU backend, where whole parameters are views: no effect.

@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from odc_triton.footprint import memory_plan
+
 from . import ranks, two_hosts
 from .models import CASES, build, microbatches
 from .test_parity import DEALS, SIZES, relative, unsharded, whole_model_error
@@ -73,7 +75,9 @@ def _train(
             with torch.no_grad():
                 case.loss(model, batches[0])
     local = sum(p.to_local().numel() for p in model.parameters() if p.dim())
-    return first, dict(full_parameters(model)), norms, losses, local
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    state_bytes = sum((s.to_local() if hasattr(s, "to_local") else s).nbytes for s in states)
+    return first, dict(full_parameters(model)), norms, losses, (local, state_bytes)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
@@ -94,7 +98,9 @@ def test_against_one_process(name: str, backend: str) -> None:
         for key, value in results[0][1].items():
             assert torch.equal(weights[key], value), key  # all replicas hold the same parameters
     # Masters lie on all ranks, each element once.
-    assert sum(local for *_, local in results) == sum(p.numel() for p in build(name).parameters() if p.dim())
+    assert sum(local for *_, (local, _) in results) == sum(p.numel() for p in build(name).parameters() if p.dim())
+    *_, (_, state_bytes) = results[0]
+    assert state_bytes == memory_plan(build(name), 2, replicas=2).optimizer_state_bytes
 
 
 def test_bottom_up() -> None:
@@ -334,6 +340,64 @@ def test_a_killed_rank_is_named_by_all_others(where: str, victim: int) -> None:
             assert (kind, named) == ("RankLost", [victim]), text
             assert f"rank {victim} died" in text
             assert seconds < 10  # found dead, not late
+
+
+def _raising(rank: int, world: int) -> tuple[dict, list]:
+    from odc_triton import MinibatchFailed, fully_shard, minibatch
+
+    model = fully_shard(build("conv"), mesh=mesh_of((2, 2)))
+    (batch,) = microbatches("conv", [3], seed=0)
+    failed = {}
+    for number in range(2):
+        try:
+            with minibatch(model, tokens=1):
+                CASES["conv"].loss(model, batch).backward()
+                if rank == 2 and number == 0:
+                    raise ValueError("no luck")
+        except MinibatchFailed as error:
+            failed = error.ranks
+            assert all(p.grad is None for p in model.parameters())
+    return failed, [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_a_microbatch_that_raised_fails_on_all_replicas() -> None:
+    model = build("conv")
+    CASES["conv"].loss(model, microbatches("conv", [3], seed=0)[0]).backward()
+    for failed, gradients in ranks.run(_raising, 4):
+        assert failed == {2: "ValueError: no luck"}
+        for got, p in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(got, 4 * p.grad, rtol=1e-4, atol=1e-5)  # four equal summands, in fp32
+
+
+def _stopped(rank: int, world: int, where: str) -> tuple:
+    from odc_triton import OdcError, fully_shard, minibatch
+
+    model = fully_shard(build("conv"), mesh=mesh_of((2, 2)), timeout=timedelta(seconds=15))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if rank == 3 and where == "before its part of the sum":
+        model._odc_engine.replicas.sum_parts = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        for number in range(2):
+            with minibatch(model, tokens=1):
+                if rank == 3 and number == 1:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                CASES["conv"].loss(model, microbatches("conv", [3], seed=0)[0]).backward()
+            optimizer.step()
+    except OdcError as error:
+        return type(error).__name__, error.ranks
+    return "no error", []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["in a minibatch", "before its part of the sum"])
+def test_a_stopped_rank_is_named_at_the_deadline(where: str) -> None:
+    with ranks.start(_stopped, 4, where) as job:
+        outcomes = job.wait_for([0, 1, 2], timeout_s=90)
+        assert [outcome.error for outcome in outcomes] == [None] * 3
+        # Rank 1 waits for the stopped one's part of the sum, and gives up first; nobody is to blame but rank 3.
+        for outcome in outcomes:
+            assert outcome.value in (("DeadlineExceeded", [3]), ("RankLost", [1]))
+        assert outcomes[1].value == ("DeadlineExceeded", [3])
 
 
 # ---------------------------------------------------------------------- between hosts
