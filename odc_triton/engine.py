@@ -282,7 +282,10 @@ class Engine:
         for index, parameter in enumerate(self.parameters):
             if parameter.trains and index not in touched:
                 parameter.land(None)
-        land_gradients([self.parameters[index] for index in sorted(touched)], factor, self.replicas)
+        with contextlib.ExitStack() as scope:
+            if self.replicas.count > 1:
+                scope.enter_context(self.events.span("wait", label="sum over replicas", microbatch=-1))
+            land_gradients([self.parameters[index] for index in sorted(touched)], factor, self.replicas)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ all-reduce, twice the bytes, and can't be waited for without blocking.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,13 @@ _BUFFER_BYTES = 64 * 2**20  # of what one exchange sends from a rank
 
 Parts = Sequence[torch.Tensor]  # of one shard, by replica: consecutive rows, the first the largest, the last maybe none
 _Piece = tuple[int, list[torch.Tensor]]  # where in the buffer, and what of each replica's part, flattened
+
+
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies the second of each pair into the first, all at once: pieces are many and small."""
+    pairs = [(into, value) for into, value in pairs if len(value)]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 class Replicas:
@@ -47,17 +54,18 @@ class Replicas:
         """
         for dtype, bucket, size in self._buckets(shards):
             sent = torch.zeros(self.count, size, dtype=dtype, device=self._device)
-            for at, pieces in bucket:
-                for row, piece in zip(sent, pieces, strict=True):
-                    row[at : at + len(piece)].copy_(piece)
+            _copy(
+                (row[at : at + len(piece)], piece)
+                for at, pieces in bucket
+                for row, piece in zip(sent, pieces, strict=True)
+            )
             received = torch.empty_like(sent)
             self._run("the sum over replicas", dist.all_to_all_single, received.view(-1), sent.view(-1))
             total = received[0]
             for theirs in received[1:]:
                 total += theirs
-            for at, pieces in bucket:
-                own = pieces[self.index]
-                own.copy_(total[at : at + len(own)])
+            own = ((at, pieces[self.index]) for at, pieces in bucket)
+            _copy((piece, total[at : at + len(piece)]) for at, piece in own)
 
     @torch.no_grad()
     def sum_whole(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -75,15 +83,16 @@ class Replicas:
         self._wait("the exchange between replicas after a step", self._yet_to_gather)
         for dtype, bucket, size in self._buckets(shards):
             mine = torch.zeros(size, dtype=dtype, device=self._device)
-            for at, pieces in bucket:
-                own = pieces[self.index]
-                mine[at : at + len(own)].copy_(own)
+            own = ((at, pieces[self.index]) for at, pieces in bucket)
+            _copy((mine[at : at + len(piece)], piece) for at, piece in own)
             received = torch.empty(self.count, size, dtype=dtype, device=self._device)
             self._run("the exchange between replicas", dist.all_gather, list(received), mine)
-            for at, pieces in bucket:
-                for replica, piece in enumerate(pieces):
-                    if replica != self.index:
-                        piece.copy_(received[replica, at : at + len(piece)])
+            _copy(
+                (piece, received[replica, at : at + len(piece)])
+                for at, pieces in bucket
+                for replica, piece in enumerate(pieces)
+                if replica != self.index
+            )
 
     @torch.no_grad()
     def broadcast(self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
