@@ -118,7 +118,8 @@ class ShardedParameter:
         ]
         start, stop = self._rows[self._rank]
         part, end = shard_rows(stop - start, grid.replicas, grid.replica)
-        self._master_rows = (0, 1) if spec.is_scalar else (start + part, start + end)  # of the whole
+        # First and one-past-last row of the whole that this rank has a master of.
+        self.master_rows = (0, 1) if spec.is_scalar else (start + part, start + end)
         self._landed: DTensor | None = None
         self._hook: Any = None
         self._listener: weakref.ref[Listener] | None = None
@@ -186,14 +187,14 @@ class ShardedParameter:
     def adopt(self, first: int, values: torch.Tensor) -> None:
         """Takes what this rank owns of `values`, elements `first`, `first` + 1, … of the whole, into its master."""
         row = math.prod(self.spec.shape[1:])
-        start, stop = (rows * row for rows in self._master_rows)
+        start, stop = (rows * row for rows in self.master_rows)
         low, high = max(first, start), min(first + len(values), stop)
         if low < high:
             self.master.view(-1)[low - start : high - start].copy_(values[low - first : high - first])
 
     def own_part(self, whole: torch.Tensor) -> DTensor:
         """The whole tensor [N, ...], of which every rank has a copy, as a DTensor split like `sharded`."""
-        start, stop = self._master_rows
+        start, stop = self.master_rows
         return self._as_dtensor(whole if self.spec.is_scalar else whole[start:stop])
 
     def to_publish(self) -> tuple[torch.Tensor, torch.Tensor] | None:
