@@ -18,6 +18,7 @@ from odc_triton.footprint import MemoryPlan, activation_bytes_per_token, memory_
 BEGIN = "<!-- begin: python -m bench.memory_table -->"
 END = "<!-- end: python -m bench.memory_table -->"
 WORLDS = (1, 2, 4, 8)
+NODES = (2, 4, 8)  # of 8 GPUs each
 # Qwen2.5 as published: hidden, layers, query heads, key/value heads, inner, vocabulary, tied embeddings.
 MODELS = {
     "1.5 B": (1536, 28, 12, 2, 8960, 151936, True),
@@ -77,8 +78,25 @@ def rows(name: str) -> list[str]:
     return [*lines, f"| {name} | " + " | ".join(f"{cell / 1e6:.2f}" for cell in cells) + " |"]
 
 
+def rows_of_nodes(name: str) -> list[str]:
+    """Lines of the table for hybrid sharding: a replica on each node of 8 GPUs."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    lines = []
+    for nodes in NODES:
+        plan = memory_plan(build(name), 8, replicas=nodes, mp_policy=policy, backend="cuda")
+        parts = (
+            plan.compute_shard_bytes,
+            plan.gradient_shard_bytes,
+            plan.persistent_private_bytes,
+            plan.transient_bytes,
+            plan.total_bytes,
+        )
+        lines.append(f"| {name} | {nodes} x 8 | " + " | ".join(f"{part / 1e9:.1f}" for part in parts) + " |")
+    return lines
+
+
 def table() -> str:
-    """Both tables as Markdown, without a newline at the end."""
+    """All tables as Markdown, without a newline at the end."""
     per_model = [rows(name) for name in MODELS]
     return "\n".join(
         [
@@ -88,6 +106,12 @@ def table() -> str:
             "| FSDP2: masters + states + gradients | transient | **FSDP2** | **FSDP2, no reshard** |",
             "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
             *(line for lines in per_model for line in lines[:-1]),
+            "",
+            "GB per GPU without activations, hybrid sharding over nodes of 8 GPUs:",
+            "",
+            "| model | GPUs | bf16 shard | fp32 gradient shard | masters + states | transient | **ODC** |",
+            "|---|--:|--:|--:|--:|--:|--:|",
+            *(line for name in MODELS for line in rows_of_nodes(name)),
             "",
             "MB of activations per token of a microbatch, the same for ODC and FSDP2 (estimate):",
             "",

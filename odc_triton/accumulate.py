@@ -113,11 +113,12 @@ class LockedAccumulator(Accumulator):
 
     def _give_up_if_late(self, waited_s: float, slot: int, owner: int, name: str) -> None:
         if waited_s > self._timeout_s:
-            holder = self._heap.lock_holder(slot, owner)
+            holder, first = self._heap.lock_holder(slot, owner), self._heap.first
+            ranks = [] if holder is None else [first + holder]
             raise DeadlineExceeded(
-                [] if holder is None else [holder],
-                f"rank {self._heap.rank} waited {waited_s:.1f} s to add its gradient of {name} to the shard of "
-                f"rank {owner}: its lock is held by {'another process' if holder is None else f'rank {holder}'}",
+                ranks,
+                f"rank {first + self._heap.rank} waited {waited_s:.1f} s to add its gradient of {name} to the shard of "
+                f"rank {first + owner}: its lock is held by {f'rank {ranks[0]}' if ranks else 'another process'}",
             )
 
 

@@ -71,7 +71,8 @@ def publish(model: nn.Module) -> None:
 
     Only needed after writing parameters by hand (an EMA, `dcp.load` in place): optimizer steps and
     `load_state_dict` publish by themselves. See to it, by a barrier before the writing, that no other rank still
-    evaluates: fp32 parameters are read where they are written.
+    evaluates: fp32 parameters are read where they are written. With several replicas it is an exchange between them:
+    the others don't see before what was written.
     """
     engine_of(model).publish()
 

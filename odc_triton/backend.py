@@ -48,8 +48,8 @@ class CpuBackend:
         return Streams()
 
     def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
-        """Collective. `token`: a name that only these ranks know; `shared`: whether ranks have one device in common, or
-        number theirs alike.
+        """Collective. `mesh`: one-dimensional; `token`: a name that only its ranks know; `shared`: whether ranks have
+        one device in common, or number theirs alike.
         """
         return self._open(SharedMemoryHeap, plan, mesh, token, timeout_s)
 

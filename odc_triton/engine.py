@@ -29,11 +29,13 @@ from .backward_end import tensors_in
 from .errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer
 from .events import EventLog
 from .foreach import clear_gradients, copy_masters, land_gradients
+from .grid import Grid
 from .meeting import Meetings
-from .memory.heap import SymmetricHeap, Word
+from .memory.heap import Signs, SymmetricHeap, Word
 from .optimizer_watch import OptimizerWatch
 from .prefetch import Prefetch
 from .publication import Publication
+from .replicas import Replicas
 from .sharded_param import ShardedParameter
 from .staging import Staging
 from .streams import Streams
@@ -67,13 +69,24 @@ def _describe(error: BaseException) -> str:
 class Engine:
     """One sharded model on one rank: its units, its parameters, its place in the protocol."""
 
-    def __init__(self, *, heap: SymmetricHeap, streams: Streams, meetings: Meetings, debug: bool) -> None:
-        self.heap, self.meetings, self.debug = heap, meetings, debug
+    def __init__(
+        self,
+        *,
+        grid: Grid,
+        heap: SymmetricHeap,
+        signs: Signs,
+        replicas: Replicas,
+        streams: Streams,
+        meetings: Meetings,
+        debug: bool,
+    ) -> None:
+        self.grid, self.heap, self.signs, self.replicas = grid, heap, signs, replicas
+        self.meetings, self.debug = meetings, debug
         self._streams = [streams]
         self._stagings: set[Staging] = set()
         self.prefetch = Prefetch()
         self.publication = Publication(heap, meetings)
-        self.rank, self.world = heap.rank, heap.world
+        self.rank, self.world = grid.rank, grid.world
         self.units: list[Unit] = []
         self.parameters: list[ShardedParameter] = []
         self.events = EventLog(self.rank)
@@ -201,14 +214,21 @@ class Engine:
                 f"the gradients of minibatch {self.minibatch} are dropped: no optimizer step followed it. "
                 f"Put all microbatches of a step into one minibatch.",
             )
-        if self.rank == 0 and any(parameter.spec.is_scalar for parameter in self.trainable()):
-            # Every rank takes a scalar's gradient from here, a slow one maybe not yet.
+        if self.heap.rank == 0 and any(parameter.spec.is_scalar for parameter in self.trainable()):
+            # Every rank of the replica takes a scalar's gradient from here, a slow one maybe not yet.
             self.meetings.wait_until(
                 f"the scalars' gradients of minibatch {self.minibatch} to be taken",
-                lambda: [rank for rank, count in enumerate(self.heap.seen(Word.LANDED)) if count <= self.minibatch],
+                lambda: [
+                    rank
+                    for rank, count in enumerate(self.heap.seen(Word.LANDED), self.heap.first)
+                    if count <= self.minibatch
+                ],
             )
         clear_gradients(self.trainable())
-        self._copy_masters()
+        for parameter in self.parameters:
+            parameter.check_memory()
+        if self.replicas.count == 1:  # else what was written by hand takes an exchange: publish(model)
+            copy_masters(self.parameters)
         self.drain("clearing gradients and publishing before a minibatch")
 
     def end(self, error: BaseException | None = None) -> None:
@@ -244,7 +264,8 @@ class Engine:
         messages = self._meet(purpose, message, error)
         self.events.microbatch = -1
         self._settle(messages, error)
-        self._land({index for theirs in messages for index in theirs["touched"]})
+        with self._together():
+            self._land({index for theirs in messages for index in theirs["touched"]})
         self.drain("taking the landed gradients")
         self.heap.show(Word.LANDED, self.minibatch + 1)
         self._enter_phase(Phase.LANDED)
@@ -261,7 +282,20 @@ class Engine:
         for index, parameter in enumerate(self.parameters):
             if parameter.trains and index not in touched:
                 parameter.land(None)
-        land_gradients([self.parameters[index] for index in sorted(touched)], factor)
+        with contextlib.ExitStack() as scope:
+            if self.replicas.count > 1:
+                scope.enter_context(self.events.span("wait", label="sum over replicas", microbatch=-1))
+            land_gradients([self.parameters[index] for index in sorted(touched)], factor, self.replicas)
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[None]:
+        """Around what replicas do together: whoever leaves it early lets the others know."""
+        try:
+            yield
+        except BaseException:
+            if self.replicas.count > 1:
+                self._enter_phase(Phase.BROKEN)
+            raise
 
     def _meet(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
         message = {**message, "error": None if error is None else _describe(error)}
@@ -318,8 +352,8 @@ class Engine:
 
     def _enter_phase(self, phase: Phase) -> None:
         self.phase = phase
-        self.heap.show(Word.BROKEN, phase is Phase.BROKEN)
-        self.heap.show(Word.MINIBATCH, self.minibatch)
+        self.signs.show(Word.BROKEN, phase is Phase.BROKEN)
+        self.signs.show(Word.MINIBATCH, self.minibatch)
 
     def fail(self, reason: str) -> None:
         """Marks the open minibatch as failed; every rank hears of it at the exit."""
@@ -416,20 +450,30 @@ class Engine:
 
     # ------------------------------------------------------------------ publishing
 
-    def _copy_masters(self) -> None:
-        for parameter in self.parameters:
-            parameter.check_memory()
-        copy_masters(self.parameters)
+    def publish(self, *, stepped: bool = False) -> None:
+        """Makes this rank's shards readable as they are now, and says so. Called after every optimizer step.
 
-    def publish(self) -> None:
-        """Makes this rank's shards readable as they are now, and says so. Called after every optimizer step."""
+        With replicas all ranks call it, as each has a part of every replica's shards. `stepped`: by an optimizer's
+        step, so frozen parameters are as they were.
+        """
         if self.phase is Phase.OPEN:
             raise RuntimeError("parameters can't be published inside a minibatch: peers are reading them")
         self.publication.announce()  # before the copies
         with self.events.span("publish", microbatch=-1):
-            self._copy_masters()
+            for parameter in self.parameters:
+                parameter.check_memory()
+            if self.replicas.count == 1:
+                copy_masters(self.parameters)
+            else:
+                with self._together():
+                    self._copy_between_replicas(self.trainable() if stepped else self.parameters)
             self.drain("publishing the parameters")
         self.publication.complete()
+
+    def _copy_between_replicas(self, parameters: list[ShardedParameter]) -> None:
+        copy_masters(parameters)
+        self.drain("publishing the own part of the parameters")
+        self.replicas.gather_parts([each.compute_parts() for each in parameters if not each.spec.is_scalar])
 
     def full_parameters(self, some: list[ShardedParameter] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, a copy of the whole tensor in the compute dtype), one at a time, of all or `some`; no other rank
@@ -464,7 +508,7 @@ class Engine:
         self.events.add("step", self._step_start_s, time.monotonic(), microbatch=-1)
         self._stepping = False
         self._enter_phase(Phase.READY)
-        self.publish()
+        self.publish(stepped=True)
 
     # ------------------------------------------------------------------ odds
 

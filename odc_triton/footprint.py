@@ -44,6 +44,8 @@ class MemoryPlan:
     scheme: str
     backend: str
     world: int
+    """Ranks that share the compute and gradient shards: all, or with replicas those of each."""
+    replicas: int
     parameters: int
     """Elements in the whole model, tied ones once."""
     compute_shard_bytes: int
@@ -99,7 +101,7 @@ class MemoryPlan:
     @property
     def job_bytes(self) -> int:
         """All ranks together, each as full as rank 0 in its private memory."""
-        return self.job_shared_bytes + self.world * self.private_bytes
+        return self.job_shared_bytes + self.world * self.replicas * self.private_bytes
 
     def __str__(self) -> str:
         return side_by_side(self)
@@ -129,7 +131,7 @@ def side_by_side(*plans: MemoryPlan) -> str:
             return "unknown"
         return f"{getattr(plan, name) / 1e9:.3f}"
 
-    rows = [["GB per rank", *(f"{plan.scheme}/{plan.backend}/{plan.world}" for plan in plans)]]
+    rows = [["GB per rank", *(_title(plan) for plan in plans)]]
     rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in _ROWS]
     first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
     return "\n".join(
@@ -138,10 +140,16 @@ def side_by_side(*plans: MemoryPlan) -> str:
     )
 
 
+def _title(plan: MemoryPlan) -> str:
+    ranks = f"{plan.replicas}x{plan.world}" if plan.replicas > 1 else plan.world
+    return f"{plan.scheme}/{plan.backend}/{ranks}"
+
+
 def memory_plan(
     model: nn.Module,
     world: int,
     *,
+    replicas: int = 1,
     scheme: str = "odc",
     mp_policy: PrecisionPolicy | None = None,
     optimizer: str = "adamw",
@@ -150,6 +158,9 @@ def memory_plan(
     gradient_checkpointing: bool = False,
 ) -> MemoryPlan:
     """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated; it may be on meta.
+
+    `replicas`: of `world` ranks each, as `fully_shard` makes them of a mesh ("replicate", "shard"): what peers read and
+    add to is split over `world` ranks, masters and optimizer states over `world * replicas`. Of ODC only.
 
     `scheme` is "odc" (this library), "fsdp2" (`fully_shard` with its defaults: blocks resharded after
     forward, the root not) or "fsdp2_no_reshard" (`reshard_after_forward=False`, gradients reduced on the last
@@ -160,10 +171,13 @@ def memory_plan(
     embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
     `activation_bytes_per_token`.
 
-    Raises ValueError for world < 1, negative tokens, an unknown name, or a model without parameters.
+    Raises ValueError for world or replicas < 1, replicas of FSDP2, negative tokens, an unknown name, or a model
+    without parameters.
     """
     if not isinstance(world, int) or world < 1:
         raise ValueError(f"world is {world}; give the number of ranks, at least 1")
+    if not isinstance(replicas, int) or replicas < 1 or (replicas > 1 and scheme != "odc"):
+        raise ValueError(f"replicas is {replicas} for {scheme!r}; give at least 1, and more than 1 for 'odc' only")
     if tokens_per_microbatch < 0:
         raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; give 0 to leave activations out")
     for name, value, known in (
@@ -177,9 +191,9 @@ def memory_plan(
     if not specs:
         raise ValueError(f"{type(model).__name__} has no parameters; plan the model that will be trained")
 
-    sizes = _Sizes(specs, world)
+    sizes, split = _Sizes(specs, world), _Sizes(specs, world, replicas)
     trained = [spec for spec in specs if spec.reduce_dtype is not None]
-    trained_masters = sizes.shards(trained, "master_dtype")
+    trained_masters = split.shards(trained, "master_dtype")
     state_tensors, scalar_bytes = OPTIMIZER_STATES[optimizer]
     if scheme == "odc":
         # On CUDA each rank allocates its own region, of one size on all ranks, every shard aligned in it.
@@ -191,9 +205,9 @@ def memory_plan(
             world * (compute_shard + gradient_shard)
             if backend == "cuda"
             else make_plan(specs, world=world, itemsizes=sizes.itemsizes).size_bytes
-        )
-        master_shard = sizes.shards([spec for spec in specs if spec.has_own_master], "master_dtype")
-        gradient_cast = sizes.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype")
+        ) * replicas
+        master_shard = split.shards([spec for spec in specs if spec.has_own_master], "master_dtype")
+        gradient_cast = split.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype")
         on_demand = _read_on_demand(model, backend)
         whole = [spec for spec in specs if not on_demand.issuperset(spec.names)]
         gathered = 0 if backend == "cpu" else _gathered_bytes(sizes.units(whole, "compute_dtype"))
@@ -211,6 +225,7 @@ def memory_plan(
         scheme=scheme,
         backend=backend,
         world=world,
+        replicas=replicas,
         parameters=sum(math.prod(spec.shape) for spec in specs),
         compute_shard_bytes=compute_shard,
         gradient_shard_bytes=gradient_shard,
@@ -231,19 +246,25 @@ def memory_plan(
 
 
 class _Sizes:
-    """Bytes of specs: rank 0's shards and whole units, in the dtype that the named field of a spec gives."""
+    """Bytes of specs: rank 0's shards and whole units, in the dtype that the named field of a spec gives.
 
-    def __init__(self, specs: Sequence[ParameterSpec], world: int) -> None:
+    `replicas`: over which shards are split once more.
+    """
+
+    def __init__(self, specs: Sequence[ParameterSpec], world: int, replicas: int = 1) -> None:
         import torch
 
-        self.world = world
+        self.world, self.replicas = world, replicas
         dtypes = {d for s in specs for d in (s.master_dtype, s.compute_dtype, s.reduce_dtype) if d is not None}
         self.itemsizes = {dtype: getattr(torch, dtype).itemsize for dtype in dtypes}
 
     def shards(self, specs: Iterable[ParameterSpec], dtype_field: str, alignment_bytes: int = 1) -> int:
         total = 0
         for spec in specs:
-            rows = () if spec.is_scalar else shard_rows(spec.shape[0], self.world, 0)[1:]
+            rows: tuple[int, ...] = ()
+            if not spec.is_scalar:
+                _, in_shard = shard_rows(spec.shape[0], self.world, 0)
+                rows = shard_rows(in_shard, self.replicas, 0)[1:]
             n_bytes = math.prod((*rows, *spec.shape[1:])) * self.itemsizes[getattr(spec, dtype_field)]
             total += -(-n_bytes // alignment_bytes) * alignment_bytes
         return total

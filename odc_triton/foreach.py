@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from .replicas import Replicas
 from .sharded_param import ShardedParameter
 
 
@@ -39,9 +40,14 @@ def clear_gradients(parameters: Sequence[ShardedParameter]) -> None:
 
 
 @torch.no_grad()
-def land_gradients(parameters: Sequence[ShardedParameter], divisor: float) -> None:
-    """Hands the landed gradients, divided by `divisor` and in their masters' dtypes, to the optimizer."""
+def land_gradients(parameters: Sequence[ShardedParameter], divisor: float, replicas: Replicas) -> None:
+    """Hands the landed gradients, summed over the replicas, divided by `divisor` and in their masters' dtypes, to the
+    optimizer.
+    """
     gradients = [parameter.own_gradient() for parameter in parameters]
+    if replicas.count > 1:
+        replicas.sum_parts([p.gradient_parts() for p in parameters if not p.spec.is_scalar])
+        replicas.sum_whole([own for p, own in zip(parameters, gradients, strict=True) if p.spec.is_scalar])
     if divisor != 1:
         for (own,) in _by_kind((gradient,) for gradient in gradients):
             torch._foreach_div_(own, divisor)

@@ -16,8 +16,10 @@ from torch import nn
 from .collect import FoundParameter, dtype_name
 from .errors import RanksDiffer
 from .meeting import Meetings
+from .memory.heap import SymmetricHeap
 from .module import is_sharded
 from .relay import Relay
+from .replicas import Replicas
 from .sharded_param import ShardedParameter
 from .unit import Slot
 
@@ -29,12 +31,14 @@ def write_initial_values(
     found: list[FoundParameter],
     parameters: list[ShardedParameter],
     meetings: Meetings,
+    replicas: Replicas,
     token: str,
-    device: torch.device,
+    heap: SymmetricHeap,
 ) -> None:
     """Fills all shards and masters, and drops the tensors that they were filled from. Collective.
 
-    All buffers are on `device` afterwards.
+    All buffers are on the heap's device afterwards. `token`: of this replica. With several, each one's rank 0 gets what
+    the first one's has, parameter by parameter, and hands it on.
 
     Rank 0's values count for all ranks; no other rank's do. What rank 0 has on the meta device is initialised by the
     module that owns it: in a transformers model by the nearest model's `_init_weights`, elsewhere by
@@ -58,14 +62,22 @@ def write_initial_values(
     wanted = _buffers_to_send([theirs["buffers"] for theirs in messages])
     sizes = [p.leaf.numel() * p.master.dtype.itemsize for p in parameters if p.spec.has_own_master]
     sizes += [module._buffers[key].nbytes for module, key in map(buffers.__getitem__, wanted)]
-    relay = Relay(purpose=_PURPOSE, sizes=sizes, token=token, meetings=meetings)
+    relay = Relay(purpose=_PURPOSE, sizes=sizes, token=token, meetings=meetings, rank=heap.rank, world=heap.world)
+    source = _Source(
+        is_first=meetings.rank == 0,
+        replicas=replicas if heap.rank == 0 else None,
+        relay=relay,
+        several=replicas.count > 1,
+    )
     try:
-        writer = _Writer(root, found, parameters, relay, is_source=meetings.rank == 0)
+        writer = _Writer(root, found, parameters, relay, source)
         writer.write()
+        if wanted:
+            source.meet()
         for name in wanted:
-            _send_buffer(*buffers[name], relay, is_source=meetings.rank == 0)
+            _send_buffer(*buffers[name], relay, source)
         for module, key in buffers.values():
-            module._buffers[key] = module._buffers[key].to(device)
+            module._buffers[key] = module._buffers[key].to(heap.device)
         relay.finish()
         # Ranks with one random state stay so: rank 0 has drawn for all of them.
         rng = torch.get_rng_state().numpy().tobytes().hex() if meetings.rank == 0 else None
@@ -109,7 +121,7 @@ def _buffers_to_send(described: list[dict[str, list[Any]]]) -> list[str]:
     return wanted
 
 
-def _send_buffer(module: nn.Module, key: str, relay: Relay, is_source: bool) -> None:
+def _send_buffer(module: nn.Module, key: str, relay: Relay, source: _Source) -> None:
     buffer = module._buffers[key]
     take = None
     if buffer.is_meta:
@@ -119,7 +131,29 @@ def _send_buffer(module: nn.Module, key: str, relay: Relay, is_source: bool) -> 
         def take(first: int, values: torch.Tensor) -> None:
             flat[first : first + len(values)].copy_(values)
 
-    relay.send(buffer.shape, buffer.dtype, buffer if is_source else None, take)
+    relay.send(buffer.shape, buffer.dtype, source.of(buffer, buffer.shape, buffer.dtype), take)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where this replica's values come from: its rank 0, which has them from the first replica's.
+
+    `is_first`: this is rank 0 of all; `replicas`: set on each replica's rank 0.
+    """
+
+    is_first: bool
+    replicas: Replicas | None
+    relay: Relay
+    several: bool
+
+    def meet(self) -> None:
+        """Before values go from one replica to others: nobody waits in there for a rank that failed."""
+        if self.several:
+            self.relay.meet()
+
+    def of(self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        """Rank 0's `value`, on each replica's rank 0; else None."""
+        return None if self.replicas is None else self.replicas.broadcast(value, shape, dtype)
 
 
 @dataclass(slots=True)
@@ -144,9 +178,10 @@ class _Writer:
         found: list[FoundParameter],
         parameters: list[ShardedParameter],
         relay: Relay,
-        is_source: bool,
+        source: _Source,
     ) -> None:
-        self._root, self._relay, self._is_source = root, relay, is_source
+        self._root, self._relay, self._source = root, relay, source
+        self._is_source = source.is_first
         self._groups: dict[str, _Group] = {"": _Group()}
         self._drawn: dict[int, nn.Parameter] = {}  # stand-ins that count, by id of their entry
         self._on_meta: set[int] = set()  # modules with tensors of their own on the meta device
@@ -230,12 +265,15 @@ class _Writer:
     def _hand_over(self, unit: str) -> None:
         """Writes the unit's values into the heap and lets go of the tensors that held them."""
         group = self._groups[unit]
+        self._source.meet()
         for entry, parameter in group.owned:
             value = None
             if self._is_source:
                 value = self._drawn.pop(id(entry), entry.value).detach()
                 if entry.value.is_meta and _has_nan(value):
                     self.without_initialiser.append(entry.name)
+            value = self._source.of(value, parameter.leaf.shape, parameter.master.dtype)
+            if value is not None:
                 parameter.fill(value)
             if parameter.spec.has_own_master:
                 self._relay.send(parameter.leaf.shape, parameter.master.dtype, value, parameter.adopt)

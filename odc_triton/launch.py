@@ -69,18 +69,18 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     by themselves, then they get SIGTERM, and SIGKILL 10 s later.
     SIGTERM and Ctrl-C are passed on to the ranks, which may take their time to end; a second one kills them.
 
-    Raises RuntimeError with the error of the rank that failed first, in one line (their common error, where
-    all had the same); Interrupted, a KeyboardInterrupt,
-    when the job was told to stop.
+    Raises RuntimeError with the error of the rank that failed first, in one line (their common error, where all had the
+    same); Interrupted, a KeyboardInterrupt, when the job was told to stop.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; give at least 1")
     if ranks > 1:  # as torchrun does: the ranks inherit it
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     with _store() as port:
-        job = _Job(function, args, ranks, port)
+        job = _Job(ranks)
         with job.signals_passed_on():
             try:
+                job.start(function, args, port)
                 job.wait()
             finally:
                 job.end()
@@ -115,8 +115,7 @@ def _store() -> Iterator[int]:
 class _Job:
     """The ranks' processes, what they sent, and what they were told."""
 
-    def __init__(self, function: Callable[..., Any], args: tuple, ranks: int, port: int) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.values: dict[int, bytes] = {}
         self.failures: list[_Failure] = []
@@ -124,13 +123,19 @@ class _Job:
         self._told_s = 0.0
         self._failed_s: float | None = None
         self._running: dict[int, tuple[Any, Connection]] = {}
-        for rank in range(ranks):
+
+    def start(self, function: Callable[..., Any], args: tuple, port: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.ranks):
             receiver, sender = context.Pipe(duplex=False)
-            work = (sender, function, args, _environment(rank, ranks, port), os.getpid())
+            work = (sender, function, args, _environment(rank, self.ranks, port), os.getpid())
             process = context.Process(target=_rank, args=work)
             process.start()
             sender.close()
             self._running[rank] = process, receiver
+            if self.told is not None:  # before this rank was there to hear of it
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, self.told)
 
     @contextlib.contextmanager
     def signals_passed_on(self) -> Iterator[None]:
@@ -245,6 +250,9 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 def _rank(sender: Connection, function: Callable, args: tuple, environment: dict[str, str], parent_pid: int) -> None:
     """What runs in a rank's process."""
     die_with_parent(parent_pid)
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's `&` has it ignored, and the launcher passes it on
     os.environ.update(environment)
     try:
         message = "value", pickle.dumps(function(*args))

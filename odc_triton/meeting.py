@@ -11,12 +11,12 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from .errors import DeadlineExceeded, RankLost, RanksDiffer
-from .memory.heap import SymmetricHeap, Word
+from .memory.heap import Signs, Word
 
 log = logging.getLogger("odc_triton")
 
@@ -36,7 +36,7 @@ class Meetings:
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
         self.held = 0
         self._store = store
-        self.heap: SymmetricHeap | None = None  # set once it exists: then the dead are known from the late
+        self.signs: Signs | None = None  # set once ranks see each other: then the dead are known from the late
 
     def _key(self, number: int, rank: int) -> str:
         return f"meeting/{number}/{rank}"
@@ -44,8 +44,8 @@ class Meetings:
     def tell(self, purpose: str, message: dict[str, Any]) -> None:
         """Leaves this rank's message for the next meeting without waiting for anybody."""
         self._store.set(self._key(self.held, self.rank), json.dumps({"purpose": purpose, **message}))
-        if self.heap is not None:
-            self.heap.show(Word.MEETINGS, self.held + 1)
+        if self.signs is not None:
+            self.signs.show(Word.MEETINGS, self.held + 1)
 
     def give_up(self, reason: str) -> None:
         """Has peers raise RankLost with `reason` at the next meeting, whatever it is for; waits for nobody."""
@@ -67,7 +67,7 @@ class Meetings:
             if number > 0:
                 self._store.delete_key(self._key(number - 1, self.rank))
         except (dist.DistNetworkError, dist.DistStoreError) as error:
-            self._lost(purpose, list(range(self.world)), error)
+            self.lost(purpose, list(range(self.world)), error)
         self.held += 1
         for peer, theirs in enumerate(messages):
             if theirs["purpose"] == _GAVE_UP:
@@ -82,10 +82,10 @@ class Meetings:
         return messages
 
     def _missing(self, number: int, keys: list[str]) -> list[int]:
-        """Who has not come to meeting `number` yet. Asked of the heap once there is one: a store whose host is
+        """Who has not come to meeting `number` yet. Asked of their signs once there are any: a store whose host is
         stopped does not answer, and a question to it knows no deadline."""
-        if self.heap is not None:
-            return [rank for rank, came in enumerate(self.heap.seen(Word.MEETINGS)) if came <= number]
+        if self.signs is not None:
+            return [rank for rank, came in enumerate(self.signs.seen(Word.MEETINGS)) if came <= number]
         if self._store.check(keys):
             return []
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
@@ -109,32 +109,35 @@ class Meetings:
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
 
     def require_alive(self, ranks: list[int], purpose: str, missing: Callable[[], list[int]]) -> None:
-        if self.heap is None:
+        if self.signs is None:
             return
-        gone = [rank for rank in ranks if not self.heap.is_alive(rank)]
+        gone = [rank for rank in ranks if not self.signs.is_alive(rank)]
         if gone:
             # One that came at the last moment and then ended has not failed this wait.
             gone = sorted(set(gone) & set(missing()))
         if gone:
-            self._lost(purpose, gone, None)
+            self.lost(purpose, gone, None)
 
-    def _lost(self, purpose: str, ranks: list[int], cause: Exception | None) -> None:
-        if self.heap is None:
+    def lost(self, purpose: str, ranks: list[int], cause: Exception | None) -> NoReturn:
+        """Raises RankLost for those of `ranks` that are gone. `cause`: of the store, or of a collective."""
+        is_store = isinstance(cause, (dist.DistNetworkError, dist.DistStoreError))
+        unknown = "the rendezvous store is gone" if is_store else f"the connection to ranks {ranks} broke: {cause}"
+        if self.signs is None:
             ranks, left = [], []
         else:
             # The store's host is a rank or the launcher; a dying rank needs a moment to let its locks go.
             for _ in range(20 if cause is not None else 1):
-                gone = [rank for rank in ranks if not self.heap.is_alive(rank)]
+                gone = [rank for rank in ranks if not self.signs.is_alive(rank)]
                 if gone:
                     break
                 time.sleep(0.1)
             # Who gave up because of another's end is not to blame for it.
-            broken, left = self.heap.seen(Word.BROKEN), self.heap.seen(Word.LEFT)
+            broken, left = self.signs.seen(Word.BROKEN), self.signs.seen(Word.LEFT)
             ranks = [rank for rank in gone if not broken[rank]] or gone
         words = ", ".join(f"rank {rank} {'left the training loop' if left[rank] else 'died'}" for rank in ranks)
         raise RankLost(
             ranks,
-            f"rank {self.rank} was waiting for '{purpose}': {words or 'the rendezvous store is gone'}"
+            f"rank {self.rank} was waiting for '{purpose}': {words or unknown}"
             f"{self._where(ranks)}. Start again from the last checkpoint.",
         ) from cause
 
@@ -146,7 +149,7 @@ class Meetings:
         )
 
     def _where(self, ranks: list[int]) -> str:
-        if self.heap is None or not ranks:
+        if self.signs is None or not ranks:
             return ""
-        minibatches = self.heap.seen(Word.MINIBATCH)
+        minibatches = self.signs.seen(Word.MINIBATCH)
         return f" (last seen in minibatch {', '.join(str(minibatches[rank]) for rank in ranks)})"

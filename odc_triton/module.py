@@ -87,7 +87,7 @@ class ODCModule:
         """No-op: gradients are synchronised once, when the minibatch ends, however many microbatches it had."""
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """No-op on a one-dimensional mesh, as in FSDP2."""
+        """No-op: gradients are summed over replicas once, when the minibatch ends."""
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """No-op: a unit's whole parameters are always let go of when its backward ends."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from .meeting import Meetings
 from .memory.heap import SymmetricHeap, Word
 
@@ -16,6 +18,10 @@ class Publication:
         self._heap, self._meetings = heap, meetings
         self.number = 0
         self._reading = 0  # the one that an evaluation reads
+
+    def _seen(self, word: Word) -> Iterable[tuple[int, int]]:
+        """That word of the owners that this rank reads: those of its own replica."""
+        return enumerate(self._heap.seen(word), self._heap.first)
 
     def announce(self) -> None:
         """Says that this rank may be writing its shards from here on: a reader must not miss it."""
@@ -37,14 +43,15 @@ class Publication:
         mine = self._reading = self.number
         self._meetings.wait_until(
             f"publication {mine} of the parameters",
-            lambda: [rank for rank, count in enumerate(self._heap.seen(Word.PUBLISHED)) if count < mine],
+            lambda: [rank for rank, count in self._seen(Word.PUBLISHED) if count < mine],
         )
 
     def check_not_torn(self) -> None:
         """Raises if an owner may have stepped while this rank read outside of a minibatch."""
-        ahead = [rank for rank, count in enumerate(self._heap.seen(Word.STEPPING)) if count > self._reading]
+        ahead = [rank for rank, count in self._seen(Word.STEPPING) if count > self._reading]
         if ahead:
             raise RuntimeError(
-                f"ranks {ahead} stepped or published while rank {self._heap.rank} was still reading the parameters: "
-                f"evaluate after this rank's own optimizer.step(), and call publish(model) on all ranks or on none"
+                f"ranks {ahead} stepped or published while rank {self._meetings.rank} was still reading the "
+                f"parameters: evaluate after this rank's own optimizer.step(), and call publish(model) on all ranks or "
+                f"on none"
             )

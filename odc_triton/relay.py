@@ -21,19 +21,22 @@ class Relay:
     """All ranks `send` the same tensors in the same order; rank 0's values arrive everywhere, itself included.
 
     The buffer has two halves: while the others still read one, rank 0 fills the other already, so that a round is
-    one meeting. `sizes`: bytes of each tensor; the buffer is no larger than all of them need.
+    one meeting. `sizes`: bytes of each tensor; the buffer is no larger than all of them need. `rank` and `world`:
+    within the replica, whose rank 0 must have the values already; `meetings` are of all replicas.
     """
 
-    def __init__(self, *, purpose: str, sizes: list[int], token: str, meetings: Meetings) -> None:
-        self._purpose, self._meetings = purpose, meetings
+    def __init__(
+        self, *, purpose: str, sizes: list[int], token: str, meetings: Meetings, rank: int, world: int
+    ) -> None:
+        self._purpose, self._meetings, self._is_source = purpose, meetings, rank == 0
         self._half_bytes = min(_HALF_BYTES, sum(map(aligned, sizes)))
         self._half, self._used_bytes = 0, 0
         self._arrivals: list[tuple[Take, int, torch.Tensor]] = []
         self._buffer: SharedMemoryHeap | None = None
         if self._half_bytes:
             self._buffer = SharedMemoryHeap(
-                rank=meetings.rank,
-                world=meetings.world,
+                rank=rank,
+                world=world,
                 size_bytes=2 * self._half_bytes,
                 slots=0,
                 token=token,
@@ -44,7 +47,7 @@ class Relay:
     def send(self, shape: torch.Size, dtype: torch.dtype, value: torch.Tensor | None, take: Take | None) -> None:
         """Sends `value`, rank 0's tensor of that shape and dtype; each rank's `take`, if any, gets it in pieces."""
         elements, first = shape.numel(), 0
-        flat = value.reshape(-1) if self._meetings.rank == 0 else None
+        flat = value.reshape(-1) if self._is_source else None
         while first < elements:
             fitting = (self._half_bytes - self._used_bytes) // dtype.itemsize
             if fitting <= 0:

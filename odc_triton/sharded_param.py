@@ -11,8 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from odc_kernels.peers import PeerShards
 from odc_kernels.staged import StagedWeight
@@ -20,6 +19,7 @@ from odc_kernels.staged import StagedWeight
 from .accumulate import Accumulator, Target, Waits
 from .choice import TABLE, Entry
 from .gathered import GatheredParameters
+from .grid import Grid
 from .handles import handle_of, resolve
 from .memory.heap import SymmetricHeap
 from .on_owners import AddRows
@@ -56,7 +56,8 @@ class ShardedParameter:
     """What operators see of it is `OnOwners`. Three views of one parameter of shape [N, ...]:
 
     - `sharded`: nn.Parameter over a DTensor, Shard(0) (a scalar: Replicate). What optimizers and checkpoints see.
-      Its local tensor is this rank's master shard, which is also its compute shard where the dtypes agree.
+      Its local tensor is this rank's master shard, which is also its compute shard where the dtypes agree; with
+      replicas, its part of that.
     - `leaf`: nn.Parameter over the whole compute tensor: a view of the heap, or gathered for as long as it is needed.
       What modules compute with.
     - the gradient region [N, ...] in the heap, to which every rank adds and from which each owner reads.
@@ -73,7 +74,7 @@ class ShardedParameter:
         compute: Region,
         gradient: Region | None,
         heap: SymmetricHeap,
-        mesh: DeviceMesh,
+        grid: Grid,
         whole: torch.Tensor,
         gathered: GatheredParameters | None,
         accumulator: Accumulator,
@@ -86,14 +87,15 @@ class ShardedParameter:
         self._rank, self._world = heap.rank, heap.world
         self.compute_shards = [heap.shard(compute, owner) for owner in range(self._world)]
         self._compute_shard = self.compute_shards[self._rank]
+        self._grid = grid
+        own = self._part_of(self._compute_shard)
         if spec.has_own_master:
-            shape = () if spec.is_scalar else self._compute_shard.shape
+            shape = () if spec.is_scalar else own.shape
             master = torch.empty(shape, dtype=getattr(torch, spec.master_dtype), device=heap.device)
         else:
-            master = self._compute_shard
+            master = own
         self.master = master
         trains = gradient is not None
-        self._mesh = mesh
         self.sharded = nn.Parameter(self._as_dtensor(master), requires_grad=trains)
         self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
         self.leaf = nn.Parameter(whole, requires_grad=trains)
@@ -107,12 +109,17 @@ class ShardedParameter:
         if trains:
             shards = [heap.shard(gradient, owner) for owner in range(self._world)]
             self.gradient_shard = shards[0 if spec.is_scalar else self._rank]
+            self._own_gradient = self._part_of(self.gradient_shard)
             self._accumulation = get_gradient_edge(self.leaf).node  # autograd's node that its gradient comes to
             rows = [shards[0].view(1)] if spec.is_scalar else shards
             self._target = Target(slot=slot, shards=rows, rank=self._rank)
         self._rows = [
             (0, 1) if spec.is_scalar else shard_rows(spec.shape[0], self._world, owner) for owner in range(self._world)
         ]
+        start, stop = self._rows[self._rank]
+        part, end = shard_rows(stop - start, grid.replicas, grid.replica)
+        # First and one-past-last row of the whole that this rank has a master of.
+        self.master_rows = (0, 1) if spec.is_scalar else (start + part, start + end)
         self._landed: DTensor | None = None
         self._hook: Any = None
         self._listener: weakref.ref[Listener] | None = None
@@ -135,8 +142,27 @@ class ShardedParameter:
     def _as_dtensor(self, local: torch.Tensor) -> DTensor:
         shape = torch.Size(self.spec.shape)
         stride = torch.empty(shape, device="meta").stride()
-        placement = Replicate() if self.spec.is_scalar else Shard(0)
-        return DTensor.from_local(local, self._mesh, [placement], run_check=False, shape=shape, stride=stride)
+        placements = [Replicate() if self.spec.is_scalar else each for each in self._grid.placements]
+        return DTensor.from_local(local, self._grid.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def _parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """An own shard's rows as the replicas have masters of them: split once more, as `torch.chunk` does."""
+        replicas = self._grid.replicas
+        return [shard[slice(*shard_rows(len(shard), replicas, replica))] for replica in range(replicas)]
+
+    def _part_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """What this rank has masters of. Of one replica that is the shard itself."""
+        if self.spec.is_scalar or self._grid.replicas == 1:
+            return shard
+        return self._parts_of(shard)[self._grid.replica]
+
+    def gradient_parts(self) -> list[torch.Tensor]:
+        """The own gradient shard by replica, to sum over them; not of a scalar."""
+        return self._parts_of(self.gradient_shard)
+
+    def compute_parts(self) -> list[torch.Tensor]:
+        """The own shard to read by replica, of which each publishes a part; not of a scalar."""
+        return self._parts_of(self._compute_shard)
 
     @torch.no_grad()
     def fill(self, value: torch.Tensor) -> None:
@@ -161,24 +187,24 @@ class ShardedParameter:
     def adopt(self, first: int, values: torch.Tensor) -> None:
         """Takes what this rank owns of `values`, elements `first`, `first` + 1, … of the whole, into its master."""
         row = math.prod(self.spec.shape[1:])
-        start, stop = (rows * row for rows in self._rows[self._rank])
+        start, stop = (rows * row for rows in self.master_rows)
         low, high = max(first, start), min(first + len(values), stop)
         if low < high:
             self.master.view(-1)[low - start : high - start].copy_(values[low - first : high - first])
 
     def own_part(self, whole: torch.Tensor) -> DTensor:
         """The whole tensor [N, ...], of which every rank has a copy, as a DTensor split like `sharded`."""
-        start, stop = self._rows[self._rank]
+        start, stop = self.master_rows
         return self._as_dtensor(whole if self.spec.is_scalar else whole[start:stop])
 
     def to_publish(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(own shard to read, master) where the first is a copy of the second, to be made again after each step.
+        """(own part to read, master) where the first is a copy of the second, to be made again after each step.
 
         None where they are one, and where another rank publishes: a scalar's copy is rank 0's.
         """
         if not self.spec.has_own_master or (self.spec.is_scalar and self._rank != 0):
             return None
-        return self._compute_shard, self.master
+        return self._part_of(self._compute_shard), self.master
 
     @property
     def is_never_whole(self) -> bool:
@@ -316,17 +342,17 @@ class ShardedParameter:
             self.leaf.requires_grad_(self.sharded.requires_grad)
 
     def own_gradient(self) -> torch.Tensor:
-        """This rank's part of the landed gradient, to divide and to step with: its shard, until it is cleared."""
+        """This rank's part of the landed gradient, to divide and to step with: in its shard, until that is cleared."""
         if self.spec.is_scalar:
             # Every rank steps its own copy of a scalar, so each needs a gradient of its own to clip and scale.
             return self.gradient_shard.clone()
-        return self.gradient_shard
+        return self._own_gradient
 
     def land(self, gradient: torch.Tensor | None) -> None:
         """Hands the landed gradient, of the master's dtype, to the optimizer; None if no rank contributed."""
         self.touched = False
         self.dirty = self.dirty or gradient is not None
-        if gradient is None or gradient is not self.gradient_shard:
+        if gradient is None or gradient is not self._own_gradient:
             self.sharded.grad = None if gradient is None else self._as_dtensor(gradient)
             return
         if self._landed is None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
 import uuid
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,13 +23,16 @@ from .collect import SHARDABLE_DTYPES, FoundParameter, dtype_name, find_paramete
 from .engine import Engine
 from .errors import RanksDiffer
 from .gathered import GatheredParameters
+from .grid import Grid, grid_of, refuse_mesh
 from .initialize import write_initial_values
+from .lifelines import Lifelines
 from .meeting import Meetings
-from .memory.heap import SymmetricHeap
+from .memory.heap import Signs, SymmetricHeap
 from .module import attach, is_sharded
 from .on_owners import ReadsOnDemand
 from .plan import ParameterSpec, Plan, find_units, first_difference, make_plan
 from .process_group import start_process_group
+from .replicas import Replicas
 from .sharded_param import ShardedParameter
 from .staging import Staging
 from .streams import Streams
@@ -37,7 +43,6 @@ from .unit import Slot, Unit
 Module = TypeVar("Module", bound=nn.Module)
 _AGREEING = "fully_shard: the same model on every rank"
 _PEERS = "fully_shard: GPUs that reach each other"
-_FOREIGN_MESH_DIMS = ("tp", "cp", "pp", "ep", "sp")
 
 
 def fully_shard(
@@ -61,7 +66,9 @@ def fully_shard(
     optimizer afterwards. Initial values are rank 0's; other ranks may hold the model on the meta device, and if all
     do, every module's own initialisation runs once. How the module computes is not changed.
 
-    mesh: one-dimensional; by default all ranks; without a process group a world of one is made (or torchrun's).
+    mesh: one-dimensional; by default all ranks; without a process group a world of one is made (or torchrun's). With
+        two dimensions, ("replicate", "shard"), the ranks of the second share memory, so they are of one host, and
+        masters and optimizer states are sharded over all: docs/memory.md, "Several nodes".
     mp_policy: as in FSDP2, but `reduce_dtype=None` means fp32 accumulation.
     reshard_after_forward: as in FSDP2: whether whole parameters are freed between forward and backward; by default in
         all units but the root. An int counts as True. On the CPU backend, where whole parameters are views: no effect.
@@ -95,10 +102,10 @@ def fully_shard(
         raise TypeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh, see init_device_mesh")
     device = backend_of(backend, mesh)
     _check_mesh(mesh, device)
-    rank, world = mesh.get_local_rank(), mesh.size()
-    meetings = _open_meetings(mesh, rank, world, timeout)
+    grid = grid_of(mesh)
+    meetings = _open_meetings(grid, timeout)
     try:
-        inner = _inner_engines(module, mesh)
+        inner = _inner_engines(module, grid.mesh)
         unit_names = [] if inner else find_units(module)
         known = {id(original): parameter for engine in inner for original, parameter in engine.originals()}
         found = find_parameters(module, unit_names, ignored_params or set())
@@ -115,12 +122,13 @@ def fully_shard(
         raise
     plan = make_plan(
         specs,
-        world=world,
+        world=grid.shards,
         itemsizes={dtype_name(dtype): dtype.itemsize for dtype in SHARDABLE_DTYPES},
         apart=device.apart,
     )
-    options = {"policy": str(policy), "world": world, "debug": debug, "timeout": str(timeout), "backend": device.name}
-    token, devices, indices = _agree(meetings, plan, options, device)
+    options = {"policy": str(policy), "debug": debug, "timeout": str(timeout), "backend": device.name}
+    options |= {"world": grid.world, "replicas": grid.replicas}
+    token, devices, indices = _agree(meetings, grid, plan, options, device)
     try:
         problem = device.unusable_peers(devices)
         tuned = load_tuned(device.place(devices), default_folder())
@@ -138,10 +146,17 @@ def fully_shard(
         meetings.tell(_PEERS, {"refused": f"{type(error).__name__}: {error}"})
         raise
     _compare_surroundings(meetings, problem, tuned)
-    shared = min(len(set(devices)), len(set(indices))) < world
-    heap = device.open_heap(plan, mesh, token=token, timeout_s=meetings.timeout_s, shared=shared)
+    shared = min(len(set(devices)), len(set(indices))) < grid.shards
+    replica_token = f"{token}-{grid.replica}"
+    heap = device.open_heap(plan, grid.shard_mesh, token=replica_token, timeout_s=meetings.timeout_s, shared=shared)
+    heap.first = grid.first
     meetings.meet("the shared heap is open", {})
-    meetings.heap = heap
+    signs: Signs = heap
+    if grid.replicas > 1:
+        signs = Lifelines(heap=heap, meetings=meetings, store=_store(), token=token)
+        meetings.meet("the replicas are connected", {})
+    meetings.signs = signs
+    replicas = Replicas(grid, meetings, heap.device)
 
     streams = device.streams()
     accumulator = device.accumulator(heap, streams, meetings.timeout_s)
@@ -155,7 +170,7 @@ def fully_shard(
             compute=compute,
             gradient=gradient,
             heap=heap,
-            mesh=mesh,
+            grid=grid,
             whole=whole,
             gathered=gathered,
             accumulator=accumulator,
@@ -164,10 +179,12 @@ def fully_shard(
         )
         for slot, (spec, compute, gradient, (whole, gathered), table) in enumerate(places)
     ]
-    write_initial_values(module, found, parameters, meetings, token=f"{token}-initial", device=heap.device)
-    _warn_of_low_precision_masters(plan, rank)
+    write_initial_values(module, found, parameters, meetings, replicas, token=f"{replica_token}-initial", heap=heap)
+    _warn_of_low_precision_masters(plan, grid.rank)
 
-    engine = Engine(heap=heap, streams=streams, meetings=meetings, debug=debug)
+    engine = Engine(
+        grid=grid, heap=heap, signs=signs, replicas=replicas, streams=streams, meetings=meetings, debug=debug
+    )
     by_unit: dict[str, list[Slot]] = {name: [] for name in [*unit_names, ""]}
     for entry, parameter in zip(found, parameters, strict=True):
         for owner, attribute, unit in entry.places:
@@ -230,24 +247,12 @@ def default_mesh(timeout: timedelta, backend: str = "auto") -> DeviceMesh:
 
 
 def _check_mesh(mesh: DeviceMesh, backend: CpuBackend) -> None:
-    names = mesh.mesh_dim_names or ()
-    if mesh.ndim != 1:
-        raise NotImplementedError(
-            f"mesh has {mesh.ndim} dimensions {names or ''}: parameters are sharded over a one-dimensional mesh; "
-            f"give its data-parallel dimension, mesh['dp']"
-        )
-    foreign = [name for name in names if name in _FOREIGN_MESH_DIMS]
-    if foreign:
-        raise NotImplementedError(
-            f"mesh dimension {foreign[0]!r}: tensor, context and pipeline parallelism don't combine"
-        )
+    refuse_mesh(mesh)
     if mesh.device_type != backend.mesh_device:
         raise ValueError(
             f"mesh is on {mesh.device_type!r} and backend is {backend.name!r}; leave backend out, or give "
             f"init_device_mesh({backend.mesh_device!r}, …)"
         )
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"rank {dist.get_rank()} is not in {mesh}: call fully_shard on the mesh's ranks only")
 
 
 def _inner_engines(module: nn.Module, mesh: DeviceMesh) -> list[Engine]:
@@ -324,28 +329,32 @@ def _reduce_dtype(value: nn.Parameter, policy: MixedPrecisionPolicy) -> str:
     return "float64" if value.dtype == torch.float64 else "float32"
 
 
-def _open_meetings(mesh: DeviceMesh, rank: int, world: int, timeout: timedelta) -> Meetings:
-    """Meetings in a corner of the store that only this call's ranks use: the n-th fully_shard over this group."""
-    store = dist.distributed_c10d._get_default_store()
-    ranks = "-".join(str(r) for r in dist.get_process_group_ranks(mesh.get_group()))
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _open_meetings(grid: Grid, timeout: timedelta) -> Meetings:
+    """Meetings in a corner of the store that only this call's ranks use: the n-th fully_shard over these ranks."""
+    store = _store()
+    ranks = "-".join(str(rank) for rank in grid.ranks)
     group = f"odc/{uuid.uuid5(uuid.NAMESPACE_OID, ranks).hex}"
-    number = store.add(f"{group}/engines/{rank}", 1)
+    number = store.add(f"{group}/engines/{grid.rank}", 1)
     return Meetings(
         store=dist.PrefixStore(f"{group}/{number}", store),
-        rank=rank,
-        world=world,
+        rank=grid.rank,
+        world=grid.world,
         timeout_s=timeout.total_seconds(),
     )
 
 
 def _agree(
-    meetings: Meetings, plan: Plan, options: dict[str, Any], device: CpuBackend
+    meetings: Meetings, grid: Grid, plan: Plan, options: dict[str, Any], device: CpuBackend
 ) -> tuple[str, list[str | None], list[int | None]]:
-    """All ranks compare their plans; returns a secret name for the heap, made by rank 0, and all ranks' devices: what
-    they are and how each rank numbers its own.
+    """All ranks compare their plans; returns a secret name for the heaps, made by rank 0, and the devices of this
+    replica's ranks: what they are and how each rank numbers its own.
     """
     digest, lines = plan.fingerprint(options)
-    mine = {"token": uuid.uuid4().hex, "device": device.device_id(), "index": device.device_index()}
+    mine = {"token": uuid.uuid4().hex, "device": device.device_id(), "index": device.device_index(), "host": _host()}
     messages = meetings.meet(_AGREEING, {"digest": digest, **mine})
     _raise_refusal(messages)
     different = [rank for rank, theirs in enumerate(messages) if theirs["digest"] != digest]
@@ -357,7 +366,21 @@ def _agree(
             f"fully_shard: rank {meetings.rank} and rank {rank} differ: "
             f"{first_difference(lines, details[rank]['lines'])}. All ranks must build the same model and options."
         )
-    return messages[0]["token"], [theirs["device"] for theirs in messages], [theirs["index"] for theirs in messages]
+    together = messages[grid.first : grid.first + grid.shards]
+    hosts = [theirs["host"] for theirs in together]
+    if len(set(hosts)) > 1:
+        raise RanksDiffer(
+            f"fully_shard: ranks {grid.first} to {grid.first + grid.shards - 1} share memory and lie on several hosts "
+            f'or in several network namespaces: {hosts}. Give a mesh ("replicate", "shard") whose second dimension '
+            f"stays within a host"
+        )
+    return messages[0]["token"], [theirs["device"] for theirs in together], [theirs["index"] for theirs in together]
+
+
+def _host() -> str:
+    """Names the host and network namespace: ranks that share memory find each other by an abstract socket of it."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{platform.node()} ({boot}, {os.readlink('/proc/self/ns/net')})"
 
 
 def _compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned) -> None:

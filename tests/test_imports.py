@@ -16,18 +16,18 @@ PACKAGE = ROOT / "odc_triton"
 
 # Neither torch nor triton.
 PURE = (
-    *("plan", "balance", "events", "trace", "errors", "order", "choice", "breakdown", "simulate"),
+    *("plan", "balance", "events", "trace", "errors", "order", "choice", "breakdown", "simulate", "source"),
     *("topology", "unusable", "nvml", "nvml_snapshot"),
 )
 HEAVY = {"torch", "triton", "transformers", "odc_kernels"}
 NEEDS_TORCH = ("balance.collate", "balance.counter")
 # Each module may import those of lower floors and of its own. What is not named stands on top of all.
 FLOORS = [
-    {"errors", "plan", "events", "balance", "trace", "options", "order", "choice", "breakdown"}
+    {"errors", "plan", "events", "balance", "trace", "options", "order", "choice", "breakdown", "source"}
     | {"topology", "unusable", "probe", "nvml", "nvml_snapshot", "cuda_devices"},
     {"on_owners", "handles", "staging", "tuned"},
-    {"memory", "footprint", "report", "streams", "local_shards"},
-    {"meeting", "debug", "relay", "accumulate", "gathered", "backward_end", "process_group"},
+    {"memory", "footprint", "report", "streams", "local_shards", "grid"},
+    {"lifelines", "replicas", "meeting", "debug", "relay", "accumulate", "gathered", "backward_end", "process_group"},
     {"sharded_param"},
     {"unit", "engine", "prefetch", "optimizer_watch", "functions", "foreach", "publication"},
     {"head"},

@@ -24,6 +24,7 @@ from ..api import engine_of, publish
 from ..errors import CheckpointCorrupt, CheckpointDiffers
 from ..module import is_sharded, plain_class
 from ..sharded_param import ShardedParameter
+from ..source import require_source
 from .together import together
 from .values import sharded_parameters
 
@@ -53,7 +54,14 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
 
     if (model is None) == (init is None):
         raise ValueError("give either model (pretrained) or init (random weights)")
-    config = AutoConfig.from_pretrained(model if init is None else init)
+    source = model if init is None else init
+    require_source(source)
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except OSError:
+        raise
+    except Exception as error:  # checks of its fields raise classes of other libraries
+        raise ValueError(f"{source} is no config of a model that transformers knows: {error}") from error
     with torch.device("meta"):
         made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if model is not None and made.can_generate():
@@ -173,7 +181,7 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     with together(engine, purpose):
         for target, source_of in sources.items():
             for name, take in _values(target, source_of, files, model):
-                _fill(places[name], take, engine.rank)
+                _fill(places[name], take)
     publish(model)
     if unexpected and engine.rank == 0:
         names = f"{', '.join(unexpected[:_SHOWN])}{', …' if len(unexpected) > _SHOWN else ''}"
@@ -285,9 +293,8 @@ def _values(target: str, source: _Source, files: _Files, model: nn.Module) -> It
         yield name, _Made(value[0] if isinstance(value, list) else value)
 
 
-def _fill(place: Place, value: _Rows, rank: int) -> None:
+def _fill(place: Place, value: _Rows) -> None:
     if isinstance(place, ShardedParameter) and not place.spec.is_scalar:
-        start = place.first_row(rank)
-        place.master.copy_(value.rows(start, start + len(place.master)))
+        place.master.copy_(value.rows(*place.master_rows))
     else:
         (place.master if isinstance(place, ShardedParameter) else place).copy_(value.whole())

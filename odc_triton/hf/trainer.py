@@ -215,7 +215,7 @@ class ODCTrainer(Trainer):
 
     @property
     def _group(self) -> dist.ProcessGroup:
-        return self._engine.parameters[0].sharded.device_mesh.get_group()
+        return self._engine.grid.group
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

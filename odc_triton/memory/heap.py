@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 
@@ -21,9 +22,23 @@ class Word(IntEnum):
     LEFT = 5  # 1 after this rank closed its heap
     MEETINGS = 6  # how many meetings of the engine this rank has come to
     LANDED = 7  # how many minibatches' gradients this rank has taken, or given up
+    GATHERS = 8  # how many exchanges between replicas this rank has come to
 
 
 WORDS = len(Word)
+
+
+class Signs(Protocol):
+    """What ranks see of each other: a heap's own words, or those of several replicas (lifelines.py)."""
+
+    def show(self, word: Word, value: int) -> None:
+        """Sets one of this rank's words."""
+
+    def seen(self, word: Word) -> list[int]:
+        """That word of every rank."""
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether that rank's process still exists."""
 
 
 class SymmetricHeap(ABC):
@@ -35,6 +50,8 @@ class SymmetricHeap(ABC):
 
     rank: int
     world: int
+    first: int = 0
+    """The number, in messages, of its rank 0: other than 0 where several replicas have a heap each."""
     device: torch.device
     apart: bool
     """Whether each rank's shards lie in a memory of their own: a whole tensor must be gathered. Else it is a view."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -52,6 +53,8 @@ class SimulateOptions:
             raise ValueError(f"slow is {self.slow}: it is positive and finite, 1.3 for 30% longer")
         if not 0 <= self.jitter < math.inf:
             raise ValueError(f"jitter is {self.jitter}: it is 0 or more, 0.05 for 5%")
+        if self.out is not None and Path(self.out).exists() and not Path(self.out).is_dir():
+            raise ValueError(f"out is {self.out}, which is a file: give a folder")
         if not self.minibatches:
             raise ValueError("minibatch is empty: give samples per GPU, as 1,2,4,8")
 

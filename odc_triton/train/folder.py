@@ -51,6 +51,7 @@ class RunFolder:
         Raises ValueError where that run's options differ.
         """
         if not self._holds_run():
+            os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, json.dumps({"identity": identity}).encode(), 0)
             os.fsync(self._lock)
             return False
@@ -65,7 +66,9 @@ class RunFolder:
         return os.pread(self._lock, os.fstat(self._lock).st_size, 0).strip()
 
     def _holds_run(self) -> bool:
-        return bool(self._text()) or self.file("metrics.jsonl").exists()
+        """Whether a step was taken: a job that failed before leaves the folder free."""
+        metrics = self.file("metrics.jsonl")
+        return (metrics.exists() and metrics.stat().st_size > 0) or any(self.path.glob("checkpoints/step-*"))
 
     def release(self) -> None:
         if self._lock is not None:
@@ -80,4 +83,7 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: str) -
     different = [name for name in names if saved.get(name, missing) != wanted.get(name, missing)]
     if different:
         words = "; ".join(f"{name} was {saved.get(name)!r} and is {wanted.get(name)!r}" for name in different)
-        raise ValueError(f"the run in {where} had other options ({words}): give the same, or another --out")
+        hint = ""
+        if "samples_per_step" in different:
+            hint = ". samples_per_step is --samples-per-rank times the number of ranks"
+        raise ValueError(f"the run in {where} had other options ({words}): give the same, or another --out{hint}")

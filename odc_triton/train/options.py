@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 # They change neither what is learned nor when, so a resumed run may have others.
@@ -80,6 +81,12 @@ class SftOptions:
             raise ValueError(f"lr_floor is {self.lr_floor}; it must lie between 0 and 1")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction is {self.eval_fraction}; it must be at least 0 and less than 1")
+        if self.init is not None and self.tokenizer is None:
+            raise ValueError("init has no tokenizer: give --tokenizer, a folder, a hub id or a tokenizer.json")
+        for name in ("data", "eval_data"):
+            given = getattr(self, name)
+            if given is not None and Path(given).suffix in (".jsonl", ".json") and not Path(given).exists():
+                raise ValueError(f"{name} is {given}: there is no such file")
         if not self.resume:
             raise ValueError("resume is empty; give never, auto or a checkpoint folder")
         self._check_contradictions()
@@ -97,6 +104,10 @@ class SftOptions:
             raise ValueError(f"eval_every is {self.eval_every} and there is nothing to evaluate on: give --eval-data")
         if self.lora_alpha is not None and not self.lora_rank:
             raise ValueError(f"lora_alpha is {self.lora_alpha} and lora_rank is 0: give --lora-rank, or leave it out")
+        if self.lora_targets != "all-linear" and not self.lora_rank:
+            raise ValueError(
+                f"lora_targets is {self.lora_targets} and lora_rank is 0: give --lora-rank, or leave it out"
+            )
         if self.lora_rank and (self.replace_layers or self.fused_head):
             raise ValueError(
                 "lora_rank wraps the layers that replace_layers and fused_head replace: leave one or the other out"

@@ -23,7 +23,7 @@ from odc_triton.train.prepared import prepare_data
 from odc_triton.train.records import DataError
 from odc_triton.train.run import Samples
 from odc_triton.train.split import split_samples
-from odc_triton.train.tokenizer import END, TextEncoder, load_tokenizer, to_transformers
+from odc_triton.train.tokenizer import TextEncoder, read_tokenizer
 
 Made = TypeVar("Made")
 
@@ -81,21 +81,8 @@ def prepare(options: SftOptions, *, rank: int, world: int) -> Prepared:
 
 
 def load_any_tokenizer(options: SftOptions) -> Any:
-    """A transformers tokenizer, or this project's own from a tokenizer.json."""
-    source = options.tokenizer or options.model
-    if source is None:
-        raise ValueError("--init has no tokenizer: give --tokenizer, a folder, a hub id or a tokenizer.json")
-    if Path(source).suffix == ".json":
-        tokenizer = load_tokenizer(source)
-        if tokenizer.token_to_id(END) is None:
-            raise ValueError(
-                f"{source} has no {END} token, so this project did not make it: give the folder of its model, where "
-                f"tokenizer_config.json names its special tokens"
-            )
-        return to_transformers(tokenizer)
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(source)
+    """The run's tokenizer: the given one, or the model's."""
+    return read_tokenizer(options.tokenizer or options.model)
 
 
 def _on_rank_0(make: Callable[[], Made], rank: int) -> Made:
@@ -133,6 +120,7 @@ def build_model(options: SftOptions, prepared: Prepared, *, rank: int) -> tuple[
     """The model as it is before `fully_shard`, without weights, and what its samples cost."""
     torch.manual_seed(options.seed)
     model = meta_causal_lm(model=options.model, init=options.init)
+    name_special_tokens(model, prepared.tokenizer)
     check_fit(model, prepared.data.lengths.max(), prepared.largest_token)
     cost = CostModel.from_config(model.config.get_text_config())
     enable_packing(model)
@@ -142,6 +130,14 @@ def build_model(options: SftOptions, prepared: Prepared, *, rank: int) -> tuple[
     if options.lora_rank:
         model = add_adapters(model, rank=options.lora_rank, alpha=options.lora_alpha, targets=options.lora_targets)
     return model.train(), cost
+
+
+def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:
+    """Has the model end where the tokenizer's texts end, where its config does not say: `generate` stops there."""
+    for config in (model.config.get_text_config(), model.generation_config):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if config is not None and getattr(config, name, None) is None:
+                setattr(config, name, getattr(tokenizer, name, None))
 
 
 def precision(options: SftOptions) -> MixedPrecisionPolicy | None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from odc_triton.source import require_source
 from odc_triton.train.atomic import atomic_file
 from odc_triton.train.chat import ChatTemplate
 
@@ -98,6 +99,7 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
 
     Raises OSError and ValueError for what is neither.
     """
+    require_source(str(source))
     if Path(source).suffix == ".json":
         tokenizer = load_tokenizer(source)
         if tokenizer.token_to_id(END) is None:
