@@ -250,9 +250,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 def _rank(sender: Connection, function: Callable, args: tuple, environment: dict[str, str], parent_pid: int) -> None:
     """What runs in a rank's process."""
     die_with_parent(parent_pid)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a shell's `&` has it ignored, and the launcher passes it on
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     os.environ.update(environment)
     try:
         message = "value", pickle.dumps(function(*args))

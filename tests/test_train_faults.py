@@ -200,7 +200,7 @@ def test_the_first_wish_is_remembered_and_a_second_one_is_an_order(monkeypatch: 
 
 def _command(wanted: SftOptions, *before: str) -> list[str]:
     command = [sys.executable, *before]
-    plain = SftOptions(data="", out="", init="")
+    plain = SftOptions(data="", out="", init="", tokenizer="")
     for name, value in asdict(wanted).items():
         flag = f"--{name.replace('_', '-')}"
         if value is True:
@@ -280,6 +280,17 @@ def test_another_job_in_the_same_folder(tmp_path: Path) -> None:
     with pytest.raises(BlockingIOError, match="another job writes to"):
         second.lock(resume="auto")
     first.release()
+    failed = RunFolder(tmp_path / "out")  # no step was taken: the folder is free, whatever the options
+    failed.lock(resume="never")
+    assert failed.take({"seed": 1, "longer": "x" * 99}) is False
+    failed.release()
+    again = RunFolder(tmp_path / "out")
+    again.lock(resume="never")
+    assert again.take(identity) is False
+    again.release()
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(FileExistsError, match="holds another run"):
+        RunFolder(tmp_path / "out").lock(resume="never")
     (tmp_path / "out" / ".report.html.12.0123abcd").touch()
     (tmp_path / "out" / ".model.12.0123abcd.new").mkdir()
     third = RunFolder(tmp_path / "out")

@@ -113,7 +113,7 @@ def test_agrees_with_training_on_real_tokens(folder):
         (["nothing.jsonl"], "nothing.jsonl leaves no sample to train on"),
         (["missing.jsonl"], "missing.jsonl cannot be read: No such file"),
         (["data$1.jsonl", "--token-cap", "1"], "max_tokens is 1; it must be at least 2"),
-        (["data$1.jsonl", "--tokenizer", "empty.jsonl.json"], "No such file"),
+        (["data$1.jsonl", "--tokenizer", "empty.jsonl.json"], "there is no such file"),
     ],
 )
 def test_unusable_data_ends_with_one_line(folder, capsys, monkeypatch, arguments, message):

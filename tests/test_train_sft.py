@@ -171,7 +171,8 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert lines[-1]["loss"] < lines[0]["loss"]
-    assert "step/s" not in done.stderr, "no progress bar where there is no terminal"
+    assert "\r" not in done.stderr, "lines, and no bar, where there is no terminal"
+    assert "5/5" in done.stderr
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert type(model).__name__ == "Qwen2ForCausalLM"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
