@@ -46,7 +46,9 @@ def _paths(folder: Path) -> list[str]:
 
 
 def test_every_outcome_is_told(tmp_path: Path) -> None:
-    outcome = run_tests(_paths(tmp_path), "not gpu", dict(os.environ), 20)
+    outcome = run_tests(
+        _paths(tmp_path), "not gpu", dict(os.environ), 45
+    )  # of which three files of four take what they need
     assert not outcome.passed
     assert outcome.data["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
     bad, broken, late = outcome.data["failures"]

@@ -176,6 +176,7 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert type(model).__name__ == "Qwen2ForCausalLM"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id is not None
     ids = torch.tensor([tokenizer("def main():\n    return 0\n")["input_ids"]])
     trained = model(input_ids=ids).logits
     assert trained.isfinite().all()
@@ -198,6 +199,9 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
         ({"eval_every": 5}, "nothing to evaluate on: give --eval-data"),
         ({"eval_fraction": 1.0}, "eval_fraction is 1.0"),
         ({"lora_alpha": 8.0}, "lora_alpha is 8.0 and lora_rank is 0"),
+        ({"lora_targets": "q_proj"}, "lora_targets is q_proj and lora_rank is 0"),
+        ({"tokenizer": None}, "init has no tokenizer"),
+        ({"data": "nowhere.jsonl"}, "data is nowhere.jsonl: there is no such file"),
         ({"lora_rank": 8, "fused_head": True}, "leave one or the other out"),
         ({"keep": 0}, "keep is 0"),
         ({"checkpoint_every": -1}, "checkpoint_every is -1"),

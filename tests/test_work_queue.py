@@ -297,8 +297,11 @@ def _host_stops(rank: int, world: int) -> str:
     try:
         with minibatch(model, tokens=len(queued.own_part())):
             queued.take()
+            store = torch.distributed.distributed_c10d._get_default_store()
             if rank == 0:
+                store.wait(["rank 1 has taken one"])  # it has nothing left to ask of this store at the entry
                 os.kill(os.getpid(), signal.SIGSTOP)
+            store.set("rank 1 has taken one", "")
             time.sleep(0.5)
             for _ in queued:
                 time.sleep(0.1)

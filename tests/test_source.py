@@ -1,0 +1,27 @@
+"""What can only be a path must be there; what may be a hub's name is let through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from odc_triton.source import require_source
+
+
+def test_paths_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "config.json").touch()
+    for there in ("out", "config.json", str(tmp_path), "./out"):
+        require_source(there)
+    for missing in ("/no/where", "./model", "../model", "a/b/c", "tokenizer.json", "out/model"):
+        with pytest.raises(FileNotFoundError, match=f"^{missing}: there is no such file or folder$"):
+            require_source(missing)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen2.5-1.5B"])
+def test_names_of_a_hub_pass(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    require_source(name)
+    assert not (tmp_path / name).exists()
