@@ -6,6 +6,7 @@ listens on every interface; jobs on several machines still go through it, by tor
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import multiprocessing
@@ -248,10 +249,15 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _rank(sender: Connection, function: Callable, args: tuple, environment: dict[str, str], parent_pid: int) -> None:
-    """What runs in a rank's process."""
+    """What runs in a rank's process.
+
+    [Note: how a rank ends] Not by the interpreter's end: that destroys what torch's own threads still use, and has
+    aborted a process that had done all its work.
+    """
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     os.environ.update(environment)
+    status = 0
     try:
         message = "value", pickle.dumps(function(*args))
     except Exception as error:
@@ -260,7 +266,14 @@ def _rank(sender: Connection, function: Callable, args: tuple, environment: dict
         second_hand = isinstance(error, OfRanks)
         message = "failure", _Failure(rank=rank, text=text, trace=traceback.format_exc(), second_hand=second_hand)
     except KeyboardInterrupt as wish:
-        sys.exit(128 + (wish.signal if isinstance(wish, Interrupted) else signal.SIGINT))
-    with contextlib.suppress(BrokenPipeError):
-        sender.send_bytes(pickle.dumps(message))
+        message, status = None, 128 + (wish.signal if isinstance(wish, Interrupted) else signal.SIGINT)
+    except SystemExit as end:
+        message, status = None, end.code if isinstance(end.code, int) else int(end.code is not None)
+    if message is not None:
+        with contextlib.suppress(BrokenPipeError):
+            sender.send_bytes(pickle.dumps(message))
     sender.close()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # see [Note: how a rank ends]
