@@ -37,7 +37,8 @@ def measure(options: SftOptions) -> dict[str, Any]:
     """On one rank: seconds of each step, of reading its samples, of each checkpoint. Collective."""
     import torch.distributed as dist
 
-    from odc_triton.sharding import default_mesh, fully_shard
+    from odc_triton.default_mesh import default_mesh
+    from odc_triton.sharding import fully_shard
     from odc_triton.train.checkpoints import Checkpoints
     from odc_triton.train.prepare import build_model, precision, prepare
     from odc_triton.train.run import SftRun

@@ -131,7 +131,8 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
         "inspect",
         help="what is in a data file: lengths, what would be cut or left out, one sample with what is learned",
         description="Reads a whole data file as training would, prints how long its samples are, what would be "
-        "truncated or dropped, and one sample with what is learned marked. Needs no GPU and no model.",
+        "truncated or dropped, and one sample with what is learned marked. Needs no GPU and no model. The exit "
+        "status is 1 where --model has not all tokens.",
     )
     inspect.add_argument("file", help="JSON lines, a folder of `save_to_disk`, or hub-id[:split]")
     inspect.add_argument("--tokenizer", help="folder, hub id or tokenizer.json (default: lengths in bytes of UTF-8)")
@@ -147,17 +148,16 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
 def _inspect_data(options: argparse.Namespace) -> int:
     from .train.inspection import main as inspect
 
-    print(
-        inspect(
-            options.file,
-            tokenizer=options.tokenizer,
-            model=options.model,
-            token_cap=options.token_cap,
-            picture=options.out,
-            as_json=options.json,
-        )
+    text, fits = inspect(
+        options.file,
+        tokenizer=options.tokenizer,
+        model=options.model,
+        token_cap=options.token_cap,
+        picture=options.out,
+        as_json=options.json,
     )
-    return 0
+    print(text)
+    return 0 if fits else 1
 
 
 def _add_export(commands: argparse._SubParsersAction) -> None:
@@ -168,7 +168,9 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         help="write a checkpoint of a run as a folder that plain transformers loads",
         description="Writes model, config, generation config and tokenizer of a checkpoint into a Hugging Face folder.",
     )
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="one step-… folder, or a folder of them: the newest")
+    export.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a step-… folder; or a folder of them, or a run's: the newest"
+    )
     _takes(export, ExportOptions, _export, "checkpoint")
 
 

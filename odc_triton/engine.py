@@ -17,7 +17,7 @@ import contextlib
 import operator
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
@@ -25,13 +25,13 @@ import torch
 from torch import nn
 
 from .accumulate import Waits
-from .backward_end import tensors_in
-from .errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer
+from .errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer, describe
 from .events import EventLog
 from .foreach import clear_gradients, copy_masters, land_gradients
 from .grid import Grid
 from .meeting import Meetings
 from .memory.heap import Signs, SymmetricHeap, Word
+from .microbatch import Microbatches
 from .optimizer_watch import OptimizerWatch
 from .prefetch import Prefetch
 from .publication import Publication
@@ -39,7 +39,7 @@ from .replicas import Replicas
 from .sharded_param import ShardedParameter
 from .staging import Staging
 from .streams import Streams
-from .unit import Unit, in_backward_pass
+from .unit import Unit
 
 
 class Phase(IntEnum):
@@ -60,10 +60,6 @@ def _checked_tokens(tokens: Any) -> int | None:
     if count < 0:
         raise ValueError(f"tokens is {tokens!r}; give this rank's number of target tokens, an int of at least 0")
     return count
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 class Engine:
@@ -92,19 +88,15 @@ class Engine:
         self.events = EventLog(self.rank)
         self.phase = Phase.READY
         self.minibatch = -1  # number of the minibatch that is open or was last
-        self.in_backward = False
-        self._graph_is_kept = False  # the backward makes a graph, for one of its own
         self.divide_factor: float | None = None  # set_gradient_divide_factor
         self._tokens: int | None = None
-        self._microbatches = 0
         self._failure: str | None = None
-        self._forwards = 0  # units whose forward runs now, nested ones counted
-        self._forward_start_s = self._backward_start_s = self._step_start_s = 0.0
-        self._loss_start_s: float | None = None  # a forward ended there and its backward has not begun
+        self._step_start_s = 0.0
         self._stepping = False  # an optimizer's step runs now
         self._warned: set[str] = set()
         self._scope = contextlib.ExitStack()
         self._optimizers = OptimizerWatch(self)
+        self.microbatches = Microbatches(self)
 
     # ------------------------------------------------------------------ parameters
 
@@ -139,8 +131,7 @@ class Engine:
                 yield original, parameter
 
     def gradient_comes(self, parameter: ShardedParameter) -> None:
-        self._graph_is_kept = torch.is_grad_enabled()
-        self._backward_begins(self.minibatch)
+        self.microbatches.backward_begins(self.minibatch)
 
     def waited(self, parameter: ShardedParameter, waits: Waits) -> None:
         for start_s, end_s in waits:
@@ -180,7 +171,7 @@ class Engine:
             raise RanksDiffer(f"tokens was given on some ranks but not on ranks {missing}; give it on all or on none")
         self._tokens = None if missing else sum(given)
         self.publication.agree(max(theirs["published"] for theirs in messages))
-        self._microbatches, self._failure = 0, None
+        self.microbatches.count, self._failure = 0, None
         for unit in self.units:
             unit.expire()
         self._enter_phase(Phase.OPEN)
@@ -192,7 +183,7 @@ class Engine:
 
     def _prepare(self) -> None:
         """This rank's side of entering: gradient shards are zero, masters are published."""
-        if self._forwards:
+        if self.microbatches.in_forward:
             raise RuntimeError("a minibatch can't begin inside a forward of the model")
         if self._stepping:
             raise RuntimeError(
@@ -239,10 +230,7 @@ class Engine:
         if self.phase is not Phase.OPEN:
             raise RuntimeError(f"no minibatch is open (the engine is {self.phase.name}): call begin_minibatch first")
         self._scope.close()
-        if self.in_backward:
-            self._failure = self._failure or "a backward began and did not end"
-        self._stop_backward()
-        self._forwards = 0
+        self.microbatches.stop()
         for unit in self.units:
             unit.reset()
         purpose = f"leave minibatch {self.minibatch}"
@@ -251,7 +239,7 @@ class Engine:
             # A peer is lost or too late, or a wish to stop (Ctrl-C, exit): peers are told, nobody is waited for.
             self._enter_phase(Phase.BROKEN)
             with contextlib.suppress(torch.distributed.DistError):  # the store may be what was lost
-                self.meetings.tell(purpose, {"error": _describe(error)})
+                self.meetings.tell(purpose, {"error": describe(error)})
             return
         try:
             self.drain(f"the microbatches of minibatch {self.minibatch}")
@@ -260,7 +248,7 @@ class Engine:
         if error is None and self._failure is not None:
             error = RuntimeError(self._failure)
         touched = [index for index, parameter in enumerate(self.parameters) if parameter.touched]
-        message = {"touched": touched, "microbatches": self._microbatches}
+        message = {"touched": touched, "microbatches": self.microbatches.count}
         messages = self._meet(purpose, message, error)
         self.events.microbatch = -1
         self._settle(messages, error)
@@ -298,7 +286,7 @@ class Engine:
             raise
 
     def _meet(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
-        message = {**message, "error": None if error is None else _describe(error)}
+        message = {**message, "error": None if error is None else describe(error)}
         try:
             with self.events.span("wait", label=purpose, microbatch=-1):
                 return self.meetings.meet(purpose, message)
@@ -317,9 +305,15 @@ class Engine:
 
     def require_peers(self, purpose: str) -> None:
         """Raises RankLost at once if a peer's process is gone. `purpose`: what this rank needs them for."""
-        everybody = list(range(self.world))
+        self._require(list(range(self.world)), purpose)
+
+    def require_replica(self, purpose: str) -> None:
+        """As `require_peers`, of the ranks of this replica only: a few microseconds."""
+        self._require(list(range(self.grid.first, self.grid.first + self.grid.shards)), purpose)
+
+    def _require(self, ranks: list[int], purpose: str) -> None:
         try:
-            self.meetings.require_alive(everybody, purpose, lambda: everybody)
+            self.meetings.require_alive(ranks, purpose, lambda: ranks)
         except RankLost:
             if self.phase is not Phase.OPEN:  # else the minibatch ends by it
                 self._enter_phase(Phase.BROKEN)
@@ -330,7 +324,7 @@ class Engine:
         if self.phase is not Phase.BROKEN:
             self._enter_phase(Phase.BROKEN)
             with contextlib.suppress(torch.distributed.DistError):  # the store may be gone
-                self.meetings.give_up(_describe(error))
+                self.meetings.give_up(describe(error))
 
     def _settle(self, messages: list[dict[str, Any]], error: BaseException | None) -> None:
         """Raises MinibatchFailed on all ranks if any of them brought an error to the meeting."""
@@ -355,98 +349,14 @@ class Engine:
         self.signs.show(Word.BROKEN, phase is Phase.BROKEN)
         self.signs.show(Word.MINIBATCH, self.minibatch)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a minibatch is open."""
+        return self.phase is Phase.OPEN
+
     def fail(self, reason: str) -> None:
         """Marks the open minibatch as failed; every rank hears of it at the exit."""
         self._failure = self._failure or reason
-
-    # ------------------------------------------------------------------ forward and backward
-
-    def forward_begins(self) -> None:
-        self._forwards += 1
-        if self._forwards > 1 or in_backward_pass():  # a nested unit, or a recomputation of checkpointing
-            return
-        if self.in_backward:
-            self.fail("a backward began and did not end")
-            self._stop_backward()
-        if self.phase is Phase.OPEN:
-            self.events.microbatch = self._microbatches
-        else:
-            try:
-                self.publication.wait_readable()
-            except BaseException:
-                self._forwards -= 1
-                raise
-        self._forward_start_s = time.monotonic()
-
-    def forward_ends(self, error: BaseException | None) -> None:
-        self._forwards -= 1
-        if self._forwards or in_backward_pass():
-            return
-        now_s = time.monotonic()
-        self.events.add("forward", self._forward_start_s, now_s)
-        backward_follows = self.phase is Phase.OPEN and torch.is_grad_enabled() and error is None
-        self._loss_start_s = now_s if backward_follows else None
-        if not backward_follows:
-            self.prefetch.expect_nothing()
-        if error is not None:
-            if self.phase is Phase.OPEN:
-                self.fail(_describe(error))
-        elif self.phase is not Phase.OPEN:
-            self.publication.check_not_torn()
-
-    def watch_backward(self, output: Any, of_unit: Callable[[], None] | None) -> bool:
-        """Has the output's tensors say when their backward begins; `of_unit` is then called too.
-
-        Returns whether a backward through them may follow.
-        """
-        if not torch.is_grad_enabled():
-            return False
-        number = self.minibatch if self.phase is Phase.OPEN else None
-
-        def begins(_: torch.Tensor) -> None:
-            self._graph_is_kept = torch.is_grad_enabled()
-            self._backward_begins(number)
-            if of_unit is not None:
-                of_unit()
-
-        # A leaf that is passed through outlives the minibatch, a hook on it too.
-        watched = [value for value in tensors_in(output) if value.grad_fn is not None]
-        for value in watched:
-            value.register_hook(begins)
-        return bool(watched) and (self.phase is Phase.OPEN or in_backward_pass())
-
-    def _backward_begins(self, number: int | None) -> None:
-        if self.in_backward:
-            return
-        if self.phase is not Phase.OPEN:
-            raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
-        if number != self.minibatch:
-            self.fail("a backward belonged to a forward outside of the minibatch")
-            raise RuntimeError(
-                f"this backward belongs to a forward outside of minibatch {self.minibatch}: the parameters have "
-                f"changed since. Run forward and backward of a microbatch in one minibatch."
-            )
-        self.in_backward = True
-        self._backward_start_s = time.monotonic()
-        if self._loss_start_s is not None:
-            self.events.add("forward", self._loss_start_s, self._backward_start_s, label="loss")
-            self._loss_start_s = None
-        for unit in self.units:  # checkpointing may recompute any part of any unit
-            unit.make_whole()
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-
-    def _backward_ends(self) -> None:
-        self.events.add("backward", self._backward_start_s, time.monotonic())
-        self._microbatches += 1
-        self._stop_backward()
-
-    def _stop_backward(self) -> None:
-        self.in_backward = False
-        self.prefetch.expect_nothing()
-        for unit in self.units:
-            unit.make_sharded()
-            if not self._graph_is_kept:
-                unit.let_go()
 
     # ------------------------------------------------------------------ publishing
 

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def describe(error: BaseException) -> str:
+    """An error as the other ranks are told of it."""
+    return f"{type(error).__name__}: {error}"
+
+
 class OdcError(RuntimeError):
     """Base of the errors that come from the ranks' work together."""
 

@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, NoReturn
 
 from .errors import OfRanks
 
@@ -60,6 +60,23 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:  # it died before that call
         os._exit(1)
+
+
+def status_of(end: SystemExit) -> int:
+    """The exit status that `sys.exit` asked for."""
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends a rank's process.
+
+    [Note: how a rank ends] Not by the interpreter's end: that destroys what torch's own threads still use, and has
+    aborted a process that had done all its work.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
@@ -249,11 +266,7 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _rank(sender: Connection, function: Callable, args: tuple, environment: dict[str, str], parent_pid: int) -> None:
-    """What runs in a rank's process.
-
-    [Note: how a rank ends] Not by the interpreter's end: that destroys what torch's own threads still use, and has
-    aborted a process that had done all its work.
-    """
+    """What runs in a rank's process."""
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     os.environ.update(environment)
@@ -268,12 +281,9 @@ def _rank(sender: Connection, function: Callable, args: tuple, environment: dict
     except KeyboardInterrupt as wish:
         message, status = None, 128 + (wish.signal if isinstance(wish, Interrupted) else signal.SIGINT)
     except SystemExit as end:
-        message, status = None, end.code if isinstance(end.code, int) else int(end.code is not None)
+        message, status = None, status_of(end)
     if message is not None:
         with contextlib.suppress(BrokenPipeError):
             sender.send_bytes(pickle.dumps(message))
     sender.close()
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # see [Note: how a rank ends]
+    end_process(status)

@@ -17,6 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type) -> None:
     Fields may be int, float, str, bool (`--name/--no-name`), a Literal of strings, or one of them or None.
     """
     hints = typing.get_type_hints(kind)
+    named = " ".join(action.metavar or action.dest for action in parser._get_positional_actions())
+    parser.usage = f"%(prog)s {named}{' ' if named else ''}--NAME VALUE …  (--help lists the names)"  # they are many
     group = parser.add_argument_group(kind.__doc__.strip().splitlines()[0].rstrip("."))
     for entry in fields(kind):
         flag = "--" + entry.name.replace("_", "-")

@@ -118,9 +118,10 @@ def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
     from .balance import CostModel, MinibatchSampler
     from .balance.collate import pack_collate
     from .checkpoint import load_causal_lm
+    from .default_mesh import default_mesh
     from .hf import enable_packing
     from .replace import replace_layers
-    from .sharding import default_mesh, fully_shard
+    from .sharding import fully_shard
 
     mesh = default_mesh(timedelta(minutes=30))
     torch.manual_seed(options.seed)
@@ -128,7 +129,7 @@ def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
     cost = CostModel.from_config(model.config.get_text_config())
     enable_packing(model)
     roles = [*(["attention", "embedding", "linear"] if options.replace_layers else []), *["head"] * options.fused_head]
-    replace_layers(model, roles=roles, verbose=bool(roles) and mesh.get_local_rank() == 0)
+    replace_layers(model, roles=roles, verbose=bool(roles) and mesh.get_rank() == 0)
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if options.dtype == "bf16" else None
@@ -142,7 +143,7 @@ def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
         options.token_cap,
         balance=options.balance,
         seed=options.seed,
-        rank=mesh.get_local_rank(),
+        rank=mesh.get_rank(),
         world=mesh.size(),
         cost=cost,
     )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import sys
 import uuid
 import warnings
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .backend import CpuBackend, backend_of
 from .choice import Entry
 from .collect import SHARDABLE_DTYPES, FoundParameter, dtype_name, find_parameters, refuse_unshardable
+from .default_mesh import default_mesh, host_name
 from .engine import Engine
 from .errors import RanksDiffer
 from .gathered import GatheredParameters
@@ -31,7 +29,6 @@ from .memory.heap import Signs, SymmetricHeap
 from .module import attach, is_sharded
 from .on_owners import ReadsOnDemand
 from .plan import ParameterSpec, Plan, find_units, first_difference, make_plan
-from .process_group import start_process_group
 from .replicas import Replicas
 from .sharded_param import ShardedParameter
 from .staging import Staging
@@ -66,9 +63,10 @@ def fully_shard(
     optimizer afterwards. Initial values are rank 0's; other ranks may hold the model on the meta device, and if all
     do, every module's own initialisation runs once. How the module computes is not changed.
 
-    mesh: one-dimensional; by default all ranks; without a process group a world of one is made (or torchrun's). With
-        two dimensions, ("replicate", "shard"), the ranks of the second share memory, so they are of one host, and
-        masters and optimizer states are sharded over all: docs/memory.md, "Several nodes".
+    mesh: by default all ranks, with a copy of the model per host (`default_mesh`); without a process group a world of
+        one is made (or torchrun's). The ranks of one dimension share memory, so they are of one host. With two,
+        ("replicate", "shard"), those of the second do, and masters and optimizer states are sharded over all:
+        docs/memory.md, "Several nodes".
     mp_policy: as in FSDP2, but `reduce_dtype=None` means fp32 accumulation.
     reshard_after_forward: as in FSDP2: whether whole parameters are freed between forward and backward; by default in
         all units but the root. An int counts as True. On the CPU backend, where whole parameters are views: no effect.
@@ -236,16 +234,6 @@ def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, time
         )
 
 
-def default_mesh(timeout: timedelta, backend: str = "auto") -> DeviceMesh:
-    """All ranks. Without a process group it starts torchrun's, or else a world of one; `timeout` is its own then.
-
-    The group is taken as it is: `init_device_mesh` would set another one beside a gloo group where there are GPUs.
-    """
-    chosen = backend_of(backend, None)
-    start_process_group(chosen, timeout)
-    return DeviceMesh.from_group(dist.group.WORLD, chosen.mesh_device)
-
-
 def _check_mesh(mesh: DeviceMesh, backend: CpuBackend) -> None:
     refuse_mesh(mesh)
     if mesh.device_type != backend.mesh_device:
@@ -354,7 +342,12 @@ def _agree(
     replica's ranks: what they are and how each rank numbers its own.
     """
     digest, lines = plan.fingerprint(options)
-    mine = {"token": uuid.uuid4().hex, "device": device.device_id(), "index": device.device_index(), "host": _host()}
+    mine = {
+        "token": uuid.uuid4().hex,
+        "device": device.device_id(),
+        "index": device.device_index(),
+        "host": host_name(),
+    }
     messages = meetings.meet(_AGREEING, {"digest": digest, **mine})
     _raise_refusal(messages)
     different = [rank for rank, theirs in enumerate(messages) if theirs["digest"] != digest]
@@ -375,12 +368,6 @@ def _agree(
             f"stays within a host"
         )
     return messages[0]["token"], [theirs["device"] for theirs in together], [theirs["index"] for theirs in together]
-
-
-def _host() -> str:
-    """Names the host and network namespace: ranks that share memory find each other by an abstract socket of it."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{platform.node()} ({boot}, {os.readlink('/proc/self/ns/net')})"
 
 
 def _compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned) -> None:

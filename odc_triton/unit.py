@@ -88,7 +88,7 @@ class Unit:
 
     def make_sharded(self) -> None:
         """Back to DTensors, unless a forward, a backward or `unshard()` still needs the whole tensors."""
-        if self._whole and not (self._uses or self._held or self.engine.in_backward):
+        if self._whole and not (self._uses or self._held or self.engine.microbatches.in_backward):
             self._whole = False
             for slot in self.slots:
                 slot.put(slot.parameter.sharded)
@@ -170,7 +170,7 @@ class Unit:
 
         It stands around the module's `__call__` rather than in forward hooks, which an interrupt would skip.
         """
-        self.engine.forward_begins()
+        self.engine.microbatches.forward_begins()
         with self.engine.prefetch.lock:
             self._uses += 1
         try:
@@ -188,7 +188,7 @@ class Unit:
                 output = pytree.tree_map(lambda value: _cast(value, self.policy.output_dtype), output)
             if self.gathered:
                 output = pytree.tree_map(self._own, output)
-            watched = self.engine.watch_backward(output, self._backward_begins if self.gathered else None)
+            watched = self.engine.microbatches.watch_backward(output, self._backward_begins if self.gathered else None)
         except BaseException as error:
             self._leave(error, backward_follows=in_backward_pass())  # a recomputation may stop early, by an exception
             raise
@@ -202,7 +202,7 @@ class Unit:
             # After a recomputation the backward through it comes right now.
             if not (backward_follows and (in_backward_pass() or not self._reshards_after_forward)):
                 self.let_go()
-        self.engine.forward_ends(error)
+        self.engine.microbatches.forward_ends(error)
 
     def wrap_method(self, method: Callable) -> Callable:
         """`method` of the module, run as if it were its forward."""

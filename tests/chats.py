@@ -13,6 +13,10 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
 )
+SPACED = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 MARKED = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant{{ '\n' }}{% generation %}"
     "{{ m['content'] }}<|im_end|>{% endgeneration %}{{ '\n' }}"

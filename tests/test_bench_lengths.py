@@ -76,7 +76,7 @@ def test_lengths_of_every_form(tmp_path: Path) -> None:
         ('{"length": 1}', "line 1: 1 is no length"),
         ('{"length": null}', "line 1: None"),
         ('5\n{"length": 3', "line 2: not valid JSON"),
-        ('{"tokens": 3}', "line 1: needs 'text'"),
+        ('{"words": 3}', "line 1: needs 'text'"),
         ('{"text": "hello"}', "line 1 has a text and no `length`: give --tokenizer"),
         ("\n\n", "has no lengths"),
     ],

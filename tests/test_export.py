@@ -55,6 +55,11 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             assert torch.equal(got(input_ids=IDS, use_cache=False).logits, want)
         assert json.loads((out / "generation_config.json").read_text())["bos_token_id"] == 1
         assert AutoTokenizer.from_pretrained(out).encode("some words")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "run").rename(tmp_path / "whole" / "checkpoints")
+    command[1] = str(tmp_path / "whole")  # as `train sft` leaves it
+    assert main([*command, "--out", str(tmp_path / "again")]) == 0
+    assert "whole/checkpoints/step-00000002 is in" in capsys.readouterr().out
     assert main([*command, "--out", str(tmp_path / "fp32")]) == 1
     assert "is not empty" in capsys.readouterr().err
 
@@ -62,7 +67,10 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build("gpt2-tied").config.save_pretrained(tmp_path)
     assert main(["export", str(tmp_path), "--init", str(tmp_path / "config.json"), "--out", str(tmp_path / "o")]) == 1
-    assert "is no checkpoint and no folder of checkpoints" in capsys.readouterr().err
+    assert "is no checkpoint (step-…), no folder of them, and no run's folder with any" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path), "--out", str(tmp_path / "o")])
-    assert "give either --model or --init" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "give either --model or --init" in said
+    assert said.startswith("usage: odc-triton export CHECKPOINT --NAME VALUE …")
+    assert len(said.splitlines()) == 2

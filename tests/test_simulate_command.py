@@ -153,7 +153,7 @@ def test_files_that_are_refused(say: Say, tmp_path: Path) -> None:
     assert status == 1
     assert "3 sequences cannot fill a minibatch of 8" in err
     (tmp_path / "empty.txt").write_text("")
-    assert "is empty: give the length" in say("--lengths", tmp_path / "empty.txt")[2]
+    assert "has no lengths" in say("--lengths", tmp_path / "empty.txt")[2]
     for content in ("{", "[]", "{}"):
         (tmp_path / "snap.json").write_text(content)
         status, _, err = say("--lengths", "aime", "--topology", tmp_path / "snap.json")

@@ -12,7 +12,7 @@ import pytest
 from odc_triton.nvml_snapshot import SnapshotNvml
 from odc_triton.probe import read_topology
 from odc_triton.simulate.devices import DEVICES, find_device
-from odc_triton.simulate.lengths import NAMED, draw, log_normal, named_lengths, read_lengths
+from odc_triton.simulate.lengths import NAMED, draw, lengths_of_file, log_normal, named_lengths
 from odc_triton.simulate.links import Links
 from odc_triton.simulate.memory import peak_bytes, state_bytes
 from odc_triton.simulate.models import MODELS, Model
@@ -129,43 +129,44 @@ def test_named_lengths_have_the_published_mean_and_maximum(name: str) -> None:
 def test_lengths_from_files(tmp_path: Path) -> None:
     def read(name: str, text: str) -> list[int]:
         (tmp_path / name).write_text(text)
-        return read_lengths(tmp_path / name)[0]
+        return lengths_of_file(tmp_path / name)[0]
 
     assert read("a.txt", "5 7\n\n9\n") == [5, 7, 9]
     assert read("a.json", "[5, 7.0]") == [5, 7]
     lines = ['{"length": 5}', '{"tokens": 6}', '{"input_ids": [1, 2, 3]}', "8"]
     assert read("a.jsonl", "\n".join(lines) + "\n") == [5, 6, 3, 8]
-    assert "estimated" not in read_lengths(tmp_path / "a.jsonl")[1]
+    assert "estimated" not in lengths_of_file(tmp_path / "a.jsonl")[1]
     lines = ['{"text": "twelve bytes"}', '{"prompt": "four", "completion": "five!"}']
     assert read("b.jsonl", "\n".join(lines)) == [3, 3]
-    assert "estimated at 4 bytes a token" in read_lengths(tmp_path / "b.jsonl")[1]
+    assert "estimated at 4 bytes a token" in lengths_of_file(tmp_path / "b.jsonl")[1]
     np.savez(tmp_path / "c.npz", offsets=np.array([0, 3, 10]))
-    assert read_lengths(tmp_path / "c.npz")[0] == [3, 7]
+    assert lengths_of_file(tmp_path / "c.npz")[0] == [3, 7]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.txt", "", "is empty: give the length"),
-        ("a.txt", "5 0", "sequence 2 has length '0'"),
-        ("a.txt", "5 -3", "sequence 2 has length '-3'"),
-        ("a.txt", "5 nan", "sequence 2 has length 'nan'"),
-        ("a.txt", "5 inf", "has length 'inf'"),
-        ("a.txt", "5 2.5", "has length '2.5'"),
-        ("a.txt", "five", "sequence 1 has length 'five'"),
-        ("a.json", '{"a": 1}', "holds a dict: give a list"),
-        ("a.json", "[true]", "has length True"),
-        ("a.jsonl", '{"length": 5}\n{"length": ', "line 2 is no JSON"),
-        ("a.jsonl", '{"words": 5}', "record 1 has words: give `length`"),
-        ("a.jsonl", '{"text": ""}', "sequence 1 has length 0"),
-        ("a.jsonl", '{"length": NaN}', "has length nan"),
-        ("a.jsonl", '{"length": null}', "has length None"),
+        ("a.txt", "", "has no lengths; give one number"),
+        ("a.txt", "5 0", "line 1: '0' is no length"),
+        ("a.txt", "5\n-3", "line 2: '-3' is no length"),
+        ("a.txt", "5 nan", "line 1: 'nan' is no length"),
+        ("a.txt", "5 inf", "'inf' is no length"),
+        ("a.txt", "5 2.5", "'2.5' is no length"),
+        ("a.txt", "five", "line 1: 'five' is no length"),
+        ("a.json", '{"a": 1}', "holds a dict; give a list"),
+        ("a.json", "[5, true]", "element 1: True is no length"),
+        ("a.json", "[5", "a.json: not valid JSON"),
+        ("a.jsonl", '{"length": 5}\n{"length": ', "line 2: not valid JSON"),
+        ("a.jsonl", '{"words": 5}', "line 1: needs 'text', .* it has 'words'"),
+        ("a.jsonl", '{"text": ""}', "line 1 is a text of 0 tokens"),
+        ("a.jsonl", '{"length": NaN}', "nan is no length"),
+        ("a.jsonl", '{"length": null}', "None is no length"),
     ],
 )
 def test_lengths_that_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=message):
-        read_lengths(tmp_path / name)
+        lengths_of_file(tmp_path / name)
 
 
 def test_drawn_minibatches() -> None:
@@ -191,7 +192,12 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
         Model.find("qwen9")
     with pytest.raises(ValueError, match="is neither known nor a file"):
         Model.find(str(tmp_path))  # a folder without a config
-    for text, message in (("nothing", "is no JSON"), ("[1]", "holds a list"), ("{}", "hidden_size is None")):
+    for text, message in (
+        ("nothing", "is no JSON"),
+        ("[1]", "holds a list"),
+        ("{}", "config.json can't be simulated: the model's config has hidden_size=None"),
+        ('{"architectures": ["BertForMaskedLM"]}', "is of a BertForMaskedLM, no causal LM"),
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             Model.find(str(tmp_path))

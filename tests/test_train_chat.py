@@ -14,7 +14,7 @@ from odc_triton.train.data import DataOptions, tokenize_file
 from odc_triton.train.records import DataError
 from odc_triton.train.tokenizer import TextEncoder
 
-from .chats import CHATML, MARKED, MARKED_WORDS, THINKING, WRITERS, Pieces, chatml, make_tokenizer
+from .chats import CHATML, MARKED, MARKED_WORDS, SPACED, THINKING, WRITERS, Pieces, chatml, make_tokenizer
 from .test_train_data import samples_of, write_lines
 
 processors = pytest.importorskip("tokenizers").processors
@@ -146,7 +146,8 @@ def test_forms_may_be_mixed_and_long_files_come_in_batches(tokenizers, tmp_path)
     ("template", "messages", "message"),
     [
         (None, said("a", "b"), "need a tokenizer with a chat template, and this .* has none; put the template"),
-        (CHATML, said("a", "\n\nb"), "message 1 of the assistant does not begin or end between two tokens .*strip it"),
+        (CHATML, said("a", "\n\nb"), "message 1 of the assistant does not begin between two tokens .*strip it"),
+        (SPACED, said("a", "yes"), "ends its header of message 1 in white space, which this tokenizer joins"),
         (CHATML, said("a", "b")[1:], "begins with the assistant; put a message of the user first"),
         (THINKING, said("a", "<think>1</think>b", "c", "d"), "message 1 of the assistant.*differently when the whole"),
         ("{{ messages[9].content }}", said("a", "b"), r"refuses this conversation \(UndefinedError"),

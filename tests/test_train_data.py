@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -206,7 +207,11 @@ def test_samples_against_a_plain_loop(
         (b'{"text": "a"', "not valid JSON"),
         (b'{"text": ' + b"9" * 5000 + b"}", "not valid JSON"),
         (b"[" * 200_000, "nested too deeply"),
-        (b'["text"]', "a list, not a JSON object"),
+        (b'["text"]', "a list, not a JSON object .*make a line of each element: jq"),
+        (b'[{"text": "a"},', "not valid JSON.*make a line of each element: jq"),
+        (gzip.compress(b'{"text": "a"}', mtime=0), "the file is compressed by gzip; unpack it first"),
+        (b'{"messages": [{"from": "human", "value": "a"}]}', "it has 'from', 'value'; rename 'from' and 'value'"),
+        (b'{"messages": [{"role": "gpt", "content": "a"}]}', "message 0 has the role 'gpt'; call it 'assistant'"),
         (b"null", "a NoneType, not a JSON object"),
         (b"{}", "needs 'text', or both 'prompt' and 'completion', or 'messages'; it has no field"),
         (b'{"prompt": "a", "id": 1}', "needs 'text'.*it has 'prompt', 'id'"),

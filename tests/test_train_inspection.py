@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
 def test_page(folder, capsys):
     out = folder / "new" / "lengths.png"
     command = ["data", "inspect", str(folder / "data$1.jsonl"), "--tokenizer", str(folder / "model"), "--out", str(out)]
-    assert main([*command, "--token-cap", "30", "--model", str(folder / "model")]) == 0
+    assert main([*command, "--token-cap", "30", "--model", str(folder / "model")]) == 1  # one token is outside
     page = capsys.readouterr().out
     for line in (
         r"data\$1\.jsonl: 4 records \(1 of text, 2 of messages, 1 of prompt and completion\)",
@@ -125,6 +125,14 @@ def test_unusable_data_ends_with_one_line(folder, capsys, monkeypatch, arguments
     printed = capsys.readouterr()
     assert printed.out == ""
     assert re.fullmatch(f"odc-triton: .*{message}.*\n", printed.err)
+
+
+def test_status_says_whether_the_model_has_all_tokens(folder, capsys):
+    (folder / "large").mkdir()
+    (folder / "large" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 1000}')
+    command = ["data", "inspect", str(folder / "data$1.jsonl"), "--tokenizer", str(folder / "model")]
+    assert main([*command, "--model", str(folder / "large")]) == 0  # and 1 where it has not: `test_page`
+    assert "all token ids are within the model's vocabulary of 1,000" in capsys.readouterr().out
 
 
 def test_picture_needs_matplotlib(folder, capsys, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from odc_triton.train.metrics import MetricsFile, read_metrics
 from odc_triton.train.options import SftOptions
@@ -59,6 +60,23 @@ def uninterrupted(folder: Path, world: int, **changes: object) -> list[float]:
         wanted = case(folder, out=str(out), steps=STEPS, samples_per_rank=4 // world, **changes)
         assert ranks.run(train, world, wanted, None) == ["ended"] * world
     return losses(out)
+
+
+def test_goes_on_with_other_replicas(folder: Path, tmp_path: Path) -> None:
+    """Four ranks in two replicas, then two ranks in one, then two in two."""
+    changes = {"init": str(folder / "without-dropout.json")}
+    want = uninterrupted(folder, 1, **changes)
+    out = tmp_path / "out"
+    wanted = case(folder, out=str(out), steps=STEPS, resume="auto", **changes)
+    for world, replicas, stop in ((4, 2, 1), (2, None, 4), (2, 2, None)):
+        now = replace(wanted, samples_per_rank=4 // world, replicas=replicas)
+        ended = set(ranks.run(train, world, now, stop))
+        assert ended == {"ended" if stop is None else "stopped by SIGTERM"}
+    torch.testing.assert_close(losses(out), want, rtol=ACROSS_RANKS, atol=0)
+    # What the replicas wrote is the model that one process has trained.
+    whole = next(folder.glob("whole-1-init")) / "model"
+    for name, value in load_file(whole / "model.safetensors").items():
+        torch.testing.assert_close(load_file(out / "model" / "model.safetensors")[name], value, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("world", "then"), [(1, 1), (2, 2), (2, 1), (1, 2)])

@@ -70,6 +70,7 @@ def be_rank(folder: str) -> None:
     import torch.distributed as dist
 
     from odc_triton import OdcError, fully_shard, minibatch
+    from odc_triton.api import engine_of
 
     from .test_hybrid import Rows, mesh_of
     from .test_hybrid import _train as train
@@ -79,9 +80,11 @@ def be_rank(folder: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     seen = {}
     try:
-        fully_shard(Rows(), timeout=timedelta(seconds=60))
+        fully_shard(Rows(), mesh=mesh_of((4,)), timeout=timedelta(seconds=60))
     except OdcError as error:
         seen["one dimension"] = str(error)
+    grid = engine_of(fully_shard(Rows(), timeout=timedelta(seconds=60))).grid
+    seen["without a mesh"] = grid.replicas, grid.twins
     seen["trained"] = train(rank, 4, (2, 2), "conv", "cpu", "root", STEPS)
     model = fully_shard(Rows(), mesh=mesh_of((2, 2)), timeout=timedelta(seconds=60))
     seen["heaps"] = _heaps()

@@ -127,8 +127,8 @@ def _size(config: object, name: str, default: int | None = None) -> int:
     value = default if value is None else value
     if not isinstance(value, int) or value < 1:
         raise ValueError(
-            f"CostModel.from_config: {type(config).__name__}.{name} is {value!r}; pass the "
-            "config of the text decoder (such as config.text_config), or give the coefficients to CostModel"
+            f"the model's config has {name}={value!r}, which its cost depends on: give the config of a text decoder "
+            "(of a model of several parts its text_config), or CostModel its coefficients"
         )
     return value
 

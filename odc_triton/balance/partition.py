@@ -1,4 +1,4 @@
-"""Splitting costs into groups of nearly equal sums: Karmarkar-Karp differencing, and its refinement."""
+"""Splitting costs into groups of nearly equal sums: Karmarkar-Karp differencing or longest first, and refinement."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ _BALANCED = 1e-3
 _EXCHANGES = 4_000_000
 # Groups whose items are tried first where there are many.
 _LIGHTEST = 32
+# Groups beyond which longest first, refined, has sums as even as differencing, and takes a third of its time.
+_MANY = 64
 
 
 def balanced_partition(costs: Sequence[float], groups: int, *, equal_sizes: bool = False) -> list[list[int]]:
-    """Indices of `costs` split into `groups` lists, the largest sum small: `karmarkar_karp`, then `refine`.
+    """Indices of `costs` split into `groups` lists, the largest sum small: `karmarkar_karp`, of many groups
+    `longest_first`, then `refine`.
 
     With `equal_sizes` the lists' sizes differ by at most one; otherwise lists may be empty. Every index is in
     exactly one list. The same costs give the same lists on every rank.
 
     Raises ValueError for empty `costs`, a cost that is negative or not finite, `groups` below 1.
     """
+    if groups > _MANY and not equal_sizes:
+        return refine(longest_first(costs, groups), costs)
     return refine(karmarkar_karp(costs, groups, equal_sizes=equal_sizes), costs, equal_sizes=equal_sizes)
 
 
@@ -58,6 +63,18 @@ def karmarkar_karp(costs: Sequence[float], groups: int, *, equal_sizes: bool = F
         ticket += 1
     state = heap[0][2] + [(0.0, ())] * (groups - len(heap[0][2]))
     return [sorted(items) for _, items in state]
+
+
+def longest_first(costs: Sequence[float], groups: int) -> list[list[int]]:
+    """Each item, longest first, to the lightest group (Graham 1969). Raises as `balanced_partition`."""
+    _check(costs, groups)
+    split: list[list[int]] = [[] for _ in range(groups)]
+    lightest = [(0.0, group) for group in range(groups)]
+    for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        load, group = lightest[0]
+        split[group].append(item)
+        heapq.heapreplace(lightest, (load + costs[item], group))
+    return split
 
 
 _State = list[tuple[float, tuple[int, ...]]]  # sums, falling, and what they are of
@@ -152,6 +169,9 @@ def refine(
         heavy = int(np.where(unsettled, load, -1.0).argmax())
         if load[heavy] <= load[unsettled].mean() * (1 + _BALANCED):
             break
+        if size[heavy] == 1:  # whoever takes its item ends up no lighter than that
+            unsettled[heavy] = False
+            continue
         give, take = search(heavy, near(load)) if count > 4 * _LIGHTEST else (-1, -1)
         if give < 0:
             give, take = search(heavy, everything)

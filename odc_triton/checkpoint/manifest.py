@@ -14,6 +14,7 @@ from .dcp import Written
 NAME = "manifest.json"
 _FORMAT = 1
 _BLOCK_BYTES = 2**20
+_REMEDY = "this checkpoint can't be used, go on from an older one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class Manifest:
         """Raises CheckpointCorrupt."""
         path = folder / NAME
         if not path.exists():
-            raise CheckpointCorrupt(f"{path} is missing: this checkpoint can't be used")
+            raise CheckpointCorrupt(f"{path} is missing: {_REMEDY}")
         data = path.read_bytes()
         try:
             content = json.loads(data)
@@ -45,7 +46,7 @@ class Manifest:
             files = {name: Written(**entry) for name, entry in content.pop("files").items()}
             return cls(files=files, **content)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointCorrupt(f"{path} is damaged ({error}): this checkpoint can't be used") from error
+            raise CheckpointCorrupt(f"{path} is damaged ({error}): {_REMEDY}") from error
 
     def check_sizes(self, folder: Path) -> None:
         """Raises CheckpointCorrupt for a file that is missing or of another size."""
@@ -54,7 +55,7 @@ class Manifest:
             size_bytes = path.stat().st_size if path.is_file() else None
             if size_bytes != file.size_bytes:
                 now = "is missing" if size_bytes is None else f"has {size_bytes} bytes"
-                raise CheckpointCorrupt(f"{path} {now} and was written with {file.size_bytes}")
+                raise CheckpointCorrupt(f"{path} {now} and was written with {file.size_bytes}: {_REMEDY}")
 
     def check_digests(self, folder: Path, part: int = 0, parts: int = 1) -> None:
         """Raises CheckpointCorrupt for a file whose content changed; reads every `parts`-th file, from `part` on."""
@@ -64,7 +65,7 @@ class Manifest:
                 while block := file.read(_BLOCK_BYTES):
                     digest.update(block)
             if digest.hexdigest() != self.files[name].sha256:
-                raise CheckpointCorrupt(f"{folder / name} is not what was written: its SHA-256 is another")
+                raise CheckpointCorrupt(f"{folder / name} is not what was written: its SHA-256 is another; {_REMEDY}")
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -16,11 +16,11 @@ _HOME = {
     "Outcome": "outcome",
     "SETTINGS": "study",
     "draw": "lengths",
+    "lengths_of_file": "lengths",
     "SequenceTime": "measured",
     "from_measured": "measured",
     "named_lengths": "lengths",
     "rank_settings": "study",
-    "read_lengths": "lengths",
     "simulate": "job",
 }
 __all__ = sorted(_HOME)

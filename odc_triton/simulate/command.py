@@ -9,7 +9,7 @@ from odc_triton.nvml_snapshot import SnapshotNvml
 from odc_triton.probe import read_topology
 from odc_triton.report import save_timeline, table
 from odc_triton.simulate.devices import GpuKind, find_device
-from odc_triton.simulate.lengths import NAMED, named_lengths, read_lengths
+from odc_triton.simulate.lengths import NAMED, lengths_of_file, named_lengths
 from odc_triton.simulate.links import Links
 from odc_triton.simulate.models import Model
 from odc_triton.simulate.options import SimulateOptions
@@ -76,7 +76,7 @@ def _lengths(options: SimulateOptions) -> tuple[list[int], str]:
         return named_lengths(options.lengths, count, seed=options.seed), f"like {options.lengths} ({named.source})"
     if not Path(options.lengths).exists():
         raise ValueError(f"lengths {options.lengths!r} is neither a file nor one of {', '.join(NAMED)}")
-    return read_lengths(options.lengths)
+    return lengths_of_file(options.lengths)
 
 
 def _machine(options: SimulateOptions) -> tuple[GpuKind, Links, str]:

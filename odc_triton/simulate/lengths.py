@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -10,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
-import numpy as np
+from odc_triton.lengths import LEAST, read_lengths
+from odc_triton.train.records import Record
 
 _OVER = 0.01  # the share of an untruncated distribution beyond its longest sequence: an assumption, see `Lengths`
 _BYTES_PER_TOKEN = 4  # of English text and code under tokenizers of 100,000 and more tokens
@@ -66,90 +66,25 @@ def log_normal(lengths: Lengths) -> tuple[float, float]:
     return top - z * low, low
 
 
-def read_lengths(path: str | Path) -> tuple[list[int], str]:
-    """Tokens of each sequence of a file, and in words how they were found.
+def lengths_of_file(path: str | Path) -> tuple[list[int], str]:
+    """Tokens of each sequence of a file, as `read_lengths` reads it, and in words where they are from.
 
-    - `.npz` of a prepared data set (its `offsets`);
-    - `.jsonl`: per line a number, or an object with `length` or `tokens` (a number), `input_ids` (a list), `text`,
-      `prompt` and `completion`, or `messages`. Of text the number of tokens is estimated: a token for every 4
-      bytes of UTF-8;
-    - `.json`: a list of numbers; anything else: numbers apart by white space.
-
-    Raises OSError where there is no such file, ValueError naming place and value of what is no length of 1 or more.
+    Of a text they are estimated: a token for every 4 bytes of UTF-8. Raises as `read_lengths`.
     """
-    path = Path(path)
-    estimated = False
-    if path.suffix == ".npz":
-        with np.load(path) as arrays:
-            if "offsets" not in arrays:
-                raise ValueError(f"{path} has no `offsets`: give the file that `TokenizedDataset.save` wrote")
-            values: list[object] = np.diff(arrays["offsets"]).tolist()
-    else:
-        try:
-            text = path.read_text()
-        except UnicodeDecodeError:
-            raise ValueError(f"{path} is no text: give .jsonl, .json, .npz, or numbers, one a line") from None
-        if path.suffix == ".jsonl":
-            records = [_parsed(path, n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip()]
-            estimated = any(isinstance(record, dict) and _text(record) is not None for record in records)
-            values = [_of_record(path, n, record) for n, record in enumerate(records, 1)]
-        elif path.suffix == ".json":
-            values = _parsed(path, 1, text)
-            if not isinstance(values, list):
-                raise ValueError(f"{path} holds a {type(values).__name__}: give a list of lengths")
-        else:
-            values = text.split()
-    lengths = [_checked(path, place, value) for place, value in enumerate(values, 1)]
-    if not lengths:
-        raise ValueError(f"{path} is empty: give the length of at least one sequence")
+    texts = 0
+
+    def estimate(record: Record) -> int:
+        nonlocal texts
+        texts += 1
+        parts = [each["content"] for each in record.messages or ()] + [record.prompt or "", record.completion]
+        size = sum(len(part.encode()) for part in parts)
+        return max(-(-size // _BYTES_PER_TOKEN), LEAST) if size else 0
+
+    lengths = read_lengths(path, count_tokens=estimate)
     how = f"{len(lengths)} sequences of {path}"
-    if estimated:
+    if texts:
         how += f", estimated at {_BYTES_PER_TOKEN} bytes a token (give `length` per line to have them exact)"
     return lengths, how
-
-
-def _parsed(path: Path, line: int, text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {line} is no JSON ({error.msg}): {text[:60]!r}") from None
-
-
-def _text(record: dict) -> str | None:
-    if any(name in record for name in ("length", "tokens", "input_ids")):
-        return None
-    if "text" in record:
-        return str(record["text"])
-    if "prompt" in record and "completion" in record:
-        return f"{record['prompt']}{record['completion']}"
-    if isinstance(record.get("messages"), list):
-        return "".join(str(message.get("content")) for message in record["messages"] if isinstance(message, dict))
-    return None
-
-
-def _of_record(path: Path, number: int, record: object) -> object:
-    if not isinstance(record, dict):
-        return record
-    text = _text(record)
-    if text is not None:
-        return -(-len(text.encode()) // _BYTES_PER_TOKEN)
-    for name in ("length", "tokens", "input_ids"):
-        if name in record:
-            return len(record[name]) if isinstance(record[name], list) else record[name]
-    raise ValueError(
-        f"{path}, record {number} has {', '.join(record) or 'nothing'}: give `length`, `input_ids`, `text`, "
-        "`prompt` and `completion`, or `messages`"
-    )
-
-
-def _checked(path: Path, place: int, value: object) -> int:
-    try:
-        length = float(value) if not isinstance(value, bool) else math.nan  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        length = math.nan
-    if not (math.isfinite(length) and length >= 1 and length == int(length)):
-        raise ValueError(f"{path}, sequence {place} has length {value!r}: a length is a whole number of 1 or more")
-    return int(length)
 
 
 def draw(lengths: Sequence[int], *, samples: int, minibatches: int, seed: int = 0) -> list[list[int]]:

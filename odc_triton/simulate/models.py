@@ -27,6 +27,7 @@ _SIZES = {
     "llama-3.1-8b": (4096, 32, 32, 8, 14336, 128256, False),
 }
 MODELS = tuple(_SIZES)
+_GENERATES = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,4 +110,11 @@ class Model:
             raise ValueError(f"{path} is no JSON ({error}): give a transformers config.json") from None
         if not isinstance(content, dict):
             raise ValueError(f"{path} holds a {type(content).__name__}, no object: give a transformers config.json")
-        return cls.from_config(SimpleNamespace(**content.get("text_config", content)), name=path.parent.name or name)
+        kinds = content.get("architectures") or []
+        if kinds and not any(kind.endswith(_GENERATES) for kind in kinds):
+            raise ValueError(f"{path} is of a {', '.join(kinds)}, no causal LM: only decoders are simulated")
+        try:
+            decoder = SimpleNamespace(**content.get("text_config", content))
+            return cls.from_config(decoder, name=path.parent.name or name)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} can't be simulated: {error}") from error

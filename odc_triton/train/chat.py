@@ -110,11 +110,19 @@ class ChatTemplate:
             for index, turn, text in some:
                 prefix = ids[index] if text is wholes[index] else list(next(encoded))
                 if prefix != ids[index][: len(prefix)]:
-                    raise ChatError(
-                        index,
-                        f"message {turn} of the assistant does not begin or end between two tokens of the whole "
-                        f"conversation, as white space at its ends can cause: strip it, or {_REMEDY}",
-                    )
+                    is_header = len(edges[index]) % 2 == 0
+                    said = wholes[index][len(text) :]
+                    if is_header and text[-1:].isspace() and not said[:1].isspace():
+                        reason = (
+                            f"the chat template ends its header of message {turn} in white space, which this tokenizer "
+                            f"joins to the assistant's words: end the header without it"
+                        )
+                    else:
+                        reason = (
+                            f"message {turn} of the assistant does not {'begin' if is_header else 'end'} between two "
+                            f"tokens of the whole conversation, as white space there can cause: strip it"
+                        )
+                    raise ChatError(index, f"{reason}, or {_REMEDY}")
                 edges[index].append(len(prefix))
         return [
             (whole, joined_spans(zip(each[::2], each[1::2], strict=True)))

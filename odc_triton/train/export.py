@@ -38,9 +38,11 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
 
     path = Path(checkpoint)
     if not (path / ".metadata").exists():
-        newest = newest_in(path)
+        newest = newest_in(path) or newest_in(path / "checkpoints")
         if newest is None:
-            raise FileNotFoundError(f"{path} is no checkpoint and no folder of checkpoints (step-…)")
+            raise FileNotFoundError(
+                f"{path} is no checkpoint (step-…), no folder of them, and no run's folder with any"
+            )
         path = newest
     tokenizer = _tokenizer(options)
     model = fully_shard(meta_causal_lm(model=options.model, init=options.init))

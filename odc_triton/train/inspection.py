@@ -99,8 +99,8 @@ def main(
     token_cap: int,
     picture: str | os.PathLike | None,
     as_json: bool,
-) -> str:
-    """What the command prints; draws the lengths to `picture` if that is given."""
+) -> tuple[str, bool]:
+    """(what the command prints, whether the model has all tokens); draws the lengths to `picture` if given."""
     encoder = _bytes() if tokenizer is None else TextEncoder.of(read_tokenizer(tokenizer))
     found, lengths = inspect_data(
         open_source(name),
@@ -111,7 +111,7 @@ def main(
     )
     if picture is not None:
         draw_lengths(lengths, found, picture)
-    return json.dumps(asdict(found), indent=2) if as_json else describe(found)
+    return json.dumps(asdict(found), indent=2) if as_json else describe(found), not found.tokens_outside
 
 
 def describe(found: Inspection) -> str:

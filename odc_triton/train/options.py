@@ -10,7 +10,7 @@ from typing import Any, Literal
 # They change neither what is learned nor when, so a resumed run may have others.
 _FREE = frozenset(
     ("out", "resume", "checkpoint_every", "checkpoint_minutes", "keep", "timeout_minutes", "max_skipped", "eval_every")
-) | {"gradient_checkpointing"}
+) | {"gradient_checkpointing", "replicas"}
 
 
 def _option(default: Any, text: str) -> Any:
@@ -59,13 +59,17 @@ class SftOptions:
     checkpoint_minutes: float = _option(0.0, "minutes between checkpoints; 0: none by time")
     keep: int = _option(2, "newest checkpoints to keep")
     resume: str = _option("never", "never, auto (go on with the run in --out, if there is one), or a checkpoint folder")
+    replicas: int | None = _option(None, "copies of the model, each over ranks of one host; by default one a host")
     seed: int = _option(0, "of the samples' order, dropout and random weights")
     timeout_minutes: float = _option(30.0, "how late a live rank may be, in minutes; a dead one is named in seconds")
 
     def __post_init__(self) -> None:
         if (self.model is None) == (self.init is None):
             raise ValueError("give either --model (pretrained) or --init (random weights)")
-        for name in ("steps", "epochs", "samples_per_rank", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep"):
+        for name in (
+            *("steps", "epochs", "samples_per_rank", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep"),
+            "replicas",
+        ):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; it must be positive and finite")

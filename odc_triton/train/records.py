@@ -19,6 +19,9 @@ from typing import Any, Literal
 
 Form = Literal["text", "prompt and completion", "messages"]
 FORMS = "'text', or both 'prompt' and 'completion', or 'messages'"
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
+_UNROLL = "of a JSON array make a line of each element: jq -c '.[]' FILE"
+_FOREIGN_ROLES = {"human": "user", "gpt": "assistant"}  # which no chat template knows
 
 
 class DataError(ValueError):
@@ -94,6 +97,9 @@ def read_rows(rows: Iterable[Any], name: str) -> Iterator[Record]:
 
 
 def _parse(where: str, raw: bytes) -> Any:
+    for magic, name in _COMPRESSED.items():
+        if raw.startswith(magic):
+            raise DataError(f"{where}: the file is compressed by {name}; unpack it first")
     try:
         # utf-8-sig: editors on Windows put a byte order mark in front.
         return json.loads(raw.decode("utf-8-sig"))
@@ -105,12 +111,14 @@ def _parse(where: str, raw: bytes) -> Any:
     except RecursionError as error:
         raise DataError(f"{where}: not usable JSON: nested too deeply") from error
     except ValueError as error:
-        raise DataError(f"{where}: not valid JSON: {error}; every line must hold one whole JSON object") from error
+        remedy = _UNROLL if raw.lstrip().startswith(b"[") else "every line must hold one whole JSON object"
+        raise DataError(f"{where}: not valid JSON: {error}; {remedy}") from error
 
 
 def _record(where: str, record: Any, *, line: int, end: int) -> Record:
     if not isinstance(record, dict):
-        raise DataError(f"{where}: a {type(record).__name__}, not a JSON object with {FORMS}")
+        remedy = f"; {_UNROLL}" if isinstance(record, list) else ""
+        raise DataError(f"{where}: a {type(record).__name__}, not a JSON object with {FORMS}{remedy}")
     pair = [name for name in ("prompt", "completion") if name in record]
     # A lone prompt beside messages is their first one once more, as in several well-known data sets.
     given = [name for name in ("text", "messages") if name in record] + (pair if len(pair) == 2 else [])
@@ -150,8 +158,11 @@ def _messages(where: str, record: dict) -> list[dict[str, Any]]:
             raise DataError(f"{here} is a {type(message).__name__}, not an object with 'role' and 'content'")
         for name in ("role", "content"):
             if message.get(name) is None:
-                raise DataError(f"{here} needs 'role' and 'content'; it has {_names(message)}")
+                remedy = "; rename 'from' and 'value'" if {"from", "value"} <= message.keys() else ""
+                raise DataError(f"{here} needs 'role' and 'content'; it has {_names(message)}{remedy}")
             _string(here, message, name)
+        if message["role"] in _FOREIGN_ROLES:
+            raise DataError(f"{here} has the role {message['role']!r}; call it {_FOREIGN_ROLES[message['role']]!r}")
         # Other fields are the template's to use: reasoning, tool calls, a name.
         checked.append({name: value for name, value in message.items() if value is not None})
         _check_others(here, message)

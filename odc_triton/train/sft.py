@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from odc_triton.checkpoint import load_pretrained_shards
-from odc_triton.launch import Interrupted, die_with_parent
+from odc_triton.default_mesh import default_mesh
+from odc_triton.launch import Interrupted, die_with_parent, end_process, status_of
 from odc_triton.options import add_arguments, read_options
-from odc_triton.sharding import default_mesh, fully_shard
+from odc_triton.sharding import fully_shard
 from odc_triton.train.checkpoints import Checkpoints
 from odc_triton.train.metrics import Metrics, MetricsFile
 from odc_triton.train.options import SftOptions
@@ -45,7 +46,7 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
     with the rank's name; TooManySkipped; CheckpointFailed; ValueError and OSError for what can't be used.
     """
     timeout = timedelta(minutes=options.timeout_minutes)
-    mesh = default_mesh(timeout)
+    mesh = default_mesh(timeout, replicas=options.replicas)
     rank, world = mesh.get_rank(), mesh.size()
     prepared = prepare(options, rank=rank, world=world)
     try:
@@ -189,4 +190,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except SystemExit as end:
+        end_process(status_of(end))
+    end_process(0)

@@ -87,12 +87,14 @@ def run_tune(options: TuneOptions) -> str | None:
     import torch.distributed as dist
 
     from ..backend import backend_of
-    from ..sharding import default_mesh
+    from ..default_mesh import default_mesh
     from ..tuned import save
     from .trial import Trial
     from .workload import workloads_of
 
     mesh = default_mesh(TIMEOUT, options.backend)
+    if mesh.ndim > 1:
+        raise ValueError(f"{mesh.size()} ranks lie on {mesh.size(0)} hosts: tune on one of them, replicas run alike")
     backend = backend_of(options.backend, mesh)
     devices: list[Any] = [None] * mesh.size()
     dist.all_gather_object(devices, backend.device_id())
