@@ -25,9 +25,10 @@ from bench.harness import (
 )
 from bench.provenance import commit, hardware, versions
 from bench.variants import Fsdp2, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Variant
+from odc_triton.atomic import write_file
 from odc_triton.launch import launch
 from odc_triton.report import save_html, save_timeline, table
-from odc_triton.trace import excerpt, idle_fraction, save_trace, timeline_text, write_file
+from odc_triton.trace import excerpt, idle_fraction, save_trace, timeline_text
 from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.train.stdlib_corpus import build_corpus
 from odc_triton.train.tokenizer import TextEncoder, save_tokenizer, train_tokenizer

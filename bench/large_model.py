@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from bench.provenance import commit, hardware, versions
+from odc_triton.atomic import write_file
 from odc_triton.launch import launch
-from odc_triton.trace import write_file
 
 TOKENS = 16
 

@@ -24,11 +24,11 @@ from bench.lengths_report import ALIKE, COLUMNS, Amounts, Result, as_data, faste
 from bench.peaks import peak_flops
 from bench.provenance import commit, hardware, versions
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting, Variant
+from odc_triton.atomic import write_file
 from odc_triton.bench_options import BenchOptions
 from odc_triton.launch import launch
 from odc_triton.lengths import read_lengths
 from odc_triton.report import table
-from odc_triton.trace import write_file
 from odc_triton.train.records import Record
 
 BASELINES = (Fsdp2Micro, Fsdp2, Fsdp2NoReshard, Ddp)

@@ -32,12 +32,12 @@ import torch.distributed as dist
 from bench.links_report import Call, Link, as_data, text_of
 from bench.provenance import commit, hardware, versions
 from odc_triton.accumulate import LockedAccumulator, Target
+from odc_triton.atomic import write_file
 from odc_triton.launch import launch
 from odc_triton.memory import ApartHeap, CudaHeap, SymmetricHeap
 from odc_triton.plan import Region, aligned
 from odc_triton.probe import read_topology
 from odc_triton.topology import Topology
-from odc_triton.trace import write_file
 from odc_triton.unusable import unusable_pairs
 
 TIMEOUT_S = 120.0

@@ -36,8 +36,8 @@ from bench.operators.targets import TARGETS
 from bench.operators.timing import interleaved, median_interval, peak_bytes, quantiles, warm_up
 from bench.provenance import commit, gpu, hardware, versions
 from bench.roofline import Machine
+from odc_triton.atomic import write_file
 from odc_triton.report import table
-from odc_triton.trace import write_file
 
 # In the order of interest, for a run may end early.
 TOKENS = (4096, 16, 128, 16384, 1, 1024, 65536)

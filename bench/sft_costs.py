@@ -21,9 +21,9 @@ from typing import Any
 from bench.demo import CONFIG, TOKEN_CAP, VOCABULARY
 from bench.harness import single_thread_environment
 from bench.provenance import commit, hardware, versions
+from odc_triton.atomic import write_file
 from odc_triton.launch import launch
 from odc_triton.report import table
-from odc_triton.trace import write_file
 from odc_triton.train.options import SftOptions
 from odc_triton.train.stdlib_corpus import build_corpus
 from odc_triton.train.tokenizer import save_tokenizer, train_tokenizer

@@ -1,7 +1,7 @@
-"""The simulator held against a measured run: `python -m bench.simulated OUT.json [--minibatches N] [--repeats N]`.
+"""The simulator held against a measured run: `python -m bench.simulated OUT.json [--minibatches N]`.
 
 In one job, on the demo's model and data: every variant's single-sequence times (all ranks run the same sequence, once
-and twice), and between them the demo's minibatches. From the first the simulator predicts the second.
+or twice), and between them the demo's minibatches. From the first the simulator predicts the second.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from bench.demo import RANKS, VARIANTS, prepare
 from bench.harness import Work, deal, gather, open_job, single_thread_environment
 from bench.provenance import commit, hardware, versions
 from bench.variants import Pack, Variant
+from odc_triton.atomic import write_file
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.launch import launch
 from odc_triton.report import table
 from odc_triton.simulate.job import simulate
 from odc_triton.simulate.measured import SequenceTime, from_measured
-from odc_triton.trace import write_file
-from odc_triton.train.data import TokenizedDataset
+from odc_triton.train.data import IGNORED_LABEL, TokenizedDataset
 
-LENGTHS = (128, 512, 2048)
-MICROBATCHES = (1, 2)
+# Tokens of a sequence, and how often a minibatch has it: once for what lengths cost, twice for what a microbatch does.
+POINTS = ((128, 1), (256, 1), (512, 1), (1024, 1), (2048, 1), (128, 2), (512, 2))
 SCHEDULES = {
     "Fsdp2": "fsdp",
     "Fsdp2NoReshard": "fsdp-no-reshard",
@@ -52,31 +52,31 @@ def _timed(variant: Variant, index: int, own: Sequence[Pack], total: int) -> flo
 
 
 def measure(
-    work: Work, repeats: int, lengths: Sequence[int] = LENGTHS
+    work: Work, points: Sequence[tuple[int, int]] = POINTS
 ) -> tuple[dict[str, list[dict]], dict[str, list[float]]]:
     """Per variant: its single-sequence times, and the seconds of each minibatch of `work`. Collective.
 
-    Both in turns, one after the other, so that a slow spell of the machine meets them alike.
+    All `points` once before each minibatch, so that a slow spell of the machine meets both alike.
     """
     rank, world = open_job()
     data, cost = TokenizedDataset.load(work.dataset), work.cost()
+    learned = data.summary.target_tokens / data.summary.tokens  # of the others no logits are made
     variants = [kind(work.build) for kind in VARIANTS]
     generator = torch.Generator().manual_seed(work.seed)
-    points = [(tokens, count) for count in MICROBATCHES for tokens in lengths]
     taken: dict[str, dict[tuple[int, int], list[float]]] = {v.name: {point: [] for point in points} for v in variants}
     seconds: dict[str, list[float]] = {v.name: [] for v in variants}
-    runs = max(repeats, len(work.minibatches))
-    for run in range(runs + 1):  # the first warms up
+    for run in range(len(work.minibatches) + 1):  # the first warms up
         turns = variants[run % len(variants) :] + variants[: run % len(variants)]
-        if run <= repeats:
-            for tokens, count in points if run else points[:1]:
-                document = torch.randint(4, work.config["vocab_size"], (tokens,), generator=generator)
-                packs = pack_collate([[{"input_ids": document}]]) * count
-                for variant in turns:
-                    took = _timed(variant, run, packs, count_target_tokens(packs) * world)
-                    if run:
-                        taken[variant.name][tokens, count].append(took)
-        if 0 < run <= len(work.minibatches):
+        for tokens, count in points if run else points[:1]:
+            document = torch.randint(4, work.config["vocab_size"], (tokens,), generator=generator)
+            labels = document.clone()
+            labels[: round(tokens * (1 - learned))] = IGNORED_LABEL
+            packs = pack_collate([[{"input_ids": document, "labels": labels}]]) * count
+            for variant in turns:
+                took = _timed(variant, run, packs, count_target_tokens(packs) * world)
+                if run:
+                    taken[variant.name][tokens, count].append(took)
+        if run:
             for variant in turns:
                 dealt = deal(work, data, work.minibatches[run - 1], variant.balance, cost)
                 total = sum(count_target_tokens(packs) for packs in dealt)
@@ -107,13 +107,13 @@ def predict(work: Work, singles: dict[str, list[dict]]) -> dict[str, list[float]
     return told
 
 
-def compare(folder: Path, *, minibatches: int, repeats: int) -> dict:
+def compare(folder: Path, *, minibatches: int) -> dict:
     """Everything measured and predicted, as plain data; data and tokenizer go to `folder`."""
     work = prepare(folder)
     work = Work(
         dataset=work.dataset, config=work.config, minibatches=work.minibatches[:minibatches], token_cap=work.token_cap
     )
-    singles, measured = launch(measure, work, repeats, ranks=RANKS)[0]
+    singles, measured = launch(measure, work, ranks=RANKS)[0]
     predicted = predict(work, singles)
     return {
         "predicted_over_measured": {name: sum(predicted[name]) / sum(measured[name]) for name in measured},
@@ -130,11 +130,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minibatches", type=int, default=6)
-    parser.add_argument("--repeats", type=int, default=3, help="of each single-sequence time")
     options = parser.parse_args(arguments)
     single_thread_environment()
     with tempfile.TemporaryDirectory() as folder:
-        found = compare(Path(folder), minibatches=options.minibatches, repeats=options.repeats)
+        found = compare(Path(folder), minibatches=options.minibatches)
     write_file(options.out, json.dumps(found, indent=1).encode())
     rows = [
         [

@@ -68,16 +68,11 @@ def even_hosts(hosts: Sequence[str]) -> int:
 
 
 def _count_hosts(timeout: timedelta) -> int:
-    store, rank, world = distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         return 1
-    number = store.add(f"odc/hosts/{rank}", 1)
-    meetings = Meetings(
-        store=dist.PrefixStore(f"odc/hosts/{number}", store),
-        rank=rank,
-        world=world,
-        timeout_s=timeout.total_seconds(),
-    )
+    store = distributed_c10d._get_default_store()
+    meetings = Meetings.in_corner(store, "odc/hosts", rank=rank, world=world, timeout=timeout)
     messages = meetings.meet("finding each rank's host", {"host": host_name()})
     return even_hosts([theirs["host"] for theirs in messages])
 

@@ -12,8 +12,9 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from .activations import activation_bytes_per_token
 from .plan import ALIGNMENT_BYTES, ParameterSpec, find_units, make_plan, shard_rows
 
 if TYPE_CHECKING:
@@ -322,54 +323,6 @@ def _fsdp2_whole_gradient_bytes(
         return max(in_blocks, made[ROOT] + reduced[ROOT] - gathered_bytes)
     in_microbatch = max(made[ROOT], late_root + max((made[unit] for unit in blocks), default=0))
     return max(0, sum(reduced.values()) + in_microbatch - sizes.shards(trained, "master_dtype"))
-
-
-def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_checkpointing: bool = False) -> int | None:
-    """Estimate of the bytes that one token keeps for backward, in a transformers decoder as it runs eagerly.
-
-    Counts as Korthikanti et al. 2022 do ("Reducing Activation Recomputation in Large Transformer Models",
-    arXiv 2205.05198, section 4.1), adapted to what Llama, Mistral, Qwen2 and Qwen3 of transformers save:
-    RMSNorm in fp32, grouped key/value heads, SwiGLU, no dropout, and no attention scores, which SDPA and
-    flash attention do not store. With hidden size h, `a` query and `g` key/value heads of size d, inner size
-    i and e = `itemsize` bytes per element, a layer keeps
-
-        2 (h (4 + 2e) + 4)             two norms: fp32 input, normalised input, output; reciprocal root
-      + e (2 a d + 2 g d) + 4 a        q, k, v and attention's output; log-sum-exp
-      + (a + g) (d (4 + e) + 4)        with q/k norms (Qwen3): as above, their outputs being q and k
-      + 4 e i                          gate, SiLU(gate), up, product
-
-    With gradient checkpointing each layer keeps its input (e h) and one layer is recomputed at a time. Once
-    per token: the last norm, the logits and their fp32 log-probabilities (vocabulary times e + 4). Frozen
-    weights keep less. None for models of another kind: other MLPs, mixtures of experts, not a transformer.
-    """
-    config = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    modules = [name for name, _ in model.named_modules()]
-    layers = getattr(config, "num_hidden_layers", 0)
-    gated = sum(name.endswith((".mlp.gate_proj", ".mlp.gate_up_proj")) for name in modules)
-    if not layers or gated != layers or getattr(config, "hidden_act", None) != "silu":
-        return None
-    head_norms = any(name.endswith(".q_norm") for name in modules)
-    return decoder_bytes_per_token(
-        config, itemsize=itemsize, gradient_checkpointing=gradient_checkpointing, head_norms=head_norms
-    )
-
-
-def decoder_bytes_per_token(
-    config: Any, *, itemsize: int, gradient_checkpointing: bool = False, head_norms: bool = False
-) -> int:
-    """The formula of `activation_bytes_per_token`, of a decoder's transformers config. `head_norms`: q and k norms."""
-    h, a, e = config.hidden_size, config.num_attention_heads, itemsize
-    g = getattr(config, "num_key_value_heads", None) or a
-    d = getattr(config, "head_dim", None) or h // a
-    layers = config.num_hidden_layers
-    norm = h * (4 + 2 * e) + 4
-    layer = 2 * norm + e * (2 * a * d + 2 * g * d) + 4 * a + 4 * e * config.intermediate_size
-    if head_norms:
-        layer += (a + g) * (d * (4 + e) + 4)
-    kept = layers * e * h + layer if gradient_checkpointing else layers * layer
-    return kept + norm + config.vocab_size * (e + 4)
 
 
 def parameter_specs(model: nn.Module, mp_policy: PrecisionPolicy | None = None) -> list[ParameterSpec]:

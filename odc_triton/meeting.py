@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -50,6 +51,13 @@ class Meetings:
     def give_up(self, reason: str) -> None:
         """Has peers raise RankLost with `reason` at the next meeting, whatever it is for; waits for nobody."""
         self.tell(_GAVE_UP, {"reason": reason})
+
+    @classmethod
+    def in_corner(cls, store: dist.Store, corner: str, *, rank: int, world: int, timeout: timedelta) -> Meetings:
+        """Meetings in a corner of the store that only these ranks use, apart from those of earlier calls."""
+        number = store.add(f"{corner}/calls/{rank}", 1)
+        corner_store = dist.PrefixStore(f"{corner}/{number}", store)
+        return cls(store=corner_store, rank=rank, world=world, timeout_s=timeout.total_seconds())
 
     def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Waits for all ranks and returns their messages, by rank.

@@ -221,8 +221,8 @@ def _draw(tracks: dict[str, list], out: Path) -> None:
 
 def report(options: ProfileOptions, of_ranks: list[dict[str, Any]]) -> str:
     """Writes profile.json and returns the table: seconds and shares of the mean rank, and the extremes."""
+    from .atomic import write_file
     from .report import table
-    from .trace import write_file
 
     wall_s = max(of["wall_s"] for of in of_ranks)
     tokens = sum(of["tokens"] for of in of_ranks)

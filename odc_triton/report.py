@@ -108,7 +108,7 @@ def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
 
 
 def save_timeline(tracks: Tracks, path: str | Path, *, title: str = TITLE) -> None:
-    """Write `timeline_figure` as a PNG, 2400 pixels wide. Errors as there and in `trace.write_file`."""
+    """Write `timeline_figure` as a PNG, 2400 pixels wide. Errors as there and in `atomic.write_file`."""
     write_file(path, _png(timeline_figure(tracks, title=title)))
 
 
@@ -291,7 +291,7 @@ def save_html(
     `summary`: words, an empty line between paragraphs; `rows` and `columns` as for `table`; `tracks` as for
     `timeline_figure`; `losses`: per variant one value per minibatch; `facts`: name to value (versions).
     What is empty of `rows`, `tracks`, `losses` and `facts` is left out. All text is escaped. Errors as in
-    `table`, `timeline_figure` and `trace.write_file`.
+    `table`, `timeline_figure` and `atomic.write_file`.
     """
     body = [f"<h1>{escape(title)}</h1>"]
     body += [f"<p>{escape(' '.join(part.split()))}</p>" for part in summary.split("\n\n") if part.strip()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import uuid
 import warnings
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,29 +16,26 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from .backend import CpuBackend, backend_of
 from .choice import Entry
 from .collect import SHARDABLE_DTYPES, FoundParameter, dtype_name, find_parameters, refuse_unshardable
-from .default_mesh import default_mesh, host_name
+from .default_mesh import default_mesh
 from .engine import Engine
-from .errors import RanksDiffer
 from .gathered import GatheredParameters
-from .grid import Grid, grid_of, refuse_mesh
+from .grid import grid_of, refuse_mesh
+from .handshake import AGREEING, PEERS, agree, compare_surroundings, open_meetings, refuse
 from .initialize import write_initial_values
 from .lifelines import Lifelines
-from .meeting import Meetings
 from .memory.heap import Signs, SymmetricHeap
 from .module import attach, is_sharded
 from .on_owners import ReadsOnDemand
-from .plan import ParameterSpec, Plan, find_units, first_difference, make_plan
+from .plan import ParameterSpec, Plan, find_units, make_plan
 from .replicas import Replicas
 from .sharded_param import ShardedParameter
 from .staging import Staging
 from .streams import Streams
-from .tuned import Tuned, default_folder
+from .tuned import default_folder
 from .tuned import load as load_tuned
 from .unit import Slot, Unit
 
 Module = TypeVar("Module", bound=nn.Module)
-_AGREEING = "fully_shard: the same model on every rank"
-_PEERS = "fully_shard: GPUs that reach each other"
 
 
 def fully_shard(
@@ -101,7 +97,7 @@ def fully_shard(
     device = backend_of(backend, mesh)
     _check_mesh(mesh, device)
     grid = grid_of(mesh)
-    meetings = _open_meetings(grid, timeout)
+    meetings = open_meetings(grid, timeout)
     try:
         inner = _inner_engines(module, grid.mesh)
         unit_names = [] if inner else find_units(module)
@@ -115,8 +111,8 @@ def fully_shard(
             refuse_unshardable(entry.name, entry.value, device.mesh_device)
         specs = [_spec(entry, policy) for entry in found]
         device.check(specs)
-    except Exception as error:  # the other ranks, whose models may be fine, must not wait for this one
-        meetings.tell(_AGREEING, {"refused": f"{type(error).__name__}: {error}"})
+    except Exception as error:
+        refuse(meetings, AGREEING, error)
         raise
     plan = make_plan(
         specs,
@@ -126,7 +122,7 @@ def fully_shard(
     )
     options = {"policy": str(policy), "debug": debug, "timeout": str(timeout), "backend": device.name}
     options |= {"world": grid.world, "replicas": grid.replicas}
-    token, devices, indices = _agree(meetings, grid, plan, options, device)
+    token, devices, indices = agree(meetings, grid, plan, options, device)
     try:
         problem = device.unusable_peers(devices)
         tuned = load_tuned(device.place(devices), default_folder())
@@ -141,9 +137,9 @@ def fully_shard(
                     f"fully_shard on what holds both, not on the tied layer"
                 )
     except Exception as error:
-        meetings.tell(_PEERS, {"refused": f"{type(error).__name__}: {error}"})
+        refuse(meetings, PEERS, error)
         raise
-    _compare_surroundings(meetings, problem, tuned)
+    compare_surroundings(meetings, problem, tuned)
     shared = min(len(set(devices)), len(set(indices))) < grid.shards
     replica_token = f"{token}-{grid.replica}"
     heap = device.open_heap(plan, grid.shard_mesh, token=replica_token, timeout_s=meetings.timeout_s, shared=shared)
@@ -151,7 +147,7 @@ def fully_shard(
     meetings.meet("the shared heap is open", {})
     signs: Signs = heap
     if grid.replicas > 1:
-        signs = Lifelines(heap=heap, meetings=meetings, store=_store(), token=token)
+        signs = Lifelines(heap=heap, meetings=meetings, store=dist.distributed_c10d._get_default_store(), token=token)
         meetings.meet("the replicas are connected", {})
     meetings.signs = signs
     replicas = Replicas(grid, meetings, heap.device)
@@ -315,86 +311,6 @@ def _reduce_dtype(value: nn.Parameter, policy: MixedPrecisionPolicy) -> str:
     if policy.reduce_dtype is not None:
         return dtype_name(policy.reduce_dtype)
     return "float64" if value.dtype == torch.float64 else "float32"
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
-
-
-def _open_meetings(grid: Grid, timeout: timedelta) -> Meetings:
-    """Meetings in a corner of the store that only this call's ranks use: the n-th fully_shard over these ranks."""
-    store = _store()
-    ranks = "-".join(str(rank) for rank in grid.ranks)
-    group = f"odc/{uuid.uuid5(uuid.NAMESPACE_OID, ranks).hex}"
-    number = store.add(f"{group}/engines/{grid.rank}", 1)
-    return Meetings(
-        store=dist.PrefixStore(f"{group}/{number}", store),
-        rank=grid.rank,
-        world=grid.world,
-        timeout_s=timeout.total_seconds(),
-    )
-
-
-def _agree(
-    meetings: Meetings, grid: Grid, plan: Plan, options: dict[str, Any], device: CpuBackend
-) -> tuple[str, list[str | None], list[int | None]]:
-    """All ranks compare their plans; returns a secret name for the heaps, made by rank 0, and the devices of this
-    replica's ranks: what they are and how each rank numbers its own.
-    """
-    digest, lines = plan.fingerprint(options)
-    mine = {
-        "token": uuid.uuid4().hex,
-        "device": device.device_id(),
-        "index": device.device_index(),
-        "host": host_name(),
-    }
-    messages = meetings.meet(_AGREEING, {"digest": digest, **mine})
-    _raise_refusal(messages)
-    different = [rank for rank, theirs in enumerate(messages) if theirs["digest"] != digest]
-    disagree = len({theirs["digest"] for theirs in messages}) > 1
-    if disagree:
-        details = meetings.meet("fully_shard: the first difference", {"lines": lines})
-        rank = (different or [0])[0]
-        raise RanksDiffer(
-            f"fully_shard: rank {meetings.rank} and rank {rank} differ: "
-            f"{first_difference(lines, details[rank]['lines'])}. All ranks must build the same model and options."
-        )
-    together = messages[grid.first : grid.first + grid.shards]
-    hosts = [theirs["host"] for theirs in together]
-    if len(set(hosts)) > 1:
-        raise RanksDiffer(
-            f"fully_shard: ranks {grid.first} to {grid.first + grid.shards - 1} share memory and lie on several hosts "
-            f'or in several network namespaces: {hosts}. Give a mesh ("replicate", "shard") whose second dimension '
-            f"stays within a host"
-        )
-    return messages[0]["token"], [theirs["device"] for theirs in together], [theirs["index"] for theirs in together]
-
-
-def _compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned) -> None:
-    """Raises RuntimeError on all ranks, before anything is allocated, if one of them sees devices that can't be peers,
-    RanksDiffer if they read different tables.
-
-    A container may hide from one rank what another sees, so they tell each other.
-    """
-    messages = meetings.meet(_PEERS, {"problem": problem, "tuned": tuned.digest})
-    _raise_refusal(messages)
-    for rank, theirs in enumerate(messages):
-        if theirs["problem"] is not None:
-            raise RuntimeError(f"fully_shard: rank {rank} finds that {theirs['problem']}")
-    different = [rank for rank, theirs in enumerate(messages) if theirs["tuned"] != messages[0]["tuned"]]
-    if different:
-        raise RanksDiffer(
-            f"fully_shard: ranks {different} read another tuned table than rank 0: give all the same ODC_TUNED folder, "
-            f"or ODC_TUNED=off"
-        )
-    if tuned.unused is not None and meetings.rank == 0:
-        warnings.warn(tuned.unused, stacklevel=3)
-
-
-def _raise_refusal(messages: list[dict[str, Any]]) -> None:
-    for rank, theirs in enumerate(messages):
-        if "refused" in theirs:
-            raise RanksDiffer(f"fully_shard: rank {rank} could not shard its model: {theirs['refused']}")
 
 
 def _warn_of_low_precision_masters(plan: Plan, rank: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import os
 from collections import Counter, defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from odc_triton.atomic import write_file
 from odc_triton.events import BUSY_KINDS, IDLE_KINDS, Event
 
 UNRECORDED = "unrecorded"
@@ -271,29 +271,3 @@ def _metadata(name: str, pid: int, args: dict, *, tid: int = 1) -> dict:
 def save_trace(tracks: Tracks, path: str | Path) -> None:
     """Write `chrome_trace(tracks)` as JSON. Errors as in `write_file`."""
     write_file(path, json.dumps(chrome_trace(tracks), allow_nan=False).encode())
-
-
-def write_file(path: str | Path, data: bytes) -> None:
-    """Write `data` so that a reader sees the old file or the whole new one, never a part.
-
-    Raises FileNotFoundError or NotADirectoryError if the folder is none, IsADirectoryError if `path` is a
-    folder, PermissionError if the folder can't be written to. What was at `path` is then left as it was.
-    """
-    path = Path(path)
-    if not path.parent.exists():
-        raise FileNotFoundError(f"can't write {path}: there is no folder {path.parent}; create it first")
-    if not path.parent.is_dir():
-        raise NotADirectoryError(f"can't write {path}: {path.parent} is not a folder; choose another path")
-    if path.is_dir():
-        raise IsADirectoryError(f"can't write {path}: it is a folder; add a file name")
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        draft.write_bytes(data)
-        os.replace(draft, path)
-    except PermissionError as error:
-        raise PermissionError(
-            f"can't write {path}: no permission to write to the folder {path.parent}; "
-            "choose another folder or change its permissions"
-        ) from error
-    finally:
-        draft.unlink(missing_ok=True)

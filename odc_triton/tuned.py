@@ -17,8 +17,8 @@ from typing import Any
 
 from odc_kernels import tiles
 
+from .atomic import write_file
 from .choice import TABLE, WORDS, Choice, Entry, as_choice
-from .trace import write_file
 
 VARIABLE = "ODC_TUNED"
 OFF = "off"

@@ -32,8 +32,10 @@ GPT2 = {
 }
 
 
-def write_case(folder: Path, *, config: dict | None = None, records: int = 40) -> Path:
+def write_case(folder: Path, *, config: dict | None = None, records: int = 40, characters: int = 120) -> Path:
     """Writes data.jsonl, tokenizer.json, config.json and without-dropout.json; returns the folder.
+
+    `characters`: of a completion, at most.
 
     `config`: changes to the model's, whose `model_type` is qwen2 or gpt2.
     """
@@ -42,7 +44,7 @@ def write_case(folder: Path, *, config: dict | None = None, records: int = 40) -
         for part in path.read_text().split("\n\n\n"):
             prompt, _, completion = part.partition("\n")
             if completion:
-                texts.append({"prompt": prompt[:60], "completion": completion[:120]})
+                texts.append({"prompt": prompt[:60], "completion": completion[:characters]})
     texts = texts[:records]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in texts))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, balanced_partition, karmarkar_karp, refine
+from odc_triton.balance.partition import longest_first
 
 COST = CostModel.paper_7b()
 costs_lists = st.lists(st.floats(0, 1e6, allow_nan=False), min_size=1, max_size=24)
@@ -78,6 +79,35 @@ def test_refinement_never_makes_the_largest_sum_larger(costs, groups, equal_size
     before = karmarkar_karp(costs, groups, equal_sizes=equal_sizes)
     after = refine(before, costs, equal_sizes=equal_sizes)
     assert largest(after, costs) <= largest(before, costs) * (1 + 1e-9)
+
+
+def naive_longest_first(costs, groups) -> list[float]:
+    """The loads, ascending."""
+    loads = [0.0] * groups
+    for cost in sorted(costs, reverse=True):
+        loads[loads.index(min(loads))] += cost
+    return sorted(loads)
+
+
+@settings(deadline=None)
+@given(costs_lists, st.integers(1, 9))
+def test_longest_first(costs, groups):
+    split = longest_first(costs, groups)
+    assert sorted(i for part in split for i in part) == list(range(len(costs)))
+    loads = sorted(sum(costs[i] for i in part) for part in split)
+    assert loads == pytest.approx(naive_longest_first(costs, groups))
+
+
+@pytest.mark.parametrize(("groups", "each"), [(65, 1), (65, 2), (80, 4), (80, 16), (256, 8)])
+def test_many_groups_are_as_even_as_by_differencing(groups, each):
+    """Beyond 64 groups the way is another; every index stays in one group, and the largest sum is as small."""
+    costs = log_normal(groups * each, seed=groups + each)
+    split = balanced_partition(costs, groups)
+    assert sorted(i for part in split for i in part) == list(range(len(costs)))
+    assert len(split) == groups
+    by_differencing = largest(refine(karmarkar_karp(costs, groups), costs), costs)
+    assert largest(split, costs) <= by_differencing * 1.005  # both stop a thousandth above the mean
+    assert split == balanced_partition(costs, groups)
 
 
 @pytest.mark.parametrize("groups", [2, 3])

@@ -308,6 +308,39 @@ def _killed(rank: int, world: int, victim: int, where: str, folder: str) -> tupl
     return _guarded(action)
 
 
+MANY = 2_000
+
+
+def _works_on(rank: int, world: int) -> tuple:
+    """Rank 1 is killed in its second microbatch, rank 0 has many left."""
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S))
+    done = []
+
+    def action() -> None:
+        with minibatch(model):
+            for number in range(MANY):
+                if rank == 1 and number == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                model(batch(number)).sum().backward()
+                done.append(number)
+                time.sleep(0.01)
+
+    outcome = _guarded(action)
+    return len(done), *outcome
+
+
+def test_a_death_is_known_at_the_next_microbatch() -> None:
+    with ranks.start(_works_on, 2) as job:
+        outcome = job.join(60)[0]
+    assert outcome.error is None, outcome.error
+    done, kind, named, text, _ = outcome.value
+    assert (kind, named) == ("RankLost", [1])
+    assert "'the shards of all ranks in minibatch 0': rank 1 died" in text
+    assert done < MANY / 2
+
+
 def assert_nothing_left(folder: Path, before: set[str], job: ranks.Job) -> None:
     assert not any(process.is_alive() for process in job.processes)
     assert list(folder.iterdir()) == []

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
+from odc_triton.atomic import write_file
 from odc_triton.events import BUSY_KINDS, Event
 from odc_triton.report import COLOURS, loss_figure, save_html, save_timeline, table, timeline_figure
 from odc_triton.trace import (
@@ -36,7 +37,6 @@ from odc_triton.trace import (
     timeline_text,
     whole,
     window_s,
-    write_file,
 )
 
 
@@ -414,7 +414,7 @@ def test_write_file_names_what_is_wrong(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(type(tmp_path), "write_bytes", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(PermissionError, match=r"no permission .*choose another folder"):
         write_file(tmp_path / "f", b"")
 

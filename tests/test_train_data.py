@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.train.atomic import atomic_file
+from odc_triton.atomic import atomic_file
 from odc_triton.train.data import DataOptions, DataSummary, TokenizedDataset, tokenize_file
 from odc_triton.train.records import DataError, read_records
 from odc_triton.train.tokenizer import (

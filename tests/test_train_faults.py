@@ -222,7 +222,7 @@ def _environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_the_command_is_told_to_stop(tmp_path: Path, number: int) -> None:
     """SIGTERM goes to the launcher only, Ctrl-C to the ranks as well, as a terminal sends it."""
     wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)

@@ -16,57 +16,24 @@ from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.train.options import SftOptions
 from odc_triton.train.schedule import warmup_cosine
-from odc_triton.train.tokenizer import TextEncoder, save_tokenizer, train_tokenizer
+from odc_triton.train.tokenizer import TextEncoder, load_tokenizer
 
 from . import ranks
+from .sft_case import QWEN2, case, write_case
 
-CONFIG = {
-    "model_type": "qwen2",
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
 STEPS = 5
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A corpus of this test-suite's own sources, a tokenizer trained on it, a model's config."""
-    folder = tmp_path_factory.mktemp("sft")
-    records = []
-    for path in sorted(Path(__file__).parent.glob("test_*.py")):
-        for part in path.read_text().split("\n\n\n"):
-            prompt, _, completion = part.partition("\n")
-            if completion:
-                records.append({"prompt": prompt, "completion": completion[:300]})
-    records = records[:120]
-    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    tokenizer = train_tokenizer((r["prompt"] + r["completion"] for r in records), vocab_size=CONFIG["vocab_size"])
-    save_tokenizer(tokenizer, folder / "tokenizer.json")
-    tokenize_file(folder / "data.jsonl", TextEncoder.of(tokenizer), DataOptions(max_tokens=256)).save(
-        folder / "data.npz"
-    )
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    folder = write_case(tmp_path_factory.mktemp("sft"), records=120, characters=300)
+    encoder = TextEncoder.of(load_tokenizer(folder / "tokenizer.json"))
+    tokenize_file(folder / "data.jsonl", encoder, DataOptions(max_tokens=256)).save(folder / "data.npz")
     return folder
 
 
 def options(folder: Path, **changes: object) -> SftOptions:
-    wanted = {
-        "data": str(folder / "data.jsonl"),
-        "init": str(folder / "config.json"),
-        "tokenizer": str(folder / "tokenizer.json"),
-        "out": str(folder / "out"),
-        "steps": STEPS,
-        "samples_per_rank": 4,
-        "token_cap": 256,
-        "lr": 1e-3,
-        "warmup_steps": 2,
-    }
-    return SftOptions(**wanted | changes)
+    return case(folder, **{"steps": STEPS, "truncate": False} | changes)
 
 
 def _model() -> nn.Module:
@@ -75,7 +42,7 @@ def _model() -> nn.Module:
     from odc_triton.hf import enable_packing
 
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**CONFIG))
+    model = Qwen2ForCausalLM(Qwen2Config(**QWEN2))
     enable_packing(model)
     return model.train()
 
@@ -204,6 +171,7 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
         ({"data": "nowhere.jsonl"}, "data is nowhere.jsonl: there is no such file"),
         ({"lora_rank": 8, "fused_head": True}, "leave one or the other out"),
         ({"keep": 0}, "keep is 0"),
+        ({"replicas": 0}, "replicas is 0"),
         ({"checkpoint_every": -1}, "checkpoint_every is -1"),
         ({"resume": ""}, "resume is empty"),
     ],
@@ -232,7 +200,7 @@ def test_samples_that_the_model_cannot_take(folder: Path, config: dict, words: s
 
     from odc_triton.train.prepare import check_fit
 
-    model = Qwen2ForCausalLM(Qwen2Config(**CONFIG | config))
+    model = Qwen2ForCausalLM(Qwen2Config(**QWEN2 | config))
     data = TokenizedDataset.load(folder / "data.npz")
     with pytest.raises(ValueError, match=words):
         check_fit(model, longest=int(data.lengths.max()), largest_token=int(data.tokens.max()))

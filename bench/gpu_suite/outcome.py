@@ -22,7 +22,7 @@ class Outcome:
 def write(outcome: Outcome, about: dict[str, Any], out: Path) -> None:
     """FOLDER/gpu_<stage>.json and .md."""
 
-    from odc_triton.trace import write_file
+    from odc_triton.atomic import write_file
 
     record = about | {"stage": outcome.stage, "passed": outcome.passed, "seconds": round(outcome.seconds, 1)}
     write_file(out / f"gpu_{outcome.stage}.json", (json.dumps(record | outcome.data, indent=1) + "\n").encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from odc_triton.atomic import write_file
 from odc_triton.nvml_snapshot import SnapshotNvml
 from odc_triton.probe import read_topology
 from odc_triton.report import save_timeline, table
@@ -15,7 +16,7 @@ from odc_triton.simulate.models import Model
 from odc_triton.simulate.options import SimulateOptions
 from odc_triton.simulate.study import COLUMNS, DRAWN, Row, cells, make_job, rank_settings, usual_links, verdict
 from odc_triton.topology import Topology
-from odc_triton.trace import save_trace, write_file
+from odc_triton.trace import save_trace
 
 _DRAWN = 10_000  # lengths of a named distribution
 

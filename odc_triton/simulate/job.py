@@ -11,13 +11,13 @@ from functools import cached_property
 import numpy as np
 
 from odc_triton.balance.cost import CostModel
-from odc_triton.events import Event
 from odc_triton.simulate.dealing import ALL_BALANCES, QUEUE, Packs, deal, queue_packs
 from odc_triton.simulate.lanes import Clock, Lanes, last_rank
 from odc_triton.simulate.links import Links
 from odc_triton.simulate.memory import peak_bytes
 from odc_triton.simulate.models import Model
 from odc_triton.simulate.outcome import Outcome
+from odc_triton.simulate.recorder import Recorder
 
 SCHEDULES = ("fsdp", "fsdp-no-reshard", "odc")
 _COMPUTE_BYTES, _REDUCE_BYTES = 2, 4  # bf16 is read, fp32 is added
@@ -171,7 +171,7 @@ def simulate(
     if not minibatches:
         raise ValueError("there are no minibatches: give at least one list of lengths")
     entry_s = job.meeting_s if schedule == "odc" else 0.0
-    recorder = _Recorder(job.ranks, entry_s) if timeline else None
+    recorder = Recorder(job.ranks, entry_s) if timeline else None
     moves = _Moves.of(job, schedule)
     noise = _noise(job, seed)
     if balance == QUEUE:
@@ -217,7 +217,7 @@ Totals = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # over, busy, ex
 
 
 def _run(
-    dealt: list[list[Packs]], schedule: str, job: Job, moves: _Moves, noise: _Noise, recorder: _Recorder | None
+    dealt: list[list[Packs]], schedule: str, job: Job, moves: _Moves, noise: _Noise, recorder: Recorder | None
 ) -> Totals:
     """Microbatches in the order dealt, all ranks of all trials at once."""
     counts = np.array([[len(packs) for packs in trial] for trial in dealt])
@@ -263,9 +263,9 @@ def _run_queue(
     moves: _Moves,
     token_cap: int,
     noise: _Noise,
-    recorder: _Recorder | None,
+    recorder: Recorder | None,
 ) -> tuple[Totals, list[list[Packs]]]:
-    """Whoever is free first takes the dearest pack that is left; rank by rank, as only the run shows who that is."""
+    """Whoever is free first takes the next pack of the queue; rank by rank, as only the run shows who that is."""
     totals = np.zeros((4, len(minibatches), job.ranks))
     dealt: list[list[Packs]] = []
     own = [moves.of_rank(rank) for rank in range(job.ranks)]
@@ -350,54 +350,3 @@ def _noise(job: Job, seed: int) -> _Noise:
         return seconds * (float(factor) if shape is None else factor)
 
     return noisy
-
-
-class _Recorder:
-    """The first trial's spans as events. Neighbouring spans of one kind and microbatch become one."""
-
-    def __init__(self, ranks: int, entry_s: float) -> None:
-        self.events: list[Event] = []
-        self.microbatch = 0
-        self._entry_s = entry_s
-        self._open: list[Event | None] = [None] * ranks
-        if entry_s:
-            for rank in range(ranks):
-                self._add(rank, "wait", -entry_s, 0.0, "enter")
-
-    def of_all(self, kind: str, start: Clock, end: Clock, label: str) -> None:
-        shape = len(self._open)
-        starts, ends = (np.broadcast_to(np.atleast_2d(each)[0], shape).tolist() for each in (start, end))
-        for rank, (start_s, end_s) in enumerate(zip(starts, ends, strict=True)):
-            self._add(rank, kind, start_s, end_s, label)
-
-    def of_rank(self, rank: int) -> Callable[[str, Clock, Clock, str], None]:
-        return lambda kind, start, end, label: self._add(rank, kind, start, end, label)
-
-    def finish(self, over: np.ndarray, last: float, meeting_s: float, tail_s: float) -> None:
-        """The exit meeting, and what follows it."""
-        self.microbatch = -1
-        for rank, own in enumerate(over.tolist()):
-            self._add(rank, "wait", own, last + meeting_s, "exit", always=True)
-            if tail_s:
-                self._add(rank, "step", last + meeting_s, last + meeting_s + tail_s, "")
-            self._close(rank)
-
-    def _add(self, rank: int, kind: str, start_s: float, end_s: float, label: str, always: bool = False) -> None:
-        start_s, end_s = start_s + self._entry_s, end_s + self._entry_s
-        if end_s <= start_s and not always:
-            return
-        last = self._open[rank]
-        microbatch = -1 if label in ("enter", "exit", "scatter at the end") else self.microbatch
-        key = (kind, microbatch, label)
-        if last is not None and (last.kind, last.microbatch, last.label) == key and last.end_s == start_s:
-            start_s = last.start_s
-        else:
-            self._close(rank)
-        self._open[rank] = Event(
-            rank=rank, kind=kind, start_s=start_s, end_s=end_s, minibatch=0, microbatch=microbatch, label=label
-        )
-
-    def _close(self, rank: int) -> None:
-        if self._open[rank] is not None:
-            self.events.append(self._open[rank])
-            self._open[rank] = None

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from odc_triton.train.atomic import atomic_file
+from odc_triton.atomic import atomic_file
 from odc_triton.train.chat import ASSISTANT, Conversation, Spans, joined_spans
 from odc_triton.train.data import IGNORED_LABEL, DataOptions, TokenizedDataset, tokenize_source
 from odc_triton.train.records import Record

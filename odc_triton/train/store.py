@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from odc_triton.train.atomic import atomic_file
+from odc_triton.atomic import atomic_file
 
 _CHUNK = 1 << 20  # bytes copied, or kept in memory, at a time
 _ALIGN = 64
