@@ -82,12 +82,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=Path, default=None, help="JSON file")
     given = parser.parse_args()
-    single_thread_environment()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         os.environ["ODC_TRITON_CACHE"] = str(folder / "cache")
         options = _prepared_options(folder, given.steps)
         first_s, again_s = _preparing(options), _preparing(options)
+        single_thread_environment()  # of the ranks; samples are prepared on all cores, as in training
         of_ranks = launch(measure, options, ranks=given.ranks)
     step_s = statistics.median(max(times) for times in zip(*(of["steps"] for of in of_ranks), strict=True))
     save_s = statistics.median(max(times) for times in zip(*(of["saves"] for of in of_ranks), strict=True))

@@ -106,6 +106,37 @@ def test_model_tokenizer_keeps_its_beginning_of_sequence():
         TextEncoder.of(words)
 
 
+TEXTS = ["some words, some more words", "", f"{END} written out"]
+
+
+def test_a_file_that_pads_and_cuts_does_neither_here(trained):
+    want = to_transformers(trained)(TEXTS, add_special_tokens=False)["input_ids"]
+    tokenizer = to_transformers(trained)
+    encoder = TextEncoder.of(tokenizer)
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=40)
+    assert encoder.encode_batch(TEXTS) == want
+    assert min(map(len, want)) == 0
+    assert 3 < max(map(len, want)) < 40
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_tokenizer_with_code_or_settings_of_its_own_is_asked_itself(trained, split):
+    from transformers import PreTrainedTokenizerFast
+
+    class Reversed(PreTrainedTokenizerFast):
+        def _encode_plus(self, *arguments, **options):
+            found = super()._encode_plus(*arguments, **options)
+            found["input_ids"] = [ids[::-1] if isinstance(ids, list) else ids for ids in found["input_ids"]]
+            return found
+
+    kind = PreTrainedTokenizerFast if split else Reversed
+    tokenizer = kind(tokenizer_object=trained, eos_token=END, split_special_tokens=split)
+    want = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
+    assert TextEncoder.of(tokenizer).encode_batch(TEXTS) == want
+    assert want != to_transformers(trained)(TEXTS, add_special_tokens=False)["input_ids"]
+
+
 def test_file_that_is_no_tokenizer_is_refused(tmp_path):
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text("{}")
