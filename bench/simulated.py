@@ -54,56 +54,62 @@ def _timed(variant: Variant, index: int, own: Sequence[Pack], total: int) -> flo
 def measure(
     work: Work, points: Sequence[tuple[int, int]] = POINTS
 ) -> tuple[dict[str, list[dict]], dict[str, list[float]]]:
-    """Per variant: its single-sequence times, and the seconds of each minibatch of `work`. Collective.
+    """Per variant: its single-sequence times in every run, and the seconds of each minibatch of `work`. Collective.
 
-    All `points` once before each minibatch, so that a slow spell of the machine meets both alike.
+    In every run a variant has all `points` once and then the minibatch, so that a slow spell of the machine meets both.
     """
     rank, world = open_job()
     data, cost = TokenizedDataset.load(work.dataset), work.cost()
     learned = data.summary.target_tokens / data.summary.tokens  # of the others no logits are made
     variants = [kind(work.build) for kind in VARIANTS]
     generator = torch.Generator().manual_seed(work.seed)
-    taken: dict[str, dict[tuple[int, int], list[float]]] = {v.name: {point: [] for point in points} for v in variants}
+    singles: dict[str, list[dict]] = {
+        v.name: [{"tokens": tokens, "microbatches": count, "seconds": []} for tokens, count in points] for v in variants
+    }
     seconds: dict[str, list[float]] = {v.name: [] for v in variants}
     for run in range(len(work.minibatches) + 1):  # the first warms up
-        turns = variants[run % len(variants) :] + variants[: run % len(variants)]
-        for tokens, count in points if run else points[:1]:
-            document = torch.randint(4, work.config["vocab_size"], (tokens,), generator=generator)
-            labels = document.clone()
-            labels[: round(tokens * (1 - learned))] = IGNORED_LABEL
-            packs = pack_collate([[{"input_ids": document, "labels": labels}]]) * count
-            for variant in turns:
+        for variant in variants[run % len(variants) :] + variants[: run % len(variants)]:
+            for point in singles[variant.name] if run else singles[variant.name][:1]:
+                document = torch.randint(4, work.config["vocab_size"], (point["tokens"],), generator=generator)
+                labels = document.clone()
+                labels[: round(point["tokens"] * (1 - learned))] = IGNORED_LABEL
+                packs = pack_collate([[{"input_ids": document, "labels": labels}]]) * point["microbatches"]
                 took = _timed(variant, run, packs, count_target_tokens(packs) * world)
                 if run:
-                    taken[variant.name][tokens, count].append(took)
-        if run:
-            for variant in turns:
+                    point["seconds"].append(took)
+            if run:
                 dealt = deal(work, data, work.minibatches[run - 1], variant.balance, cost)
                 total = sum(count_target_tokens(packs) for packs in dealt)
                 seconds[variant.name].append(_timed(variant, run, dealt[rank], total))
     dist.destroy_process_group()
-    singles = {
-        name: [
-            {"tokens": tokens, "microbatches": count, "seconds": statistics.median(times)}
-            for (tokens, count), times in points_of.items()
-        ]
-        for name, points_of in taken.items()
-    }
     return singles, seconds
 
 
 def predict(work: Work, singles: dict[str, list[dict]]) -> dict[str, list[float]]:
-    """Seconds of each minibatch of `work`, per variant, from single-sequence times alone."""
+    """Seconds of each minibatch of `work`, per variant, from single-sequence times alone.
+
+    Costs are fitted to the medians over the runs. A run in which single sequences took longer than these was a slow one
+    for its minibatch too: it is predicted to take as much longer.
+    """
     data = TokenizedDataset.load(work.dataset)
     minibatches = [[int(data.lengths[i]) for i in samples] for samples in work.minibatches]
     told = {}
     for kind in VARIANTS:
-        times = [SequenceTime(**each) for each in singles[kind.name]]
+        points = singles[kind.name]
+        medians = [statistics.median(point["seconds"]) for point in points]
+        times = [SequenceTime(**point | {"seconds": typical}) for point, typical in zip(points, medians, strict=True)]
         job = from_measured(times, ranks=RANKS, layers=work.config["num_hidden_layers"], cost=work.cost())
-        schedule = SCHEDULES[kind.__name__]
-        told[kind.name] = simulate(
-            minibatches, job=job, schedule=schedule, balance=kind.balance, token_cap=work.token_cap
-        ).seconds.tolist()
+        outcome = simulate(
+            minibatches,
+            job=job,
+            schedule=SCHEDULES[kind.__name__],
+            balance=kind.balance,
+            token_cap=work.token_cap,
+        )
+        slowness = [
+            sum(point["seconds"][run] for point in points) / sum(medians) for run in range(len(work.minibatches))
+        ]
+        told[kind.name] = [s * slow for s, slow in zip(outcome.seconds.tolist(), slowness, strict=True)]
     return told
 
 
