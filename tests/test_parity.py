@@ -232,10 +232,13 @@ def test_replaced_bottom_up() -> None:
     compare("qwen3", 2, style="bottom-up", transform="layers", backend="cpu-apart")
 
 
-_SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("gathered", "checkpointing+direct", "frozen+staged")]
+_SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("gathered", "staged", "checkpointing+direct", "frozen+staged")
+]
 
 
-@pytest.mark.parametrize("transform", ["direct", "staged", *_SLOW])
+@pytest.mark.parametrize("transform", ["direct", *_SLOW])
 def test_replaced_layers_by_kernels(transform: str) -> None:
     """All of a model's products, in Triton's interpreter: few steps, as it is slow."""
     compare("qwen3", 2, transform=transform, backend="cpu-interpreter", steps=2)

@@ -79,7 +79,7 @@ def test_goes_on_with_other_replicas(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(load_file(out / "model" / "model.safetensors")[name], value, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("world", "then"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("world", "then"), [(1, 1), (2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_goes_on_as_if_never_stopped(folder: Path, tmp_path: Path, world: int, then: int) -> None:
     # Another world deals dropout's random numbers otherwise: there without dropout.
     changes = {} if world == then else {"init": str(folder / "without-dropout.json")}
