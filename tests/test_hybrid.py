@@ -28,6 +28,7 @@ from odc_triton.footprint import memory_plan
 
 from . import ranks, two_hosts
 from .models import CASES, build, microbatches
+from .test_checkpoint_dcp import _train as train_dealt
 from .test_parity import DEALS, SIZES, relative, unsharded, whole_model_error
 from .two_hosts import why_not
 
@@ -233,24 +234,6 @@ def test_odd_rows(dtype: torch.dtype | None, meta: str) -> None:
 # ---------------------------------------------------------------------- checkpoints
 
 
-def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, steps: range, rank: int) -> list[float]:
-    from odc_triton import minibatch
-
-    case, losses = CASES[name], []
-    for step in steps:
-        mine = microbatches(name, [6, 9], seed=step)[rank : rank + 1]
-        total = torch.zeros(())
-        with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
-            for batch in mine:
-                loss = case.loss(model, batch) / mb.tokens
-                loss.backward()
-                total += loss.detach().float()
-        dist.all_reduce(total)
-        losses.append(total.item())
-        optimizer.step()
-    return losses
-
-
 def _sharded(shape: tuple[int, ...], name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     from odc_triton import MixedPrecisionPolicy, fully_shard
 
@@ -261,13 +244,13 @@ def _sharded(shape: tuple[int, ...], name: str, seed: int) -> tuple[nn.Module, t
 
 def _save(rank: int, world: int, shape: tuple[int, ...], folder: str, name: str) -> list[float]:
     model, optimizer = _sharded(shape, name, seed=0)
-    _steps(model, optimizer, name, range(2), rank)
+    train_dealt(model, optimizer, name, range(2), rank)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=f"{folder}/sharded")
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
         torch.save(whole, f"{folder}/whole.pt")
-    return _steps(model, optimizer, name, range(2, 4), rank)
+    return train_dealt(model, optimizer, name, range(2, 4), rank)
 
 
 def _load(rank: int, world: int, shape: tuple[int, ...], folder: str, name: str) -> tuple[list[float], bool]:
@@ -281,7 +264,7 @@ def _load(rank: int, world: int, shape: tuple[int, ...], folder: str, name: str)
     same = all(torch.equal(value, whole[key]) for key, value in loaded.items())
     model.load_state_dict(whole)  # whole tensors, of which each rank takes its part
     same = same and all(torch.equal(p.full_tensor(), whole[key]) for key, p in model.named_parameters())
-    return _steps(model, optimizer, name, range(2, 4), rank), same
+    return train_dealt(model, optimizer, name, range(2, 4), rank), same
 
 
 @pytest.mark.parametrize("name", ["conv", pytest.param("qwen2", marks=pytest.mark.slow)])
@@ -413,9 +396,10 @@ def test_a_stopped_rank_is_named_at_the_deadline(where: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_two_hosts(tmp_path: Path) -> None:
     """Replicas in two network namespaces: nothing goes between them but by TCP."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = ["unshare", "-rn", sys.executable, "-m", "tests.two_hosts", str(tmp_path)]
     subprocess.run(command, check=True, timeout=180, env=environment, cwd=Path(__file__).parent.parent)

@@ -79,6 +79,14 @@ def test_goes_on_with_other_replicas(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(load_file(out / "model" / "model.safetensors")[name], value, rtol=0, atol=1e-5)
 
 
+def test_replicas_that_the_ranks_cant_be_split_into(folder: Path, tmp_path: Path) -> None:
+    wanted = case(folder, out=str(tmp_path / "out"), replicas=3)
+    with ranks.start(train, 2, wanted, None) as job:
+        for outcome in job.join(60):
+            assert outcome.error_type == "ValueError", outcome.error
+            assert "2 ranks can't be 3 replicas of equal size: give a divisor of 2" in outcome.error
+
+
 @pytest.mark.parametrize(("world", "then"), [(1, 1), (2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 def test_goes_on_as_if_never_stopped(folder: Path, tmp_path: Path, world: int, then: int) -> None:
     # Another world deals dropout's random numbers otherwise: there without dropout.
