@@ -14,8 +14,10 @@ demo: venv
 test: lint
 	$(BIN)/python -m pytest -n 3 -m "not slow and not gpu"
 
+# Then once more what simulates a GPU's streams, as early as they may be: `make test` has them late.
 test-slow: venv
 	$(BIN)/python -m pytest -m "not gpu"
+	ODC_SIMULATED_STREAMS=early $(BIN)/python -m pytest -m "not slow and not gpu" $(shell grep -lr cpu-apart tests --include='test_*.py')
 
 # The tests, without a GPU, under the versions of a machine that has one.
 test-gpu-image: .venv-gpu-image/.installed

@@ -37,6 +37,7 @@ from odc_triton.launch import launch
 from odc_triton.memory import ApartHeap, CudaHeap, SymmetricHeap
 from odc_triton.plan import Region, aligned
 from odc_triton.probe import read_topology
+from odc_triton.streams import Streams
 from odc_triton.topology import Topology
 from odc_triton.unusable import unusable_pairs
 
@@ -122,9 +123,9 @@ def copies(shape: Shape, heap: SymmetricHeap) -> Operators:
 def on_cpu(shape: Shape, heap: ApartHeap) -> Operators:
     found = copies(shape, heap)
     target = Target(slot=0, shards=[heap.shard(shape.gradient, owner) for owner in range(2)], rank=heap.rank)
-    accumulator = LockedAccumulator(heap, TIMEOUT_S)
+    accumulator = LockedAccumulator(heap, Streams(), TIMEOUT_S)
     gradient = integers(shape.rows, shape.columns, 10 + heap.rank, heap.device)
-    found.run["scatter"] = lambda: accumulator.add(gradient, target, name="the gradient")
+    found.run["scatter"] = lambda: accumulator.add(gradient, target, name="the gradient", waited=lambda _: None)
     found.link_bytes["scatter"] = shape.rows // 2 * shape.columns * 4
     found.add["scatter"] = lambda rank: integers(shape.rows, shape.columns, 10 + rank, heap.device)
     return found

@@ -1,20 +1,28 @@
-"""Owners' shards to one local tensor.
+"""Owners' shards to one local tensor, or those of many small tensors at once.
 
     out[o n + i, :] = cast(shard_o[i, :])
 
 N rows in all, n = ceil(N / R) per owner, K elements a row; R owners. One program copies BLOCK consecutive elements of
-one owner; programs of a rank begin at the owner behind it and come to its
-own shard last, so that ranks read different owners at a time.
+one owner; programs of a rank begin at the owner behind it and come to its own shard last, so that ranks read different
+owners at a time.
+
+    out[offset_p + i] = piece_p[i]        `gather_pieces`
+
+A piece p is one owner's shard of one tensor. A copy costs the host microseconds, which for a norm's weight is more than
+the link takes: so all pieces of a unit's small tensors go in one launch.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from .device import TL_DTYPES, peer_address, turn
-from .peers import PeerShards, join
+from .peers import ALIGNMENT_BYTES, PeerShards, join
 
 
 @triton.jit(do_not_specialize=["rows", "rank"])
@@ -77,6 +85,90 @@ def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096, num_warps
         BLOCK=block,
         num_warps=num_warps,
     )
+
+
+@triton.jit
+def gather_pieces_kernel(sources, offsets, counts, out, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+    piece = tl.program_id(1)
+    count = tl.load(counts + piece)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    if start < count:
+        at = start + tl.arange(0, BLOCK)
+        values = tl.load(peer_address(sources, piece, DTYPE) + at, mask=at < count)
+        tl.store(out + tl.load(offsets + piece) + at, values, mask=at < count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """Shards of one dtype and where they go, as `gather_pieces` sees them: int64 tables on the kernel's device.
+
+    `sources`: addresses; `offsets`: elements from the start of the result; `counts`: elements; `most`: the largest.
+    """
+
+    sources: torch.Tensor
+    offsets: torch.Tensor
+    counts: torch.Tensor
+    most: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, shards: Sequence[torch.Tensor], offsets: Sequence[int]) -> Pieces:
+        """`shards`: contiguous, on one device, which the caller keeps alive; `offsets`: where each goes, in elements.
+
+        Raises ValueError for shards of several dtypes, or at an address that is not a multiple of 16 bytes.
+        """
+        kinds = {shard.dtype for shard in shards}
+        if len(kinds) != 1 or len(shards) != len(offsets):
+            raise ValueError(f"{len(shards)} shards of {kinds} and {len(offsets)} offsets; give one dtype, one of each")
+        for shard in shards:
+            if shard.data_ptr() % ALIGNMENT_BYTES or not shard.is_contiguous():
+                raise ValueError(
+                    f"a shard lies at {shard.data_ptr():#x} with strides {shard.stride()}; it must be contiguous, and "
+                    f"aligned to {ALIGNMENT_BYTES} bytes"
+                )
+        device, counts = shards[0].device, [shard.numel() for shard in shards]
+
+        def table(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        return cls(
+            sources=table([shard.data_ptr() for shard in shards]),
+            offsets=table(offsets),
+            counts=table(counts),
+            most=max(counts),
+            dtype=kinds.pop(),
+        )
+
+
+def gather_pieces(*, pieces: Pieces, out: torch.Tensor, block: int = 2048, num_warps: int = 4) -> None:
+    """Copies every piece to its place in `out`, flat and of the pieces' dtype. All places must lie within it.
+
+    Two owners of a norm's weight [6] and a bias [4], which `out` has one after the other from 0 and from 8: shards of
+    3, 3, 2 and 2 elements go to the offsets 0, 3, 8 and 10; `out[6:8]` stays as it was. Raises ValueError for an `out`
+    of another dtype or device, or with strides.
+    """
+    if out.dtype != pieces.dtype or out.device != pieces.sources.device or out.stride() != (1,):
+        raise ValueError(
+            f"out is {out.dtype} on {out.device} with strides {out.stride()}; give {pieces.dtype} on "
+            f"{pieces.sources.device}, flat"
+        )
+    if pieces.most:
+        grid = (triton.cdiv(pieces.most, block), len(pieces.counts))
+        gather_pieces_kernel[grid](
+            pieces.sources,
+            pieces.offsets,
+            pieces.counts,
+            out,
+            DTYPE=TL_DTYPES[pieces.dtype],
+            BLOCK=block,
+            num_warps=num_warps,
+        )
+
+
+def gather_pieces_ref(shards: Sequence[torch.Tensor], offsets: Sequence[int], out: torch.Tensor) -> None:
+    """The same in plain torch."""
+    for shard, offset in zip(shards, offsets, strict=True):
+        out[offset : offset + shard.numel()] = shard.flatten()
 
 
 def gather_ref(shards: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

@@ -44,17 +44,15 @@ class Accumulator(ABC):
     """Adds whole gradients into their owners' shards while other ranks do the same."""
 
     @abstractmethod
-    def add(self, gradient: torch.Tensor, target: Target, *, name: str) -> Waits:
+    def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
         """Adds `gradient`, whose rows are those of all shards together. `name`: the parameter's, for errors.
 
-        Returns the times, as (start_s, end_s), at which it could not go on because of other ranks.
+        waited: is told the times, as (start_s, end_s), at which it could not go on because of other ranks.
         """
 
     @abstractmethod
     def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards | AddRows:
-        """What an operator that makes a gradient piece by piece adds it through: shards to add to by a kernel, or a
-        function, which tells `waited` of the times at which it could not go on.
-        """
+        """What an operator that makes a gradient piece by piece adds it through: shards for a kernel, or a function."""
 
 
 class LockedAccumulator(Accumulator):
@@ -62,11 +60,15 @@ class LockedAccumulator(Accumulator):
     work on different owners. Raises DeadlineExceeded with the holder's name.
     """
 
-    def __init__(self, heap: SharedMemoryHeap, timeout_s: float) -> None:
-        self._heap, self._timeout_s = heap, timeout_s
+    def __init__(self, heap: SharedMemoryHeap, streams: Streams, timeout_s: float) -> None:
+        self._heap, self._streams, self._timeout_s = heap, streams, timeout_s
         self._threads: dict[int, threading.Lock] = {}  # per slot; see [Note: traps of fcntl locks]
 
-    def add(self, gradient: torch.Tensor, target: Target, *, name: str) -> Waits:
+    def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
+        self._streams.add(gradient, lambda gradient: waited(self._add(gradient, target, name)))
+
+    @torch.no_grad()
+    def _add(self, gradient: torch.Tensor, target: Target, name: str) -> Waits:
         waits: Waits = []
         rows = gradient.split([len(shard) for shard in target.shards])
         world = len(target.shards)
@@ -128,13 +130,12 @@ class KernelAccumulator(Accumulator):
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
-    def add(self, gradient: torch.Tensor, target: Target, *, name: str) -> Waits:
+    def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
         from odc_kernels.scatter import scatter  # here, as importing triton takes a second
 
-        gradient, peers = gradient.contiguous(), target.peers
-        with self._streams.adding(gradient):
-            scatter(gradient=gradient, peers=peers)
-        return []
+        peers = target.peers
+        self._streams.add(gradient.contiguous(), lambda gradient: scatter(gradient=gradient, peers=peers))
 
     def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards:
+        self._streams.computes_here()  # the kernel that adds is launched on this stream
         return target.peers

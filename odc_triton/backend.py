@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from .accumulate import Accumulator, KernelAccumulator, LockedAccumulator
 from .memory import ApartHeap, CudaHeap, SharedMemoryHeap, SymmetricHeap
 from .plan import ParameterSpec, Plan
-from .streams import CudaStreams, Streams
+from .simulated_device import SimulatedDevice
+from .streams import CudaDevice, DeviceStreams, Streams
 from .tuned import Place
 
 
@@ -24,6 +25,8 @@ class CpuBackend:
     name = "cpu"
     mesh_device = "cpu"
     apart = False
+    has_kernels = False
+    """Whether kernels do what belongs to the engine: they add gradients, and gather small parameters."""
 
     def device_id(self) -> str | None:
         """Names this rank's device, where two ranks on one are worth a thought."""
@@ -64,31 +67,35 @@ class CpuBackend:
         )
 
     def accumulator(self, heap: Any, streams: Streams, timeout_s: float) -> Accumulator:
-        return LockedAccumulator(heap, timeout_s)
+        return KernelAccumulator(streams) if self.has_kernels else LockedAccumulator(heap, streams, timeout_s)
 
 
 class ApartBackend(CpuBackend):
-    """CUDA's ways on the CPU: shards apart, whole tensors gathered and freed."""
+    """CUDA's ways on the CPU: shards apart, whole tensors gathered and freed, streams that are as late as they may.
+
+    With ODC_SIMULATED_STREAMS=early they do everything at once: see simulated_device.py.
+    """
 
     name = "cpu-apart"
     apart = True
+
+    def streams(self) -> Streams:
+        return DeviceStreams(SimulatedDevice(os.environ.get("ODC_SIMULATED_STREAMS", "late")))
 
     def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
         return self._open(ApartHeap, plan, mesh, token, timeout_s)
 
 
 class InterpreterBackend(ApartBackend):
-    """The same, and gradients are added by the scatter kernel, which Triton's interpreter runs."""
+    """The same, and kernels, which Triton's interpreter runs, add gradients and gather small parameters."""
 
     name = "cpu-interpreter"
+    has_kernels = True
 
     def check(self, specs: list[ParameterSpec]) -> None:
         if os.environ.get("TRITON_INTERPRET") != "1":
             raise RuntimeError(f"backend={self.name!r}: set TRITON_INTERPRET=1 before triton is imported")
         _only_fp32_sums(specs)
-
-    def accumulator(self, heap: Any, streams: Streams, timeout_s: float) -> Accumulator:
-        return KernelAccumulator(streams)
 
 
 class CudaBackend(CpuBackend):
@@ -97,6 +104,7 @@ class CudaBackend(CpuBackend):
     name = "cuda"
     mesh_device = "cuda"
     apart = True
+    has_kernels = True
 
     def device_id(self) -> str | None:
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
@@ -125,7 +133,7 @@ class CudaBackend(CpuBackend):
         return Place(backend=self.name, processor=name, topology=topology, ranks=len(devices))
 
     def streams(self) -> Streams:
-        return CudaStreams(torch.device("cuda", torch.cuda.current_device()))
+        return DeviceStreams(CudaDevice(torch.device("cuda", torch.cuda.current_device())))
 
     def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
         return CudaHeap(
@@ -137,9 +145,6 @@ class CudaBackend(CpuBackend):
             group=mesh.get_group(),
             shared_device=shared,
         )
-
-    def accumulator(self, heap: Any, streams: Streams, timeout_s: float) -> Accumulator:
-        return KernelAccumulator(streams)
 
 
 BACKENDS = {each.name: each for each in (CpuBackend, ApartBackend, InterpreterBackend, CudaBackend)}

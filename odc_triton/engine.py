@@ -215,11 +215,11 @@ class Engine:
                     if count <= self.minibatch
                 ],
             )
-        clear_gradients(self.trainable())
+        clear_gradients(self.trainable(), self._streams[0])
         for parameter in self.parameters:
             parameter.check_memory()
         if self.replicas.count == 1:  # else what was written by hand takes an exchange: publish(model)
-            copy_masters(self.parameters)
+            copy_masters(self.parameters, self._streams[0])
         self.drain("clearing gradients and publishing before a minibatch")
 
     def end(self, error: BaseException | None = None) -> None:
@@ -254,7 +254,6 @@ class Engine:
         self._settle(messages, error)
         with self._together():
             self._land({index for theirs in messages for index in theirs["touched"]})
-        self.drain("taking the landed gradients")
         self.heap.show(Word.LANDED, self.minibatch + 1)
         self._enter_phase(Phase.LANDED)
         counts = [theirs["microbatches"] for theirs in messages]
@@ -273,7 +272,9 @@ class Engine:
         with contextlib.ExitStack() as scope:
             if self.replicas.count > 1:
                 scope.enter_context(self.events.span("wait", label="sum over replicas", microbatch=-1))
-            land_gradients([self.parameters[index] for index in sorted(touched)], factor, self.replicas)
+            parameters = [self.parameters[index] for index in sorted(touched)]
+            land_gradients(parameters, factor, self.replicas, self._streams[0])
+        self.drain("taking the landed gradients")
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -344,6 +345,11 @@ class Engine:
         for staging in self._stagings:
             staging.check()
 
+    def computes_here(self) -> None:
+        """Says that modules compute on the current stream: what they read of peers is to be waited for."""
+        for streams in self._streams:
+            streams.computes_here()
+
     def _enter_phase(self, phase: Phase) -> None:
         self.phase = phase
         self.signs.show(Word.BROKEN, phase is Phase.BROKEN)
@@ -373,7 +379,7 @@ class Engine:
             for parameter in self.parameters:
                 parameter.check_memory()
             if self.replicas.count == 1:
-                copy_masters(self.parameters)
+                copy_masters(self.parameters, self._streams[0])
             else:
                 with self._together():
                     self._copy_between_replicas(self.trainable() if stepped else self.parameters)
@@ -381,7 +387,7 @@ class Engine:
         self.publication.complete()
 
     def _copy_between_replicas(self, parameters: list[ShardedParameter]) -> None:
-        copy_masters(parameters)
+        copy_masters(parameters, self._streams[0])
         self.drain("publishing the own part of the parameters")
         self.replicas.gather_parts([each.compute_parts() for each in parameters if not each.spec.is_scalar])
 

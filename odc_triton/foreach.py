@@ -9,11 +9,13 @@ So lists are made by dtype.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
 from .replicas import Replicas
 from .sharded_param import ShardedParameter
+from .streams import Streams
 
 
 def _by_kind(rows: Iterable[tuple[torch.Tensor, ...]]) -> list[tuple[list[torch.Tensor], ...]]:
@@ -26,21 +28,23 @@ def _by_kind(rows: Iterable[tuple[torch.Tensor, ...]]) -> list[tuple[list[torch.
 
 
 @torch.no_grad()
-def copy_masters(parameters: Sequence[ShardedParameter]) -> None:
+def copy_masters(parameters: Sequence[ShardedParameter], streams: Streams) -> None:
     """Makes all masters readable: a cast where the copy to read is of another dtype, nothing where they are one."""
     for compute, masters in _by_kind(filter(None, (parameter.to_publish() for parameter in parameters))):
-        torch._foreach_copy_(compute, masters)
+        streams.compute(partial(torch._foreach_copy_, compute, masters))
 
 
 @torch.no_grad()
-def clear_gradients(parameters: Sequence[ShardedParameter]) -> None:
+def clear_gradients(parameters: Sequence[ShardedParameter], streams: Streams) -> None:
     """Zeroes the own gradient shards for the next minibatch."""
     for (shards,) in _by_kind((shard,) for p in parameters if (shard := p.to_clear()) is not None):
-        torch._foreach_zero_(shards)
+        streams.compute(partial(torch._foreach_zero_, shards))
 
 
 @torch.no_grad()
-def land_gradients(parameters: Sequence[ShardedParameter], divisor: float, replicas: Replicas) -> None:
+def land_gradients(
+    parameters: Sequence[ShardedParameter], divisor: float, replicas: Replicas, streams: Streams
+) -> None:
     """Hands the landed gradients, summed over the replicas, divided by `divisor` and in their masters' dtypes, to the
     optimizer.
     """
@@ -50,7 +54,7 @@ def land_gradients(parameters: Sequence[ShardedParameter], divisor: float, repli
         replicas.sum_whole([own for p, own in zip(parameters, gradients, strict=True) if p.spec.is_scalar])
     if divisor != 1:
         for (own,) in _by_kind((gradient,) for gradient in gradients):
-            torch._foreach_div_(own, divisor)
+            streams.compute(partial(torch._foreach_div_, own, divisor))
     casts = []
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient.dtype != parameter.master.dtype:
@@ -59,4 +63,4 @@ def land_gradients(parameters: Sequence[ShardedParameter], divisor: float, repli
             gradient = cast
         parameter.land(gradient)
     for cast, own in _by_kind(casts):
-        torch._foreach_copy_(cast, own)
+        streams.compute(partial(torch._foreach_copy_, cast, own))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import record_function
@@ -11,7 +12,11 @@ from torch.profiler import record_function
 from .plan import ParameterSpec, aligned
 from .streams import Copies, Streams
 
+if TYPE_CHECKING:
+    from odc_kernels.gather import Pieces
+
 _OLD = -1  # a publication that there never is
+_SMALL_BYTES = 256 * 2**10  # a tensor of at most so many crosses a link faster than the host enqueues its copies
 
 
 class GatheredParameters:
@@ -22,17 +27,25 @@ class GatheredParameters:
     Filling goes through tensors of their own version counters: it is no change of a saved weight.
 
     `shards`: per parameter its owners' rows, in order of the owners. `whole`: the tensors, in the same order.
+    `by_kernel`: one launch copies all small tensors; else each shard is a copy of its own, as those of large ones are.
     """
 
     def __init__(
-        self, specs: list[ParameterSpec], shards: list[list[torch.Tensor]], *, rank: int, streams: Streams
+        self,
+        specs: list[ParameterSpec],
+        shards: list[list[torch.Tensor]],
+        *,
+        rank: int,
+        streams: Streams,
+        by_kernel: bool = False,
     ) -> None:
-        self._rank, self._streams, self._shards = rank, streams, shards
+        self._rank, self._streams = rank, streams
         self._users: set[Hashable] = set()
         self._filled_at: int | None = None  # the publication that the storage holds
         self._copies: Copies | None = None  # those that filled it
-        self._is_waited = True  # what is computed now follows them
         device = shards[0][0].device
+        self._large: list[tuple[torch.Tensor, torch.Tensor]] = []  # where they go, an owner's rows
+        small: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}  # an owner's rows, the element where they go
         offsets, self._size_bytes = [], 0
         for spec, owners in zip(specs, shards, strict=True):
             offsets.append(self._size_bytes)
@@ -46,8 +59,30 @@ class GatheredParameters:
             tensor = torch.empty(0, dtype=dtype, device=device)
             tensor.set_(self._storage, offset // dtype.itemsize, spec.shape, stride)
             self.whole.append(tensor)
-        self._writable = [tensor.data for tensor in self.whole]
+            pieces = self._pieces(tensor.data, owners)
+            if by_kernel and tensor.nbytes <= _SMALL_BYTES:
+                small.setdefault(dtype, []).extend((rows, place.storage_offset()) for place, rows in pieces)
+            else:
+                self._large += pieces
+        self._small: list[tuple[Pieces, torch.Tensor]] = []
+        for dtype, rows in small.items():
+            from odc_kernels.gather import Pieces  # here, as importing triton takes a second
+
+            flat = torch.empty(0, dtype=dtype, device=device)
+            flat.set_(self._storage, 0, (self._size_bytes // dtype.itemsize,), (1,))
+            self._small.append((Pieces.of(*zip(*rows, strict=True)), flat))
         self._storage.resize_(0)
+
+    def _pieces(self, whole: torch.Tensor, owners: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(where they go, an owner's rows), of all owners that have some; `whole`: of its own version counter.
+
+        The own ones come first, then the next rank's: so all ranks read different owners.
+        """
+        if not whole.shape:
+            return [(whole, owners[0])]
+        places = whole.split([len(owner) for owner in owners])
+        order = ((self._rank + step) % len(owners) for step in range(len(owners)))
+        return [(places[owner], owners[owner]) for owner in order if owners[owner].numel()]
 
     @property
     def is_filled(self) -> bool:
@@ -74,28 +109,28 @@ class GatheredParameters:
             return
         self.wait()
         if self._storage.nbytes() != self._size_bytes:  # at its own size too, CUDA would allocate another and copy it
-            self._storage.resize_(self._size_bytes)
-        with record_function("odc.gather"), self._streams.copying() as self._copies:
-            for writable, owners in zip(self._writable, self._shards, strict=True):
-                if not writable.shape:
-                    writable.copy_(owners[0])
-                    continue
-                rows = writable.split([len(owner) for owner in owners])
-                for step in range(len(owners)):  # the own shard first, then the next ranks': all read different owners
-                    peer = (self._rank + step) % len(owners)
-                    rows[peer].copy_(owners[peer], non_blocking=True)
-        self._is_waited, self._filled_at = False, publication
+            self._streams.allocate(self._storage, self._size_bytes)
+        self._copies = self._streams.copy(self._storage, self._fill)
+        self._filled_at = publication
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        with record_function("odc.gather"):
+            for pieces, flat in self._small:
+                from odc_kernels.gather import gather_pieces
+
+                gather_pieces(pieces=pieces, out=flat)
+            for place, rows in self._large:
+                place.copy_(rows, non_blocking=True)
 
     def wait(self) -> None:
-        """What is computed from here on finds the storage filled."""
-        if not self._is_waited:
+        """What is computed from here on, on this stream, finds the storage filled."""
+        if self._copies is not None:
             self._streams.wait(self._copies)
-            self._is_waited = True
 
     def release(self, user: Hashable) -> None:
         """Frees the storage if `user` was the last that needs it."""
         self._users.discard(user)
         if not self._users and self.is_filled:
-            self._streams.before_freeing(self._copies)
-            self._storage.resize_(0)
-            self._copies, self._is_waited, self._filled_at = None, True, None
+            self._streams.free(self._storage, self._copies)
+            self._copies, self._filled_at = None, None

@@ -53,6 +53,7 @@ class Microbatches:
         except BaseException:
             self._forwards -= 1
             raise
+        engine.computes_here()
         self._forward_start_s = time.monotonic()
 
     def forward_ends(self, error: BaseException | None) -> None:
@@ -70,6 +71,7 @@ class Microbatches:
             if engine.is_open:
                 engine.fail(describe(error))
         elif not engine.is_open:
+            engine.drain("reading the parameters")
             engine.publication.check_not_torn()
 
     def watch_backward(self, output: Any, of_unit: Callable[[], None] | None) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor, Replicate
 
 from odc_kernels.peers import PeerShards
@@ -110,7 +110,6 @@ class ShardedParameter:
             shards = [heap.shard(gradient, owner) for owner in range(self._world)]
             self.gradient_shard = shards[0 if spec.is_scalar else self._rank]
             self._own_gradient = self._part_of(self.gradient_shard)
-            self._accumulation = get_gradient_edge(self.leaf).node  # autograd's node that its gradient comes to
             rows = [shards[0].view(1)] if spec.is_scalar else shards
             self._target = Target(slot=slot, shards=rows, rank=self._rank)
         self._rows = [
@@ -120,6 +119,7 @@ class ShardedParameter:
         part, end = shard_rows(stop - start, grid.replicas, grid.replica)
         # First and one-past-last row of the whole that this rank has a master of.
         self.master_rows = (0, 1) if spec.is_scalar else (start + part, start + end)
+        self._accumulation: Node | None = None  # autograd's node that its gradient comes to
         self._landed: DTensor | None = None
         self._hook: Any = None
         self._listener: weakref.ref[Listener] | None = None
@@ -293,7 +293,8 @@ class ShardedParameter:
                 f"{self.name} has a gradient hook, and its layer adds the gradient to the owners without autograd: "
                 f"change p.grad after the minibatch instead, or leave the layer out of replace_layers"
             )
-        if torch._C._current_graph_task_id() == -1:  # not in a backward: an operator was called by itself
+        # Not in a backward: an operator was called by itself. In none of a minibatch: `open_sink` will say so.
+        if torch._C._current_graph_task_id() == -1 or self._accumulation is None:
             return True
         try:
             return torch._C._will_engine_execute_node(self._accumulation)
@@ -322,7 +323,7 @@ class ShardedParameter:
         self.touched = True
         with torch.no_grad():
             rows = gradient.view(1) if self.spec.is_scalar else gradient
-            self._report(self._accumulator.add(rows, self._target, name=self.name))
+            self._accumulator.add(rows, self._target, name=self.name, waited=self._report)
 
     @property
     def trains(self) -> bool:
@@ -340,6 +341,10 @@ class ShardedParameter:
             raise RuntimeError(f"{self.name} was frozen when fully_shard was called; set requires_grad before that")
         if self.trains:
             self.leaf.requires_grad_(self.sharded.requires_grad)
+            # Made anew, as it keeps the stream that is current when it is made: torch warns of a backward on another.
+            self._accumulation = None
+            if self.leaf.requires_grad:
+                self._accumulation = get_gradient_edge(self.leaf).node
 
     def own_gradient(self) -> torch.Tensor:
         """This rank's part of the landed gradient, to divide and to step with: in its shard, until that is cleared."""

@@ -155,7 +155,7 @@ def fully_shard(
     streams = device.streams()
     accumulator = device.accumulator(heap, streams, meetings.timeout_s)
     staging = Staging()
-    wholes = _whole_tensors(plan, heap, streams, on_demand)
+    wholes = _whole_tensors(plan, heap, streams, on_demand, by_kernel=device.has_kernels)
     places = zip(plan.parameters, plan.compute, plan.gradient, wholes, tables, strict=True)
     parameters = [
         ShardedParameter(
@@ -282,7 +282,7 @@ def _is_read_on_demand(entry: FoundParameter, device: CpuBackend, table: tuple[E
 
 
 def _whole_tensors(
-    plan: Plan, heap: SymmetricHeap, streams: Streams, on_demand: set[int]
+    plan: Plan, heap: SymmetricHeap, streams: Streams, on_demand: set[int], *, by_kernel: bool
 ) -> list[tuple[torch.Tensor, GatheredParameters | None]]:
     """Every parameter's whole tensor: a view of the heap, or one of its unit's that are gathered together.
 
@@ -302,7 +302,7 @@ def _whole_tensors(
             continue
         specs = [plan.parameters[slot] for slot in slots]
         shards = [[heap.shard(plan.compute[slot], owner) for owner in range(heap.world)] for slot in slots]
-        gathered = GatheredParameters(specs, shards, rank=heap.rank, streams=streams)
+        gathered = GatheredParameters(specs, shards, rank=heap.rank, streams=streams, by_kernel=by_kernel)
         found |= {slot: (whole, gathered) for slot, whole in zip(slots, gathered.whole, strict=True)}
     return [found[slot] for slot in range(len(plan.parameters))]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
@@ -23,88 +23,166 @@ class Copies:
 class Streams:
     """The CPU's: everything is done when the call returns, so there is nothing to order or to wait for."""
 
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[Copies]:
-        """What is copied from peers inside follows all that was enqueued to be computed before, and comes before what
-        follows the copies that it yields.
-        """
-        yield Copies()
+    def compute(self, work: Callable[[], None]) -> None:
+        """Does `work` after all that was enqueued to be computed before."""
+        work()
+
+    def computes_here(self) -> None:
+        """Says that the caller enqueues work of its own on the current stream."""
+
+    def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        """Gives a freed storage memory again."""
+        storage.resize_(size_bytes)
+
+    def copy(self, storage: torch.UntypedStorage, work: Callable[[], None]) -> Copies:
+        """Copies from peers into `storage`, by `work`, after all that was enqueued to be computed before."""
+        work()
+        return Copies()
 
     def wait(self, copies: Copies) -> None:
         """What is computed from here on follows the copies."""
 
-    def before_freeing(self, copies: Copies) -> None:
-        """What is computed in memory that is freed from here on follows the copies into it, and what used them."""
+    def free(self, storage: torch.UntypedStorage, copies: Copies) -> None:
+        """Frees memory: what is computed in it from here on follows the copies into it, and what used them."""
+        storage.resize_(0)
 
-    @contextlib.contextmanager
-    def adding(self, gradient: torch.Tensor) -> Iterator[None]:
-        """What is added to peers inside follows all that was enqueued to be computed before, so the gradient too."""
-        yield
+    def add(self, gradient: torch.Tensor, work: Callable[[torch.Tensor], None]) -> None:
+        """Adds `gradient` to peers, by `work`, after all that was enqueued to be computed before."""
+        work(gradient)
 
     def drain(self, timeout_s: float, purpose: str) -> None:
         """Waits until the device has done all that was enqueued. Raises DeadlineExceeded."""
 
 
+Memory = torch.Tensor | torch.UntypedStorage | None
+
+
+class Device(Protocol):
+    """What has streams: a GPU, or a CPU that simulates one (simulated_device.py).
+
+    Streams and events are torch.cuda's, or have their methods `wait_stream`, `wait_event`, `record_event`; `query`.
+    """
+
+    def current(self) -> Any:
+        """The stream that computes now."""
+
+    def stream(self) -> Any:
+        """A new stream."""
+
+    def enqueue(
+        self, stream: Any, work: Callable[..., None], memory: torch.Tensor | torch.UntypedStorage | None
+    ) -> None:
+        """Enqueues `work` on the stream. `memory`: what it reads or fills; a tensor is handed to `work`."""
+
+    def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        """Gives a storage memory, with anything in it."""
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        """Takes a storage's memory."""
+
+    def has_come(self, event: Any) -> bool:
+        """Whether the device came to the event, to a host that waits for it."""
+
+
+class CudaDevice:
+    """A GPU as torch knows it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __str__(self) -> str:
+        return str(self._device)
+
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
+
+    def enqueue(self, stream: torch.cuda.Stream, work: Callable[..., None], memory: Memory) -> None:
+        with torch.cuda.stream(stream):
+            work(memory) if isinstance(memory, torch.Tensor) else work()
+
+    def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        storage.resize_(size_bytes)
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+    def has_come(self, event: torch.cuda.Event) -> bool:
+        return event.query()
+
+
 @dataclass(slots=True)
-class _CudaCopies(Copies):
-    """`home`: the stream that was current when they were begun, so that their memory was allocated on."""
+class _Copies(Copies):
+    """`home`: the stream that was current when they were begun, so that their memory was allocated on. `users`: the
+    streams that wait for them already.
+    """
 
-    home: torch.cuda.Stream
-    done: torch.cuda.Event | None = None
+    home: Any
+    done: Any
+    users: list[Any]
 
 
-class CudaStreams(Streams):
-    """One GPU's: copies from peers and additions to peers have streams of their own, beside the current one.
+class DeviceStreams(Streams):
+    """A device's: copies from peers and additions to peers have streams of their own, beside the current one.
 
     [Note: memory of side streams] The caching allocator knows one stream per block, the one that was current when
     it was allocated. So every block that a side stream works on is allocated on the current stream, and freed only
-    when that stream follows the side stream's work: whole parameters by `before_freeing`, gradients when their addition
-    is seen to be done, or, when more than 512 MiB are held so, after the current stream was told to wait for the
+    when that stream follows the side stream's work: whole parameters by `free`, gradients when their addition is seen
+    to be done, or, when more than `in_flight_bytes` are held so, after the current stream was told to wait for the
     oldest. `Tensor.record_stream` would do it too, and would keep blocks from reuse for as long as the host runs ahead.
 
     Which stream is current is the caller's choice, and may change within a minibatch: `drain` waits for all that were.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device, *, in_flight_bytes: int = _IN_FLIGHT_BYTES) -> None:
         self._device = device
-        self._copy, self._add = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._in_flight: deque[tuple[torch.cuda.Event, torch.Tensor]] = deque()
-        self._in_flight_bytes = 0
-        self._computing: dict[int, torch.cuda.Stream] = {}  # what was current since the last drain
+        self._copy, self._add = device.stream(), device.stream()
+        self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
+        self._in_flight_bytes, self._most_bytes = 0, in_flight_bytes
+        self._computing: dict[Any, None] = {}  # what was current since the last drain, in that order
 
-    def _current(self) -> torch.cuda.Stream:
-        stream = torch.cuda.current_stream(self._device)
-        self._computing[stream.cuda_stream] = stream
+    def _current(self) -> Any:
+        stream = self._device.current()
+        self._computing[stream] = None
         return stream
 
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[_CudaCopies]:
-        copies = _CudaCopies(home=self._current())
-        self._copy.wait_stream(copies.home)
-        try:
-            with torch.cuda.stream(self._copy):
-                yield copies
-        finally:
-            copies.done = self._copy.record_event()
+    def compute(self, work: Callable[[], None]) -> None:
+        self._device.enqueue(self._current(), work, None)
 
-    def wait(self, copies: _CudaCopies) -> None:
-        self._current().wait_event(copies.done)
+    def computes_here(self) -> None:
+        self._current()
 
-    def before_freeing(self, copies: _CudaCopies) -> None:
+    def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        self._device.allocate(storage, size_bytes)
+
+    def copy(self, storage: torch.UntypedStorage, work: Callable[[], None]) -> _Copies:
+        home = self._current()
+        self._copy.wait_stream(home)
+        self._device.enqueue(self._copy, work, storage)
+        return _Copies(home=home, done=self._copy.record_event(), users=[])
+
+    def wait(self, copies: _Copies) -> None:
+        if (current := self._current()) not in copies.users:
+            current.wait_event(copies.done)
+            copies.users.append(current)
+
+    def free(self, storage: torch.UntypedStorage, copies: _Copies) -> None:
         copies.home.wait_event(copies.done)
-        if (current := self._current()) != copies.home:
-            copies.home.wait_stream(current)
+        for user in copies.users:
+            if user != copies.home:
+                copies.home.wait_stream(user)
+        self._device.free(storage)
 
-    @contextlib.contextmanager
-    def adding(self, gradient: torch.Tensor) -> Iterator[None]:
+    def add(self, gradient: torch.Tensor, work: Callable[[torch.Tensor], None]) -> None:
         self._add.wait_stream(self._current())
-        with torch.cuda.stream(self._add):
-            yield
+        self._device.enqueue(self._add, work, gradient)
         self._in_flight.append((self._add.record_event(), gradient))
         self._in_flight_bytes += gradient.nbytes
         while self._in_flight and self._in_flight[0][0].query():
             self._let_go()
-        while self._in_flight_bytes > _IN_FLIGHT_BYTES:
+        while self._in_flight_bytes > self._most_bytes:
             self._current().wait_event(self._in_flight[0][0])
             self._let_go()
 
@@ -115,9 +193,9 @@ class CudaStreams(Streams):
     def drain(self, timeout_s: float, purpose: str) -> None:
         deadline_s = time.monotonic() + timeout_s
         self._current()
-        for stream in (*self._computing.values(), self._copy, self._add):
+        for stream in (*self._computing, self._copy, self._add):
             done = stream.record_event()
-            while not done.query():
+            while not self._device.has_come(done):
                 if time.monotonic() > deadline_s:
                     raise DeadlineExceeded([], f"{self._device} was still busy after {timeout_s:.1f} s: {purpose}")
                 time.sleep(_POLL_S)

@@ -30,11 +30,20 @@ class Outcome:
     signal: int | None = None
 
 
-def _main(connection: Any, function: Callable, rank: int, world: int, port: int, in_rank_0: bool, args: tuple) -> None:
+def _main(
+    connection: Any,
+    function: Callable,
+    rank: int,
+    world: int,
+    port: int,
+    in_rank_0: bool,
+    ours: dict[str, str],
+    args: tuple,
+) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
+    os.environ.update(ours, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background is born deaf to Ctrl-C
     try:
@@ -106,9 +115,11 @@ def start(function: Callable, world: int, *args: Any, store_in_rank_0: bool = Fa
         del store
         store = None
     processes, connections = [], []
+    # The server that ranks are forked from has the environment of when it was started.
+    ours = {name: value for name, value in os.environ.items() if name.startswith("ODC_")}
     for rank in range(world):
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(sender, function, rank, world, port, store_in_rank_0, args))
+        process = context.Process(target=_main, args=(sender, function, rank, world, port, store_in_rank_0, ours, args))
         process.start()
         sender.close()
         processes.append(process)

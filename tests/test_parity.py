@@ -203,6 +203,21 @@ def test_gathered_bottom_up() -> None:
     compare("qwen2", 2, style="bottom-up", backend="cpu-apart")
 
 
+@pytest.mark.parametrize(
+    ("name", "world", "style", "transform"),
+    [
+        *((name, 2, "root", "none") for name in ("qwen2", "gpt2-tied", "qwen3-moe", "conv")),
+        *(("qwen2", 2, "root", transform) for transform in ("checkpointing", "reentrant", "frozen", "layers")),
+        ("llama", 3, "root", "none"),
+        ("qwen2", 2, "bottom-up", "none"),
+    ],
+)
+def test_gathered_at_once(name: str, world: int, style: str, transform: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated streams that do everything early; everywhere else they are late. `make test-slow` has all early."""
+    monkeypatch.setenv("ODC_SIMULATED_STREAMS", "early")
+    compare(name, world, style=style, transform=transform, backend="cpu-apart", steps=3)
+
+
 @pytest.mark.parametrize("kind", ["plain", "fused"])
 def test_optimizers(kind: str) -> None:
     compare("qwen2", 3, kind=kind)

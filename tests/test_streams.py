@@ -1,72 +1,234 @@
-"""What a unit's whole tensors ask of streams: by a CPU's streams that note it, in the order in which they are asked."""
+"""The order of a device's work, by a simulated device that does everything as late, or as early, as it may."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 
+import pytest
 import torch
 
+from odc_triton.errors import DeadlineExceeded
 from odc_triton.gathered import GatheredParameters
 from odc_triton.plan import ParameterSpec
-from odc_triton.streams import Copies, Streams
+from odc_triton.simulated_device import SimulatedDevice, SimulatedEvent
+from odc_triton.streams import DeviceStreams
+
+KINDS = pytest.mark.parametrize("kind", ["late", "early"])
 
 
-class _Noting(Streams):
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.gathered: GatheredParameters | None = None
+class Setup:
+    """Streams of a simulated device; a buffer of four ones; what `read` found in it."""
 
-    def _bytes(self) -> int:
-        return self.gathered.whole[0].untyped_storage().nbytes()
+    def __init__(self, kind: str, **options: int) -> None:
+        self.device = SimulatedDevice(kind)
+        self.streams = DeviceStreams(self.device, **options)
+        self.buffer, self.found = torch.ones(4), []
+        self.storage = self.buffer.untyped_storage()
 
-    @contextlib.contextmanager
-    def copying(self) -> Iterator[Copies]:
-        assert self._bytes() > 0
-        self.asked.append("copy")
-        yield Copies()
+    def read(self) -> None:
+        self.found.append(self.buffer.tolist())
 
-    def wait(self, copies: Copies) -> None:
-        self.asked.append("wait")
+    def fill(self, value: float) -> Callable[[], None]:
+        return lambda: self.buffer.data.fill_(value)
 
-    def before_freeing(self, copies: Copies) -> None:
-        assert self._bytes() > 0, "not freed yet"
-        self.asked.append("free")
+    def drain(self) -> None:
+        self.streams.drain(1.0, "a test")
 
 
-def _gathered() -> tuple[GatheredParameters, list[torch.Tensor], list[str]]:
+@KINDS
+def test_copies_follow_what_is_computed_before(kind: str) -> None:
+    it = Setup(kind)
+    it.streams.compute(it.read)
+    it.streams.wait(it.streams.copy(it.storage, it.fill(2.0)))
+    it.read()
+    assert it.found == [[1.0] * 4, [2.0] * 4]
+
+
+def test_copies_come_when_they_are_waited_for() -> None:
+    it = Setup("late")
+    copies = it.streams.copy(it.storage, it.fill(2.0))
+    it.read()
+    it.streams.wait(copies)
+    it.read()
+    assert it.found == [[1.0] * 4, [2.0] * 4]
+
+
+@KINDS
+def test_every_stream_waits_for_copies_once(kind: str) -> None:
+    it = Setup(kind)
+    other = it.device.stream()
+    copies = it.streams.copy(it.storage, it.fill(2.0))
+    it.streams.wait(copies)
+    with it.device.computing_on(other):
+        assert copies.done.stream not in other.followed
+        it.streams.wait(copies)
+        assert copies.done.stream in other.followed
+    assert len(copies.users) == 2
+
+
+@KINDS
+def test_memory_is_freed_after_the_copies_into_it(kind: str) -> None:
+    it = Setup(kind)
+    copies = it.streams.copy(it.storage, it.fill(2.0))
+    it.streams.free(it.storage, copies)  # nobody has waited for them
+    it.drain()
+    assert it.storage.nbytes() == 0
+
+
+@KINDS
+def test_memory_is_freed_after_all_streams_have_used_it(kind: str) -> None:
+    it = Setup(kind)
+    other = it.device.stream()
+    copies = it.streams.copy(it.storage, it.fill(2.0))
+    with it.device.computing_on(other):
+        it.streams.wait(copies)
+        it.device.enqueue(other, it.read, it.storage)
+    it.streams.free(it.storage, copies)
+    it.drain()
+    assert it.found == [[2.0] * 4]
+
+
+@KINDS
+@pytest.mark.parametrize("in_flight_bytes", [2**20, 40], ids=["all", "two"])
+def test_gradients_live_until_they_are_added(kind: str, in_flight_bytes: int) -> None:
+    it = Setup(kind, in_flight_bytes=in_flight_bytes)
+    for value in range(5):
+        it.streams.compute(lambda: None)
+        it.streams.add(torch.full((4,), float(value)), it.buffer.add_)
+    if kind == "late":  # of 16 bytes each, as many as are over the limit had to be waited for
+        assert it.buffer[0].item() == (1 if in_flight_bytes > 40 else 1 + 0 + 1 + 2)
+    it.drain()
+    assert it.buffer.tolist() == [1.0 + 0 + 1 + 2 + 3 + 4] * 4
+
+
+@KINDS
+def test_additions_follow_what_is_computed_before(kind: str) -> None:
+    it = Setup(kind)
+    gradient = torch.full((4,), torch.nan)
+    it.streams.compute(lambda: gradient.fill_(3.0))
+    it.streams.add(gradient, it.buffer.add_)
+    it.drain()
+    assert it.buffer.tolist() == [4.0] * 4
+
+
+@KINDS
+def test_drained_are_all_streams_on_which_something_was_computed(kind: str) -> None:
+    it = Setup(kind)
+    for _ in range(2):
+        other = it.device.stream()
+        with it.device.computing_on(other):
+            it.streams.computes_here()
+            it.device.enqueue(other, it.read, it.storage)
+    copies = it.streams.copy(it.storage, it.fill(2.0))
+    it.streams.compute(it.read)
+    it.drain()
+    assert copies.done.query()
+    assert sorted(it.found) == [[1.0] * 4] * 2 + [[1.0 if kind == "late" else 2.0] * 4]
+
+
+class _Stuck(SimulatedDevice):
+    def has_come(self, event: SimulatedEvent) -> bool:
+        return False
+
+
+def test_a_device_that_does_not_end_is_named() -> None:
+    streams = DeviceStreams(_Stuck())
+    with pytest.raises(DeadlineExceeded, match=r"simulated device \(late\) was still busy after 0.1 s: reading"):
+        streams.drain(0.1, "reading")
+
+
+class TestSimulatedDevice:
+    """What a missing wait comes to. `DeviceStreams` makes them all, so these go past it."""
+
+    def test_a_kind_that_is_none(self) -> None:
+        with pytest.raises(ValueError, match="'late' or 'early', not 'slow'"):
+            SimulatedDevice("slow")
+
+    @KINDS
+    def test_work_that_did_not_wait_for_what_is_computed(self, kind: str) -> None:
+        device, total = SimulatedDevice(kind), torch.zeros(2)
+        side, gradient = device.stream(), torch.ones(2)
+        side.wait_stream(device.current())
+        device.enqueue(side, total.add_, gradient)
+        assert device.has_come(side.record_event())
+        assert total.tolist() == [1.0] * 2
+        device.enqueue(side, total.add_, gradient)  # something may have been computed since
+        assert device.has_come(side.record_event())
+        assert total.isnan().all()
+
+    def test_work_in_freed_memory(self) -> None:
+        device = SimulatedDevice("late")
+        side, buffer = device.stream(), torch.ones(2)
+        device.enqueue(side, lambda: None, buffer.untyped_storage())
+        device.free(buffer.untyped_storage())
+        with pytest.raises(RuntimeError, match="memory that was freed"):
+            device.has_come(side.record_event())
+
+    @pytest.mark.parametrize("has_another_view", [False, True])
+    def test_work_on_a_tensor_that_is_gone(self, has_another_view: bool) -> None:
+        device, total = SimulatedDevice("late"), torch.zeros(2)
+        side, gradient = device.stream(), torch.ones(2)
+        view = gradient.view(2) if has_another_view else None
+        side.wait_stream(device.current())
+        device.enqueue(side, total.add_, gradient)
+        del gradient
+        if has_another_view:
+            device.has_come(side.record_event())
+            assert total.tolist() == view.tolist() == [1.0] * 2
+        else:
+            with pytest.raises(RuntimeError, match="memory that was freed"):
+                device.has_come(side.record_event())
+
+    def test_new_and_freed_memory_is_poison(self) -> None:
+        device, buffer = SimulatedDevice("early"), torch.ones(2)
+        storage = buffer.untyped_storage()
+        device.free(storage)
+        device.allocate(storage, 8)
+        assert buffer.isnan().all()
+        kept = (gradient := torch.ones(2)).untyped_storage()
+        device.enqueue(device.current(), lambda gradient: None, gradient)
+        del gradient
+        assert kept.tolist() == [0xFF] * 8
+
+
+def _gathered(kind: str) -> tuple[GatheredParameters, list[torch.Tensor]]:
     spec = ParameterSpec(
         names=("w",), shape=(5, 3), master_dtype="float32", compute_dtype="float32", reduce_dtype="float32", unit=""
     )
     shards = [torch.full((3, 3), 1.0), torch.full((2, 3), 2.0)]
-    streams = _Noting()
-    streams.gathered = GatheredParameters([spec], [shards], rank=1, streams=streams)
-    return streams.gathered, shards, streams.asked
+    streams = DeviceStreams(SimulatedDevice(kind))
+    return GatheredParameters([spec], [shards], rank=1, streams=streams), shards
 
 
-def test_filled_used_and_freed() -> None:
-    gathered, shards, asked = _gathered()
+@KINDS
+def test_filled_used_and_freed(kind: str) -> None:
+    gathered, shards = _gathered(kind)
     for _ in range(2):
         gathered.fetch("me", 1)
         gathered.fetch("me", 1)
+        if kind == "late":
+            assert gathered.whole[0].isnan().all(), "nobody has waited"
         gathered.wait()
         gathered.wait()
         assert torch.equal(gathered.whole[0], torch.cat(shards))
         gathered.release("me")
         gathered.release("me")
         assert gathered.whole[0].untyped_storage().nbytes() == 0
-    assert asked == ["copy", "wait", "free"] * 2
 
 
-def test_fetched_ahead_in_vain() -> None:
-    gathered, _, asked = _gathered()
+@KINDS
+def test_fetched_ahead_in_vain(kind: str) -> None:
+    gathered, shards = _gathered(kind)
     gathered.fetch("me", 1)
     gathered.release("me")
-    assert asked == ["copy", "free"], "nobody computes with it, so nothing needs to wait but what takes its memory"
+    gathered.fetch("me", 1)
+    gathered.wait()
+    assert torch.equal(gathered.whole[0], torch.cat(shards))
 
 
-def test_filled_anew_in_its_own_memory() -> None:
-    gathered, shards, asked = _gathered()
+@KINDS
+def test_filled_anew_in_its_own_memory(kind: str) -> None:
+    gathered, shards = _gathered(kind)
     gathered.fetch("me", 1)
     gathered.wait()
     address = gathered.whole[0].data_ptr()
@@ -79,4 +241,4 @@ def test_filled_anew_in_its_own_memory() -> None:
     gathered.release("me")
     assert gathered.is_filled
     gathered.release("you")
-    assert asked == ["copy", "wait", "copy", "wait", "free"]
+    assert not gathered.is_filled

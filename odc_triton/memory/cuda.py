@@ -41,6 +41,7 @@ class CudaHeap(SymmetricHeap):
         shared_device: bool = False,
     ) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
+        from torch._C._distributed_c10d import _SymmetricMemory
 
         self.rank, self.world = rank, world
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -49,9 +50,13 @@ class CudaHeap(SymmetricHeap):
         )
         if shared_device:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        # Nothing here goes to all peers at once, and to set that up is slow and takes slots of the switch.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         torch.cuda.empty_cache()  # what the caching allocator keeps is not given to symmetric memory by itself
         total_bytes = _HEADER_BYTES + max(size_bytes, 1)
-        self._memory = symmetric_memory.empty(total_bytes, dtype=torch.uint8, device=self.device)
+        # Not symmetric_memory.empty, which may take it from the caching allocator: then it counts as allocated, stays
+        # mapped when it is freed, and ranks meet once per segment instead of once per heap.
+        self._memory = _SymmetricMemory.empty_strided_p2p((total_bytes,), (1,), torch.uint8, self.device)
         self._memory.zero_()
         self._memory[:8].view(torch.int64).fill_(_mark(token, rank))
         torch.cuda.synchronize(self.device)  # peers read the mark as soon as they have mapped this memory

@@ -1,0 +1,184 @@
+"""A CPU that does what a GPU with several streams is allowed to do, and does the worst of it.
+
+On a GPU the host only enqueues. What is enqueued on one stream happens in its order; between two streams nothing is
+sure but what waits say. A missing wait goes unnoticed for as long as the device happens to be quick. Here it shows:
+
+- "late": what is enqueued waits in a queue until something waits for it: a stream that computes, a drain.
+- "early": what is enqueued is done at once.
+
+In both, memory that is given or taken is filled with NaN, what works in memory that was taken meanwhile raises, and
+work on a side stream that did not wait for what is computed finds NaN where that would have been.
+
+[Note: the host computes] What modules compute is done by the host, when it is called. So a stream that is current does
+the waits that it is given at once, and "late" is true of side streams, and of what the engine enqueues to be computed
+(`Streams.compute`). A GPU may be later still.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from .streams import Memory
+
+KINDS = ("late", "early")
+
+
+@dataclass(slots=True)
+class _Work:
+    """`memory`: the storage that it reads or fills, by address of its object; `freed`: that was taken meanwhile."""
+
+    do: Callable[[], None]
+    memory: int | None = None
+    freed: bool = False
+
+
+class SimulatedEvent:
+    """A place in a stream's order."""
+
+    def __init__(self, stream: SimulatedStream, place: int, time: int) -> None:
+        self.stream, self.place, self.time = stream, place, time
+
+    def query(self) -> bool:
+        return self.stream.done >= self.place
+
+    def reach(self) -> None:
+        """Has the stream do all that comes before."""
+        self.stream.run_to(self.place)
+
+
+class SimulatedStream:
+    """As torch.cuda.Stream, as far as `DeviceStreams` goes. `computes`: it is or was current."""
+
+    def __init__(self, device: SimulatedDevice, *, computes: bool) -> None:
+        self._device, self.computes = device, computes
+        self.queue: deque[_Work] = deque()
+        self.enqueued = self.done = 0
+        self.followed: dict[SimulatedStream, int] = {}  # another stream, as it was at this time
+
+    def push(self, work: _Work) -> None:
+        self.queue.append(work)
+        self.enqueued += 1
+        if self._device.kind == "early":
+            self.run_to(self.enqueued)
+
+    @torch.no_grad()
+    def run_to(self, place: int) -> None:
+        with self._device.lock:
+            while self.done < place:
+                work = self.queue.popleft()
+                self.done += 1
+                if work.freed:
+                    raise RuntimeError(
+                        "a stream works in memory that was freed before it came to it: a wait is missing"
+                    )
+                work.do()
+
+    def record_event(self) -> SimulatedEvent:
+        return SimulatedEvent(self, self.enqueued, self._device.time)
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        self.followed[event.stream] = event.time
+        if self.computes:  # see [Note: the host computes]
+            event.reach()
+        else:
+            self.push(_Work(event.reach))
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        self.wait_event(other.record_event())
+
+
+class SimulatedDevice:
+    """`kind`: "late" or "early". Raises ValueError for another."""
+
+    def __init__(self, kind: str = "late") -> None:
+        if kind not in KINDS:
+            raise ValueError(f"streams are simulated {' or '.join(map(repr, KINDS))}, not {kind!r}")
+        self.kind = kind
+        self.time = 0  # grows with all that is enqueued
+        self.lock = threading.RLock()
+        self._streams = [SimulatedStream(self, computes=True)]
+        self._current = self._streams[0]
+
+    def __str__(self) -> str:
+        return f"the simulated device ({self.kind})"
+
+    def current(self) -> SimulatedStream:
+        return self._current
+
+    @contextmanager
+    def computing_on(self, stream: SimulatedStream) -> Iterator[None]:
+        """`stream` is current within."""
+        before, self._current, stream.computes = self._current, stream, True
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def stream(self) -> SimulatedStream:
+        self._streams.append(SimulatedStream(self, computes=False))
+        return self._streams[-1]
+
+    def enqueue(self, stream: SimulatedStream, work: Callable[..., None], memory: Memory) -> None:
+        follows = stream is self._current or stream.followed.get(self._current) == self.time
+        self.time += 1
+        if memory is None:
+            stream.push(_Work(work))
+            return
+        if isinstance(memory, torch.Tensor):
+            # The storage alone, not the tensor: that its owner lets go of the tensor must show.
+            alias = memory.detach()
+            storage, do = alias.untyped_storage(), lambda: work(alias)
+            weakref.finalize(memory, self._freed_by_owner, storage).atexit = False
+        else:
+            storage, do = memory, work
+        if not follows:
+            do = _in_poison(storage, do)
+        stream.push(_Work(do, storage._cdata))
+
+    def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        storage.resize_(size_bytes)
+        _poison(storage)
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        for work in self._enqueued_in(storage):
+            work.freed = True
+        _poison(storage)
+        storage.resize_(0)
+
+    def _freed_by_owner(self, storage: torch.UntypedStorage) -> None:
+        enqueued = self._enqueued_in(storage)
+        # `storage` itself, the tensor that goes now, and the one that the enqueued work holds.
+        if torch._C._storage_Use_Count(storage._cdata) > 2 + len(enqueued):
+            return  # another tensor has this memory
+        for work in enqueued:
+            work.freed = True
+        _poison(storage)
+
+    def _enqueued_in(self, storage: torch.UntypedStorage) -> list[_Work]:
+        return [work for stream in self._streams for work in stream.queue if work.memory == storage._cdata]
+
+    def has_come(self, event: SimulatedEvent) -> bool:
+        event.reach()
+        return True
+
+
+def _poison(storage: torch.UntypedStorage) -> None:
+    """All bits set: NaN in every floating-point format."""
+    if storage.nbytes():
+        storage.fill_(0xFF)
+
+
+def _in_poison(storage: torch.UntypedStorage, do: Callable[[], None]) -> Callable[[], None]:
+    def poisoned() -> None:
+        _poison(storage)
+        do()
+        _poison(storage)
+
+    return poisoned
