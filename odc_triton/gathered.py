@@ -107,7 +107,6 @@ class GatheredParameters:
         self._users.add(user)
         if self._filled_at == publication:
             return
-        self.wait()
         if self._storage.nbytes() != self._size_bytes:  # at its own size too, CUDA would allocate another and copy it
             self._streams.allocate(self._storage, self._size_bytes)
         self._copies = self._streams.copy(self._storage, self._fill)

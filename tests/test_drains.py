@@ -1,0 +1,85 @@
+"""What a rank tells its peers is true of its device too: by a simulated device, on which a layer's work is still to do.
+
+Layers here enqueue work as a kernel of theirs would be, and nothing but a drain waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from odc_triton import full_parameters, fully_shard, minibatch
+from odc_triton.accumulate import KernelAccumulator, Target
+from odc_triton.sharded_param import ShardedParameter
+from odc_triton.simulated_device import SimulatedDevice
+from odc_triton.streams import DeviceStreams
+
+
+class Late(nn.Module):
+    """A layer whose work is enqueued on whichever stream is current. `done`: how often it was done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.done, self.device = nn.Linear(2, 2), 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.device.enqueue(self.device.current(), self._work, None)
+        return self.linear(x)
+
+    def _work(self) -> None:
+        self.done += 1
+
+
+@pytest.fixture
+def model() -> Iterator[Late]:
+    layer = Late()
+    model = fully_shard(layer, backend="cpu-apart")
+    model.device = model._odc_engine._streams[0]._device
+    assert model.device.kind == "late"
+    return model
+
+
+def test_a_minibatch_ends_when_every_stream_has_ended(model: Late) -> None:
+    streams = [model.device.current(), *(model.device.stream() for _ in range(2))]
+    with minibatch(model):
+        for stream in streams:
+            with model.device.computing_on(stream):
+                model(torch.ones(1, 2)).sum().backward()
+        assert model.done == 0
+    assert model.done == 3
+
+
+def test_an_evaluation_has_read_when_it_looks_whether_it_was_torn(model: Late) -> None:
+    look = model._odc_engine.publication.check_not_torn
+    seen = []
+    model._odc_engine.publication.check_not_torn = lambda: (seen.append(model.done), look())
+    with torch.no_grad(), model.device.computing_on(model.device.stream()):
+        model(torch.ones(1, 2))
+    assert seen == [1]
+
+
+def test_whole_parameters_have_been_read(model: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = ShardedParameter.read
+
+    def reads_late(self: ShardedParameter) -> torch.Tensor:
+        value = read(self)
+        late = torch.full_like(value, torch.nan)
+        model.device.enqueue(model.device.current(), lambda: late.copy_(value), None)
+        return late
+
+    monkeypatch.setattr(ShardedParameter, "read", reads_late)
+    for _, value in full_parameters(model):
+        assert value.isfinite().all()
+
+
+def test_a_kernel_that_adds_is_waited_for() -> None:
+    device = SimulatedDevice()
+    streams, shards, done = DeviceStreams(device), [torch.zeros(2, 4)], []
+    with device.computing_on(device.stream()):
+        KernelAccumulator(streams).sink(Target(slot=0, shards=shards, rank=0), name="w", waited=lambda _: None)
+        device.enqueue(device.current(), lambda: done.append(True), None)
+    streams.drain(1.0, "a test")
+    assert done == [True]
