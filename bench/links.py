@@ -21,8 +21,9 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,12 @@ CPU_ROUNDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A layer [rows, columns], as many tokens of it, and for how long each operator is timed."""
+    """A layer [rows, columns] of so many tokens. `loops`: how often additions are checked; `seconds`: of each timing."""
 
     rows: int = 8192
     columns: int = 8192
     tokens: int = 4096
+    loops: int = 1
     seconds: float = 1.0
 
     def __post_init__(self) -> None:
@@ -60,6 +62,8 @@ class Shape:
             value = getattr(self, name)
             if value < 16 or value % 16:  # rows of half the ranks stay aligned, additions of integers exact
                 raise ValueError(f"{name} is {value}; give a multiple of 16")
+        if self.loops < 1:
+            raise ValueError(f"loops is {self.loops}; give at least 1")
         if not 0 < self.seconds < float("inf"):
             raise ValueError(f"seconds is {self.seconds}; it must be positive and finite")
 
@@ -138,6 +142,7 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
     from odc_kernels.linear_staged import linear_staged
     from odc_kernels.peers import PeerShards
     from odc_kernels.scatter import scatter
+    from odc_kernels.streams import device_of
     from odc_kernels.wgrad import wgrad
 
     found, device, rank = copies(shape, heap), heap.device, heap.rank
@@ -163,16 +168,34 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
         ]
         return theirs[0].t() @ theirs[1]
 
+    on = device_of(whole)
+    aside = None if on is None else on.stream()
+
+    def at_once() -> None:
+        """Additions of both kinds into the same memory, from both ranks; in the interpreter one after the other."""
+        scattered = partial(scatter, gradient=gradient, peers=sums)
+        if on is None:
+            scattered()
+        else:
+            aside.wait_stream(on.current())
+            on.enqueue(aside, scattered)
+        wgrad(dy=dy, x=x, weight=sums)
+        if on is not None:
+            on.current().wait_stream(aside)
+
     read_bytes, added_bytes = found.link_bytes["copy"], shape.rows // 2 * shape.columns * 4
     found.run |= {
         "gather": lambda: gather(peers=weight, out=whole),
         "linear direct": lambda: linear(x=few, weight=weight, out=y_few),
         "linear staged": lambda: linear_staged(x=x, weight=pulled(), out=y),
         "scatter": lambda: scatter(gradient=gradient, peers=sums),
-        "wgrad": lambda: wgrad(dy=dy, x=x, weight=sums),
+        "wgrad": lambda: wgrad(dy=dy, x=x, weight=replace(sums, near=frozenset({rank}))),
+        "wgrad in bulk": lambda: wgrad(dy=dy, x=x, weight=sums),  # which takes all owners for near
+        "both at once": at_once,
     }
     found.link_bytes |= dict.fromkeys(("gather", "linear direct", "linear staged"), read_bytes)
-    found.link_bytes |= dict.fromkeys(("scatter", "wgrad"), added_bytes)
+    found.link_bytes |= dict.fromkeys(("scatter", "wgrad", "wgrad in bulk"), added_bytes)
+    found.link_bytes["both at once"] = 2 * added_bytes
     found.read |= {
         "gather": lambda: (whole, _whole_weight(shape, device)),
         "linear direct": lambda: (y_few, product(few)),
@@ -181,6 +204,8 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
     found.add |= {
         "scatter": lambda of: integers(shape.rows, shape.columns, 10 + of, device),
         "wgrad": weight_gradient,
+        "wgrad in bulk": weight_gradient,
+        "both at once": lambda of: weight_gradient(of) + integers(shape.rows, shape.columns, 10 + of, device),
     }
     return found
 
@@ -237,7 +262,7 @@ def _wrong_results(
         got, want = result()
         if wrong := int((got != want).sum()):
             yield name, wrong
-    for name, added in operators.add.items():
+    for name, added in [*operators.add.items()] * shape.loops:
         sums = heap.shard(shape.gradient, heap.rank)
         sums.zero_()
         meet()
@@ -323,13 +348,13 @@ def main(words: Sequence[str] | None = None) -> int:
     """Returns 0 if every pair that may be used was measured and was right, else 1."""
     parser = argparse.ArgumentParser(prog="python -m bench.links", description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=("auto", "cuda", "cpu-apart"), default="auto")
-    for name, kind in (("rows", int), ("columns", int), ("tokens", int), ("seconds", float)):
+    for name, kind in (("rows", int), ("columns", int), ("tokens", int), ("loops", int), ("seconds", float)):
         default = getattr(Shape(), name)
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"default: {default}")
     parser.add_argument("--out", type=Path, default=Path("out/links"), help="folder of links.json and links.md")
     options = parser.parse_args(words)
     try:
-        shape = Shape(rows=options.rows, columns=options.columns, tokens=options.tokens, seconds=options.seconds)
+        shape = Shape(**{field.name: getattr(options, field.name) for field in fields(Shape)})
     except ValueError as error:
         parser.error(str(error))
     pairs = [] if options.backend == "cpu-apart" else pairs_of(read_topology())

@@ -5,6 +5,13 @@ order. Additions into a peer's gradient shard are `relaxed` at `sys` scope: they
 and the exit meeting, after the stream is drained, is what tells the owner that they have landed. The default
 (`acq_rel`, `gpu`) would be slow, and wrong for another GPU's memory.
 
+[Note: bulk reductions] `descriptor.atomic_add` compiles to `cp.reduce.async.bulk`, a third of the registers and one
+instruction per tile. PTX gives it no scope: it is relaxed at `gpu` scope. Within one GPU that is enough, whoever adds:
+all additions meet in its L2. Over NVLink it is right if they are done in the L2 of the memory's home, as other
+additions are; the vendor does not promise it. So where an owner's memory is another GPU's, `adds_in_bulk` says no,
+unless ODC_BULK_REDUCTIONS=on; `off` has none anywhere. The default may change when `python -m bench.links --loops 50`,
+which adds by both at once and compares, has passed on several GPUs.
+
 [Note: alignment] An address loaded from a table has no known alignment. Without the hint, 2-byte loads are not joined
 into vectors and additions of 16-bit values become compare-and-swap loops. Hence `peer_address`, and shards that are
 aligned to 16 bytes (peers.py checks it).
@@ -18,9 +25,13 @@ not order: `bulk_reads_follow` must stand between the wait and the first TMA loa
 
 from __future__ import annotations
 
+import os
+
 import torch
 import triton
 import triton.language as tl
+
+from .peers import PeerShards
 
 TL_DTYPES = {
     torch.float64: tl.float64,
@@ -79,6 +90,17 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+def adds_in_bulk(shards: PeerShards) -> bool:
+    """Whether a kernel may add to these shards by bulk reductions; see [Note: bulk reductions].
+
+    Raises ValueError where ODC_BULK_REDUCTIONS is none of auto, on, off.
+    """
+    told = os.environ.get("ODC_BULK_REDUCTIONS", "auto")
+    if told not in ("auto", "on", "off"):
+        raise ValueError(f"ODC_BULK_REDUCTIONS is {told!r}; set it to auto, on or off")
+    return told == "on" or (told == "auto" and not shards.far)
 
 
 def interpreting() -> bool:

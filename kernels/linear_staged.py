@@ -5,7 +5,7 @@
 
 T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. This is the strategy
 `staged`: `pull` (staged.py) has the copy engine fetch each owner's W_o once into a local buffer, the own one first,
-then rank + 1, and so on; the kernel starts at once and waits for each owner's rows by a flag of its own.
+then rank + 1, and so on; the kernel starts when the own one is there and waits for each other owner's rows by a flag.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .staged import StagedWeight
 from .tiles import STAGED_DX_ODD, STAGED_ODD, LinearTile, tile_of
 
 SPINS = 1 << 24  # looks at a flag before it counts as lost: about 10 s on a GPU
+_LEFT_FREE = 8  # multiprocessors
 
 
 @triton.jit(do_not_specialize=["epoch", "spins", "tokens", "rank"])
@@ -226,7 +227,7 @@ def linear_staged(
     bulk = vectors and _bulk(x.device)
     tile = tile or _tile("linear_staged", x, vectors, STAGED_ODD)
     tiles = triton.cdiv(tokens, tile.t) * triton.cdiv(weight.rows_per_owner, tile.n) * weight.world
-    linear_staged_kernel[(min(_programs(x.device), tiles),)](
+    linear_staged_kernel[(min(_programs(weight), tiles),)](
         x,
         weight.buffer,
         weight.flags if bias is None else bias.table,
@@ -237,8 +238,7 @@ def linear_staged(
         BULK_OUT=bulk and weight.rows_per_owner % tile.n == 0,
         **_shared(x, weight, spins, tile),
     )
-    if weight.read is not None:
-        weight.read.record()
+    weight.is_read_now()
 
 
 def linear_dx_staged(
@@ -262,15 +262,14 @@ def linear_dx_staged(
     vectors = _vectors(weight, dy, out)
     tile = tile or _tile("linear_dx_staged", dy, vectors, STAGED_DX_ODD)
     tiles = triton.cdiv(tokens, tile.t) * triton.cdiv(columns, tile.k)
-    linear_dx_staged_kernel[(min(_programs(dy.device), tiles),)](
+    linear_dx_staged_kernel[(min(_programs(weight), tiles),)](
         dy,
         weight.buffer,
         out,
         BULK=vectors and _bulk(dy.device),
         **_shared(dy, weight, spins, tile),
     )
-    if weight.read is not None:
-        weight.read.record()
+    weight.is_read_now()
 
 
 def _check_pulled(weight: StagedWeight, spins: int) -> None:
@@ -315,9 +314,15 @@ def _tile(operator: str, value: torch.Tensor, vectors: bool, odd: LinearTile) ->
     return tile_of(operator, **traits(value)) if vectors or value.element_size() > 2 else odd
 
 
-def _programs(device: torch.device) -> int:
-    """One program per multiprocessor. In the interpreter a few, so that each has several tiles as on a GPU."""
-    return 3 if interpreting() else torch.cuda.get_device_properties(device).multi_processor_count
+def _programs(weight: StagedWeight) -> int:
+    """One program per multiprocessor. In the interpreter a few, so that each has several tiles as on a GPU.
+
+    While rows come over a link some multiprocessors stay free: should a driver copy them by a kernel, it gets in.
+    """
+    if interpreting():
+        return 3
+    all_of_them = torch.cuda.get_device_properties(weight.device).multi_processor_count
+    return all_of_them - (_LEFT_FREE if weight.has_far else 0)
 
 
 def _bulk(device: torch.device) -> bool:

@@ -17,7 +17,7 @@ class PeerShards:
 
     `table`: int64 [world], on the device that the kernels run on; entry r is the address of owner r's first row.
     `shards`: the rows themselves, entry r of shape [rows of r, ...], contiguous, which also keeps their memory alive.
-    What only runs kernels does without.
+    What only runs kernels does without. `near`: the owners whose memory is the kernels' own device's; None: all.
     """
 
     table: torch.Tensor
@@ -25,6 +25,7 @@ class PeerShards:
     rank: int
     dtype: torch.dtype
     shards: tuple[torch.Tensor, ...] = ()
+    near: frozenset[int] | None = None
 
     @property
     def world(self) -> int:
@@ -49,6 +50,11 @@ class PeerShards:
         """How many rows `owner` holds: maybe none."""
         return min(max(self.shape[0] - owner * self.rows_per_owner, 0), self.rows_per_owner)
 
+    @property
+    def far(self) -> list[int]:
+        """The owners whose rows cross a link."""
+        return [] if self.near is None else [owner for owner in range(self.world) if owner not in self.near]
+
     @classmethod
     def of(
         cls,
@@ -58,6 +64,7 @@ class PeerShards:
         rank: int = 0,
         device: torch.device | None = None,
         aligned: bool = True,
+        near: frozenset[int] | None = None,
     ) -> PeerShards:
         """From the owners' tensors: views of peers' memory, or plain tensors in a test or on one GPU.
 
@@ -77,7 +84,7 @@ class PeerShards:
             raise ValueError(f"rank is {rank}; it must lie in 0..{len(shards) - 1}")
         first = shards[0]
         table = torch.tensor([s.data_ptr() for s in shards], dtype=torch.int64, device=device or first.device)
-        peers = cls(table=table, shape=shape, rank=rank, dtype=first.dtype, shards=shards)
+        peers = cls(table=table, shape=shape, rank=rank, dtype=first.dtype, shards=shards, near=near)
         for owner, shard in enumerate(shards):
             want = (peers.rows(owner), *shape[1:])
             if tuple(shard.shape) != want:

@@ -3,16 +3,23 @@
 [Note: epochs] A flag holds the number of the pull that set it, so no flag is ever reset: the next pull has the next
 number. After 2^31 - 1 comes 1; 0 is what a flag holds before its first pull. Only a flag that goes unwritten for all
 of 2^31 - 1 pulls could be taken for a new one.
+
+[Note: near and far] Rows that cross a link are fetched by a copy engine, which needs no multiprocessor: a kernel may
+take them all and wait. A copy within one device is a kernel itself, which such a kernel could keep out for ever. So the
+rows of near owners, the own ones and those of ranks that share the device, are waited for before the kernel starts.
+Where all ranks share a device that is all of them, and the strategy has no point.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 
 from .peers import PeerShards, check_alike
+from .streams import Device, device_of
 
 _LAST_EPOCH = 2**31 - 1
 
@@ -22,8 +29,9 @@ class StagedWeight:
     """A local buffer for a weight [N, K] of the peers, as of its `epoch`-th pull; see [Note: epochs].
 
     `buffer`: [R n, K], owner o's rows from o n on, zeros behind row N. `flags`: int32 [R], the pull whose rows of that
-    owner have arrived. `status`: int32 [1], 0 or 1 + an owner whose rows a kernel waited for in vain. On CUDA,
-    `stream` makes the copies and `read` is the event behind the last kernel that reads the buffer; None on the CPU.
+    owner have arrived. `status`: int32 [1], 0 or 1 + an owner whose rows a kernel waited for in vain. `on`: the device
+    whose `stream` makes the copies, where `read` is the event after the last kernel that reads the buffer; None on a
+    CPU. `has_far`: rows of the last pull come while the kernel runs.
     """
 
     buffer: torch.Tensor
@@ -33,8 +41,10 @@ class StagedWeight:
     shape: tuple[int, int]
     rank: int
     world: int
-    stream: torch.cuda.Stream | None = None
-    read: torch.cuda.Event | None = None
+    on: Device | None = None
+    stream: Any = None
+    read: Any = None
+    has_far: bool = False
 
     @property
     def rows_per_owner(self) -> int:
@@ -49,23 +59,23 @@ class StagedWeight:
         return self.buffer.device
 
     @classmethod
-    def of(cls, peers: PeerShards, *, stream: torch.cuda.Stream | None = None) -> StagedWeight:
-        """An empty buffer for weights like `peers` [N, K]; `stream`: where its copies are made (default: a new one).
+    def of(cls, peers: PeerShards, *, on: Device | None = None) -> StagedWeight:
+        """An empty buffer for weights like `peers` [N, K]; `on`: a device for a GPU's, to simulate it.
 
         All kernels that read it run on the stream that is current now. Raises ValueError unless the weight has two
         dimensions.
         """
         if len(peers.shape) != 2:
             raise ValueError(f"the weight is {peers.shape}; give two dimensions [N, K]")
-        device, read = peers.device, None
+        device, stream, read = peers.device, None, None
         buffer = torch.zeros(peers.world * peers.rows_per_owner, peers.shape[1], dtype=peers.dtype, device=device)
         flags = torch.zeros(peers.world, dtype=torch.int32, device=device)
-        if device.type == "cuda":
-            stream = stream or torch.cuda.Stream(device)
+        on = on or device_of(buffer)
+        if on is not None:
+            stream, read = on.stream(), on.current().record_event()
+        if buffer.is_cuda:
             buffer.record_stream(stream)  # once in its life, for when it is freed: `stream` works on it until then
             flags.record_stream(stream)
-            read = torch.cuda.Event()
-            read.record()
         return cls(
             buffer=buffer,
             flags=flags,
@@ -74,33 +84,49 @@ class StagedWeight:
             shape=peers.shape,
             rank=peers.rank,
             world=peers.world,
+            on=on,
             stream=stream,
             read=read,
         )
+
+    def is_read_now(self) -> None:
+        """To be called after a kernel that reads the buffer was launched: the next pull waits for it."""
+        if self.on is not None:
+            self.on.current().record_event(self.read)
 
 
 def pull(*, peers: PeerShards, staged: StagedWeight) -> StagedWeight:
     """Fetches the shards of `peers` into the buffer of `staged`, own first; returns the weight that a kernel waits for.
 
-    On CUDA everything is enqueued when this returns, so a kernel launched afterwards can wait for it without starving
-    it. The copies wait for the kernels that read the buffer before, and for nothing else: the shards must be readable
-    now. On the CPU everything has arrived when this returns. Raises ValueError when `peers` don't fit the buffer.
+    On a GPU everything is enqueued when this returns, so a kernel launched afterwards can wait for far owners' rows
+    without starving them; what is computed from here on finds the near ones' ([Note: near and far]). The copies wait
+    for the kernels that read the buffer before, and for nothing else: the shards must be readable now. On the CPU
+    everything has arrived when this returns. Raises ValueError when `peers` don't fit the buffer.
     """
     check_alike("the sharded weight", peers, "buffer", staged, shape=staged.shape, dtype=staged.dtype)
     epoch = staged.epoch % _LAST_EPOCH + 1
-    if staged.stream is not None:
+    in_turn = [(staged.rank + index) % staged.world for index in range(staged.world)]
+    near, far = ([owner for owner in in_turn if (owner in peers.far) is is_far] for is_far in (False, True))
+    if staged.on is None:
+        _fetch(peers, staged, in_turn, epoch)
+    else:
         staged.stream.wait_event(staged.read)
-    with nullcontext() if staged.stream is None else torch.cuda.stream(staged.stream):
-        for index in range(staged.world):
-            owner = (staged.rank + index) % staged.world
-            first_row = owner * staged.rows_per_owner
-            # Contiguous and of one dtype, hence a plain copy that needs no multiprocessor.
-            staged.buffer[first_row : first_row + peers.rows(owner)].copy_(peers.shards[owner], non_blocking=True)
-            if staged.stream is None:
-                staged.flags[owner] = epoch
-            else:
-                torch.ops.symm_mem.stream_write_value32_(staged.flags.view(torch.uint32), owner, epoch)
-    return replace(staged, epoch=epoch)
+        staged.on.enqueue(staged.stream, partial(_fetch, peers, staged, near, epoch))
+        near_come = staged.stream.record_event()
+        staged.on.enqueue(staged.stream, partial(_fetch, peers, staged, far, epoch))
+        staged.on.current().wait_event(near_come)
+    return replace(staged, epoch=epoch, has_far=bool(far))
+
+
+def _fetch(peers: PeerShards, staged: StagedWeight, owners: list[int], epoch: int) -> None:
+    for owner in owners:
+        first_row = owner * staged.rows_per_owner
+        # Contiguous and of one dtype, hence a plain copy.
+        staged.buffer[first_row : first_row + peers.rows(owner)].copy_(peers.shards[owner], non_blocking=True)
+        if staged.flags.is_cuda:
+            torch.ops.symm_mem.stream_write_value32_(staged.flags.view(torch.uint32), owner, epoch)
+        else:
+            staged.flags[owner] = epoch
 
 
 def check(staged: StagedWeight) -> None:

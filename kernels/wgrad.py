@@ -6,9 +6,9 @@
 T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. One program makes one
 tile [BLOCK_N, BLOCK_K] of one owner's rows over all tokens. Programs of a rank begin at the owner behind it.
 
-On sm_90 and newer a tile leaves by one bulk reduction (`descriptor.atomic_add`), below by relaxed atomics: see
-[Note: orders] in device.py. The bias's gradient, whole in one program per row tile, is summed here and scattered
-behind: beside a bulk reduction ptxas would make atomics of its additions, not reductions.
+On sm_90 and newer a tile leaves by one bulk reduction (`descriptor.atomic_add`) where all owners are near, else by
+relaxed atomics: see [Note: bulk reductions] in device.py. The bias's gradient, whole in one program per row tile, is
+summed here and scattered behind: beside a bulk reduction ptxas would make atomics of its additions, not reductions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import add_to_peer, architecture, dot, interpreting, peer_address, turn
+from .device import add_to_peer, adds_in_bulk, architecture, dot, interpreting, peer_address, turn
 from .peers import PeerShards, check_bias
 from .scatter import scatter
 from .tiles import WgradTile, tile_of
@@ -105,7 +105,7 @@ def wgrad(
         return
     arch = architecture(dy.device)
     tile = tile or tile_of("wgrad", element_bytes=dy.element_size(), arch=arch, tokens=tokens)
-    bulk = arch >= 90 and columns % 4 == 0  # its rows are multiples of 16 bytes
+    bulk = arch >= 90 and columns % 4 == 0 and adds_in_bulk(weight)  # its rows are multiples of 16 bytes
     if bulk:
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=dy.device))
     tiles = triton.cdiv(weight.rows_per_owner, tile.n) * triton.cdiv(columns, tile.k)

@@ -27,17 +27,20 @@ Waits = list[tuple[float, float]]
 class Target:
     """Where one parameter's gradient goes. `slot`: its number in the plan; `shards`: rows per owner, in their order.
 
-    A scalar's one owner is rank 0: give its shard as one row.
+    A scalar's one owner is rank 0: give its shard as one row. `near`: as in `PeerShards`.
     """
 
-    def __init__(self, *, slot: int, shards: Sequence[torch.Tensor], rank: int) -> None:
-        self.slot, self.shards, self._rank = slot, tuple(shards), rank
+    def __init__(
+        self, *, slot: int, shards: Sequence[torch.Tensor], rank: int, near: frozenset[int] | None = None
+    ) -> None:
+        self.slot, self.shards, self._rank, self._near = slot, tuple(shards), rank, near
 
     @cached_property
     def peers(self) -> PeerShards:
         """As kernels see it. Raises ValueError where the shards are not aligned, as in the CPU's joined heap."""
         shape = (sum(len(shard) for shard in self.shards), *self.shards[0].shape[1:])
-        return PeerShards.of(self.shards, shape=shape, rank=self._rank if len(self.shards) > 1 else 0)
+        rank = self._rank if len(self.shards) > 1 else 0
+        return PeerShards.of(self.shards, shape=shape, rank=rank, near=self._near)
 
 
 class Accumulator(ABC):

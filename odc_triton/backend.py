@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from odc_kernels.streams import CudaDevice
+
 from .accumulate import Accumulator, KernelAccumulator, LockedAccumulator
 from .memory import ApartHeap, CudaHeap, SharedMemoryHeap, SymmetricHeap
 from .plan import ParameterSpec, Plan
 from .simulated_device import SimulatedDevice
-from .streams import CudaDevice, DeviceStreams, Streams
+from .streams import DeviceStreams, Streams
 from .tuned import Place
 
 

@@ -111,7 +111,7 @@ class ShardedParameter:
             self.gradient_shard = shards[0 if spec.is_scalar else self._rank]
             self._own_gradient = self._part_of(self.gradient_shard)
             rows = [shards[0].view(1)] if spec.is_scalar else shards
-            self._target = Target(slot=slot, shards=rows, rank=self._rank)
+            self._target = Target(slot=slot, shards=rows, rank=self._rank, near=heap.near)
         self._rows = [
             (0, 1) if spec.is_scalar else shard_rows(spec.shape[0], self._world, owner) for owner in range(self._world)
         ]
@@ -217,7 +217,13 @@ class ShardedParameter:
 
         Plain torch may read them too, where kernels could not: side by side, shards are aligned as their rows are.
         """
-        return PeerShards.of(self.compute_shards, shape=self.spec.shape, rank=self._rank, aligned=self._heap.apart)
+        return PeerShards.of(
+            self.compute_shards,
+            shape=self.spec.shape,
+            rank=self._rank,
+            aligned=self._heap.apart,
+            near=self._heap.near,
+        )
 
     def parts(self, strategy: str) -> list[torch.Tensor]:
         """As `OnOwners` says; where the heap's shards lie side by side, all but a staged copy is a view."""

@@ -144,6 +144,7 @@ def fully_shard(
     replica_token = f"{token}-{grid.replica}"
     heap = device.open_heap(plan, grid.shard_mesh, token=replica_token, timeout_s=meetings.timeout_s, shared=shared)
     heap.first = grid.first
+    heap.near = frozenset(rank for rank, theirs in enumerate(devices) if theirs == devices[heap.rank])
     meetings.meet("the shared heap is open", {})
     signs: Signs = heap
     if grid.replicas > 1:
@@ -154,7 +155,7 @@ def fully_shard(
 
     streams = device.streams()
     accumulator = device.accumulator(heap, streams, meetings.timeout_s)
-    staging = Staging()
+    staging = Staging(streams.device)
     wholes = _whole_tensors(plan, heap, streams, on_demand, by_kernel=device.has_kernels)
     places = zip(plan.parameters, plan.compute, plan.gradient, wholes, tables, strict=True)
     parameters = [

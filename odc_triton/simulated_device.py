@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .streams import Memory
+from odc_kernels.streams import Memory
 
 KINDS = ("late", "early")
 
@@ -42,8 +42,9 @@ class _Work:
 class SimulatedEvent:
     """A place in a stream's order."""
 
-    def __init__(self, stream: SimulatedStream, place: int, time: int) -> None:
-        self.stream, self.place, self.time = stream, place, time
+    stream: SimulatedStream
+    place: int
+    time: int
 
     def query(self) -> bool:
         return self.stream.done >= self.place
@@ -80,15 +81,18 @@ class SimulatedStream:
                     )
                 work.do()
 
-    def record_event(self) -> SimulatedEvent:
-        return SimulatedEvent(self, self.enqueued, self._device.time)
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        event = event or SimulatedEvent()
+        event.stream, event.place, event.time = self, self.enqueued, self._device.time
+        return event
 
     def wait_event(self, event: SimulatedEvent) -> None:
         self.followed[event.stream] = event.time
+        stream, place = event.stream, event.place  # as it is now: it may be recorded again
         if self.computes:  # see [Note: the host computes]
-            event.reach()
+            stream.run_to(place)
         else:
-            self.push(_Work(event.reach))
+            self.push(_Work(lambda: stream.run_to(place)))
 
     def wait_stream(self, other: SimulatedStream) -> None:
         self.wait_event(other.record_event())
@@ -125,7 +129,7 @@ class SimulatedDevice:
         self._streams.append(SimulatedStream(self, computes=False))
         return self._streams[-1]
 
-    def enqueue(self, stream: SimulatedStream, work: Callable[..., None], memory: Memory) -> None:
+    def enqueue(self, stream: SimulatedStream, work: Callable[..., None], memory: Memory = None) -> None:
         follows = stream is self._current or stream.followed.get(self._current) == self.time
         self.time += 1
         if memory is None:

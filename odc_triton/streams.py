@@ -6,9 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+
+from odc_kernels.streams import Device
 
 from .errors import DeadlineExceeded
 
@@ -21,7 +23,12 @@ class Copies:
 
 
 class Streams:
-    """The CPU's: everything is done when the call returns, so there is nothing to order or to wait for."""
+    """The CPU's: everything is done when the call returns, so there is nothing to order or to wait for.
+
+    `device`: whose streams they are; None for a CPU's.
+    """
+
+    device: Device | None = None
 
     def compute(self, work: Callable[[], None]) -> None:
         """Does `work` after all that was enqueued to be computed before."""
@@ -54,65 +61,6 @@ class Streams:
         """Waits until the device has done all that was enqueued. Raises DeadlineExceeded."""
 
 
-Memory = torch.Tensor | torch.UntypedStorage | None
-
-
-class Device(Protocol):
-    """What has streams: a GPU, or a CPU that simulates one (simulated_device.py).
-
-    Streams and events are torch.cuda's, or have their methods `wait_stream`, `wait_event`, `record_event`; `query`.
-    """
-
-    def current(self) -> Any:
-        """The stream that computes now."""
-
-    def stream(self) -> Any:
-        """A new stream."""
-
-    def enqueue(
-        self, stream: Any, work: Callable[..., None], memory: torch.Tensor | torch.UntypedStorage | None
-    ) -> None:
-        """Enqueues `work` on the stream. `memory`: what it reads or fills; a tensor is handed to `work`."""
-
-    def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        """Gives a storage memory, with anything in it."""
-
-    def free(self, storage: torch.UntypedStorage) -> None:
-        """Takes a storage's memory."""
-
-    def has_come(self, event: Any) -> bool:
-        """Whether the device came to the event, to a host that waits for it."""
-
-
-class CudaDevice:
-    """A GPU as torch knows it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __str__(self) -> str:
-        return str(self._device)
-
-    def current(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self._device)
-
-    def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device)
-
-    def enqueue(self, stream: torch.cuda.Stream, work: Callable[..., None], memory: Memory) -> None:
-        with torch.cuda.stream(stream):
-            work(memory) if isinstance(memory, torch.Tensor) else work()
-
-    def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        storage.resize_(size_bytes)
-
-    def free(self, storage: torch.UntypedStorage) -> None:
-        storage.resize_(0)
-
-    def has_come(self, event: torch.cuda.Event) -> bool:
-        return event.query()
-
-
 @dataclass(slots=True)
 class _Copies(Copies):
     """`home`: the stream that was current when they were begun, so that their memory was allocated on. `users`: the
@@ -137,30 +85,30 @@ class DeviceStreams(Streams):
     """
 
     def __init__(self, device: Device, *, in_flight_bytes: int = _IN_FLIGHT_BYTES) -> None:
-        self._device = device
+        self.device = device
         self._copy, self._add = device.stream(), device.stream()
         self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
         self._in_flight_bytes, self._most_bytes = 0, in_flight_bytes
         self._computing: dict[Any, None] = {}  # what was current since the last drain, in that order
 
     def _current(self) -> Any:
-        stream = self._device.current()
+        stream = self.device.current()
         self._computing[stream] = None
         return stream
 
     def compute(self, work: Callable[[], None]) -> None:
-        self._device.enqueue(self._current(), work, None)
+        self.device.enqueue(self._current(), work)
 
     def computes_here(self) -> None:
         self._current()
 
     def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        self._device.allocate(storage, size_bytes)
+        self.device.allocate(storage, size_bytes)
 
     def copy(self, storage: torch.UntypedStorage, work: Callable[[], None]) -> _Copies:
         home = self._current()
         self._copy.wait_stream(home)
-        self._device.enqueue(self._copy, work, storage)
+        self.device.enqueue(self._copy, work, storage)
         return _Copies(home=home, done=self._copy.record_event(), users=[])
 
     def wait(self, copies: _Copies) -> None:
@@ -173,11 +121,11 @@ class DeviceStreams(Streams):
         for user in copies.users:
             if user != copies.home:
                 copies.home.wait_stream(user)
-        self._device.free(storage)
+        self.device.free(storage)
 
     def add(self, gradient: torch.Tensor, work: Callable[[torch.Tensor], None]) -> None:
         self._add.wait_stream(self._current())
-        self._device.enqueue(self._add, work, gradient)
+        self.device.enqueue(self._add, work, gradient)
         self._in_flight.append((self._add.record_event(), gradient))
         self._in_flight_bytes += gradient.nbytes
         while self._in_flight and self._in_flight[0][0].query():
@@ -195,9 +143,9 @@ class DeviceStreams(Streams):
         self._current()
         for stream in (*self._computing, self._copy, self._add):
             done = stream.record_event()
-            while not self._device.has_come(done):
+            while not self.device.has_come(done):
                 if time.monotonic() > deadline_s:
-                    raise DeadlineExceeded([], f"{self._device} was still busy after {timeout_s:.1f} s: {purpose}")
+                    raise DeadlineExceeded([], f"{self.device} was still busy after {timeout_s:.1f} s: {purpose}")
                 time.sleep(_POLL_S)
         self._computing.clear()
         self._in_flight.clear()

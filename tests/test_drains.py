@@ -26,7 +26,7 @@ class Late(nn.Module):
         self.linear, self.done, self.device = nn.Linear(2, 2), 0, None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.device.enqueue(self.device.current(), self._work, None)
+        self.device.enqueue(self.device.current(), self._work)
         return self.linear(x)
 
     def _work(self) -> None:
@@ -37,7 +37,7 @@ class Late(nn.Module):
 def model() -> Iterator[Late]:
     layer = Late()
     model = fully_shard(layer, backend="cpu-apart")
-    model.device = model._odc_engine._streams[0]._device
+    model.device = model._odc_engine._streams[0].device
     assert model.device.kind == "late"
     return model
 
@@ -67,7 +67,7 @@ def test_whole_parameters_have_been_read(model: Late, monkeypatch: pytest.Monkey
     def reads_late(self: ShardedParameter) -> torch.Tensor:
         value = read(self)
         late = torch.full_like(value, torch.nan)
-        model.device.enqueue(model.device.current(), lambda: late.copy_(value), None)
+        model.device.enqueue(model.device.current(), lambda: late.copy_(value))
         return late
 
     monkeypatch.setattr(ShardedParameter, "read", reads_late)
@@ -80,6 +80,6 @@ def test_a_kernel_that_adds_is_waited_for() -> None:
     streams, shards, done = DeviceStreams(device), [torch.zeros(2, 4)], []
     with device.computing_on(device.stream()):
         KernelAccumulator(streams).sink(Target(slot=0, shards=shards, rank=0), name="w", waited=lambda _: None)
-        device.enqueue(device.current(), lambda: done.append(True), None)
+        device.enqueue(device.current(), lambda: done.append(True))
     streams.drain(1.0, "a test")
     assert done == [True]

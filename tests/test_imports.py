@@ -26,7 +26,7 @@ FLOORS = [
     {"errors", "plan", "events", "balance", "trace", "options", "order", "choice", "breakdown", "source"}
     | {"topology", "unusable", "probe", "nvml", "nvml_snapshot", "cuda_devices", "atomic", "activations"},
     {"on_owners", "handles", "staging", "tuned"},
-    {"memory", "footprint", "report", "streams", "local_shards", "grid"},
+    {"memory", "footprint", "report", "streams", "simulated_device", "local_shards", "grid"},
     {"lifelines", "replicas", "meeting", "debug", "relay", "accumulate", "gathered", "backward_end", "process_group"},
     {"sharded_param"},
     {"unit", "engine", "microbatch", "prefetch", "optimizer_watch", "functions", "foreach", "publication"},

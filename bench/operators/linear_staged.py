@@ -20,9 +20,9 @@ class Pulled:
         self.peers, self.weight = peers, StagedWeight.of(peers)
 
     def __call__(self) -> StagedWeight:
-        if self.weight.stream is not None:
+        if self.weight.on is not None:
             # Otherwise the copies would begin before the clock does.
-            self.weight.stream.wait_stream(torch.cuda.current_stream())
+            self.weight.stream.wait_stream(self.weight.on.current())
         self.weight = pull(peers=self.peers, staged=self.weight)
         return self.weight
 

@@ -52,6 +52,8 @@ class SymmetricHeap(ABC):
     world: int
     first: int = 0
     """The number, in messages, of its rank 0: other than 0 where several replicas have a heap each."""
+    near: frozenset[int] | None = None
+    """The ranks whose shards lie on this rank's own device; None: all."""
     device: torch.device
     apart: bool
     """Whether each rank's shards lie in a memory of their own: a whole tensor must be gathered. Else it is a view."""

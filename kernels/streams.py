@@ -1,0 +1,68 @@
+"""What kernels and their callers ask of a device with streams: a GPU, or a CPU that simulates one.
+
+A stream is a torch.cuda.Stream, or has its methods `wait_stream`, `wait_event` and `record_event`; an event has its
+`query`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+Memory = torch.Tensor | torch.UntypedStorage | None
+
+
+class Device(Protocol):
+    def current(self) -> Any:
+        """The stream that computes now."""
+
+    def stream(self) -> Any:
+        """A new stream."""
+
+    def enqueue(self, stream: Any, work: Callable[..., None], memory: Memory = None) -> None:
+        """Enqueues `work` on the stream. `memory`: what it reads or fills; a tensor is handed to `work`."""
+
+    def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        """Gives a storage memory, with anything in it."""
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        """Takes a storage's memory."""
+
+    def has_come(self, event: Any) -> bool:
+        """Whether the device came to the event, to a host that waits for it."""
+
+
+class CudaDevice:
+    """A GPU as torch knows it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __str__(self) -> str:
+        return str(self._device)
+
+    def current(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self._device)
+
+    def stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
+
+    def enqueue(self, stream: torch.cuda.Stream, work: Callable[..., None], memory: Memory = None) -> None:
+        with torch.cuda.stream(stream):
+            work(memory) if isinstance(memory, torch.Tensor) else work()
+
+    def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        storage.resize_(size_bytes)
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+    def has_come(self, event: torch.cuda.Event) -> bool:
+        return event.query()
+
+
+def device_of(tensor: torch.Tensor) -> CudaDevice | None:
+    """The GPU that a tensor lies on; None on the CPU, where everything is done when a call returns."""
+    return CudaDevice(tensor.device) if tensor.is_cuda else None
