@@ -49,7 +49,7 @@ CPU_ROUNDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A layer [rows, columns] of so many tokens. `loops`: how often additions are checked; `seconds`: of each timing."""
+    """A layer [rows, columns], its tokens. `loops`: how often additions are checked; `seconds`: of each timing."""
 
     rows: int = 8192
     columns: int = 8192

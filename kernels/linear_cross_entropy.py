@@ -25,12 +25,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
 from .online_softmax import COLUMN_MULTIPLE, SoftmaxState, online_softmax, softmax_grad
 from .peers import PeerShards, check_alike, join
 from .scatter import scatter
+from .streams import Device, device_of
 from .tiles import ONLINE_SOFTMAX, SoftmaxTile
 
 AddRows = Callable[[int, int, torch.Tensor], None]
@@ -237,31 +240,30 @@ def _parts(weight: PeerShards, chunk: int) -> list[_Part]:
     ]
 
 
-def _pulled(weight: PeerShards, chunk: int) -> Iterator[tuple[_Part, torch.Tensor]]:
+def _pulled(weight: PeerShards, chunk: int, on: Device | None = None) -> Iterator[tuple[_Part, torch.Tensor]]:
     """Every part with its rows: own ones where they lie, others' in one of two buffers, till the next is asked for.
-    On the CPU all where they lie: there is no link.
+    On the CPU all where they lie: there is no link. `on`: a device for a GPU's, to simulate it.
 
-    On CUDA the next part is pulled on a stream of its own while the caller's work on the present one runs. A pull waits
-    for what the caller had enqueued when it was started: the work on the part before the present one, whose buffer it
-    takes.
+    On a GPU the next part is pulled on a stream of its own while the caller's work on the present one runs. A pull
+    waits for what the caller had enqueued when it was started: the work on the part before the present one, whose
+    buffer it takes.
     """
     parts = _parts(weight, chunk)
     own = weight.shards[weight.rank]
-    far = weight.world > 1 and weight.device.type != "cpu"
+    on = on or device_of(own)
+    far = weight.world > 1 and on is not None
     buffers = [own.new_empty(chunk, weight.shape[1]) for _ in range(2 if far else 0)]
-    compute = torch.cuda.current_stream(weight.device) if weight.device.type == "cuda" else None
-    pull = None if compute is None else torch.cuda.Stream(weight.device)
+    compute, pull = (None, None) if on is None else (on.current(), on.stream())
 
-    def start(index: int) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    def start(index: int) -> tuple[torch.Tensor, Any]:
         part = parts[index]
         rows = weight.shards[part.owner][part.start : part.stop]
         if part.owner == weight.rank or pull is None:
             return rows, None
         buffer = buffers[index % 2][: len(rows)]
         pull.wait_stream(compute)
-        with torch.cuda.stream(pull):
-            buffer.copy_(rows, non_blocking=True)
-            return buffer, pull.record_event()
+        on.enqueue(pull, partial(buffer.copy_, rows, non_blocking=True))
+        return buffer, pull.record_event()
 
     try:
         coming = start(0)

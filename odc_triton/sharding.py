@@ -31,7 +31,7 @@ from .replicas import Replicas
 from .sharded_param import ShardedParameter
 from .staging import Staging
 from .streams import Streams
-from .tuned import default_folder
+from .tuned import default_folder, warn_of_untuned
 from .tuned import load as load_tuned
 from .unit import Slot, Unit
 
@@ -140,6 +140,8 @@ def fully_shard(
         refuse(meetings, PEERS, error)
         raise
     compare_surroundings(meetings, problem, tuned)
+    if grid.rank == 0 and any(isinstance(each, ReadsOnDemand) for each in module.modules()):
+        warn_of_untuned(device.name, tuned)
     shared = min(len(set(devices)), len(set(indices))) < grid.shards
     replica_token = f"{token}-{grid.replica}"
     heap = device.open_heap(plan, grid.shard_mesh, token=replica_token, timeout_s=meetings.timeout_s, shared=shared)

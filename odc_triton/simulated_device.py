@@ -107,8 +107,8 @@ class SimulatedDevice:
         self.kind = kind
         self.time = 0  # grows with all that is enqueued
         self.lock = threading.RLock()
-        self._streams = [SimulatedStream(self, computes=True)]
-        self._current = self._streams[0]
+        self.streams = [SimulatedStream(self, computes=True)]
+        self._current = self.streams[0]
 
     def __str__(self) -> str:
         return f"the simulated device ({self.kind})"
@@ -126,8 +126,8 @@ class SimulatedDevice:
             self._current = before
 
     def stream(self) -> SimulatedStream:
-        self._streams.append(SimulatedStream(self, computes=False))
-        return self._streams[-1]
+        self.streams.append(SimulatedStream(self, computes=False))
+        return self.streams[-1]
 
     def enqueue(self, stream: SimulatedStream, work: Callable[..., None], memory: Memory = None) -> None:
         follows = stream is self._current or stream.followed.get(self._current) == self.time
@@ -166,7 +166,7 @@ class SimulatedDevice:
         _poison(storage)
 
     def _enqueued_in(self, storage: torch.UntypedStorage) -> list[_Work]:
-        return [work for stream in self._streams for work in stream.queue if work.memory == storage._cdata]
+        return [work for stream in self.streams for work in stream.queue if work.memory == storage._cdata]
 
     def has_come(self, event: SimulatedEvent) -> bool:
         event.reach()

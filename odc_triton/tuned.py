@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import warnings
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +20,7 @@ from odc_kernels import tiles
 
 from .atomic import write_file
 from .choice import TABLE, WORDS, Choice, Entry, as_choice
+from .choice import VARIABLE as OPERATORS
 
 VARIABLE = "ODC_TUNED"
 OFF = "off"
@@ -106,6 +108,18 @@ def load(place: Place, folder: Path | None) -> Tuned:
 def _unused(path: Path, why: str) -> Tuned:
     remedy = f"Run `odc-triton tune` again, remove it, or set {VARIABLE}={OFF}"
     return Tuned(unused=f"{path} is not used: {why}. {remedy}")
+
+
+def warn_of_untuned(backend: str, tuned: Tuned) -> None:
+    """Says on a GPU, once, that replaced layers run as they are shipped; not if somebody chose otherwise."""
+    chosen = tuned.digest or tuned.unused or default_folder() is None or OPERATORS in os.environ
+    if backend == "cuda" and not chosen:
+        warnings.warn(
+            "replaced layers run as they are shipped: nothing was measured on this kind of GPU. `odc-triton tune` "
+            "measures the fused ways here, in about a minute for each shape of layer (an estimate). "
+            f"{VARIABLE}={OFF} silences this",
+            stacklevel=3,
+        )
 
 
 def save(place: Place, lines: list[Line], folder: Path) -> Path:

@@ -175,7 +175,7 @@ def _two_threads(rank: int, world: int) -> list[float]:
 
     def add() -> None:
         for _ in range(ROUNDS // 8):
-            accumulator.add(torch.ones(768, 768), target, name=parameter.name)
+            accumulator.add(torch.ones(768, 768), target, name=parameter.name, waited=lambda _: None)
 
     threads = [threading.Thread(target=add) for _ in range(2)]
     for thread in threads:
@@ -235,3 +235,12 @@ def _forked(rank: int, world: int) -> tuple[list[int], bool]:
 
 def test_a_forked_child_leaves_nothing() -> None:
     assert ranks.run(_forked, 2) == [([0, 0], True)] * 2
+
+
+def test_a_folder_too_long_for_sockets() -> None:
+    from odc_triton.memory.cuda import check_socket_folder
+
+    check_socket_folder("/tmp")
+    check_socket_folder("/" + "a" * 89)
+    with pytest.raises(RuntimeError, match=r"TMPDIR is '/a+', .* more than 107 bytes: set TMPDIR to a shorter path"):
+        check_socket_folder("/" + "a" * 90)

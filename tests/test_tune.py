@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from odc_triton.tune import TuneOptions
 from odc_triton.tune.candidates import tiles, ways
 from odc_triton.tune.decision import decide
 from odc_triton.tune.workload import Workload, workloads_of
-from odc_triton.tuned import Line, Place, Tuned, default_folder, load, save
+from odc_triton.tuned import Line, Place, Tuned, default_folder, load, save, warn_of_untuned
 
 from . import ranks
 from .test_profile import CONFIG
@@ -129,6 +130,29 @@ def test_a_table_that_does_not_hold_is_left_with_the_reason(tmp_path: Path, chan
     assert why in found.unused
     assert "odc-triton tune" in found.unused
     assert "ODC_TUNED=off" in found.unused
+
+
+@pytest.mark.parametrize(
+    ("backend", "tuned", "environment", "said"),
+    [
+        ("cuda", Tuned(), {}, True),
+        ("cpu", Tuned(), {}, False),
+        ("cuda", Tuned(digest="abc"), {}, False),
+        ("cuda", Tuned(unused="of another version"), {}, False),
+        ("cuda", Tuned(), {"ODC_TUNED": "off"}, False),
+        ("cuda", Tuned(), {"ODC_OPERATORS": "eager"}, False),
+    ],
+)
+def test_who_runs_untuned_on_a_gpu_hears_of_it(
+    backend: str, tuned: Tuned, environment: dict[str, str], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ODC_TUNED")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_untuned(backend, tuned)
+    assert ["odc-triton tune" in str(each.message) for each in caught] == [True] * said
 
 
 def test_words_that_the_operator_does_not_know_are_not_taken(tmp_path: Path) -> None:
@@ -240,6 +264,8 @@ def test_the_shipped_way_is_measured_first_and_each_once() -> None:
     on_gpu = ways(of, 8, device="cuda", apart=True, kernels=True)
     assert next(iter(on_gpu)) == PLAIN
     assert FUSED not in on_gpu
+    on_one = ways(of, 8, device="cuda", apart=True, kernels=True, shared=True)
+    assert set(on_gpu) - set(on_one) == {"triton/staged/split", "triton/staged/fused"}
     assert {choice.words for choice in on_gpu.values()} == set(on_gpu)
     table = Workload(operator="embedding", shape=(64, 64))
     assert next(iter(ways(table, 8, device="cuda", apart=True, kernels=True))) == DIRECT

@@ -15,6 +15,7 @@ from ..plan import ALIGNMENT_BYTES, Region
 from .heap import SymmetricHeap, Word
 from .shm import SharedMemoryHeap
 
+_SOCKET_PATH_BYTES = 107  # of Linux, without the zero at the end
 _HEADER_BYTES = ALIGNMENT_BYTES  # a mark by which peers see that they have mapped the right memory
 
 
@@ -43,6 +44,7 @@ class CudaHeap(SymmetricHeap):
         import torch.distributed._symmetric_memory as symmetric_memory
         from torch._C._distributed_c10d import _SymmetricMemory
 
+        check_socket_folder(os.environ.get("TMPDIR", "/tmp"))
         self.rank, self.world = rank, world
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._host = SharedMemoryHeap(
@@ -97,6 +99,16 @@ class CudaHeap(SymmetricHeap):
     def close(self) -> None:
         """Says that this rank left. Tensors over the heap stay valid for as long as the heap is held, and no longer."""
         self._host.close()
+
+
+def check_socket_folder(folder: str) -> None:
+    """Raises RuntimeError for a TMPDIR in which torch can't make the sockets that ranks pass their memory through."""
+    path = os.path.join(folder, f"symm_mem-{2**22}")  # the largest process id that Linux allows
+    if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
+        raise RuntimeError(
+            f"TMPDIR is {folder!r}, and a socket below it, such as {path!r}, would have more than {_SOCKET_PATH_BYTES} "
+            f"bytes: set TMPDIR to a shorter path, the same on all ranks, such as /tmp"
+        )
 
 
 def _mark(token: str, rank: int) -> int:

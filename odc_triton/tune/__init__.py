@@ -154,7 +154,9 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
     pull_s = trial.pull_s(rounds=options.rounds)
     measured: dict[int, Measured] = {}
     for tokens in options.counts:
-        candidates = ways(workload, tokens, device=device, apart=trial.engine.heap.apart, kernels=kernels)
+        heap = trial.engine.heap
+        shared = device == "cuda" and len(heap.near) > 1
+        candidates = ways(workload, tokens, device=device, apart=heap.apart, kernels=kernels, shared=shared)
         if len(candidates) == 1:
             return [], [[str(tokens), next(iter(candidates)), "", "the only way here: not measured"]]
         measured[tokens] = trial.measure(candidates, tokens=tokens, rounds=options.rounds)

@@ -28,11 +28,14 @@ _BY_TORCH = {
 }
 
 
-def ways(workload: Workload, tokens: int, *, device: str, apart: bool, kernels: bool) -> dict[str, Choice]:
+def ways(
+    workload: Workload, tokens: int, *, device: str, apart: bool, kernels: bool, shared: bool = False
+) -> dict[str, Choice]:
     """Candidates by their words, the shipped one first.
 
     device: "cpu" or "cuda"; apart: whether shards lie apart, so that weights can be read directly, or gathered;
-    kernels: whether Triton's kernels run there.
+    kernels: whether Triton's kernels run there; shared: whether a GPU has several ranks, whose rows no copy engine
+    fetches: "staged" then waits for them before it starts, and has no point.
     """
     first = shipped(workload, tokens, device=device)
     words = [*_BY_TORCH[workload.operator], *(_BY_KERNELS[workload.operator] if kernels else [])]
@@ -40,6 +43,8 @@ def ways(workload: Workload, tokens: int, *, device: str, apart: bool, kernels: 
         words += ["eager/direct/split", "eager/direct/fused"]
     if device == "cuda" and workload.operator == "linear":
         words.remove("eager/gathered/fused")  # while kernels add to the owners, torch can't: it would be split
+    if shared:
+        words = [each for each in words if "staged" not in each]
     return {each: as_choice(each) for each in dict.fromkeys((first.words, *words))}
 
 

@@ -7,7 +7,7 @@ import torch
 
 from . import place  # isort: skip
 
-from odc_kernels.gather import gather, gather_ref
+from odc_kernels.gather import Pieces, gather, gather_pieces, gather_pieces_ref, gather_ref
 from odc_kernels.peers import PeerShards, join, split
 from odc_kernels.scatter import scatter, scatter_ref
 
@@ -40,3 +40,70 @@ def test_scatter(world: int, shape: tuple, dtype: torch.dtype) -> None:
     scatter(gradient=gradient, peers=PeerShards.of(shards, shape=shape, rank=world - 1), scale=0.5, block=64)
     # One fp32 product and one sum per element, in the same order: equal but for a fused multiply-add.
     torch.testing.assert_close(join(shards), join(want), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [[1], [300, 0, 5], [64, 64, 1, 129]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_gather_pieces(sizes: list[int], dtype: torch.dtype) -> None:
+    """Bitwise: nothing is computed. Between the pieces the result stays as it was."""
+    shards, offsets, end = [], [], 3
+    for size in sizes:
+        shards.append(torch.randn(size).to(dtype))
+        offsets.append(end)
+        end += size + 8
+    out, want = torch.full((end,), 7.0, dtype=dtype), torch.full((end,), 7.0, dtype=dtype)
+    gather_pieces(pieces=Pieces.of(shards, offsets), out=out, block=64)
+    gather_pieces_ref(shards, offsets, want)
+    assert torch.equal(out, want)
+
+
+def test_pieces_that_can_not_be_gathered() -> None:
+    shard = torch.zeros(32)
+    pieces = Pieces.of([shard], [0])
+    with pytest.raises(ValueError, match="give one dtype, one of each"):
+        Pieces.of([shard, shard.double()], [0, 32])
+    with pytest.raises(ValueError, match="give one dtype, one of each"):
+        Pieces.of([shard], [0, 32])
+    with pytest.raises(ValueError, match="aligned to 16 bytes"):
+        Pieces.of([shard[1:]], [0])
+    for out in (shard.double(), torch.zeros(8, 4), torch.zeros(64)[::2]):
+        with pytest.raises(ValueError, match="flat"):
+            gather_pieces(pieces=pieces, out=out)
+
+
+def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import odc_kernels.gather
+    from odc_triton import gathered as module
+    from odc_triton.plan import ParameterSpec
+    from odc_triton.streams import Streams
+
+    monkeypatch.setattr(module, "_SMALL_BYTES", 256)
+    launches = []
+
+    def counted(**given: object) -> None:
+        launches.append(given["pieces"])
+        gather_pieces(**given)
+
+    monkeypatch.setattr(odc_kernels.gather, "gather_pieces", counted)
+    shapes = [(5, 3), (), (1,), (0, 3), (64, 3)]  # a scalar, owners without rows, nothing, one that is not small
+    wholes = [torch.randn(shape) for shape in shapes]
+    specs = [
+        ParameterSpec(
+            names=(f"p{index}",),
+            shape=shape,
+            master_dtype="float32",
+            compute_dtype="float32",
+            reduce_dtype="float32",
+            unit="",
+        )
+        for index, shape in enumerate(shapes)
+    ]
+    shards = [[whole] * 3 if not whole.shape else split(whole, 3) for whole in wholes]
+    unit = module.GatheredParameters(specs, shards, rank=1, streams=Streams(), by_kernel=True)
+    for publication in range(2):
+        unit.fetch("me", publication)
+        unit.wait()
+        for got, want in zip(unit.whole, wholes, strict=True):
+            assert torch.equal(got, want)
+        unit.release("me")
+    assert [len(pieces.counts) for pieces in launches] == [3 + 1 + 1] * 2

@@ -1,0 +1,115 @@
+"""What depends on whose memory an owner's rows lie in: the order of pulls, by simulated streams, and of additions."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from . import place  # isort: skip
+
+from odc_kernels.device import adds_in_bulk
+from odc_kernels.linear import linear_ref
+from odc_kernels.linear_cross_entropy import _parts, _pulled
+from odc_kernels.linear_staged import linear_staged
+from odc_kernels.peers import PeerShards, split
+from odc_kernels.staged import StagedWeight, check, pull
+from odc_triton.simulated_device import SimulatedDevice
+
+WORLD, ROWS, COLUMNS, CHUNK = 3, 24, 16, 3
+
+
+def _peers(near: frozenset[int] | None = None, seed: int = 0) -> tuple[list[torch.Tensor], PeerShards]:
+    shards = split(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)), WORLD)
+    return shards, PeerShards.of(shards, shape=(ROWS, COLUMNS), rank=1, near=near)
+
+
+@pytest.mark.skipif(not place.INTERPRETED, reason="the simulated device is a CPU")
+def test_a_kernel_finds_the_rows_of_near_owners() -> None:
+    """All are near, and copies are late: a kernel that waited by flags would wait in vain."""
+    device, (shards, peers) = SimulatedDevice(), _peers()
+    x, y = torch.randn(4, COLUMNS), torch.full((4, ROWS), torch.nan)
+    weight = pull(peers=peers, staged=StagedWeight.of(peers, on=device))
+    linear_staged(x=x, weight=weight, out=y, spins=3)
+    check(weight)
+    # fp32: a sum of 16 terms in another order.
+    torch.testing.assert_close(y.double(), linear_ref(x, shards, None), rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_rows_of_near_owners_are_waited_for() -> None:
+    device, (shards, peers) = SimulatedDevice(), _peers(near=frozenset({1, 2}))
+    assert peers.far == [0]
+    weight = pull(peers=peers, staged=StagedWeight.of(peers, on=device))
+    assert weight.flags.tolist() == [0, 1, 1]
+    assert torch.equal(weight.buffer[8:], torch.cat(shards[1:]))
+    assert weight.has_far
+    assert device.has_come(weight.stream.record_event())
+    assert weight.flags.tolist() == [1, 1, 1]
+    assert torch.equal(weight.buffer, torch.cat(shards))
+
+
+@pytest.mark.parametrize("near", [None, frozenset({1})])
+def test_a_buffer_is_filled_again_after_it_was_read(near: frozenset[int] | None) -> None:
+    device, (shards, peers), (_, others) = SimulatedDevice(), _peers(near), _peers(near, seed=1)
+    weight, read = pull(peers=peers, staged=StagedWeight.of(peers, on=device)), []
+    assert device.has_come(weight.stream.record_event())
+    device.enqueue(device.current(), lambda: read.append(weight.buffer.clone()))  # a kernel
+    weight.is_read_now()
+    weight = pull(peers=others, staged=weight)
+    assert device.has_come(weight.stream.record_event())
+    assert device.has_come(device.current().record_event())
+    assert torch.equal(read[0], torch.cat(shards))
+    assert torch.equal(weight.buffer, torch.cat(others.shards))
+
+
+@pytest.mark.parametrize("kind", ["late", "early"])
+def test_the_heads_parts_come_before_they_are_read_and_stay_till_then(kind: str) -> None:
+    device, (_, peers) = SimulatedDevice(kind), _peers()
+    read: list[torch.Tensor] = []
+    for _, rows in _pulled(peers, CHUNK, on=device):
+        device.enqueue(device.current(), lambda rows=rows: read.append(rows.clone()))  # a kernel
+    assert device.has_come(device.current().record_event())
+    parts = _parts(peers, CHUNK)
+    assert len(read) == len(parts) > WORLD
+    for rows, part in zip(read, parts, strict=True):
+        assert torch.equal(rows, peers.shards[part.owner][part.start : part.stop])
+
+
+def test_the_heads_buffers_are_freed_after_the_last_copy() -> None:
+    device, (_, peers) = SimulatedDevice(), _peers()
+    parts = _pulled(peers, CHUNK, on=device)
+    for _ in range(4):  # the own rows, and the first of the next owner's
+        next(parts)
+    pulls = device.streams[-1]
+    assert pulls.done < pulls.enqueued
+    parts.close()
+    gc.collect()
+    assert pulls.done == pulls.enqueued
+
+
+@pytest.mark.parametrize(
+    ("told", "near", "expected"),
+    [
+        (None, None, True),
+        (None, frozenset({0, 1, 2}), True),
+        (None, frozenset({1}), False),
+        ("auto", frozenset({1}), False),
+        ("on", frozenset({1}), True),
+        ("off", None, False),
+    ],
+)
+def test_bulk_reductions(
+    told: str | None, near: frozenset[int] | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if told is None:
+        monkeypatch.delenv("ODC_BULK_REDUCTIONS", raising=False)
+    else:
+        monkeypatch.setenv("ODC_BULK_REDUCTIONS", told)
+    assert adds_in_bulk(_peers(near)[1]) is expected
+
+
+def test_a_switch_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ODC_BULK_REDUCTIONS", "yes")
+    with pytest.raises(ValueError, match="ODC_BULK_REDUCTIONS is 'yes'; set it to auto, on or off"):
+        adds_in_bulk(_peers()[1])
