@@ -13,6 +13,7 @@ from torch import nn
 
 from odc_triton import full_parameters, fully_shard, minibatch
 from odc_triton.accumulate import KernelAccumulator, Target
+from odc_triton.replace import replace_layers
 from odc_triton.sharded_param import ShardedParameter
 from odc_triton.simulated_device import SimulatedDevice
 from odc_triton.streams import DeviceStreams
@@ -33,9 +34,12 @@ class Late(nn.Module):
         self.done += 1
 
 
-@pytest.fixture
-def model() -> Iterator[Late]:
+@pytest.fixture(params=["gathered", "on demand"])
+def model(request: pytest.FixtureRequest) -> Iterator[Late]:
+    """Of parameters on demand nothing is gathered, so nothing but the layer itself uses the current stream."""
     layer = Late()
+    if request.param == "on demand":
+        replace_layers(layer, roles=["linear"], choice="eager/direct/fused", verbose=False)
     model = fully_shard(layer, backend="cpu-apart")
     model.device = model._odc_engine._streams[0].device
     assert model.device.kind == "late"

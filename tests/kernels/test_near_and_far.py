@@ -63,12 +63,15 @@ def test_a_buffer_is_filled_again_after_it_was_read(near: frozenset[int] | None)
     assert torch.equal(weight.buffer, torch.cat(others.shards))
 
 
-@pytest.mark.parametrize("kind", ["late", "early"])
-def test_the_heads_parts_come_before_they_are_read_and_stay_till_then(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "reads_late"), [("late", False), ("late", True), ("early", True)])
+def test_the_heads_parts_come_before_they_are_read_and_stay_till_then(kind: str, reads_late: bool) -> None:
     device, (_, peers) = SimulatedDevice(kind), _peers()
     read: list[torch.Tensor] = []
     for _, rows in _pulled(peers, CHUNK, on=device):
-        device.enqueue(device.current(), lambda rows=rows: read.append(rows.clone()))  # a kernel
+        if reads_late:  # as a kernel
+            device.enqueue(device.current(), lambda rows=rows: read.append(rows.clone()))
+        else:
+            read.append(rows.clone())
     assert device.has_come(device.current().record_event())
     parts = _parts(peers, CHUNK)
     assert len(read) == len(parts) > WORLD
