@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 
@@ -62,6 +63,18 @@ def test_arguments_of_fully_shard() -> None:
         assert name in ours, f"fully_shard({name}=) is missing"
         assert ours[name].kind is parameter.kind
         assert name == "module" or f"{name}:" in fully_shard.__doc__ or name in fully_shard.__doc__
+
+
+def test_fields_of_mixed_precision_policy() -> None:
+    from odc_triton import fully_shard
+
+    names = {field.name for field in dataclasses.fields(fsdp.MixedPrecisionPolicy)}
+    refused = names - {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
+    unknown = refused - {"param_dtype_override_fn"}  # of torch 2.15
+    assert not unknown, f"torch {torch.__version__}'s policy has fields that fully_shard does not look at: {unknown}"
+    for name in refused:
+        with pytest.raises(NotImplementedError, match=name):
+            fully_shard(nn.Linear(2, 2), mp_policy=fsdp.MixedPrecisionPolicy(**{name: print}))
 
 
 def _every_method(rank: int, world: int) -> dict[str, str]:
