@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-gpu-image aot venv lint format clean
+.PHONY: demo test test-slow test-gpu-image test-latest aot venv lint format clean
 
 demo: venv
 	$(BIN)/odc-triton demo --out out/demo
@@ -19,23 +19,23 @@ test-slow: venv
 	$(BIN)/python -m pytest -m "not gpu"
 	ODC_SIMULATED_STREAMS=early $(BIN)/python -m pytest -m "not slow and not gpu" $(shell grep -lr cpu-apart tests --include='test_*.py')
 
-# The tests, without a GPU, under the versions of a machine that has one.
-test-gpu-image: .venv-gpu-image/.installed
-	.venv-gpu-image/bin/python -m pytest -m "not slow and not gpu"
+# The tests, without a GPU, under the versions of a machine that has one, and under those that pip gives a new user.
+test-gpu-image test-latest: test-%: .venv-%/.installed
+	.venv-$*/bin/python -m pytest -m "not slow and not gpu"
 
-.venv-gpu-image/.installed: pyproject.toml constraints-gpu-image.txt
-	$(PYTHON) -m venv .venv-gpu-image
-	.venv-gpu-image/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints-gpu-image.txt --editable ".[test,demo]"
+.venv-gpu-image/.installed .venv-latest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints-$*.txt --editable ".[test,demo]"
 	touch $@
 
-# Machine code of every kernel for every architecture, by both tritons that are supported; needs no GPU.
-OTHER_TRITON := out/triton-3.6.0
-aot: venv $(OTHER_TRITON)/triton/__init__.py
-	env -u TRITON_INTERPRET $(BIN)/python -m bench.aot --also $(OTHER_TRITON)
+# Machine code of every kernel for every architecture, by three tritons that are supported; needs no GPU.
+OTHER_TRITONS := out/triton-3.6.0 out/triton-3.9.0
+aot: venv $(OTHER_TRITONS:%=%/triton/__init__.py)
+	env -u TRITON_INTERPRET $(BIN)/python -m bench.aot --also $(OTHER_TRITONS)
 
-$(OTHER_TRITON)/triton/__init__.py: | venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(OTHER_TRITON) triton==3.6.0
+out/triton-%/triton/__init__.py: | venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/triton-$* triton==$*
 
 lint: venv
 	$(BIN)/ruff check .
@@ -56,4 +56,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-gpu-image build out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-gpu-image .venv-latest build out *.egg-info .pytest_cache .ruff_cache .hypothesis

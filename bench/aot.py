@@ -1,6 +1,6 @@
 """Machine code without a GPU: cross-compiles every kernel for every architecture and reads what came out.
 
-    python -m bench.aot [--arch 90 ...] [--kernel gather ...] [--also FOLDER] [--out FOLDER]
+    python -m bench.aot [--arch 90 ...] [--kernel gather ...] [--also FOLDER ...] [--out FOLDER]
 
 Prints one table (registers, spills, shared memory, matrix instructions, load width, kind of reduction) and fails on
 spills, shared memory over the chip's limit, matrix kernels without HGMMA on sm_90, scalar 2-byte loads,
@@ -98,13 +98,13 @@ def codes_of(names: tuple[str, ...], options: argparse.Namespace) -> list[Code]:
     return [Code(**known[f"{name} sm_{arch}"]["code"]) for name, arch in wanted]
 
 
-def _codes_of_other(options: argparse.Namespace) -> list[Code]:
-    """The same by the triton in another folder, which a process of its own imports."""
+def _codes_of_other(folder: Path, options: argparse.Namespace) -> list[Code]:
+    """The same by the triton in `folder`, which a process of its own imports."""
     found = options.out / "other.json"
     command = [sys.executable, "-m", "bench.aot", "--results", str(found), "--out", str(options.out)]
     command += ["--arch", *map(str, options.arch), "--processes", str(options.processes), "--cases", *options.cases]
     command += ["--kernel", *options.kernel] if options.kernel != [""] else []
-    path = os.pathsep.join(filter(None, [str(options.also.resolve()), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(folder.resolve()), os.environ.get("PYTHONPATH")]))
     subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=True)
     return [Code(**code) for code in json.loads(found.read_text())]
 
@@ -114,24 +114,23 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--kernel", nargs="*", default=[""], help="only cases whose name begins so (patterns: *bf16)")
     parser.add_argument("--cases", nargs="*", default=modules(), help="modules that have the cases")
-    parser.add_argument("--also", type=Path, help="folder of another triton, which compiles everything once more")
+    parser.add_argument("--also", type=Path, nargs="+", default=[], help="folders of other tritons, for all once more")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile at a time")
     parser.add_argument("--out", type=Path, default=Path("out/aot"), help="folder of the cache and of aot.json")
     parser.add_argument("--results", type=Path, help="write the results to this file and print no table")
     options = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET"):
         parser.error("TRITON_INTERPRET is set: the interpreter compiles nothing; unset it")
-    if options.also and not (options.also / "triton").is_dir():
-        parser.error(
-            f"{options.also} has no triton in it; run: pip install --no-deps --target {options.also} triton==…"
-        )
+    for folder in options.also:
+        if not (folder / "triton").is_dir():
+            parser.error(f"{folder} has no triton in it; run: pip install --no-deps --target {folder} triton==…")
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
     codes = codes_of(tuple(options.cases), options)
     if not codes:
         parser.error(f"no case begins with {' or '.join(options.kernel)}")
-    if options.also:
-        codes += _codes_of_other(options)
+    for folder in options.also:
+        codes += _codes_of_other(folder, options)
     (options.results or options.out / "aot.json").write_text(json.dumps([asdict(code) for code in codes], indent=1))
     if options.results:
         return 0

@@ -49,7 +49,10 @@ def embedding_kernel(
     owner = tl.where(known, row // rows_per_owner, 0)
     source = peer_address(table, owner, DTYPE) + (row - owner * rows_per_owner) * columns
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    values = tl.load(source + k, mask=known & (k < columns), other=float("nan"))
+    # Not `known & (k < columns)`, which the compiler takes as well: the interpreter spreads the scalar over a block in
+    # the type of what was compared, int64, and triton 3.9's refuses such a mask.
+    readable = tl.where(known, columns, 0)
+    values = tl.load(source + k, mask=k < readable, other=float("nan"))
     tl.store(out + t * columns + k, values, mask=k < columns)
 
 

@@ -22,6 +22,13 @@ class UnshardHandle:
         pass
 
 
+class GradientReductionHandle:
+    """What `finalize_backward(async_op=True)` returns. There is nothing to wait for."""
+
+    def wait(self) -> None:
+        pass
+
+
 def _refuse(name: str, instead: str) -> NoReturn:
     raise NotImplementedError(f"{name} has no meaning under on-demand communication: {instead}")
 
@@ -83,6 +90,13 @@ class ODCModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """No-op: every backward adds into the owners' shards."""
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """No-op: the end of the minibatch is what ends its backwards."""
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """No-op: a unit is resharded when its backward ends, and gradients land when the minibatch ends."""
+        return GradientReductionHandle() if async_op else None
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """No-op: gradients are synchronised once, when the minibatch ends, however many microbatches it had."""
 
@@ -123,6 +137,11 @@ class ODCModule:
         """No-op: owners always sum."""
 
     # ---- refused
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Refused if `keep`: on a GPU a unit gets new memory whenever it is gathered. False is what happens anyway."""
+        if keep:
+            _refuse("set_keep_unsharded_storage(True)", "`unshard()` keeps a unit's memory until `reshard()`")
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
         _refuse("set_custom_all_gather", "no all-gather takes place")

@@ -218,6 +218,11 @@ def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, time
         raise ValueError(f"{type(module).__name__} is sharded already: call fully_shard once per module, blocks first")
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy is a {type(mp_policy).__name__}; give a MixedPrecisionPolicy")
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # there is none before torch 2.15
+        raise NotImplementedError(
+            "mp_policy has a param_dtype_override_fn, which is not supported, leave it out: param_dtype is that of all "
+            "parameters"
+        )
     for name in ("param_dtype", "reduce_dtype") if mp_policy is not None else ():
         dtype = getattr(mp_policy, name)
         if dtype is not None and dtype not in SHARDABLE_DTYPES:

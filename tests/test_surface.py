@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 
@@ -23,13 +24,35 @@ def _names(cls: type) -> set[str]:
 def test_methods_of_fsdp_module() -> None:
     from odc_triton.module import ODCModule
 
-    for name in sorted(_names(fsdp.FSDPModule)):
-        ours, theirs = getattr(ODCModule, name, None), getattr(fsdp.FSDPModule, name)
-        assert ours is not None, f"FSDPModule.{name} is missing"
+    names = sorted(_names(fsdp.FSDPModule))
+    missing = [name for name in names if not hasattr(ODCModule, name)]
+    assert not missing, f"torch {torch.__version__}'s FSDPModule has methods that ODCModule lacks: {missing}"
+    for name in names:
+        ours, theirs = getattr(ODCModule, name), getattr(fsdp.FSDPModule, name)
         assert ours.__doc__ or ours.__annotations__["return"] == "NoReturn", f"{name} says nothing"
         theirs, ours = inspect.signature(theirs).parameters, inspect.signature(ours).parameters
         assert list(ours) == list(theirs), name
         assert [p.kind for p in ours.values()] == [p.kind for p in theirs.values()], name
+
+
+def _of_newer_torch(rank: int, world: int) -> None:
+    """FSDP2's loop with a finalization of its own, under every torch."""
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(nn.Linear(3, 2))
+    model.set_keep_unsharded_storage(False)
+    with pytest.raises(NotImplementedError, match="set_keep_unsharded_storage"):
+        model.set_keep_unsharded_storage(True)
+    model.set_manual_backward_finalization(True)
+    with minibatch(model):
+        model(torch.ones(1, 3)).sum().backward()
+        model.finalize_backward(async_op=True).wait()
+        assert model.finalize_backward() is None
+    assert (model.bias.grad.full_tensor() == 1).all()
+
+
+def test_methods_of_a_newer_torch() -> None:
+    ranks.run(_of_newer_torch, 2)
 
 
 def test_arguments_of_fully_shard() -> None:
@@ -40,6 +63,18 @@ def test_arguments_of_fully_shard() -> None:
         assert name in ours, f"fully_shard({name}=) is missing"
         assert ours[name].kind is parameter.kind
         assert name == "module" or f"{name}:" in fully_shard.__doc__ or name in fully_shard.__doc__
+
+
+def test_fields_of_mixed_precision_policy() -> None:
+    from odc_triton import fully_shard
+
+    names = {field.name for field in dataclasses.fields(fsdp.MixedPrecisionPolicy)}
+    refused = names - {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
+    unknown = refused - {"param_dtype_override_fn"}  # of torch 2.15
+    assert not unknown, f"torch {torch.__version__}'s policy has fields that fully_shard does not look at: {unknown}"
+    for name in refused:
+        with pytest.raises(NotImplementedError, match=name):
+            fully_shard(nn.Linear(2, 2), mp_policy=fsdp.MixedPrecisionPolicy(**{name: print}))
 
 
 def _every_method(rank: int, world: int) -> dict[str, str]:
@@ -68,7 +103,9 @@ def _every_method(rank: int, world: int) -> dict[str, str]:
 def test_every_method_works_or_says_what_to_do() -> None:
     (refused,) = ranks.run(_every_method, 1)
     arguments = {"shard_placement_fn", "offload_policy", "dp_mesh_dims"}
-    assert refused.keys() == {"set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"} | arguments
+    methods = {"set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"}
+    newer = {"set_keep_unsharded_storage"} & _names(fsdp.FSDPModule)  # of torch 2.15
+    assert refused.keys() == methods | newer | arguments
     for name, text in refused.items():
         assert name in text
 

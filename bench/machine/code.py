@@ -1,9 +1,10 @@
 """What the compiler made of a kernel, and what is wrong with it.
 
-[Note: unused results] Triton writes every addition as an `atom`, whose result nobody uses; ptxas makes a reduction of
-it (RED on sm_80, REDG above), which returns nothing over the link. It keeps the atomic (ATOMG into RZ) in a kernel that
-acquires a tensor map, as every kernel does that makes a tensor descriptor: there the addition might be one end of a
-synchronisation. So a kernel that reduces in bulk adds nothing else: wgrad leaves the bias to `scatter`.
+[Note: unused results] Nobody uses the result of an addition. Triton 3.9 writes it as a `red`, which returns nothing
+over the link, and before that as an `atom`, of which ptxas makes a reduction (RED on sm_80, REDG above). But ptxas
+keeps the atomic (ATOMG into RZ) in a kernel that acquires a tensor map, as every kernel does that makes a tensor
+descriptor: there the addition might be one end of a synchronisation. So a kernel that reduces in bulk adds nothing
+else: wgrad leaves the bias to `scatter`.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def test_32_bit_products_are_found(tmp_path: Path) -> None:
     assert found["copy_narrow_if"] == [f"{product} %first_0, %columns : i32"]
     assert found["copy_narrow_stride"] == [f"{product} %rows, %columns : i32"]
     (flat,) = (fault for fault in found["copy_flat"] if "32-bit" in fault)
-    assert re.fullmatch(f"{product} %\\w+, %c512_i32 : i32", flat)
+    # The constant's name is its value, in triton 3.9 that of the line that it stands in.
+    assert re.fullmatch(f"{product} %\\w+, %(?:c512_i32|at) : i32", flat)
 
 
 TTIR = """

@@ -66,7 +66,7 @@ BAD = {
     "no HGMMA": ["no HGMMA"],
     "2 bytes": ["scalar 2-byte loads", "no 16-byte loads"],
     "CAS": ["compare-and-swap", "reduces by ATOMG.E.CAS.STRONG.SYS, atom.global.relaxed.sys.cas.b32"],
-    "scope": ["reduces by REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU, atom.global.gpu.relaxed.add.v4.f32"],
+    "scope": ["reduces by REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU, red.global.gpu.relaxed.add.v4.f32"],
     "order": ["reduces by ATOMG.E.ADD.F32x4.FTZ.RN.STRONG.SYS, atom.global.sys.acq_rel.add.v4.f32"],
     "atom": ["reduces by ATOMG.E.ADD.F32x4.FTZ.RN.STRONG.SYS"],
     "used": ["reduces by ATOMG.E.ADD.F32x4.FTZ.RN.STRONG.SYS"],
@@ -86,6 +86,8 @@ def test_each_fault_is_found(out: Path) -> None:
     found["no code"] = [fault.partition(":")[0] for fault in found["no code"]]
     # How many spills there are is the compiler's affair.
     found["spills"], expected = [fault.split(" ")[-1] for fault in found["spills"]], BAD | {"spills": ["spills"]}
+    # Triton before 3.9 writes `atom` where 3.9 writes `red`: of both the same REDG is made.
+    found["scope"] = [fault.replace(", atom.global.gpu.", ", red.global.gpu.") for fault in found["scope"]]
     assert found == expected
 
 
