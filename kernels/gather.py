@@ -88,14 +88,16 @@ def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096, num_warps
 
 
 @triton.jit
-def gather_pieces_kernel(sources, offsets, counts, out, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
+def gather_pieces_kernel(sources, offsets, counts, out, DTYPE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     piece = tl.program_id(1)
-    count = tl.load(counts + piece)
+    # Where all are multiples of 16 bytes, loads and stores are vectors.
+    count = tl.multiple_of(tl.load(counts + piece), EVEN)
+    offset = tl.multiple_of(tl.load(offsets + piece), EVEN)
     start = tl.program_id(0).to(tl.int64) * BLOCK
     if start < count:
         at = start + tl.arange(0, BLOCK)
         values = tl.load(peer_address(sources, piece, DTYPE) + at, mask=at < count)
-        tl.store(out + tl.load(offsets + piece) + at, values, mask=at < count)
+        tl.store(out + offset + at, values, mask=at < count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +105,14 @@ class Pieces:
     """Shards of one dtype and where they go, as `gather_pieces` sees them: int64 tables on the kernel's device.
 
     `sources`: addresses; `offsets`: elements from the start of the result; `counts`: elements; `most`: the largest.
+    `even`: all offsets and counts are multiples of so many elements: of 16 bytes' worth, or 1.
     """
 
     sources: torch.Tensor
     offsets: torch.Tensor
     counts: torch.Tensor
     most: int
+    even: int
     dtype: torch.dtype
 
     @classmethod
@@ -127,6 +131,7 @@ class Pieces:
                     f"aligned to {ALIGNMENT_BYTES} bytes"
                 )
         device, counts = shards[0].device, [shard.numel() for shard in shards]
+        vector = ALIGNMENT_BYTES // shards[0].element_size()
 
         def table(values: Sequence[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
@@ -136,7 +141,8 @@ class Pieces:
             offsets=table(offsets),
             counts=table(counts),
             most=max(counts),
-            dtype=kinds.pop(),
+            even=vector if all(size % vector == 0 for size in (*counts, *offsets)) else 1,
+            dtype=shards[0].dtype,
         )
 
 
@@ -160,6 +166,7 @@ def gather_pieces(*, pieces: Pieces, out: torch.Tensor, block: int = 2048, num_w
             pieces.counts,
             out,
             DTYPE=TL_DTYPES[pieces.dtype],
+            EVEN=pieces.even,
             BLOCK=block,
             num_warps=num_warps,
         )

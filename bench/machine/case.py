@@ -41,6 +41,7 @@ class Case:
     num_stages: int = 2
     matrix: bool = False  # must use the matrix units
     reduces: bool = False  # adds into peers
+    far: bool = False  # which are on other GPUs too, so not in bulk: [Note: bulk reductions] in kernels/device.py
     flat: bool = False  # addresses the elements of a tensor by one number
     faults_of_ptx: Callable[[str], list[str]] | None = None
 
@@ -69,6 +70,7 @@ class Case:
             self.num_stages,
             self.matrix,
             self.reduces,
+            self.far,
             self.flat,
             inspect.getsource(inspect.getmodule(self.faults_of_ptx)) if self.faults_of_ptx else "",
             arch,

@@ -19,12 +19,12 @@ def cases() -> Iterator[Case]:
             aligned=("table", "out", "rows_per_owner", "row_elements"),
             flat=True,
         )
-    for dtype in ("fp32", "bf16"):
+    for dtype, even in (("fp32", 4), ("bf16", 8)):
         yield Case(
             name=f"gather_pieces {dtype}",
             kernel=gather.gather_pieces_kernel,
             signature={"sources": "*i64", "offsets": "*i64", "counts": "*i64", "out": f"*{dtype}"},
-            constants={"DTYPE": TYPES[dtype], "BLOCK": 2048},
+            constants={"DTYPE": TYPES[dtype], "EVEN": even, "BLOCK": 2048},
             aligned=("sources", "offsets", "counts", "out"),
         )
     for dtype in ("fp32", "bf16", "fp16"):

@@ -42,17 +42,19 @@ def test_scatter(world: int, shape: tuple, dtype: torch.dtype) -> None:
     torch.testing.assert_close(join(shards), join(want), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("sizes", [[1], [300, 0, 5], [64, 64, 1, 129]], ids=str)
+@pytest.mark.parametrize(("sizes", "first"), [([1], 3), ([300, 0, 5], 3), ([64, 64, 1, 129], 8), ([64, 8], 8)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_gather_pieces(sizes: list[int], dtype: torch.dtype) -> None:
+def test_gather_pieces(sizes: list[int], first: int, dtype: torch.dtype) -> None:
     """Bitwise: nothing is computed. Between the pieces the result stays as it was."""
-    shards, offsets, end = [], [], 3
+    shards, offsets, end = [], [], first
     for size in sizes:
         shards.append(torch.randn(size).to(dtype))
         offsets.append(end)
         end += size + 8
     out, want = torch.full((end,), 7.0, dtype=dtype), torch.full((end,), 7.0, dtype=dtype)
-    gather_pieces(pieces=Pieces.of(shards, offsets), out=out, block=64)
+    pieces = Pieces.of(shards, offsets)
+    assert pieces.even == (16 // dtype.itemsize if sizes == [64, 8] else 1)
+    gather_pieces(pieces=pieces, out=out, block=64)
     gather_pieces_ref(shards, offsets, want)
     assert torch.equal(out, want)
 
