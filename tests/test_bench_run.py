@@ -20,7 +20,7 @@ from bench.operators import all_operators  # first: it decides where kernels run
 from bench.operators.cell import Cell
 from bench.operators.models import MODELS, TINY, Model
 from bench.operators.operator import Operator, Prepared, Problem, Results, Work
-from bench.operators.targets import TARGETS, Target, memory_share, over_the_slower, ratio, times
+from bench.operators.targets import TARGETS, Target, memory_share, over_the_slower, ratio, times, wanted_first
 from bench.operators.timing import median_interval, quantiles
 from bench.roofline import Machine
 from bench.run import COLUMNS, Report, check, main, problems, row_of, run_cells
@@ -166,12 +166,18 @@ def some_cells(*, peers: str = "loopback") -> list[tuple[Operator, Problem]]:
     )
 
 
-def test_cells_with_a_target_come_first_and_operators_take_turns() -> None:
-    has_target = [any(target.applies(Cell.of(*pair)) for target in TARGETS) for pair in some_cells()]
-    assert has_target == sorted(has_target, reverse=True)
-    with_target = [operator.name for (operator, _), has in zip(some_cells(), has_target, strict=True) if has]
-    assert len(set(with_target[:8])) == 8
+def test_what_is_most_wanted_comes_first_and_operators_take_turns() -> None:
     cells = [Cell.of(*pair) for pair in some_cells()]
+    order = [wanted_first(cell) for cell in cells]
+    assert order == sorted(order)
+    first = [cell for cell in cells if wanted_first(cell) == 0]
+    assert {(cell.model, cell.world) for cell in first} == {("llama-3-8b", 8)}
+    wanted = {"linear staged", "linear_dx staged", "wgrad", "embedding", "embedding_grad", "gather", "scatter"}
+    wanted |= {"linear_cross_entropy", "linear_cross_entropy_grad"}
+    assert wanted <= {cell.operator for cell in first}
+    assert len({cell.operator for cell in first[: len(wanted)]}) == len(wanted)
+    has_target = [any(target.applies(cell) for target in TARGETS) for cell in cells if wanted_first(cell) > 0]
+    assert has_target == sorted(has_target, reverse=True)
     assert len({cell.name for cell in cells}) == len(cells)
     assert not [cell for cell in cells if cell.operator == "linear direct" and cell.tokens > 1024]
     assert {cell.tokens for cell in cells if cell.operator == "gather"} == {0}
@@ -357,11 +363,11 @@ def test_without_a_gpu_it_checks_and_says_that_it_timed_nothing(tmp_path: Path) 
     done = bench(*words, "--seed", "7", "--out", str(tmp_path / "new"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("No GPU: ")
-    assert "20 of 20 cells passed their check, nothing was timed; 0 left out; seed 7" in done.stdout
+    assert "20 of 20 cells passed their check, nothing was timed; 0 left out; 0 kept from before; seed 7" in done.stdout
     data = json.loads((tmp_path / "new" / "kernels.json").read_text())
     assert set(data) == {
-        *("hardware", "gpu", "reached", "timed", "peers", "dtype", "seed", "versions", "commit"),
-        *("passed", "cells", "targets", "left_out"),
+        *("rehearsal", "hardware", "gpu", "reached", "timed", "peers", "dtype", "seed", "versions", "commit", "source"),
+        *("passed", "cells", "targets", "left_out", "not_ended"),
     }
     assert (data["timed"], data["gpu"], data["peers"]) == (False, None, "loopback: no link in these figures")
     assert len(data["cells"]) == 20
