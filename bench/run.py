@@ -94,6 +94,8 @@ class Report:
                 report.left_out = record["left_out"]
             elif "begin" in record:
                 report.begun.append(record["begin"])
+            elif "left" in record:
+                ended.add(record["left"])
             elif "cell" in record:
                 report.cells.append(Cell(**record["cell"]))
                 ended.add(report.cells[-1].name)
@@ -285,6 +287,7 @@ def run_cells(
                 measure(cell, prepared, machine, gpu, seconds=cell_seconds)
         except torch.OutOfMemoryError as error:
             report.left_out.append(f"{cell.name}: {str(error).splitlines()[0]}")
+            append(folder / LINES, {"left": cell.name})
             gpu.free_cached()
             continue
         except Exception as error:  # whatever a kernel or compiler raises is this cell's result; the others still run

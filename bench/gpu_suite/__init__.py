@@ -7,11 +7,11 @@ The stages of the first half hour, in this order, which are also run where none 
 command takes ten minutes:
 
     stage          seconds
-    checks              90  kernel, driver and TMPDIR; that tests may fork; one call of torch; the heap's tests
+    checks             120  kernel, driver and TMPDIR; that tests may fork; one call of torch; the heap's tests
     kernels-right      480  tests/kernels natively, side by side on all cores
     engine             360  the engine's tests, by one and by two processes on one GPU
     train              180  `odc-triton train sft` on real text, by one and by two processes, to a falling loss
-    kernels-timed      450  bench.run: what is most wanted first, beside torch at its best
+    kernels-timed      420  bench.run: what is most wanted first, beside torch at its best
 
 Later ones:
 

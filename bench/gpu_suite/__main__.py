@@ -76,8 +76,8 @@ def main(words: list[str] | None = None) -> int:
                 subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False)
             return _report(options.out)
         about = {
-            "rehearsal": options.rehearse,
             "kernel": platform.release(),
+            "rehearsal": options.rehearse,
             "gpu": device.about(),
             "gpus": device.count(),
             "hardware": hardware(),

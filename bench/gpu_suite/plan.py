@@ -76,9 +76,27 @@ class Given:
 
 ON_A_GPU = Given(
     tests={
-        "checks": Tests(files=("tests/gpu/test_cuda_heap.py",), words=("-x",)),
-        "kernels-right": Tests(files=("tests/kernels",), workers=min(16, os.cpu_count() or 1)),
-        # In order of worth. Two at a time: starting processes takes longer than what they then compute.
+        "checks": Tests(files=("tests/gpu/test_cuda_heap.py",), workers=0, words=("-x",)),
+        # In order of worth, as below.
+        "kernels-right": Tests(
+            files=(
+                "tests/kernels/test_gather_scatter.py",
+                "tests/kernels/test_matrix.py",
+                "tests/kernels/test_staged.py",
+                "tests/kernels/test_engine_step.py",
+                "tests/kernels/test_embedding.py",
+                "tests/kernels/test_linear_cross_entropy.py",
+                "tests/kernels/test_qkv.py",
+                "tests/kernels/test_addresses.py",
+                "tests/kernels/test_refusals.py",
+                "tests/kernels/test_staged_refusals.py",
+                "tests/kernels/test_embedding_refusals.py",
+                "tests/kernels/test_linear_cross_entropy_refusals.py",
+                "tests/kernels/test_qkv_refusals.py",
+            ),
+            workers=min(16, os.cpu_count() or 1),
+        ),
+        # Two at a time: starting processes takes longer than what they then compute.
         "engine": Tests(
             files=(
                 "tests/gpu/test_cuda_engine.py",
@@ -126,7 +144,7 @@ ON_A_GPU = Given(
 _ON_THE_CPU = "not gpu and not slow"
 REHEARSAL = Given(
     tests={
-        "checks": Tests(files=("tests/test_plan.py",), marker=_ON_THE_CPU, words=("-x",)),
+        "checks": Tests(files=("tests/test_plan.py",), marker=_ON_THE_CPU, workers=0, words=("-x",)),
         "kernels-right": Tests(
             files=("tests/kernels/test_gather_scatter.py",), marker=_ON_THE_CPU, workers=2, words=("-k", "float32")
         ),
@@ -236,11 +254,11 @@ def _lengths(here: Here, stage: str, seconds: float) -> dict[str, Any]:
 
 
 STAGES = (
-    Stage(name="checks", seconds=90, run=_checks, first=True),
+    Stage(name="checks", seconds=120, run=_checks, first=True),
     Stage(name="kernels-right", seconds=480, run=_tests, first=True),
     Stage(name="engine", seconds=360, run=_tests, first=True),
     Stage(name="train", seconds=180, run=_train, first=True),
-    Stage(name="kernels-timed", seconds=450, run=_kernels, first=True),
+    Stage(name="kernels-timed", seconds=420, run=_kernels, first=True),
     Stage(name="staged", seconds=150, run=_staged),
     Stage(name="four", seconds=120, run=_tests),
     Stage(name="step", seconds=240, run=_step),

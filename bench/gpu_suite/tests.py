@@ -43,7 +43,7 @@ def run_tests(
     again: bool = False,
 ) -> dict[str, Any]:
     """`pytest -m marker paths` without those that passed before; the order of `paths` is that of their worth. Whether
-    all that was collected passed, now or before, and whether the time ran out.
+    all that was collected passed, now or before, and whether the time ran out. `workers`: 0 for none but pytest itself.
     """
     before = {} if again else ledger.stage(stage).tests
     done = [test for test, record in before.items() if record["outcome"] != "failed"]
