@@ -262,8 +262,7 @@ def run_memcheck(runs: Runs) -> dict[str, Any]:
     """`bench.run --check` under memcheck, every tensor an allocation of its own. Passes where there is no such tool."""
     tool = find_tool(runs.environment)
     if tool is None:
-        runs.ledger.add("said", stage=runs.stage, text="compute-sanitizer is not present")
-        return {"passed": True, "cut": False}
+        return {"passed": True, "cut": False, "note": "not run: compute-sanitizer is not present"}
     begin_s = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         command = [tool, "--tool", "memcheck", "--error-exitcode", "99", sys.executable, "-m", "bench.run", "--check"]

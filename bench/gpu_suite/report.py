@@ -92,6 +92,8 @@ def _summary(stage: Found) -> str:
         parts.append("runs: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
     if stage.ended and "cells" in stage.ended:
         parts.append(f"{stage.ended['cells']} cells, in kernels.md")
+    if stage.ended and "note" in stage.ended:
+        parts.append(stage.ended["note"])
     if stage.running:
         parts.append(f"running at the end: {', '.join(stage.running)}")
     return "; ".join(parts)

@@ -42,14 +42,18 @@ def run_tests(
     words: Iterable[str] = (),
     again: bool = False,
 ) -> dict[str, Any]:
-    """`pytest -m marker paths` without those that passed before; the order of `paths` is that of their worth. Whether
-    all that was collected passed, now or before, and whether the time ran out. `workers`: 0 for none but pytest itself.
+    """`pytest -m marker paths` without those that passed before, and those that failed last; the order of `paths` is
+    that of their worth. Whether all that was collected passed, now or before, and whether the time ran out.
+
+    `workers`: 0 for none but pytest itself.
     """
     before = {} if again else ledger.stage(stage).tests
-    done = [test for test, record in before.items() if record["outcome"] != "failed"]
+    known: dict[str, list[str]] = {"done": [], "failed": []}
+    for test, record in before.items():
+        known["failed" if record["outcome"] == "failed" else "done"].append(test)
     with tempfile.TemporaryDirectory() as scratch:
         given = Path(scratch) / "given.json"
-        given.write_text(json.dumps({"folder": str(ledger.folder), "key": ledger.key, "stage": stage, "done": done}))
+        given.write_text(json.dumps({"folder": str(ledger.folder), "key": ledger.key, "stage": stage} | known))
         command = [sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "bench.gpu_suite.tests"]
         command += ["-p", "no:cacheprovider", "-p", "no:benchmark", "--continue-on-collection-errors"]
         # Warnings are errors where versions are pinned; that machine's are its own.
@@ -69,7 +73,8 @@ def run_tests(
 class _Plugin:
     def __init__(self, given: dict[str, Any], *, writes: bool) -> None:
         self.ledger = Ledger(folder=Path(given["folder"]), key=given["key"])
-        self.stage, self.done, self.writes = given["stage"], set(given["done"]), writes
+        self.stage, self.writes = given["stage"], writes
+        self.done, self.failed_before = set(given["done"]), set(given["failed"])
         self.seconds: dict[str, float] = {}
         self.texts: dict[str, str] = {}  # of failures: one may be followed by another, of its teardown or its worker
         self.failed = False
@@ -78,7 +83,8 @@ class _Plugin:
         passed = [item for item in items if item.nodeid in self.done]
         if passed:
             config.hook.pytest_deselected(items=passed)
-            items[:] = [item for item in items if item.nodeid not in self.done]
+        items[:] = [item for item in items if item.nodeid not in self.done]
+        items.sort(key=lambda item: item.nodeid in self.failed_before)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.failed = False
