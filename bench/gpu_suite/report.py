@@ -14,6 +14,7 @@ from odc_triton.report import table
 
 from .ledger import LINES, Found, found_of
 
+_SAID = ("hardware", "commit")  # at the top
 ONE_GPU = (
     "One GPU: what its processes read from each other is this GPU's own memory. No time or rate here says anything"
     " about NVLink, least of all those of staged weights: their copies then compete with kernels for multiprocessors."
@@ -117,7 +118,7 @@ def _in_short(data: dict[str, Any]) -> str:
     """Of what a run found, what a line can say; all of it is in the JSON file."""
     if "losses" in data:
         return f", loss {data['first']} in the first ten steps, {data['last']} in the last ten of {len(data['losses'])}"
-    words = {key: value for key, value in data.items() if isinstance(value, str | int | float)}
+    words = {key: value for key, value in data.items() if isinstance(value, str | int | float) and key not in _SAID}
     return "".join(
         f", {key}: {str(value).strip().splitlines()[-1]}" for key, value in words.items() if str(value).strip()
     )
