@@ -310,6 +310,10 @@ def test_the_report_needs_only_the_lines(tmp_path: Path) -> None:
     new.add("test", stage="engine", test="t::a", outcome="passed", seconds=2.0, text="")
     new.add("test", stage="engine", test="t::b", outcome="failed", seconds=1.0, text="E   no luck")
     new.add("test begins", stage="engine", test="t::c")
+    new.add("begin", stage="train", seconds=5)
+    new.add("run", stage="train", name="one", passed=False, cut=True, data={"first": 2.0, "last": 1.0, "losses": [2.0]})
+    new.add("run", stage="train", name="two", passed=False, cut=False, data=None, text="Traceback")
+    new.add("run", stage="train", name="three", passed=None, data=None)
     write_report(tmp_path, NAMES)
     data = json.loads((tmp_path / "gpu_suite.json").read_text())
     assert data["rehearsal"] is False
@@ -320,6 +324,8 @@ def test_the_report_needs_only_the_lines(tmp_path: Path) -> None:
     assert engine["failures"] == [{"test": "t::b", "seconds": 1.0, "text": "E   no luck"}]
     assert engine["running_at_the_end"] == ["t::c"]
     text = (tmp_path / "gpu_suite.md").read_text()
+    for words in ("- one: cut short, loss 2.0", "- two: FAILED", "Traceback", "- three: killed before its end"):
+        assert words in text
     for words in ("# H200, commit abc", "kernel: 6.1", ONE_GPU, "1 passed, 1 failed, 0 skipped", "t::b", "no luck"):
         assert words in text
     assert WARNING not in text

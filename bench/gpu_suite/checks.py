@@ -47,7 +47,8 @@ def run_checks(ledger: Ledger, environment: dict[str, str], *, rehearse: bool, d
     for name, program in programs.items():
         begin_s = time.monotonic()
         code, text = run([sys.executable, "-c", program], environment, max(deadline_s - begin_s, 1))
-        results.append(_write(ledger, name, code == 0, tail(text), time.monotonic() - begin_s))
+        said = tail(text) if code is not None else "the time ran out"
+        results.append(_write(ledger, name, code == 0, said, time.monotonic() - begin_s))
     return all(results)
 
 

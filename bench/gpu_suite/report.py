@@ -88,8 +88,7 @@ def _summary(stage: Found) -> str:
     if stage.tests:
         parts.append(", ".join(f"{stage.counts[name]} {name}" for name in ("passed", "failed", "skipped")))
     if stage.runs:
-        ends = {True: "passed", False: "failed", None: "not ended"}
-        counts = Counter(ends[record["passed"]] for record in stage.runs.values())
+        counts = Counter(_end_of(record) for record in stage.runs.values())
         parts.append("runs: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
     if stage.ended and "cells" in stage.ended:
         parts.append(f"{stage.ended['cells']} cells, in kernels.md")
@@ -103,8 +102,7 @@ def _summary(stage: Found) -> str:
 def _details(stage: Found) -> list[str]:
     lines = [f"## {stage.stage}: {stage.verdict}", "", _summary(stage), ""]
     for name, record in stage.runs.items():
-        verdict = {True: "passed", False: "FAILED", None: "not ended"}[record["passed"]]
-        lines.append(f"- {name}: {verdict}{_in_short(record.get('data') or {})}")
+        lines.append(f"- {name}: {_end_of(record)}{_in_short(record.get('data') or {})}")
         if record.get("text"):
             lines += ["", "```", record["text"], "```", ""]
     for failure in stage.failures:
@@ -112,6 +110,14 @@ def _details(stage: Found) -> list[str]:
     for text in filter(None, stage.said):
         lines += ["", "What the process said last:", "", "```", text, "```"]
     return lines
+
+
+def _end_of(run: dict[str, Any]) -> str:
+    if run["passed"] is None:
+        return "killed before its end"
+    if run["passed"]:
+        return "passed"
+    return "cut short" if run.get("cut") else "FAILED"
 
 
 def _in_short(data: dict[str, Any]) -> str:
