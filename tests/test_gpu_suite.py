@@ -472,6 +472,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_whole_rehearsal(tmp_path: Path) -> None:
     done = rehearse(tmp_path, *NAMES)
     assert done.returncode == 0, done.stdout + done.stderr
