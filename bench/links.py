@@ -276,9 +276,10 @@ def _wrong_results(
 
 
 def _times_on_gpu(run: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, float]]:
+    from bench.device import Gpu
     from bench.operators.timing import interleaved, quantiles
 
-    return {name: quantiles(us) for name, us in interleaved(run, seconds=seconds).items()}
+    return {name: quantiles(us) for name, us in interleaved(run, Gpu(), seconds=seconds).items()}
 
 
 def _times_on_cpu(run: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, float]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("odc-triton", "torch", "triton", "transformers", "numpy")
 
 
@@ -32,15 +35,24 @@ def commit() -> str:
     """The checkout's commit, marked where files differ from it. Outside of a checkout what ODC_COMMIT says, or
     "unknown".
     """
-    root = Path(__file__).resolve().parent.parent
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         return git("rev-parse", "HEAD") + (" and uncommitted changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("ODC_COMMIT", "unknown")
+
+
+@cache
+def source_digest() -> str:
+    """Names the code as it is, committed or not: what passed with other code has to pass again."""
+    digest = hashlib.sha256()
+    for folder in ("kernels", "odc_triton", "bench", "tests"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def gpu() -> dict[str, str] | None:

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.device import Gpu
 from bench.operators.operator import Work
 from bench.operators.timing import interleaved, quantiles
-
-_SIDE = 8192
-_COPY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +22,10 @@ class Machine:
     link_bytes_s: float = 0.0
 
     @classmethod
-    def measured(cls, *, dtype: torch.dtype, peers: str, seconds: float = 0.5) -> Machine:
-        """The rates of the library's 8192³ product and of copies of 1 GiB, on random numbers."""
-        a, b = (torch.randn(_SIDE, _SIDE, device="cuda", dtype=dtype) for _ in range(2))
-        source = torch.randint(-128, 127, (_COPY_BYTES,), dtype=torch.int8, device="cuda")
+    def measured(cls, gpu: Gpu, *, dtype: torch.dtype, peers: str, seconds: float = 0.5) -> Machine:
+        """The rates of the library's product of two square matrices and of copies, on random numbers."""
+        a, b = (torch.randn(gpu.side, gpu.side, device=gpu.type, dtype=dtype) for _ in range(2))
+        source = torch.randint(-128, 127, (gpu.copy_bytes,), dtype=torch.int8, device=gpu.type)
         target, out = torch.empty_like(source), torch.empty_like(a)
         runs = {"product": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
         if peers == "pinned":
@@ -35,11 +33,11 @@ class Machine:
             runs["link"] = lambda: target.copy_(pinned, non_blocking=True)
         for run in runs.values():
             run()
-        second = {name: quantiles(us)["p50"] / 1e6 for name, us in interleaved(runs, seconds=seconds).items()}
+        second = {name: quantiles(us)["p50"] / 1e6 for name, us in interleaved(runs, gpu, seconds=seconds).items()}
         return cls(
-            flops=2 * _SIDE**3 / second["product"],
-            hbm_bytes_s=2 * _COPY_BYTES / second["copy"],
-            link_bytes_s=_COPY_BYTES / second["link"] if "link" in second else 0.0,
+            flops=2 * gpu.side**3 / second["product"],
+            hbm_bytes_s=2 * gpu.copy_bytes / second["copy"],
+            link_bytes_s=gpu.copy_bytes / second["link"] if "link" in second else 0.0,
         )
 
     def seconds(self, work: Work) -> float:

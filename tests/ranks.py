@@ -107,6 +107,9 @@ def start(function: Callable, world: int, *args: Any, store_in_rank_0: bool = Fa
     """Starts `function(rank, world, *args)` on `world` ranks. The function must be importable."""
     import torch.distributed as dist
 
+    # A library that asks at import whether there is a GPU would initialise CUDA in the fork server, and then no rank
+    # could: so torch asks the driver's library instead.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, None, True)

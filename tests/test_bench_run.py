@@ -17,10 +17,11 @@ import torch
 
 from bench.operators import all_operators  # first: it decides where kernels run  # isort: skip
 
+from bench.lines import append
 from bench.operators.cell import Cell
 from bench.operators.models import MODELS, TINY, Model
 from bench.operators.operator import Operator, Prepared, Problem, Results, Work
-from bench.operators.targets import TARGETS, Target, memory_share, over_the_slower, ratio, times
+from bench.operators.targets import TARGETS, Target, memory_share, over_the_slower, ratio, times, wanted_first
 from bench.operators.timing import median_interval, quantiles
 from bench.roofline import Machine
 from bench.run import COLUMNS, Report, check, main, problems, row_of, run_cells
@@ -166,12 +167,18 @@ def some_cells(*, peers: str = "loopback") -> list[tuple[Operator, Problem]]:
     )
 
 
-def test_cells_with_a_target_come_first_and_operators_take_turns() -> None:
-    has_target = [any(target.applies(Cell.of(*pair)) for target in TARGETS) for pair in some_cells()]
-    assert has_target == sorted(has_target, reverse=True)
-    with_target = [operator.name for (operator, _), has in zip(some_cells(), has_target, strict=True) if has]
-    assert len(set(with_target[:8])) == 8
+def test_what_is_most_wanted_comes_first_and_operators_take_turns() -> None:
     cells = [Cell.of(*pair) for pair in some_cells()]
+    order = [wanted_first(cell) for cell in cells]
+    assert order == sorted(order)
+    first = [cell for cell in cells if wanted_first(cell) == 0]
+    assert {(cell.model, cell.world) for cell in first} == {("llama-3-8b", 8)}
+    wanted = {"linear staged", "linear_dx staged", "wgrad", "embedding", "embedding_grad", "gather", "scatter"}
+    wanted |= {"linear_cross_entropy", "linear_cross_entropy_grad"}
+    assert wanted <= {cell.operator for cell in first}
+    assert len({cell.operator for cell in first[: len(wanted)]}) == len(wanted)
+    has_target = [any(target.applies(cell) for target in TARGETS) for cell in cells if wanted_first(cell) > 0]
+    assert has_target == sorted(has_target, reverse=True)
     assert len({cell.name for cell in cells}) == len(cells)
     assert not [cell for cell in cells if cell.operator == "linear direct" and cell.tokens > 1024]
     assert {cell.tokens for cell in cells if cell.operator == "gather"} == {0}
@@ -320,6 +327,90 @@ def test_no_cell_begins_after_the_deadline(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "kernels.json").read_text())["left_out"] == report.left_out
 
 
+ABOUT = {"gpu": {"name": "one"}, "source": "1", "timed": False, "dtype": "bfloat16", "versions": {}}
+
+
+def names_in(folder: Path, about: dict | None = ABOUT) -> list[str]:
+    return [cell.name for cell in Report.load(folder, about).cells]
+
+
+def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    gather = OPERATORS["gather"]
+    todo = [(gather, problem(gather, world=world)) for world in (1, 2, 3)]
+    lines = tmp_path / "kernels.jsonl"
+    append(lines, {"about": ABOUT | {"seed": 5}})
+    run_cells(todo[:1], Report(), machine=None, seed=1, folder=tmp_path)
+    append(lines, {"begin": Cell.of(*todo[1]).name})  # and then it was killed
+    append(lines, {"about": ABOUT | {"seed": 6}})
+    report = Report.load(tmp_path, ABOUT)
+    assert report.about["seed"] == 5
+    assert report.begun == [Cell.of(*todo[1]).name]
+    assert "cut short by a kill" in report.text()
+    ran: list[int] = []
+
+    def noted(operator: Operator, given: Problem) -> tuple[Operator, Problem]:
+        def prepare(of: Problem) -> Prepared:
+            ran.append(of.world)
+            return operator.prepare(of)
+
+        return replace(operator, prepare=prepare), given
+
+    assert run_cells([noted(*pair) for pair in todo], report, machine=None, seed=1, folder=tmp_path)
+    assert ran == [3, 2], "what was measured is kept, what did not end comes last"
+    assert report.begun == []
+    assert sorted(names_in(tmp_path)) == sorted(Cell.of(*pair).name for pair in todo)
+    assert names_in(tmp_path, None) == names_in(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"gpu": {"name": "two"}}, {"source": "2"}, {"rehearsal": True}, {"timed": True}])
+def test_cells_of_something_else_are_not_kept(change: dict, tmp_path: Path) -> None:
+    gather = OPERATORS["gather"]
+    append(tmp_path / "kernels.jsonl", {"about": ABOUT})
+    run_cells([(gather, problem(gather))], Report(), machine=None, seed=1, folder=tmp_path)
+    assert len(names_in(tmp_path)) == 1
+    assert names_in(tmp_path, ABOUT | change) == []
+
+
+def test_what_did_not_fit_did_end(tmp_path: Path) -> None:
+    gather = OPERATORS["gather"]
+
+    def prepare(given: Problem) -> Prepared:
+        raise torch.OutOfMemoryError("tried to allocate too much")
+
+    append(tmp_path / "kernels.jsonl", {"about": ABOUT})
+    assert run_cells(
+        [(replace(gather, prepare=prepare), problem(gather))], Report(), machine=None, seed=1, folder=tmp_path
+    )
+    report = Report.load(tmp_path, ABOUT)
+    assert report.begun == []
+    assert "too much" in report.left_out[0]
+
+
+HANGS = """
+from pathlib import Path
+from bench.operators import all_operators
+import bench.run, time
+from bench.operators.operator import Problem
+from bench.operators.models import TINY
+from dataclasses import replace
+import torch
+bench.run.CELL_S = 0.5
+gather = all_operators()["gather"]
+given = Problem(model=TINY, layer=gather.layers(TINY)[0], tokens=0, world=1, dtype=torch.bfloat16)
+hanging = replace(gather, prepare=lambda given: time.sleep(60))
+bench.run.run_cells([(hanging, given)], bench.run.Report(), machine=None, seed=1, folder=Path({folder!r}))
+"""
+
+
+def test_a_cell_that_hangs_ends_the_process_and_is_named(tmp_path: Path) -> None:
+    append(tmp_path / "kernels.jsonl", {"about": ABOUT})
+    code = HANGS.format(folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "run_cells" in done.stderr, "where it hung"
+    assert len(Report.load(tmp_path, ABOUT).begun) == 1
+
+
 def test_a_row_of_a_timed_cell() -> None:
     cell = timed("wgrad", baselines_us={"torch.mm": 12.0}, passed=True, missing={"torch.mm, add": "out of memory"})
     row = dict(zip(COLUMNS, row_of(cell), strict=True))
@@ -357,11 +448,11 @@ def test_without_a_gpu_it_checks_and_says_that_it_timed_nothing(tmp_path: Path) 
     done = bench(*words, "--seed", "7", "--out", str(tmp_path / "new"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("No GPU: ")
-    assert "20 of 20 cells passed their check, nothing was timed; 0 left out; seed 7" in done.stdout
+    assert "20 of 20 cells passed their check, nothing was timed; 0 left out; 0 kept from before; seed 7" in done.stdout
     data = json.loads((tmp_path / "new" / "kernels.json").read_text())
     assert set(data) == {
-        *("hardware", "gpu", "reached", "timed", "peers", "dtype", "seed", "versions", "commit"),
-        *("passed", "cells", "targets", "left_out"),
+        *("rehearsal", "hardware", "gpu", "reached", "timed", "peers", "dtype", "seed", "versions", "commit", "source"),
+        *("passed", "cells", "targets", "left_out", "not_ended"),
     }
     assert (data["timed"], data["gpu"], data["peers"]) == (False, None, "loopback: no link in these figures")
     assert len(data["cells"]) == 20

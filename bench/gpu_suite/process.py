@@ -9,9 +9,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+_POLL_S = 0.5
+# Runs a command that the kernel kills when this process dies, by whatever signal: a command that went on by itself
+# would hold the GPU while the next one is measured.
+_BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 def install(scratch: Path) -> dict[str, str]:
@@ -32,21 +38,35 @@ def install(scratch: Path) -> dict[str, str]:
     return {"how": how, "path": str(target)}
 
 
-def run(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int | None, str]:
-    """The exit code, None where the time ran out, and all that was printed. Nothing that it started stays behind."""
-    with tempfile.TemporaryFile("w+") as said:
+def run(
+    command: list[str], environment: dict[str, str], seconds: float, watch: Callable[[], None] = lambda: None
+) -> tuple[int | None, str]:
+    """The exit code, None where the time ran out, and all that was printed. Nothing that it started stays behind.
+
+    `watch` is called twice a second meanwhile, and once at the end.
+    """
+    deadline_s = time.monotonic() + seconds
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, "-S", "-c", _BOUND, *command],
+            cwd=ROOT,
+            env=environment,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-        try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
+        code: int | None = None
+        while code is None and (left_s := deadline_s - time.monotonic()) > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(min(_POLL_S, left_s))
+            watch()
+        if code is None:
             # Ranks of a test are in groups of their own, but of this session.
             for pid in _of_session(process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             process.wait()
+        watch()
         said.seek(0)
         return code, said.read()
 

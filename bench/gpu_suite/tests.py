@@ -1,94 +1,130 @@
-"""The stages that run pytest: all GPU tests but those that have a stage of their own, and these."""
+"""Runs pytest so that no outcome is lost, and is the plugin by which pytest writes each one down as it comes.
+
+The plugin works with pytest-xdist: only the controller, which sees the reports of all workers, writes. A worker whose
+process dies is named by xdist with the test that it ran, and replaced; that is why a test that hangs in the GPU's
+driver (where no signal reaches Python) ends with its worker, and a worker that lost its CUDA context ends itself.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import sys
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
-from .outcome import Outcome
+from .ledger import Ledger
 from .process import run
 
-FOUR, KILLED = "tests/gpu/test_four_processes.py", "tests/gpu/test_killed.py"
-TESTS = (
-    "tests/gpu",
-    "tests/test_gathered.py",
-    "tests/test_gathered_usage.py",
-    "tests/test_hf_attention.py",
-    "tests/kernels",
-)
-_TAIL_LINES = 40
+# Of one test. More than the 120 s after which tests/ranks.py names the ranks that did not end.
+TEST_S = 150
+TAIL_LINES = 60
+_TEXT_CHARACTERS = 6000
+_ENVIRONMENT = "ODC_SUITE_OUTCOMES"
 
 
-def read_junit(path: Path) -> tuple[Counter[str], list[dict[str, str]]]:
-    """Counts by outcome, and every failure: its test and the end of its text."""
-    counts: Counter[str] = Counter(passed=0, failed=0, skipped=0)
-    failures = []
-    for case in ElementTree.parse(path).getroot().iter("testcase"):
-        wrong = [child for child in case if child.tag in ("failure", "error")]
-        if wrong:
-            counts["failed"] += 1
-            text = "\n".join((wrong[0].text or "").strip().splitlines()[-_TAIL_LINES:])
-            failures.append({"test": f"{case.get('classname')}::{case.get('name')}", "text": text})
-        else:
-            counts["skipped" if case.find("skipped") is not None else "passed"] += 1
-    return counts, failures
+def tail(text: str) -> str:
+    return "\n".join(text.splitlines()[-TAIL_LINES:])[-_TEXT_CHARACTERS:]
 
 
 def run_tests(
-    paths: list[str],
-    marker: str,
+    ledger: Ledger,
+    stage: str,
+    paths: Iterable[str],
     environment: dict[str, str],
     seconds: float,
     *,
-    stage: str = "tests",
-    without: Sequence[str] = (),
-) -> Outcome:
-    """`pytest -m marker paths`, as far as it comes in the time; the order of `paths` is that of their worth.
+    marker: str = "gpu",
+    workers: int = 1,
+    words: Iterable[str] = (),
+    again: bool = False,
+) -> dict[str, Any]:
+    """`pytest -m marker paths` without those that passed before, and those that failed last; the order of `paths` is
+    that of their worth. Whether all that was collected passed, now or before, and whether the time ran out.
 
-    `without`: files that other stages run.
+    `workers`: 0 for none but pytest itself.
     """
-    begin_s = time.monotonic()
-    counts: Counter[str] = Counter()
-    failures: list[dict[str, str]] = []
-    unfinished: list[str] = []
-    parallel = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
+    before = {} if again else ledger.stage(stage).tests
+    known: dict[str, list[str]] = {"done": [], "failed": []}
+    for test, record in before.items():
+        known["failed" if record["outcome"] == "failed" else "done"].append(test)
     with tempfile.TemporaryDirectory() as scratch:
-        for number, path in enumerate(paths):
-            left_s = seconds - (time.monotonic() - begin_s)
-            junit = Path(scratch) / f"{number}.xml"
-            # Processes of one test share the GPU with each other only: what they time out on is not other tests' work.
-            workers = parallel if "kernels" in path else []
-            command = [sys.executable, "-m", "pytest", "-q", "-m", marker, *workers, "-p", "no:cacheprovider"]
-            # Warnings are errors where versions are pinned; that machine's are its own.
-            command += ["-W", "default", "--timeout", "120", f"--junit-xml={junit}", path]
-            command += [f"--ignore={each}" for each in without]
-            code, text = run(command, environment, max(left_s, 1))
-            tail = "\n".join(text.splitlines()[-_TAIL_LINES:])
-            if code is None:
-                unfinished.append(path)
-                failures.append({"test": f"{path}, stopped when its time was over", "text": tail})
-                continue
-            if not junit.exists() or code not in (0, 1, 5):  # 5: nothing was collected
-                failures.append({"test": f"{path} as a whole", "text": tail})
-                continue
-            of_path, failed = read_junit(junit)
-            counts += of_path
-            failures += failed
-    details = [", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "skipped"))]
-    details += [f"not finished in time: {path}" for path in unfinished]
-    for failure in failures:
-        details += ["", f"### {failure['test']}", "", "```", failure["text"], "```"]
-    return Outcome(
-        stage=stage,
-        passed=not (failures or unfinished) and counts["passed"] > 0,
-        seconds=time.monotonic() - begin_s,
-        details=details,
-        data={"counts": dict(counts), "failures": failures, "unfinished": unfinished},
-    )
+        given = Path(scratch) / "given.json"
+        given.write_text(json.dumps({"folder": str(ledger.folder), "key": ledger.key, "stage": stage} | known))
+        command = [sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "bench.gpu_suite.tests"]
+        command += ["-p", "no:cacheprovider", "-p", "no:benchmark", "--continue-on-collection-errors"]
+        # Warnings are errors where versions are pinned; that machine's are its own.
+        command += ["-W", "default", "--timeout", str(TEST_S), "--timeout-method", "thread", *words]
+        if importlib.util.find_spec("xdist"):
+            command += ["-n", str(workers), "--maxschedchunk", "1"]
+        code, text = run([*command, *paths], environment | {_ENVIRONMENT: str(given)}, seconds)
+    found = ledger.stage(stage)
+    if code not in (0, 1, 5):  # 5: nothing was left to run
+        ledger.add("said", stage=stage, text=tail(text))
+    return {
+        "passed": code in (0, 5) and not found.failures and found.counts["passed"] > 0,
+        "cut": code is None and not found.failures,
+    }
+
+
+class _Plugin:
+    def __init__(self, given: dict[str, Any], *, writes: bool) -> None:
+        self.ledger = Ledger(folder=Path(given["folder"]), key=given["key"])
+        self.stage, self.writes = given["stage"], writes
+        self.done, self.failed_before = set(given["done"]), set(given["failed"])
+        self.seconds: dict[str, float] = {}
+        self.texts: dict[str, str] = {}  # of failures: one may be followed by another, of its teardown or its worker
+        self.failed = False
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        passed = [item for item in items if item.nodeid in self.done]
+        if passed:
+            config.hook.pytest_deselected(items=passed)
+        items[:] = [item for item in items if item.nodeid not in self.done]
+        items.sort(key=lambda item: item.nodeid in self.failed_before)
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.failed = False
+        if self.writes:
+            self.ledger.add("test begins", stage=self.stage, test=nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Of setup, call and teardown the last one is written, or the first that failed or skipped."""
+        self.failed |= report.failed
+        if not self.writes:
+            return
+        seconds = self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + getattr(report, "duration", 0.0)
+        if report.outcome != "passed" or report.when == "call":
+            self._write(report.nodeid, report.outcome, seconds, report.longreprtext)
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if self.writes and report.failed:
+            self._write(report.nodeid, "failed", 0.0, report.longreprtext)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        if self.failed and not self.writes and _context_is_lost():
+            os._exit(1)  # every test after it would fail for this one's fault: xdist begins another worker
+
+    def _write(self, test: str, outcome: str, seconds: float, text: str) -> None:
+        if outcome == "failed":
+            text = self.texts[test] = "\n\n".join(filter(None, [self.texts.get(test), tail(text)]))
+        elif outcome == "passed":
+            text = ""
+        self.ledger.add("test", stage=self.stage, test=test, outcome=outcome, seconds=round(seconds, 2), text=text)
+
+
+def _context_is_lost() -> bool:
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    from bench.device import Gpu
+
+    return not Gpu().answers()
+
+
+def pytest_configure(config: Any) -> None:
+    given = json.loads(Path(os.environ[_ENVIRONMENT]).read_text())
+    config.pluginmanager.register(_Plugin(given, writes=not hasattr(config, "workerinput")))

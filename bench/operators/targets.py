@@ -125,3 +125,12 @@ TARGETS = (
         at_least=False,
     ),
 )
+
+
+def wanted_first(cell: Cell) -> int:
+    """0: what the first half hour on a GPU is for, the layers of one model under training's load; 1: what a target is
+    about; 2: the others.
+    """
+    if cell.model == "llama-3-8b" and cell.world == 8 and cell.tokens in (0, 4096):
+        return 0
+    return 1 if any(target.applies(cell) for target in TARGETS) else 2

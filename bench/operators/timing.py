@@ -1,4 +1,4 @@
-"""Times on a GPU, side by side: every function once a round, the L2 flushed before each."""
+"""Times on a GPU (or on a stand-in), side by side: every function once a round, the L2 flushed before each."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from bench.device import Gpu
+
 from .operator import Run
 
 WARM_UP = 3
-LEAST_ROUNDS, MOST_ROUNDS = 10, 50
-# Far above any L2, and long enough to write (0.2 ms or more) that the host has enqueued a whole call before the clock
-# starts: what is timed is the device, not the launching.
-FLUSH_BYTES = 1 << 30
 
 
 def quantiles(us: Sequence[float]) -> dict[str, float]:
@@ -31,7 +29,7 @@ def median_interval(values: Sequence[float]) -> dict[str, float]:
     return {"median": quantiles(values)["p50"], "low": ordered[low], "high": ordered[high]}
 
 
-def warm_up(runs: Mapping[str, Run]) -> tuple[dict[str, Run], dict[str, str]]:
+def warm_up(runs: Mapping[str, Run], gpu: Gpu) -> tuple[dict[str, Run], dict[str, str]]:
     """The functions that run, after a few calls of each, and why the others don't: a baseline may need more memory, or
     a newer torch. What "ours" raises is raised.
     """
@@ -40,7 +38,7 @@ def warm_up(runs: Mapping[str, Run]) -> tuple[dict[str, Run], dict[str, str]]:
         try:
             for _ in range(WARM_UP):
                 run()
-            torch.cuda.synchronize()
+            gpu.synchronize()
             good[name] = run
         except (RuntimeError, TypeError) as error:
             if name == "ours":
@@ -49,40 +47,29 @@ def warm_up(runs: Mapping[str, Run]) -> tuple[dict[str, Run], dict[str, str]]:
     return good, missing
 
 
-def interleaved(runs: Mapping[str, Run], *, seconds: float) -> dict[str, list[float]]:
+def interleaved(runs: Mapping[str, Run], gpu: Gpu, *, seconds: float) -> dict[str, list[float]]:
     """Microseconds of every call, one of each function a round, as many rounds as fit into `seconds` or so.
 
     Every round begins with another function, so that none always follows the same one.
     """
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    flush = torch.empty(gpu.flush_bytes, dtype=torch.int8, device=gpu.type)
     names = list(runs)
     us: dict[str, list[float]] = {name: [] for name in names}
-    rounds, done = LEAST_ROUNDS, 0
+    least, most = gpu.rounds
+    rounds, done = least, 0
     while done < rounds:
         turn = done % len(names)
-        events = {}
+        marks = {}
         for name in names[turn:] + names[:turn]:
             flush.zero_()
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+            begin = gpu.mark()
             runs[name]()
-            end.record()
-            events[name] = begin, end
-        torch.cuda.synchronize()
-        for name, (begin, end) in events.items():
-            us[name].append(begin.elapsed_time(end) * 1e3)
+            marks[name] = begin, gpu.mark()
+        gpu.synchronize()
+        for name, (begin, end) in marks.items():
+            us[name].append(gpu.us_between(begin, end))
         done += 1
-        if done == LEAST_ROUNDS:
+        if done == least:
             round_seconds = sum(map(sum, us.values())) / done / 1e6 + 5e-4 * len(names)
-            rounds = min(max(int(seconds / round_seconds), LEAST_ROUNDS), MOST_ROUNDS)
+            rounds = min(max(int(seconds / round_seconds), least), most)
     return us
-
-
-def peak_bytes(run: Run) -> int:
-    """What one call allocates at its peak, beyond what was allocated before it."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before

@@ -1,0 +1,124 @@
+"""All that the benchmarks ask of a GPU, in one place, and a stand-in for rehearsals that asks the host instead.
+
+A rehearsal runs the benchmarks' own code where there is no GPU: the clock, the files, the report. Kernels then run in
+Triton's interpreter on tiny sizes, and the host's clock times them. Such numbers say nothing about a GPU, so whatever a
+rehearsal writes says what it is, and nothing of it may lie among the results.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).resolve().parent / "results"
+WARNING = "REHEARSAL without a GPU: no number here is a measurement."
+
+
+class Gpu:
+    """The GPU that is current in this process.
+
+    `rounds`: the least and the most that are timed. `flush_bytes`: far above any L2, and long enough to write (0.2 ms
+    or more) that the host has enqueued a whole call before the clock starts: what is timed is the device, not the
+    launching. `side` and `copy_bytes`: the product and the copy that say what the machine reaches.
+    """
+
+    rehearsal = False
+    type = "cuda"
+    rounds = (10, 50)
+    flush_bytes = 1 << 30
+    side = 8192
+    copy_bytes = 1 << 30
+
+    def count(self) -> int:
+        return torch.cuda.device_count()
+
+    def about(self) -> dict[str, str] | None:
+        """Name, memory, driver, clocks; None where there is no GPU."""
+        from bench.provenance import gpu
+
+        return gpu()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def answers(self) -> bool:
+        """Whether the context still works: after a fault, such as a wrong address, every further call fails."""
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
+    def mark(self) -> Any:
+        """A point on the current stream that `us_between` takes."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def us_between(self, begin: Any, end: Any) -> float:
+        """Microseconds from one mark to the other, after `synchronize`."""
+        return begin.elapsed_time(end) * 1e3
+
+    def free_cached(self) -> None:
+        torch.cuda.empty_cache()
+
+    def peak_bytes(self, run: Callable[[], Any]) -> int:
+        """What one call allocates at its peak, beyond what was allocated before it."""
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def environment(self) -> dict[str, str]:
+        """Of the processes that a benchmark starts."""
+        return dict(os.environ)
+
+
+class Rehearsal(Gpu):
+    """Answers for two GPUs, so that the stages for several are rehearsed too; measures no memory."""
+
+    rehearsal = True
+    type = "cpu"
+    rounds = (2, 3)
+    flush_bytes = 1 << 10
+    side = 64
+    copy_bytes = 1 << 12
+
+    def count(self) -> int:
+        return 2
+
+    def about(self) -> dict[str, str] | None:
+        return {"name": "none: a rehearsal on the host"}
+
+    def synchronize(self) -> None:
+        pass
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def us_between(self, begin: float, end: float) -> float:
+        return max((end - begin) * 1e6, 1e-3)
+
+    def free_cached(self) -> None:
+        pass
+
+    def peak_bytes(self, run: Callable[[], Any]) -> int:
+        run()
+        return 0
+
+    def environment(self) -> dict[str, str]:
+        """No GPU is seen, also where there is one, and ranks side by side take a thread each."""
+        return os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+
+
+def refuse_results(folder: Path) -> None:
+    """Raises ValueError where a rehearsal would write among the results."""
+    if folder.resolve().is_relative_to(RESULTS):
+        raise ValueError(f"a rehearsal measures nothing: {folder} is in {RESULTS}, choose another folder")
