@@ -87,3 +87,11 @@ def test_a_kernel_that_adds_is_waited_for() -> None:
         device.enqueue(device.current(), lambda: done.append(True))
     streams.drain(1.0, "a test")
     assert done == [True]
+
+
+def test_an_operator_waits_for_what_was_fetched_ahead() -> None:
+    engine = fully_shard(nn.Linear(2, 2), backend="cpu-apart")._odc_engine
+    engine.units[0].fetch()
+    for parameter in engine.parameters:
+        (whole,) = parameter.parts("gathered")
+        assert torch.equal(whole, parameter.read())

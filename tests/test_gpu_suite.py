@@ -252,6 +252,13 @@ def test_what_a_result_depends_on() -> None:
     assert len({key_of(about | change) for change in [{}, *others]}) == len(others) + 1
 
 
+def test_after_a_fix_what_passed_may_be_kept(tmp_path: Path) -> None:
+    Ledger(folder=tmp_path, key="place-1").add("test", stage="four", test="t", outcome="passed")
+    Ledger(folder=tmp_path, key="elsewhere-2").add("test", stage="four", test="u", outcome="passed")
+    assert Ledger(folder=tmp_path, key="place-2").stage("four").tests == {}
+    assert list(Ledger(folder=tmp_path, key="place-2", any_code=True).stage("four").tests) == ["t"]
+
+
 def test_stages_share_the_time() -> None:
     first, left_out = chosen([], gpus=1)
     assert [stage.name for stage in first] == ["checks", "kernels-right", "engine", "train", "kernels-timed"]
