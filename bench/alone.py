@@ -79,7 +79,7 @@ class LengthsWork:
     def config(self) -> Any:
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(self.init or self.model).get_text_config()
+        return AutoConfig.from_pretrained(self.init or self.model, trust_remote_code=False).get_text_config()
 
     def data(self) -> RandomTokens:
         return RandomTokens(self.lengths, self.config.vocab_size, self.seed)

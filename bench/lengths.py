@@ -90,7 +90,7 @@ def _counter(source: str | None) -> Callable[[Record], int] | None:
         from odc_triton.train.tokenizer import TextEncoder
 
         if not encoders:
-            encoders.append(TextEncoder.of(AutoTokenizer.from_pretrained(source)))
+            encoders.append(TextEncoder.of(AutoTokenizer.from_pretrained(source, trust_remote_code=False)))
         ((ids, _),) = encode_records([record], encoders[0], max_tokens=sys.maxsize)
         return len(ids)
 

@@ -28,8 +28,8 @@ class minibatch:
                 (summed_loss(model, pack) / mb.tokens).backward()
 
     `tokens`: this rank's target tokens; `mb.tokens` is then their sum over all ranks and gradients are summed.
-    Without it gradients are divided by the world size, as FSDP2 does, and `mb.tokens` is None. Give it on all
-    ranks or on none.
+    Without it gradients are divided by the world size, as FSDP2 does, and `mb.tokens` raises RuntimeError. Give it
+    on all ranks or on none.
 
     Enter: waits until every rank's parameters are readable and its gradient shards are zero. Exit: waits until
     every rank's gradients have landed; `p.grad` is then this rank's shard of the sum, or None on all ranks if no
@@ -42,13 +42,23 @@ class minibatch:
     def __init__(self, model: nn.Module, tokens: int | None = None) -> None:
         self._engine = engine_of(model)
         self._given = tokens
-        self.tokens: int | None = None
+        self._tokens: int | None = None
         self.index: int | None = None  # the number of this minibatch, from 0, the same on every rank
 
     def __enter__(self) -> minibatch:
-        self.tokens = self._engine.begin(self._given)
+        self._tokens = self._engine.begin(self._given)
         self.index = self._engine.minibatch
         return self
+
+    @property
+    def tokens(self) -> int:
+        """The target tokens of all ranks together. Raises RuntimeError where no rank gave its own, or none yet."""
+        if self._tokens is None:
+            raise RuntimeError(
+                "mb.tokens is not known: give this rank's number of target tokens, minibatch(model, tokens=…), and "
+                "read it inside the `with` block"
+            )
+        return self._tokens
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

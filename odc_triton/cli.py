@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
+from . import __version__
+
 if TYPE_CHECKING:
     from .bench_options import BenchOptions
     from .profile import ProfileOptions
@@ -31,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="odc-triton", description="Sharded training by on-demand communication: no barrier per layer."
     )
+    parser.add_argument("--version", action="version", version=f"odc-triton {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_bench(commands)

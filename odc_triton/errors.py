@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+_MOST_CHARACTERS = 4000
+
 
 def describe(error: BaseException) -> str:
-    """An error as the other ranks are told of it."""
-    return f"{type(error).__name__}: {error}"
+    """An error as the other ranks are told of it: a long text without its middle, one that can't be made not at all."""
+    try:
+        text = str(error)
+    except Exception as raised:
+        text = f"(its text can't be made: {type(raised).__name__})"
+    if len(text) > _MOST_CHARACTERS:
+        half = _MOST_CHARACTERS // 2
+        text = f"{text[:half]} … ({len(text) - 2 * half:,} characters left out) … {text[-half:]}"
+    return f"{type(error).__name__}: {text}"
 
 
 class OdcError(RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -192,3 +193,24 @@ def test_no_private_copy(tmp_path: Path) -> None:
         assert loading < 2 * largest_bytes + 4e6, (rank, loading)
         # Rank 0: a unit, here the root's two large tensors, and a file's worth of tensors.
         assert saving < (3 * largest_bytes + 8e6 if rank == 0 else 2e6), (rank, saving)
+
+
+def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from odc_triton.checkpoint.pretrained import load_causal_lm, meta_causal_lm
+    from odc_triton.train.tokenizer import read_tokenizer
+
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}})
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    for read in (
+        lambda: meta_causal_lm(model=str(tmp_path)),
+        lambda: load_causal_lm(model=str(tmp_path), init=None),
+        lambda: read_tokenizer(str(tmp_path)),
+    ):
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            read()
+    assert not (tmp_path / "ran").exists()

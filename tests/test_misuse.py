@@ -553,3 +553,46 @@ def test_errors_can_be_pickled() -> None:
         assert type(again) is type(error)
         assert str(again) == str(error)
         assert again.ranks == error.ranks
+
+
+# ---------------------------------------------------------------------- what is told of errors
+
+
+def test_tokens_that_nobody_gave() -> None:
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(net(), backend="cpu")
+    with minibatch(model) as mb, pytest.raises(RuntimeError, match=r"give this rank's .* minibatch\(model, tokens=…\)"):
+        _ = mb.tokens
+    with minibatch(model, tokens=3) as mb:
+        assert mb.tokens == 3
+
+
+class _Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("short"), "ValueError: short"),
+        (_Unspeakable(), r"_Unspeakable: \(its text can't be made: ValueError\)"),
+        (ValueError("a" * 30_000_000 + "z"), r"ValueError: a{2000} … \(29,996,001 characters left out\) … a{1999}z"),
+    ],
+    ids=["short", "unspeakable", "30 MB"],
+)
+def test_an_error_is_told_in_few_words(error: Exception, said: str) -> None:
+    from odc_triton.errors import describe
+
+    assert re.fullmatch(said, describe(error))
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    from odc_triton import __version__
+    from odc_triton.cli import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"odc-triton {__version__}\n"

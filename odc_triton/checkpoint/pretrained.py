@@ -41,8 +41,10 @@ def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if init is not None:
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(init), dtype=torch.float32)
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(init, trust_remote_code=False), dtype=torch.float32, trust_remote_code=False
+        )
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
 
 
 def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.Module:
@@ -57,13 +59,13 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
     source = model if init is None else init
     require_source(source)
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except OSError:
         raise
     except Exception as error:  # checks of its fields raise classes of other libraries
         raise ValueError(f"{source} is no config of a model that transformers knows: {error}") from error
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     if model is not None and made.can_generate():
         with contextlib.suppress(OSError):  # where it has none, that of its config stays
             made.generation_config = GenerationConfig.from_pretrained(model)

@@ -63,7 +63,7 @@ def _tokenizer(options: ExportOptions) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError):
         if options.tokenizer is not None:
             raise

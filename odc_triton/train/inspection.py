@@ -250,7 +250,7 @@ def _count_from(tokens: np.ndarray, first: int) -> int:
 def _vocabulary(model: str) -> int:
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    return AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config().vocab_size
 
 
 def _example(data: TokenizedDataset, encoder: TextEncoder) -> list[tuple[bool, str]]:

@@ -110,7 +110,7 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
         return to_transformers(tokenizer)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(source)
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,9 @@ def _shapes(options: TuneOptions) -> nn.Module:
     from ..replace import replace_layers
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.init or options.model))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(options.init or options.model, trust_remote_code=False), trust_remote_code=False
+        )
     replace_layers(model, roles=["attention", "embedding", "linear", "head"], verbose=False)
     return model
 
