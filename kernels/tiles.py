@@ -77,6 +77,8 @@ class QkvTile:
 
 LINEAR = LinearTile()
 LINEAR_DX = LinearTile(num_stages=2)  # a third stage spills on sm_120
+LINEAR_FP32 = LinearTile(k=32)  # longer steps spill on sm_80 with triton 3.9
+LINEAR_DX_FP32 = LinearTile(n=32, num_stages=2)  # likewise
 STAGED = LinearTile(t=128, n=256, k=64, num_warps=8)  # 213 KB of shared memory for 2-byte elements
 STAGED_80 = LinearTile(t=128, n=128, k=64, num_warps=8)
 STAGED_120 = LinearTile(t=128, n=128, k=32, num_warps=8)
@@ -128,13 +130,13 @@ class Entry:
 
 # The first that fits counts. Not measured yet: these compile without a fault. `ranked` says which others to try.
 DEFAULTS: tuple[Entry, ...] = (
+    Entry(operators=("linear",), element_bytes=(4,), tile=LINEAR_FP32),
     Entry(operators=("linear",), tokens=64, tile=LINEAR),
     # Twice the tokens: half as many reads of the weight over the link.
-    Entry(operators=("linear",), element_bytes=(2,), tile=LinearTile(t=128)),
-    Entry(operators=("linear",), tile=LINEAR),
+    Entry(operators=("linear",), tile=LinearTile(t=128)),
+    Entry(operators=("linear_dx",), element_bytes=(4,), tile=LINEAR_DX_FP32),
     Entry(operators=("linear_dx",), tokens=64, tile=LINEAR_DX),
-    Entry(operators=("linear_dx",), element_bytes=(2,), tile=LinearTile(t=128, num_stages=2)),
-    Entry(operators=("linear_dx",), tile=LINEAR_DX),
+    Entry(operators=("linear_dx",), tile=LinearTile(t=128, num_stages=2)),
     Entry(operators=("linear_staged",), element_bytes=(4,), tile=STAGED_FP32),
     Entry(operators=("linear_staged",), archs=(90, 100), tile=STAGED),
     Entry(operators=("linear_staged",), archs=(80,), tile=STAGED_80),

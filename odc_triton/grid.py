@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -108,8 +109,10 @@ def grid_of(mesh: DeviceMesh) -> Grid:
         )
     replicate, shard = (mesh[name] for name in mesh.mesh_dim_names)
     groups = [shard.get_group(), replicate.get_group()]
+    # Made anew: with one rank in a dimension `T.contiguous()` keeps the strides, by which torch 2.11 orders dimensions.
+    turned = torch.tensor(mesh.mesh.T.tolist(), dtype=mesh.mesh.dtype)
     transposed = DeviceMesh.from_group(
-        groups, mesh.device_type, mesh=mesh.mesh.T.contiguous(), mesh_dim_names=tuple(reversed(mesh.mesh_dim_names))
+        groups, mesh.device_type, mesh=turned, mesh_dim_names=tuple(reversed(mesh.mesh_dim_names))
     )
     return Grid(
         mesh=transposed,

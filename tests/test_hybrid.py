@@ -168,7 +168,8 @@ def _rows(rank: int, world: int, dtype: torch.dtype | None, meta: str) -> tuple:
         with torch.no_grad():
             for p in model.parameters():
                 p.fill_(float("nan"))  # rank 0's values count
-    model = fully_shard(model, mesh=mesh_of((2, 2)), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    policy, backend = MixedPrecisionPolicy(param_dtype=dtype), "cpu" if dtype is None else "cpu-apart"
+    model = fully_shard(model, mesh=mesh_of((2, 2)), mp_policy=policy, backend=backend)
     start = dict(full_parameters(model))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
