@@ -78,7 +78,7 @@ class QkvTile:
 LINEAR = LinearTile()
 LINEAR_DX = LinearTile(num_stages=2)  # a third stage spills on sm_120
 LINEAR_FP32 = LinearTile(k=32)  # longer steps spill on sm_80 with triton 3.9
-LINEAR_DX_FP32 = LinearTile(n=32, num_stages=2)  # likewise
+LINEAR_DX_FP32 = LinearTile(n=32, num_warps=8, num_stages=2)  # likewise
 STAGED = LinearTile(t=128, n=256, k=64, num_warps=8)  # 213 KB of shared memory for 2-byte elements
 STAGED_80 = LinearTile(t=128, n=128, k=64, num_warps=8)
 STAGED_120 = LinearTile(t=128, n=128, k=32, num_warps=8)
