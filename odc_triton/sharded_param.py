@@ -347,9 +347,9 @@ class ShardedParameter:
             raise RuntimeError(f"{self.name} was frozen when fully_shard was called; set requires_grad before that")
         if self.trains:
             self.leaf.requires_grad_(self.sharded.requires_grad)
-            # Made anew, as it keeps the stream that is current when it is made: torch warns of a backward on another.
-            self._accumulation = None
-            if self.leaf.requires_grad:
+            # Made in the first minibatch, as it keeps the stream that is current when it is made: torch warns of a
+            # backward on another.
+            if self.leaf.requires_grad and self._accumulation is None:
                 self._accumulation = get_gradient_edge(self.leaf).node
 
     def own_gradient(self) -> torch.Tensor:
