@@ -95,3 +95,12 @@ def test_an_operator_waits_for_what_was_fetched_ahead() -> None:
     for parameter in engine.parameters:
         (whole,) = parameter.parts("gathered")
         assert torch.equal(whole, parameter.read())
+
+
+def test_unsharded_parameters_are_there() -> None:
+    model = fully_shard(nn.Linear(2, 2), backend="cpu-apart")
+    wanted = dict(full_parameters(model))
+    model.unshard()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, wanted[name])
+    model.reshard()
