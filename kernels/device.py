@@ -5,11 +5,11 @@ order. Additions into a peer's gradient shard are `relaxed` at `sys` scope: they
 and the exit meeting, after the stream is drained, is what tells the owner that they have landed. The default
 (`acq_rel`, `gpu`) would be slow, and wrong for another GPU's memory.
 
-[Note: bulk reductions] `descriptor.atomic_add` compiles to `cp.reduce.async.bulk`, one instruction for a tile instead of
-one for every four numbers, with about as many registers. PTX gives it no scope: it is relaxed at `gpu` scope. Within one
-GPU that is enough, whoever adds: all additions meet in its L2. Over NVLink it is right if they are done in the L2 of the
-memory's home, as other additions are; the vendor does not promise it. So where an owner's memory is another GPU's,
-`adds_in_bulk` says no, unless ODC_BULK_REDUCTIONS=on; `off` has none anywhere. The default may change when
+[Note: bulk reductions] `descriptor.atomic_add` compiles to `cp.reduce.async.bulk`, one instruction for a tile instead
+of one for every four numbers, with about as many registers. PTX gives it no scope: it is relaxed at `gpu` scope. Within
+one GPU that is enough, whoever adds: all additions meet in its L2. Over NVLink it is right if they are done in the L2
+of the memory's home, as other additions are; the vendor does not promise it. So where an owner's memory is another
+GPU's, `adds_in_bulk` says no, unless ODC_BULK_REDUCTIONS=on; `off` has none anywhere. The default may change when
 `python -m bench.links --loops 50`, which adds by both at once and compares, has passed on several GPUs.
 
 [Note: alignment] An address loaded from a table has no known alignment. Without the hint, 2-byte loads are not joined
