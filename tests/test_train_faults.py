@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from odc_triton.launch import Interrupted
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.options import SftOptions
 
@@ -72,8 +73,12 @@ def test_campaign(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- a microbatch raises, a number is not finite
 
 
-def _poisoned(rank: int, world: int, wanted: SftOptions, poison: str) -> tuple[str, list[dict], bool]:
-    """Rank 1's third minibatch goes wrong; returns the error, the metrics, and whether that step changed weights."""
+def _poisoned(
+    rank: int, world: int, wanted: SftOptions, poison: str, steps: tuple[int, ...] = (2,), told: bool = False
+) -> tuple[str, list[dict], bool]:
+    """Rank 1's third minibatch goes wrong, or those numbered `steps`; returns the error, the metrics, and whether the
+    third step changed weights. `told`: to stop, in the last of those steps.
+    """
     from odc_triton import full_parameters
     from odc_triton.train import sft
     from odc_triton.train.run import SftRun
@@ -90,8 +95,10 @@ def _poisoned(rank: int, world: int, wanted: SftOptions, poison: str) -> tuple[s
         def train_step(self, **given: object) -> dict:
             weights.append(torch.cat([value.flatten() for _, value in full_parameters(self.model)]))
             handle = None
-            if rank == 1 and self.state.step == 2:
+            if rank == 1 and self.state.step in steps:
                 handle = self.model.model.layers[1].mlp.register_forward_hook(go_wrong)
+            if told and rank == 0 and self.state.step == steps[-1]:
+                os.kill(os.getpid(), signal.SIGTERM)
             try:
                 seen.append(super().train_step(**given))
             finally:
@@ -103,7 +110,7 @@ def _poisoned(rank: int, world: int, wanted: SftOptions, poison: str) -> tuple[s
     try:
         sft.train_sft(wanted)
         error = "none"
-    except RuntimeError as raised:
+    except (RuntimeError, Interrupted) as raised:
         error = f"{type(raised).__name__}: {raised}"
     changed = len(weights) > 3 and not torch.equal(weights[2], weights[3])
     return error, seen, changed
@@ -127,6 +134,28 @@ def test_too_many_skipped_steps(tmp_path: Path) -> None:
         assert error.startswith("TooManySkipped: step 3: the loss is nan")
         assert "--max-skipped 0" in error
         assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "told", "max_skipped", "saved", "error"),
+    [
+        ((2,), False, 5, [2, 4, 5], "none"),  # of every step, the third is not saved; "keep" is 3
+        ((3, 4), False, 5, [1, 2, 3, 5], "none"),  # the last was skipped: it takes no older one's place
+        ((2,), True, 5, [1, 2, 3], "Interrupted"),
+        ((0, 1, 2, 3, 4), False, 9, [], "TooManySkipped: no model is written: 5 of 5 steps"),
+    ],
+    ids=["one", "the last", "told to stop", "all"],
+)
+def test_what_is_saved_after_a_skipped_step(
+    tmp_path: Path, steps: tuple[int, ...], told: bool, max_skipped: int, saved: list[int], error: str
+) -> None:
+    given = {"steps": 5, "samples_per_rank": 2, "checkpoint_every": 1, "keep": 3, "max_skipped": max_skipped}
+    wanted = case(write_case(tmp_path), **given)
+    for found, *_ in ranks.run(_poisoned, 2, wanted, "nan", steps, told):
+        assert found.startswith(error)
+    kept = sorted(path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*"))
+    assert kept == [f"step-{step:08d}" for step in saved]
+    assert (tmp_path / "out" / "model").exists() == (error == "none")
 
 
 def test_a_microbatch_out_of_memory_ends_all_ranks(tmp_path: Path) -> None:

@@ -91,8 +91,12 @@ class Checkpoints:
 
     # ------------------------------------------------------------------ saving
 
-    def save(self, *, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], step: int) -> Path:
+    def save(
+        self, *, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], step: int, prune: bool = True
+    ) -> Path:
         """Saves model, optimizer, every rank's random numbers and rank 0's `state`, JSON-able. Collective.
+
+        prune: removes those that are more than `keep`.
 
         Call it between minibatches. Returns the new folder. Raises CheckpointFailed on every rank, with the rank and
         the cause, when one could not write: nothing is left of it and the older ones are as they were. RankLost and
@@ -130,7 +134,7 @@ class Checkpoints:
             if aside is not None:
                 shutil.rmtree(aside, ignore_errors=True)
             raise
-        if engine.rank == 0:
+        if engine.rank == 0 and prune:
             self._prune(final)
         return final
 

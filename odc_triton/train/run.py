@@ -77,6 +77,7 @@ class SftRun:
         self.steps = options.steps or max(round(epochs * len(self.sampler)), 1)
         self.stop: int | None = None  # the signal that the ranks have agreed to stop by
         self.save_is_due = False
+        self.was_skipped = False  # the last step: what it did not change may be what made it go wrong
         self.recent: deque[list[Event]] = deque(maxlen=SHOWN_MINIBATCHES)
         self._epoch = iter(self.sampler)
         self._agreed_s = time.monotonic()
@@ -197,10 +198,17 @@ class SftRun:
                 group["lr"] = lr
             clip(gradients, norm=agreed.norm, largest=options.clip_norm)
             self.optimizer.step()
-        else:
-            self.state.skipped += 1
+        self.was_skipped = not agreed.finite
+        self.state.skipped += self.was_skipped
         self.optimizer.zero_grad()
         return lr
+
+    def is_sound(self) -> bool:
+        """Whether the weights are worth keeping: at least one step changed them, and all are finite. Collective."""
+        finite = all(bool(p.to_local().isfinite().all()) for p in self.model.parameters())
+        found = self.engine.meet(f"whether the weights are finite after step {self.state.step}", {"finite": finite})
+        self.rested()
+        return all(each["finite"] for each in found) and self.state.skipped < self.state.step
 
     # ------------------------------------------------------------------ evaluation
 

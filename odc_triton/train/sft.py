@@ -29,7 +29,7 @@ from odc_triton.train.options import SftOptions
 from odc_triton.train.outcome import gather_events, save_model, write_report
 from odc_triton.train.prepare import Prepared, build_model, precision, prepare
 from odc_triton.train.progress import Progress
-from odc_triton.train.run import SftRun
+from odc_triton.train.run import SftRun, TooManySkipped
 from odc_triton.train.stop import StopWish
 
 OnMetrics = Callable[[Metrics], None]
@@ -95,15 +95,22 @@ class _Loop:
                 progress.show(metrics)
                 if self._is_first and self.on_metrics is not None:
                     self.on_metrics(metrics)
-                if self._saves_now():
-                    self._save()
+                self._save_where_due()
         if file is not None:
             file.close()
         if run.stop is not None and run.state.step < run.steps:
             if self._is_first:
                 path = self.checkpoints.folder / f"step-{run.state.step:08d}"
-                print(f"stopped after step {run.state.step} of {run.steps}, saved in {path}: --resume auto goes on")
+                saved = (
+                    f"saved in {path}" if self.saved_step == run.state.step else "not saved: its weights are unsound"
+                )
+                print(f"stopped after step {run.state.step} of {run.steps}, {saved}. --resume auto goes on")
             raise Interrupted(run.stop)
+        if run.was_skipped and not run.is_sound():
+            raise TooManySkipped(
+                f"no model is written: {run.state.skipped} of {run.state.step} steps were skipped, and the weights are "
+                f"not finite or as they were. Lower --lr, look at the data, or go on from an older checkpoint"
+            )
         self._finish()
         return metrics
 
@@ -134,17 +141,26 @@ class _Loop:
         minutes = self.run.options.checkpoint_minutes
         return minutes > 0 and time.monotonic() - self._saved_s > 60 * minutes
 
-    def _saves_now(self) -> bool:
+    def _save_where_due(self) -> None:
+        """Saves by steps and by the clock, at the end, and when the run is told to stop.
+
+        A step that was skipped may have been skipped for what the weights are. So after one nothing is saved by steps
+        or by the clock, at the end only sound weights, and no older checkpoint is removed for them.
+        """
         run, options = self.run, self.run.options
         by_steps = options.checkpoint_every > 0 and run.state.step % options.checkpoint_every == 0
         last = options.checkpoints and run.state.step == run.steps
         stops = run.stop is not None and run.state.step < run.steps
-        return by_steps or last or stops or run.save_is_due
+        if run.was_skipped:
+            if (last or stops) and run.is_sound():
+                self._save(prune=False)
+        elif by_steps or last or stops or run.save_is_due:
+            self._save()
 
-    def _save(self) -> None:
+    def _save(self, *, prune: bool = True) -> None:
         run = self.run
         step = run.state.step
-        self.checkpoints.save(model=run.model, optimizer=run.optimizer, state=run.position(), step=step)
+        self.checkpoints.save(model=run.model, optimizer=run.optimizer, state=run.position(), step=step, prune=prune)
         self.saved_step, self._saved_s = step, time.monotonic()
         run.rested()
 
