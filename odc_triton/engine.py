@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -93,6 +94,8 @@ class Engine:
         self._failure: str | None = None
         self._step_start_s = 0.0
         self._stepping = False  # an optimizer's step runs now
+        self._pid = os.getpid()
+        self.ignored: dict[int, nn.Parameter] = {}  # what fully_shard was told to leave alone, by id
         self._warned: set[str] = set()
         self._scope = contextlib.ExitStack()
         self._optimizers = OptimizerWatch(self)
@@ -147,6 +150,7 @@ class Engine:
 
         Raises RankLost, DeadlineExceeded, MinibatchFailed (another rank could not enter).
         """
+        self.refuse_in_child("a minibatch")
         if self.phase is Phase.OPEN:
             raise RuntimeError(f"minibatch {self.minibatch} is still open: minibatches don't nest")
         if self.phase is Phase.BROKEN:
@@ -197,6 +201,7 @@ class Engine:
             )
         for unit in self.units:
             unit.check_places()
+        self._refuse_added()
         for parameter in self.parameters:
             parameter.follow_requires_grad()
         if self.phase is Phase.LANDED and any(p.sharded.grad is not None for p in self.parameters):
@@ -227,6 +232,7 @@ class Engine:
 
         `error`: what a microbatch raised. Raises MinibatchFailed on every rank if any rank failed.
         """
+        self.refuse_in_child("the end of a minibatch")
         if self.phase is not Phase.OPEN:
             raise RuntimeError(f"no minibatch is open (the engine is {self.phase.name}): call begin_minibatch first")
         self._scope.close()
@@ -275,6 +281,25 @@ class Engine:
             parameters = [self.parameters[index] for index in sorted(touched)]
             land_gradients(parameters, factor, self.replicas, self._streams[0])
         self.drain("taking the landed gradients")
+
+    def _refuse_added(self) -> None:
+        """Raises for parameters that came after fully_shard: each rank would train its own copy of them."""
+        known = {id(each) for parameter in self.parameters for each in (parameter.sharded, parameter.leaf)}
+        for root in [unit.module for unit in self.units if unit.is_root]:
+            for name, value in root.named_parameters():
+                if value.requires_grad and id(value) not in known and id(value) not in self.ignored:
+                    raise RuntimeError(
+                        f"{name} was added after fully_shard, so its gradient would stay on this rank and the copies "
+                        f"would drift apart: add it before (first get_peft_model, then fully_shard), or freeze it"
+                    )
+
+    def refuse_in_child(self, what: str) -> None:
+        """Raises in a process that was forked from this rank's, which has its shared memory and is no rank."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{what} in process {os.getpid()}, forked from rank {self.rank} (process {self._pid}): it would write "
+                f"into the memory that the ranks share. A forked process may run the model forward, nothing else"
+            )
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -372,6 +397,7 @@ class Engine:
         With replicas all ranks call it, as each has a part of every replica's shards. `stepped`: by an optimizer's
         step, so frozen parameters are as they were.
         """
+        self.refuse_in_child("publish")
         if self.phase is Phase.OPEN:
             raise RuntimeError("parameters can't be published inside a minibatch: peers are reading them")
         self.publication.announce()  # before the copies
@@ -409,6 +435,7 @@ class Engine:
     # ------------------------------------------------------------------ optimizers
 
     def step_begins(self) -> None:
+        self.refuse_in_child("an optimizer step")
         if self.phase is Phase.OPEN:
             raise RuntimeError(
                 "optimizer step inside a minibatch: gradients have not landed and peers are reading the parameters. "

@@ -97,6 +97,7 @@ class Microbatches:
     def backward_begins(self, number: int | None) -> None:
         """A backward that belongs to a forward of minibatch `number` runs; None: of none."""
         engine = self._engine
+        engine.refuse_in_child("a backward")
         self._graph_is_kept = torch.is_grad_enabled()
         if self.in_backward:
             return

@@ -196,7 +196,9 @@ def fully_shard(
         attach(owner, unit)
         engine.units.append(unit)
     engine.add(parameters)
+    engine.ignored |= {id(parameter): parameter for parameter in ignored_params or ()}
     for other in inner:
+        engine.ignored |= other.ignored
         engine.absorb(other)
     engine.name_parameters(module)
     del found, tied_to_inner
