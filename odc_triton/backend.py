@@ -27,8 +27,9 @@ class CpuBackend:
     name = "cpu"
     mesh_device = "cpu"
     apart = False
-    has_kernels = False
-    """Whether kernels do what belongs to the engine: they add gradients, and gather small parameters."""
+    adds_by_kernel = False
+    gathers_by_kernel = False
+    """Whether one kernel gathers a unit's small parameters. Triton's interpreter takes too long for every unit."""
 
     def device_id(self) -> str | None:
         """Names this rank's device, where two ranks on one are worth a thought."""
@@ -69,7 +70,7 @@ class CpuBackend:
         )
 
     def accumulator(self, heap: Any, streams: Streams, timeout_s: float) -> Accumulator:
-        return KernelAccumulator(streams) if self.has_kernels else LockedAccumulator(heap, streams, timeout_s)
+        return KernelAccumulator(streams) if self.adds_by_kernel else LockedAccumulator(heap, streams, timeout_s)
 
 
 class ApartBackend(CpuBackend):
@@ -89,10 +90,10 @@ class ApartBackend(CpuBackend):
 
 
 class InterpreterBackend(ApartBackend):
-    """The same, and kernels, which Triton's interpreter runs, add gradients and gather small parameters."""
+    """The same, and gradients are added by the scatter kernel, which Triton's interpreter runs."""
 
     name = "cpu-interpreter"
-    has_kernels = True
+    adds_by_kernel = True
 
     def check(self, specs: list[ParameterSpec]) -> None:
         if os.environ.get("TRITON_INTERPRET") != "1":
@@ -106,7 +107,7 @@ class CudaBackend(CpuBackend):
     name = "cuda"
     mesh_device = "cuda"
     apart = True
-    has_kernels = True
+    adds_by_kernel = gathers_by_kernel = True
 
     def device_id(self) -> str | None:
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -158,7 +158,7 @@ def fully_shard(
     streams = device.streams()
     accumulator = device.accumulator(heap, streams, meetings.timeout_s)
     staging = Staging(streams.device)
-    wholes = _whole_tensors(plan, heap, streams, on_demand, by_kernel=device.has_kernels)
+    wholes = _whole_tensors(plan, heap, streams, on_demand, by_kernel=device.gathers_by_kernel)
     places = zip(plan.parameters, plan.compute, plan.gradient, wholes, tables, strict=True)
     parameters = [
         ShardedParameter(

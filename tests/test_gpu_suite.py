@@ -280,7 +280,7 @@ def test_both_plans_name_files_that_are_there() -> None:
             assert [name for name in tests.files if not (ROOT / name).exists()] == []
     named = {name for tests in ON_A_GPU.tests.values() for name in tests.files}
     there = [path for folder in ("gpu", "kernels") for path in (ROOT / "tests" / folder).glob("test_*.py")]
-    without_a_gpu = {"tests/kernels/test_machine_code.py", "tests/kernels/test_contention.py"}
+    without_a_gpu = {f"tests/kernels/test_{name}.py" for name in ("machine_code", "contention", "near_and_far")}
     assert {str(path.relative_to(ROOT)) for path in there} - named == without_a_gpu
 
 

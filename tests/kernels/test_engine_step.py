@@ -31,10 +31,15 @@ def _batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _sharded(rank: int, world: int, choice: str) -> tuple[list[dict], dict]:
     from odc_triton import full_parameters, fully_shard, minibatch, replace_layers
+    from odc_triton.backend import InterpreterBackend
 
+    InterpreterBackend.gathers_by_kernel = True
     model = _model()
-    replace_layers(model, roles=["linear"], choice=choice, verbose=False)
+    if choice != "gathered":
+        replace_layers(model, roles=["linear"], choice=choice, verbose=False)
     fully_shard(model, backend=BACKEND)
+    if choice == "gathered":
+        assert all(parameter.gathered._small for parameter in model._odc_engine.parameters), "by one launch"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     gradients = []
     for step in range(STEPS):
@@ -51,7 +56,7 @@ def _sharded(rank: int, world: int, choice: str) -> tuple[list[dict], dict]:
     return gradients, {name: value.cpu() for name, value in weights.items()}
 
 
-@pytest.mark.parametrize("choice", ["triton/direct/fused", "triton/staged/split", "triton/staged/fused"])
+@pytest.mark.parametrize("choice", ["gathered", "triton/direct/fused", "triton/staged/split", "triton/staged/fused"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_steps_equal_eager(world: int, choice: str) -> None:
     model = _model()
