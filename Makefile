@@ -21,7 +21,7 @@ test-slow: venv
 
 # The tests, without a GPU, under the versions of a machine that has one, and under those that pip gives a new user.
 test-gpu-image test-latest: test-%: .venv-%/.installed
-	.venv-$*/bin/python -m pytest -m "not slow and not gpu"
+	.venv-$*/bin/python -m pytest -n 3 -m "not slow and not gpu"
 
 .venv-gpu-image/.installed .venv-latest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
 	$(PYTHON) -m venv .venv-$*
