@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from odc_triton.checkpoint.dcp import read_metadata
 from odc_triton.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
@@ -162,6 +163,72 @@ class _Bomb:
 
     def __reduce__(self) -> tuple:
         return os.mkdir, (self.mark,)
+
+
+@pytest.mark.parametrize("damage", ["lacking", "half", "beyond", "negative", "twice", "overlapping", "no data"])
+def test_a_list_that_does_not_cover_its_tensors(tmp_path: Path, damage: str) -> None:
+    model, optimizer, checkpoints = saved_twice(tmp_path / "saved")
+    path = tmp_path / "edited"
+    shutil.copytree(checkpoints.newest(), path)
+    for name in ("manifest.json", "state.json"):  # a folder as FSDP2's scripts write it: nothing to check it by
+        (path / name).unlink()
+    metadata = read_metadata(path)
+    name = next(name for name in metadata.state_dict_metadata if name.endswith("layers.1.mlp.up_proj.weight"))
+    chunks = metadata.state_dict_metadata[name].chunks
+    (chunk,) = chunks
+    rows, columns = chunk.sizes
+    if damage == "lacking":
+        chunks.clear()
+    elif damage == "half":
+        chunk.sizes = torch.Size((rows // 2, columns))
+    elif damage == "beyond":
+        chunk.sizes = torch.Size((rows + 1, columns))
+    elif damage == "negative":
+        chunk.offsets = torch.Size((-1, 0))
+    elif damage == "twice":
+        chunks.append(chunk)
+    elif damage == "overlapping":  # as many elements as there are
+        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        chunk.sizes = torch.Size((rows // 2, columns))
+        chunks.append(ChunkStorageMetadata(torch.Size((rows // 2 - 1, 0)), chunk.sizes))
+        metadata.storage_data[MetadataIndex(name, chunks[1].offsets)] = place
+    else:
+        del metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    before = _weights(model)
+    with pytest.raises(CheckpointCorrupt, match=r"up_proj\.weight"):
+        checkpoints.load(path, model=model, optimizer=optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in _weights(model).items())
+
+
+def test_a_changed_bit_in_any_file_is_found(tmp_path: Path) -> None:
+    _, _, checkpoints = saved_twice(tmp_path)
+    path = checkpoints.newest()
+    files = [file for file in path.iterdir() if file.name != "manifest.json"]
+    assert {".metadata", "__0_0.distcp", "random-0.json", "state.json"} <= {file.name for file in files}
+    for file in files:
+        good = file.read_bytes()
+        file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(CheckpointCorrupt, match=re.escape(file.name)):
+            verify(path)
+        file.write_bytes(good)
+    verify(path)
+
+
+def test_a_manifest_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder of a finished checkpoint's name without one."""
+    from odc_triton.checkpoint import manifest
+
+    model, optimizer, checkpoints = saved_twice(tmp_path)
+
+    def no_space(self: manifest.Manifest) -> bytes:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(manifest.Manifest, "to_json", no_space)
+    with pytest.raises(CheckpointFailed, match="no space left"):
+        checkpoints.save(model=model, optimizer=optimizer, state={"step": 3}, step=3)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000002"]
+    assert unfinished(tmp_path) == []
 
 
 def test_pickles_are_not_run(tmp_path: Path) -> None:

@@ -233,19 +233,35 @@ def test_tied_over_units() -> None:
         model.zero_grad()
 
 
-def test_another_publication_is_read_anew() -> None:
-    model = _sharded()
-    model.unshard()
-    before = model.enter.weight.clone()
-    model.reshard()
+def _add_one(model: nn.Module) -> nn.Module:
+    """Adds 1 to all masters, and returns what plain torch then has."""
+    plain = Stack().to(DEVICE)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.to_local().add_(1)
+        for parameter in [*plain.parameters(), *(each.master for each in model._odc_engine.parameters)]:
+            parameter.add_(1)
+    return plain
+
+
+def test_another_publication_is_read_anew() -> None:
+    """Without a reshard, after which all is read anew in any case."""
     from odc_triton import publish
 
-    publish(model)
+    model, x = _sharded(), torch.randn(5, 3, device=DEVICE)
     model.unshard()
-    torch.testing.assert_close(model.enter.weight, before + 1)
+    plain = _add_one(model)
+    publish(model)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_what_was_written_by_hand_is_read_in_the_next_minibatch() -> None:
+    """Nobody publishes, and the root stays whole between minibatches."""
+    model, x = _sharded(), torch.randn(5, 3, device=DEVICE)
+    model(x)
+    model.unshard()
+    plain = _add_one(model)
+    with minibatch(model):
+        y = model(x)
+    torch.testing.assert_close(y, plain(x))
 
 
 def test_a_heap_lives_as_long_as_parameters_in_it() -> None:

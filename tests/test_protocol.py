@@ -342,15 +342,15 @@ class _Scaled(nn.Module):
         return x * self.scale
 
 
-def _late_at_landing(rank: int, world: int) -> list[float]:
-    """The scalar's gradient in two minibatches; rank 1 loses time between the exit meeting and taking it."""
+def _late_at_landing(rank: int, world: int, late: int) -> list[float]:
+    """The scalar's gradient in two minibatches; rank `late` loses time between the exit meeting and taking it."""
     from odc_triton import fully_shard, minibatch
 
     model = fully_shard(_Scaled(), backend="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine, gradients = model._odc_engine, []
     land = engine._land
-    if rank == 1:
+    if rank == late:
         engine._land = lambda touched: (time.sleep(0.5), land(touched))
     for _ in range(2):
         with minibatch(model, tokens=1):
@@ -360,5 +360,6 @@ def _late_at_landing(rank: int, world: int) -> list[float]:
     return gradients
 
 
-def test_a_scalars_gradient_is_taken_before_it_is_cleared() -> None:
-    assert ranks.run(_late_at_landing, 2) == [[6.0, 6.0]] * 2
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_scalars_gradient_is_taken_before_it_is_cleared(late: int) -> None:
+    assert ranks.run(_late_at_landing, 2, late) == [[6.0, 6.0]] * 2

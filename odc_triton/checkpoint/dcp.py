@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import importlib
 import io
+import math
 import os
 import pathlib
 import pickle
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
@@ -211,11 +213,46 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
         for info in metadata.storage_data.values():
             if not isinstance(info.relative_path, str) or Path(info.relative_path).name != info.relative_path:
                 raise ValueError(f"it names {info.relative_path!r}, which is no file of its folder")
+        for tensor, entry in metadata.state_dict_metadata.items() if name == METADATA else ():
+            if isinstance(entry, TensorStorageMetadata):
+                _check_chunks(tensor, entry, metadata.storage_data)
     except Exception as error:  # an unpickler raises anything
         raise CheckpointCorrupt(f"{path} can't be read as a checkpoint's list of contents: {error}") from error
     if metadata.planner_data is None:
         metadata.planner_data = {}
     return metadata
+
+
+def _check_chunks(name: str, tensor: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> None:
+    """Raises ValueError unless the chunks are within the tensor, don't overlap, fill it, and have a place each."""
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
+    for offsets, sizes in boxes:
+        ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        if (
+            len(ends) != len(tensor.size)
+            or min((*offsets, *sizes), default=0) < 0
+            or any(end > most for end, most in zip(ends, tensor.size, strict=True))
+        ):
+            raise ValueError(f"{name} of {tuple(tensor.size)} has a chunk of {sizes} at {offsets}")
+        if math.prod(sizes) and MetadataIndex(name, torch.Size(offsets)) not in places:
+            raise ValueError(f"{name} has no data for its chunk of {sizes} at {offsets}")
+    filled = sum(math.prod(sizes) for _, sizes in boxes)
+    if filled != math.prod(tensor.size) or _overlap([box for box in boxes if math.prod(box[1])]):
+        raise ValueError(f"the chunks of {name} don't fill its {tuple(tensor.size)}, each element once: {boxes[:4]}")
+
+
+def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether two boxes of (offsets, sizes) overlap. Sorted by rows, as those of all ranks are split, it is quick."""
+    boxes = sorted(boxes)
+    for index, (offsets, sizes) in enumerate(boxes):
+        for others, other_sizes in boxes[index + 1 :]:
+            if offsets and others[0] >= offsets[0] + sizes[0]:
+                break  # and so all that follow
+            if all(o < p + q for o, p, q in zip(others, offsets, sizes, strict=True)) and all(
+                o < p + q for o, p, q in zip(offsets, others, other_sizes, strict=True)
+            ):
+                return True
+    return False
 
 
 class _Planner(DefaultLoadPlanner):
