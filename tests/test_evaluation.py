@@ -137,6 +137,39 @@ def test_a_torn_read_is_refused() -> None:
     assert nothing == ""
 
 
+def _slow_step(rank: int, world: int) -> str:
+    """Rank 0 evaluates while rank 1's step writes its masters, which peers read where they are written."""
+    from odc_triton import fully_shard, minibatch
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:
+            super().step()
+            dist.barrier()  # it has begun, and rank 0 reads
+            dist.barrier()
+
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    optimizer = Slow(model.parameters(), lr=0.1)
+    with minibatch(model):
+        model(torch.ones(1, 2)).sum().backward()
+    if rank == 1:
+        optimizer.step()
+        return ""
+    dist.barrier()
+    try:
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    dist.barrier()
+    return said
+
+
+def test_a_reading_during_a_slow_step_is_refused() -> None:
+    said, _ = ranks.run(_slow_step, 2)
+    assert "ranks [1] stepped or published while rank 0 was still reading" in said
+
+
 def _stepped_meanwhile(rank: int, world: int) -> None:
     from odc_triton import full_parameters, fully_shard, publish
 

@@ -102,6 +102,15 @@ def test_nothing_is_freed_between_forward_and_backward_if_told_so() -> None:
         loss.backward()
 
 
+def test_the_root_stays_whole_between_forward_and_backward() -> None:
+    model = _sharded()
+    with minibatch(model):
+        loss = model(torch.randn(5, 3, device=DEVICE)).sum()
+        assert _filled(model) == _b()
+        loss.backward()
+        assert _filled(model) == []
+
+
 def test_evaluation_leaves_nothing_whole() -> None:
     model = _sharded()
     for _ in range(2):

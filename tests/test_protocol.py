@@ -363,3 +363,20 @@ def _late_at_landing(rank: int, world: int, late: int) -> list[float]:
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_scalars_gradient_is_taken_before_it_is_cleared(late: int) -> None:
     assert ranks.run(_late_at_landing, 2, late) == [[6.0, 6.0]] * 2
+
+
+def _own_squares(rank: int, world: int) -> tuple[float, float]:
+    """This rank's part of the squared norm, and the whole norm by torch."""
+    from odc_triton import fully_shard, minibatch
+    from odc_triton.train.clipping import own_gradients, square_norm
+
+    model = fully_shard(_Scaled(), backend="cpu")
+    with minibatch(model, tokens=1):
+        model(torch.ones(3)).sum().backward()
+    _, counted = own_gradients(model.parameters(), rank)
+    return square_norm(counted), nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor().item()
+
+
+def test_a_scalar_counts_once_in_the_norm() -> None:
+    found = ranks.run(_own_squares, 2)
+    assert sum(squares for squares, _ in found) ** 0.5 == found[0][1] == 6.0

@@ -74,10 +74,10 @@ def test_campaign(tmp_path: Path) -> None:
 
 
 def _poisoned(
-    rank: int, world: int, wanted: SftOptions, poison: str, steps: tuple[int, ...] = (2,), told: bool = False
+    rank: int, world: int, wanted: SftOptions, poison: str, steps: tuple[int, ...] = (2,), told: int | None = None
 ) -> tuple[str, list[dict], bool]:
     """Rank 1's third minibatch goes wrong, or those numbered `steps`; returns the error, the metrics, and whether the
-    third step changed weights. `told`: to stop, in the last of those steps.
+    third step changed weights. `told`: the rank that is told to stop, in the last of those steps.
     """
     from odc_triton import full_parameters
     from odc_triton.train import sft
@@ -97,7 +97,7 @@ def _poisoned(
             handle = None
             if rank == 1 and self.state.step in steps:
                 handle = self.model.model.layers[1].mlp.register_forward_hook(go_wrong)
-            if told and rank == 0 and self.state.step == steps[-1]:
+            if rank == told and self.state.step == steps[-1]:
                 os.kill(os.getpid(), signal.SIGTERM)
             try:
                 seen.append(super().train_step(**given))
@@ -139,15 +139,16 @@ def test_too_many_skipped_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "told", "max_skipped", "saved", "error"),
     [
-        ((2,), False, 5, [2, 4, 5], "none"),  # of every step, the third is not saved; "keep" is 3
-        ((3, 4), False, 5, [1, 2, 3, 5], "none"),  # the last was skipped: it takes no older one's place
-        ((2,), True, 5, [1, 2, 3], "Interrupted"),
-        ((0, 1, 2, 3, 4), False, 9, [], "TooManySkipped: no model is written: 5 of 5 steps"),
+        ((2,), None, 5, [2, 4, 5], "none"),  # of every step, the third is not saved; "keep" is 3
+        ((3, 4), None, 5, [1, 2, 3, 5], "none"),  # the last was skipped: it takes no older one's place
+        ((2,), 0, 5, [1, 2, 3], "Interrupted"),
+        ((2,), 1, 5, [1, 2, 3], "Interrupted"),
+        ((0, 1, 2, 3, 4), None, 9, [], "TooManySkipped: no model is written: 5 of 5 steps"),
     ],
-    ids=["one", "the last", "told to stop", "all"],
+    ids=["one", "the last", "rank 0 told to stop", "rank 1 told to stop", "all"],
 )
 def test_what_is_saved_after_a_skipped_step(
-    tmp_path: Path, steps: tuple[int, ...], told: bool, max_skipped: int, saved: list[int], error: str
+    tmp_path: Path, steps: tuple[int, ...], told: int | None, max_skipped: int, saved: list[int], error: str
 ) -> None:
     given = {"steps": 5, "samples_per_rank": 2, "checkpoint_every": 1, "keep": 3, "max_skipped": max_skipped}
     wanted = case(write_case(tmp_path), **given)

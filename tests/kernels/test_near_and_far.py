@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,6 +48,20 @@ def test_only_the_rows_of_near_owners_are_waited_for() -> None:
     assert device.has_come(weight.stream.record_event())
     assert weight.flags.tolist() == [1, 1, 1]
     assert torch.equal(weight.buffer, torch.cat(shards))
+
+
+@pytest.mark.skipif(not place.INTERPRETED, reason="the simulated device is a CPU")
+def test_a_flag_of_the_pull_before_is_not_taken_for_this_one() -> None:
+    """After the last epoch comes the first: larger numbers are older then."""
+    device, (_, peers) = SimulatedDevice(), _peers(near=frozenset({1}))
+    last = replace(StagedWeight.of(peers, on=device), epoch=2**31 - 1)
+    last.flags.fill_(last.epoch)
+    weight, x, y = pull(peers=peers, staged=last), torch.ones(2, COLUMNS), torch.zeros(2, ROWS)
+    assert weight.epoch == 1
+    linear_staged(x=x, weight=weight, out=y, spins=2)  # far owners' copies are late
+    assert y.isnan()[0].tolist() == [True] * 8 + [False] * 8 + [True] * 8
+    with pytest.raises(TimeoutError):
+        check(weight)
 
 
 @pytest.mark.parametrize("near", [None, frozenset({1})])
