@@ -104,7 +104,7 @@ class _Loop:
                 saved = (
                     f"saved in {path}" if self.saved_step == run.state.step else "not saved: its weights are unsound"
                 )
-                print(f"stopped after step {run.state.step} of {run.steps}, {saved}. --resume auto goes on")
+                print(f"stopped after step {run.state.step} of {run.steps}, {saved}: --resume auto goes on")
             raise Interrupted(run.stop)
         if run.was_skipped and not run.is_sound():
             raise TooManySkipped(
