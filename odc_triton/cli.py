@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import signal
@@ -44,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_tune(commands)
     _add_doctor(commands)
     _add_simulate(commands)
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_did_you_mean(unknown, parser)}")
     try:
         status = options.run(options)
         sys.stdout.flush()  # here, so that a closed pipe is met below, not at the interpreter's end
@@ -57,6 +60,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         print(f"odc-triton: {error}", file=sys.stderr)
         return 1
+
+
+def _did_you_mean(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What mistyped options may have been meant, of all commands' options."""
+    known, parsers = set(), [parser]
+    while parsers:
+        for action in parsers.pop()._actions:
+            known.update(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    words = (word.partition("=")[0] for word in unknown if word.startswith("--"))
+    close = [match for word in words for match in difflib.get_close_matches(word, sorted(known), n=1)]
+    return f"; did you mean {', '.join(close)}?" if close else ""
 
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:

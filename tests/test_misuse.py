@@ -653,3 +653,23 @@ def test_a_forked_process_trains_nothing() -> None:
         assert said.pop("forward") == "nothing was raised"
         for what, text in said.items():
             assert re.search(rf"RuntimeError: .* in process \d+, forked from rank {rank} ", text), f"{what}: {text}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["train", "sft", "--data", "x", "--out", "y", "--token-capp", "8"],
+            "--token-capp 8; did you mean --token-cap?",
+        ),
+        (["train", "sft", "--data", "x", "--out", "y", "--seeed=8"], "--seeed=8; did you mean --seed?"),
+        (["doctor", "--qqqqqqq"], "--qqqqqqq\n"),
+    ],
+)
+def test_a_mistyped_option(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from odc_triton.cli import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert f"unrecognized arguments: {said}" in capsys.readouterr().err

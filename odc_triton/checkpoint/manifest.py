@@ -34,8 +34,8 @@ class Manifest:
     def read(cls, folder: Path) -> Manifest:
         """Raises CheckpointCorrupt."""
         path = folder / NAME
-        if not path.exists():
-            raise CheckpointCorrupt(f"{path} is missing: {_REMEDY}")
+        if not path.is_file():
+            raise CheckpointCorrupt(f"{path} is {'no file' if path.exists() else 'missing'}: {_REMEDY}")
         data = path.read_bytes()
         try:
             content = json.loads(data)
@@ -45,7 +45,7 @@ class Manifest:
                 raise ValueError("it has a format that this version does not know")
             files = {name: Written(**entry) for name, entry in content.pop("files").items()}
             return cls(files=files, **content)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointCorrupt(f"{path} is damaged ({error}): {_REMEDY}") from error
 
     def check_sizes(self, folder: Path) -> None:

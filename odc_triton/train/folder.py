@@ -57,7 +57,9 @@ class RunFolder:
             return False
         try:
             saved = json.loads(self._text())["identity"]
-        except (ValueError, KeyError, TypeError) as error:
+            if not isinstance(saved, dict):
+                raise TypeError(f"the identity is {saved!r}")
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{self.file('run.json')} can't be read: give another --out") from error
         require_same(saved, identity, where=str(self.path))
         return True

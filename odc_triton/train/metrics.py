@@ -14,26 +14,31 @@ Metrics = dict[str, Any]
 
 
 def read_metrics(path: str | os.PathLike) -> list[Metrics]:
-    """The lines of a metrics file; a torn last one, as a crash may leave, is left out. No file: no lines."""
-    try:
-        lines = Path(path).read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
+    """The lines of a metrics file; a torn last one, as a crash may leave, is left out. No file: no lines.
+
+    Raises ValueError for a line that is none of a step's metrics, and for what is no file.
+    """
+    if not Path(path).is_file():
+        if Path(path).exists():
+            raise ValueError(f"{path} is no file: remove it, or give another --out")
         return []
+    lines = Path(path).read_bytes().splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
         del lines[-1]
+    return [_read_line(path, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _read_line(path: str | os.PathLike, number: int, line: bytes) -> Metrics:
     try:
-        return [json.loads(line) for line in lines]
-    except ValueError as error:
-        raise ValueError(f"{path}, line {_broken(lines)} is no JSON: remove it, or give another --out") from error
-
-
-def _broken(lines: list[bytes]) -> int:
-    for number, line in enumerate(lines, start=1):
-        try:
-            json.loads(line)
-        except ValueError:
-            return number
-    return 0
+        metrics = json.loads(line)
+        if isinstance(metrics, dict) and type(metrics["step"]) is int:
+            return metrics
+        problem = "has no step"
+    except KeyError:
+        problem = "has no step"
+    except (ValueError, RecursionError):
+        problem = "is no JSON"
+    raise ValueError(f"{path}, line {number} {problem}: remove it, or give another --out")
 
 
 class MetricsFile:

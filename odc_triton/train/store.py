@@ -84,6 +84,8 @@ def map_arrays(path: str | os.PathLike, names: Iterable[str], *, verify: bool) -
 
     Nothing in the file is ever unpickled. Raises OSError, or what the readers of zip, npy and JSON raise.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # to open a FIFO waits for somebody who writes to it
+        raise ValueError(f"{path} is no file")
     with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
         if verify and (damaged := archive.testzip()):
             raise ValueError(f"the checksum of {damaged} is wrong")
