@@ -18,6 +18,8 @@ from odc_triton.sharded_param import ShardedParameter
 from odc_triton.simulated_device import SimulatedDevice
 from odc_triton.streams import DeviceStreams
 
+from . import ranks
+
 
 class Late(nn.Module):
     """A layer whose work is enqueued on whichever stream is current. `done`: how often it was done."""
@@ -104,3 +106,29 @@ def test_unsharded_parameters_are_there() -> None:
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, wanted[name])
     model.reshard()
+
+
+def _status_on_rank_1(rank: int, world: int) -> tuple[str, list[int]]:
+    """On rank 1 a kernel waits in vain for an owner's rows, as its status says; what each rank is told."""
+    from odc_triton import MinibatchFailed
+
+    model = fully_shard(nn.Linear(4, 4), backend="cpu-apart")
+    weight = next(each for each in model._odc_engine.parameters if each.name == "weight")
+    said = ""
+    try:
+        with minibatch(model):
+            model(torch.ones(1, 4)).sum().backward()
+            pulled = weight.pull()
+            if rank == 1:
+                pulled.status.fill_(1)
+    except MinibatchFailed as error:
+        said, failed = str(error), list(error.ranks)
+    with minibatch(model):
+        model(torch.ones(1, 4)).sum().backward()
+    return said, failed
+
+
+def test_a_kernel_that_waited_in_vain_fails_the_minibatch_on_all_ranks() -> None:
+    for said, failed in ranks.run(_status_on_rank_1, 2):
+        assert failed == [1]
+        assert "the rows of owner 0 of a weight (4, 4) did not arrive at rank 1" in said

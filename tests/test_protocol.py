@@ -380,3 +380,24 @@ def _own_squares(rank: int, world: int) -> tuple[float, float]:
 def test_a_scalar_counts_once_in_the_norm() -> None:
     found = ranks.run(_own_squares, 2)
     assert sum(squares for squares, _ in found) ** 0.5 == found[0][1] == 6.0
+
+
+class _Ended:
+    """Signs of a peer whose process is gone."""
+
+    def is_alive(self, rank: int) -> bool:
+        return False
+
+    def seen(self, word: object) -> list[int]:
+        return [0, 0]
+
+
+def test_one_that_came_and_then_ended_is_not_blamed() -> None:
+    from odc_triton import RankLost
+    from odc_triton.meeting import Meetings
+
+    meetings = Meetings(store=dist.HashStore(), rank=0, world=2, timeout_s=1.0)
+    meetings.signs = _Ended()
+    meetings.require_alive([1], "the end", list)  # it came between the look at it and the look at its life
+    with pytest.raises(RankLost, match="rank 1 died"):
+        meetings.require_alive([1], "the end", lambda: [1])
