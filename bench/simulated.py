@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -132,7 +133,8 @@ def compare(folder: Path, *, minibatches: int) -> dict:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0 if every prediction is within a tenth of what was measured, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minibatches", type=int, default=6)
@@ -151,7 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, ratio in found["predicted_over_measured"].items()
     ]
     print(table(rows, ("", "measured s", "predicted s", "predicted / measured")))
+    return 0 if all(0.9 < ratio < 1.1 for ratio in found["predicted_over_measured"].values()) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
