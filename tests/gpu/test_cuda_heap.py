@@ -26,6 +26,7 @@ ROUNDS = 20
 
 def _open(rank: int, world: int, size_bytes: int, *, one_gpu: bool = False) -> CudaHeap:
     take_gpu(rank, one_gpu=one_gpu)
+    gpus = [gpu_of(peer, one_gpu=one_gpu) for peer in range(world)]
     heap = CudaHeap(
         rank=rank,
         world=world,
@@ -33,8 +34,9 @@ def _open(rank: int, world: int, size_bytes: int, *, one_gpu: bool = False) -> C
         token="tests",
         timeout_s=60,
         group=dist.group.WORLD,
-        shared_device=len({gpu_of(peer, one_gpu=one_gpu) for peer in range(world)}) < world,
+        shared_device=len(set(gpus)) < world,
     )
+    heap.near = frozenset(peer for peer in range(world) if gpus[peer] == gpus[rank])
     dist.barrier()
     return heap
 
@@ -91,7 +93,7 @@ def _contend(rank: int, world: int, one_gpu: bool) -> tuple[torch.Tensor, torch.
         wgrad(
             dy=dy.cuda().bfloat16(),
             x=x.cuda().bfloat16(),
-            weight=PeerShards.of(multiplied, shape=matrix.shape, rank=rank),
+            weight=PeerShards.of(multiplied, shape=matrix.shape, rank=rank, near=heap.near),
         )
         embedding_grad(dy=of_ids, ids=ids.cuda(), weight=PeerShards.of(embedded, shape=words.shape, rank=rank))
     torch.cuda.synchronize()
