@@ -103,7 +103,8 @@ class SimulatedDevice:
 
     def __init__(self, kind: str = "late") -> None:
         if kind not in KINDS:
-            raise ValueError(f"streams are simulated {' or '.join(map(repr, KINDS))}, not {kind!r}")
+            kinds = " or ".join(map(repr, KINDS))
+            raise ValueError(f"streams are simulated {kinds}, not {kind!r} (see ODC_SIMULATED_STREAMS)")
         self.kind = kind
         self.time = 0  # grows with all that is enqueued
         self.lock = threading.RLock()

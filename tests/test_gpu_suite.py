@@ -458,7 +458,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     assert {"kernel", "versions", "commit", "hardware", "gpu"} <= machine["about"].keys()
     assert json.loads((tmp_path / "kernels.json").read_text())["cells"] == before
 
-    seconds = round(1.5 * took_s)  # enough for more than two cells, and not for all
+    seconds = round(1.5 * took_s) + 10  # enough for more than two cells; on a slow machine not for all
     done = rehearse(tmp_path, "--seconds", str(seconds), "kernels-timed")
     assert done.returncode == 0, done.stdout + done.stderr
     machine = json.loads((tmp_path / "gpu_suite.json").read_text())["machines"][0]
@@ -494,3 +494,18 @@ def test_the_whole_rehearsal(tmp_path: Path) -> None:
     assert len(files) <= 6
     assert max(path.stat().st_size for path in files) < 1 << 20
     assert "passed before" in rehearse(tmp_path, "checks").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["report"], "has no outcomes: nothing has run there"),
+        (["checks", "--rehearse", "--seconds", "-3"], "--seconds is -3.0; give more than 0"),
+    ],
+)
+def test_words_that_can_not_be(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from bench.gpu_suite.__main__ import parsed
+
+    with pytest.raises(SystemExit):
+        parsed([*words, "--out", str(tmp_path)])
+    assert said in capsys.readouterr().err

@@ -39,7 +39,11 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
         parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}, and report")
     if "report" in options.stages and len(options.stages) > 1:
         parser.error("report is a command of its own")
+    if options.seconds is not None and not options.seconds > 0:
+        parser.error(f"--seconds is {options.seconds}; give more than 0")
     options.out = options.out or ROOT / "out" / ("rehearsal" if options.rehearse else "gpu")
+    if options.stages == ["report"] and not (options.out / LINES).exists():
+        parser.error(f"{options.out} has no outcomes: nothing has run there")
     if any(
         line["about"]["rehearsal"] != options.rehearse for line in _abouts(options.out) if options.stages != ["report"]
     ):
