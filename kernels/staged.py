@@ -106,7 +106,9 @@ def pull(*, peers: PeerShards, staged: StagedWeight) -> StagedWeight:
     check_alike("the sharded weight", peers, "buffer", staged, shape=staged.shape, dtype=staged.dtype)
     epoch = staged.epoch % _LAST_EPOCH + 1
     in_turn = [(staged.rank + index) % staged.world for index in range(staged.world)]
-    near, far = ([owner for owner in in_turn if (owner in peers.far) is is_far] for is_far in (False, True))
+    crosses_a_link = set(peers.far)
+    near = [owner for owner in in_turn if owner not in crosses_a_link]
+    far = [owner for owner in in_turn if owner in crosses_a_link]
     if staged.on is None:
         _fetch(peers, staged, in_turn, epoch)
     else:

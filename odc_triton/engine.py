@@ -179,6 +179,8 @@ class Engine:
         for unit in self.units:
             unit.expire()
         self._enter_phase(Phase.OPEN)
+        for parameter in self.trainable():
+            parameter.expect_gradient()
         if self.debug:
             from .debug import RefuseCollectives
 
@@ -237,6 +239,8 @@ class Engine:
             raise RuntimeError(f"no minibatch is open (the engine is {self.phase.name}): call begin_minibatch first")
         self._scope.close()
         self.microbatches.stop()
+        for parameter in self.trainable():
+            parameter.sharded.grad = None
         for unit in self.units:
             unit.reset()
         purpose = f"leave minibatch {self.minibatch}"

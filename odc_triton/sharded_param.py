@@ -23,6 +23,7 @@ from .grid import Grid
 from .handles import handle_of, resolve
 from .memory.heap import SymmetricHeap
 from .on_owners import AddRows
+from .pending_gradient import PendingGradient
 from .plan import ParameterSpec, Region, shard_rows
 from .staging import Staging
 
@@ -311,9 +312,22 @@ class ShardedParameter:
             ) from None
 
     def open_sink(self) -> PeerShards | AddRows:
+        self._touch()
+        return self._accumulator.sink(self._target, name=self.name, waited=self._report)
+
+    def _touch(self) -> None:
         self.gradient_comes()
         self.touched = True
-        return self._accumulator.sink(self._target, name=self.name, waited=self._report)
+        self.expect_gradient()  # again, as zero_grad() inside a minibatch sets p.grad to None
+
+    def expect_gradient(self) -> None:
+        """Inside a minibatch: whoever uses `p.grad` too early is told so."""
+        if self.sharded.grad is None and self.sharded.requires_grad:
+            self.sharded.grad = self._pending
+
+    @cached_property
+    def _pending(self) -> PendingGradient:
+        return PendingGradient(self.sharded)
 
     def _report(self, waits: Waits) -> None:
         if waits and self._listener is not None and (listener := self._listener()) is not None:
@@ -321,12 +335,12 @@ class ShardedParameter:
 
     def add_gradient(self, gradient: torch.Tensor | None) -> None:
         """Adds a gradient [N, ...] to its owners' shards. None: an operator has added it, and returned None."""
-        self.gradient_comes()
         if gradient is None:
+            self.gradient_comes()
             return
         if gradient.layout != torch.strided:
             gradient = gradient.to_dense()
-        self.touched = True
+        self._touch()
         with torch.no_grad():
             rows = gradient.view(1) if self.spec.is_scalar else gradient
             self._accumulator.add(rows, self._target, name=self.name, waited=self._report)

@@ -27,7 +27,8 @@ FLOORS = [
     | {"topology", "unusable", "probe", "nvml", "nvml_snapshot", "cuda_devices", "atomic", "activations"},
     {"on_owners", "handles", "staging", "tuned"},
     {"memory", "footprint", "report", "streams", "simulated_device", "local_shards", "grid"},
-    {"lifelines", "replicas", "meeting", "debug", "relay", "accumulate", "gathered", "backward_end", "process_group"},
+    {"lifelines", "replicas", "meeting", "debug", "relay", "accumulate", "gathered", "backward_end", "process_group"}
+    | {"pending_gradient"},
     {"sharded_param"},
     {"unit", "engine", "microbatch", "prefetch", "optimizer_watch", "functions", "foreach", "publication"},
     {"head"},
