@@ -26,6 +26,8 @@ EncodeBatch = Callable[[list[str]], Sequence[Sequence[int]]]
 ASSISTANT = "assistant"
 # Text given to the tokenizer at a time.
 _CHARACTERS = 4_000_000
+# No text has so many for each of its tokens, but of white space or a letter said over and over.
+CHARACTERS_PER_TOKEN = 64
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REMEDY = "give a template with {% generation %} marks, or write one record per turn of the assistant"
 
@@ -61,10 +63,12 @@ class ChatTemplate:
                 "(chat_template.jinja), or render the conversations to 'prompt' and 'completion'",
             ) from error
         if _MARKS.search(template) and self._tokenizer.is_fast:
-            return self._by_marks(conversations, template)
+            return self._by_marks(conversations, template, max_tokens)
         return self._by_prefixes(conversations, max_tokens)
 
-    def _by_marks(self, conversations: Sequence[Conversation], template: str) -> list[tuple[list[int], Spans]]:
+    def _by_marks(
+        self, conversations: Sequence[Conversation], template: str, max_tokens: int
+    ) -> list[tuple[list[int], Spans]]:
         # Not apply_chat_template(return_assistant_tokens_mask=True): where marks end in a character of several tokens,
         # it leaves out all but the first; where they begin in white space that the tokenizer's offsets leave out, it
         # leaves out this turn and all later ones (transformers 5.23).
@@ -83,15 +87,18 @@ class ChatTemplate:
             )
             texts.append(_checked(index, text))
             marks.append(ranges)
-        out = self._tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        return [
-            (ids, _covering(offsets, ranges))
-            for ids, offsets, ranges in zip(out["input_ids"], out["offset_mapping"], marks, strict=True)
-        ]
+
+        def encode(some: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+            out = self._tokenizer(some, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            return list(zip(out["input_ids"], out["offset_mapping"], strict=True))
+
+        heads = encode_heads(encode, texts, max_tokens, tokens=lambda each: len(each[0]))
+        return [(ids, _covering(offsets, ranges)) for ((ids, offsets), _), ranges in zip(heads, marks, strict=True)]
 
     def _by_prefixes(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
         wholes = [self._render(index, each) for index, each in enumerate(conversations)]
-        ids = [list(each) for some in _portions(wholes, len) for each in self._encode_batch(some)]
+        heads = [each for some in _portions(wholes, len) for each in encode_heads(self._encode_batch, some, max_tokens)]
+        ids, read = [list(each) for each, _ in heads], [characters for _, characters in heads]
         edges: list[list[int]] = [[] for _ in conversations]  # tokens before and after each turn of the assistant
 
         def prefixes() -> Iterator[tuple[int, int, str]]:
@@ -106,9 +113,9 @@ class ChatTemplate:
 
         # By portions, because prefixes of one conversation grow with the square of its turns.
         for some in _portions(prefixes(), lambda each: len(each[-1])):
-            encoded = iter(self._encode_batch([text for index, _, text in some if text is not wholes[index]]))
+            encoded = iter(self._encode_batch([text for index, _, text in some if len(text) < read[index]]))
             for index, turn, text in some:
-                prefix = ids[index] if text is wholes[index] else list(next(encoded))
+                prefix = list(next(encoded)) if len(text) < read[index] else ids[index]
                 if prefix != ids[index][: len(prefix)]:
                     is_header = len(edges[index]) % 2 == 0
                     said = wholes[index][len(text) :]
@@ -162,6 +169,25 @@ class ChatTemplate:
             raise ChatError(
                 index, f"the chat template refuses this conversation ({type(error).__name__}: {error})"
             ) from error
+
+
+def encode_heads(
+    encode_batch: Callable[[list[str]], Sequence[T]],
+    texts: Sequence[str],
+    max_tokens: int,
+    tokens: Callable[[T], int] = len,
+) -> list[tuple[T, int]]:
+    """(what `encode_batch` makes of it, how many characters that is of) of each text: all of it, or of one far longer
+    than `max_tokens` tokens a head of more than twice that, so that memory does not grow with what is cut off. Twice,
+    because the cut may change the tokens next to it.
+    """
+    most = max_tokens * CHARACTERS_PER_TOKEN
+    heads = [text[:most] for text in texts]
+    encoded = list(encode_batch(heads))
+    for at, text in enumerate(texts):
+        if len(text) > most and tokens(encoded[at]) <= 2 * max_tokens:
+            heads[at], (encoded[at],) = text, encode_batch([text])
+    return [(each, len(head)) for each, head in zip(encoded, heads, strict=True)]
 
 
 def _portions(values: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:

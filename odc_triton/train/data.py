@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from odc_triton.train.chat import ChatError, Spans
+from odc_triton.train.chat import CHARACTERS_PER_TOKEN, ChatError, Spans, encode_heads
 from odc_triton.train.records import DataError, Record
 from odc_triton.train.sources import JsonLines, Source
 from odc_triton.train.store import GrowingArrays, map_arrays, save_arrays
@@ -229,8 +229,9 @@ def _write_samples(
                 too_long = len(ids) > options.max_tokens
                 if too_long:
                     if options.too_long == "error":
+                        least = "at least " if record.characters > CHARACTERS_PER_TOKEN * options.max_tokens else ""
                         raise DataError(
-                            f"{record.where}: {len(ids)} tokens, more than max_tokens = "
+                            f"{record.where}: {least}{len(ids)} tokens, more than max_tokens = "
                             f"{options.max_tokens}; raise max_tokens, or set too_long to truncate or drop"
                         )
                     if options.too_long == "drop":
@@ -264,9 +265,11 @@ def _write_samples(
 
 
 def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> Iterator[tuple[list[int], Spans]]:
-    """(token ids, which of them are learned) of each record, too long ones whole. Raises DataError."""
+    """(token ids, which of them are learned) of each record; too long ones have more than `max_tokens` ids, and may
+    have lost their end. Raises DataError."""
     texts = [text for each in batch if each.messages is None for text in (each.prompt, each.completion)]
-    encoded = iter(encoder.encode_batch([text for text in texts if text is not None]))
+    heads = encode_heads(encoder.encode_batch, [text for text in texts if text is not None], max_tokens)
+    encoded = (ids for ids, _ in heads)
     chats = iter(_encode_chats([each for each in batch if each.messages is not None], encoder, max_tokens))
     for record in batch:
         if record.messages is not None:

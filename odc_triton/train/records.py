@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 Form = Literal["text", "prompt and completion", "messages"]
 FORMS = "'text', or both 'prompt' and 'completion', or 'messages'"
+# Its text takes about a hundred times as many bytes while it is tokenised whole.
+LARGEST_LINE_BYTES = 16 * 2**20
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
 _UNROLL = "of a JSON array make a line of each element: jq -c '.[]' FILE"
 _FOREIGN_ROLES = {"human": "user", "gpt": "assistant"}  # which no chat template knows
@@ -59,11 +61,14 @@ def read_records(path: str | os.PathLike) -> Iterator[Record]:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise DataError(f"{path} cannot be read: it is not a regular file")
         with open(path, "rb") as file:
-            for number, raw in enumerate(file, start=1):
+            lines = iter(lambda: file.readline(LARGEST_LINE_BYTES + 1), b"")
+            for number, raw in enumerate(lines, start=1):
+                where = f"{path}, line {number}"
+                if len(raw) > LARGEST_LINE_BYTES:
+                    raise DataError(f"{where}: {_too_large(raw)}")
                 end += len(raw)
                 if raw.strip():
                     empty = False
-                    where = f"{path}, line {number}"
                     yield _record(where, _parse(where, raw), line=number, end=end)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
@@ -94,6 +99,11 @@ def read_rows(rows: Iterable[Any], name: str) -> Iterator[Record]:
         yield _record(where, fields, line=row, end=row + 1)
     if row < 0:
         raise DataError(f"{name} has no rows; it needs at least one")
+
+
+def _too_large(raw: bytes) -> str:
+    remedy = _UNROLL if raw.lstrip().startswith(b"[") else "split its text into several records"
+    return f"longer than {LARGEST_LINE_BYTES // 2**20} MiB, the most that one record may have; {remedy}"
 
 
 def _parse(where: str, raw: bytes) -> Any:
