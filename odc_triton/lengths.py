@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,10 +40,14 @@ def read_lengths(
 
 
 def _of_data_set(path: Path) -> Iterator[tuple[str, object]]:
-    with np.load(path) as arrays:
-        if "offsets" not in arrays:
-            raise ValueError(f"{path} has no `offsets`: give the file that `TokenizedDataset.save` wrote")
-        offsets = arrays["offsets"]
+    wanted = "give the file that `TokenizedDataset.save` wrote"
+    try:
+        with open(path, "rb") as file, np.load(file) as arrays:
+            offsets = arrays["offsets"]
+    except KeyError as error:
+        raise ValueError(f"{path} has no `offsets`: {wanted}") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged, or no .npz: {wanted}") from error
     yield from ((f"{path}, sample {n}", length) for n, length in enumerate(np.diff(offsets).tolist()))
 
 

@@ -15,6 +15,7 @@ from odc_triton.errors import CheckpointDiffers, CheckpointFailed
 
 from . import ranks
 from .models import build
+from .sft_case import QWEN2
 
 IDS = torch.arange(3, 12)[None]
 NAMES = ["qwen2", "gpt2-tied", "qwen3-moe"]
@@ -211,6 +212,27 @@ def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.Monk
         lambda: load_causal_lm(model=str(tmp_path), init=None),
         lambda: read_tokenizer(str(tmp_path)),
     ):
-        with pytest.raises(ValueError, match="trust_remote_code"):
+        with pytest.raises(
+            ValueError, match=r"own \(auto_map.*odc-triton runs no code from a model's folder"
+        ) as caught:
             read()
+        assert "trust_remote_code" not in str(caught.value)  # no command here takes it
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; a model needs at least 1"),
+        ({"hidden_act": "foo"}, "hidden_act is 'foo'; transformers has .*silu"),
+        ({"intermediate_size": "wide"}, r"can't make a causal LM of this config \(TypeError|is no config of a model"),
+    ],
+)
+def test_a_config_of_no_model_is_named(tmp_path: Path, changes: dict, said: str) -> None:
+    from odc_triton.checkpoint import meta_causal_lm
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN2 | changes))
+    with pytest.raises(ValueError, match=said) as caught:
+        meta_causal_lm(init=str(path))
+    assert str(caught.value).startswith(str(path))

@@ -7,10 +7,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from odc_triton.checkpoint.manifest import Manifest
 from odc_triton.errors import CheckpointCorrupt
+from odc_triton.lengths import read_lengths
 from odc_triton.train.data import TokenizedDataset
 from odc_triton.train.folder import RunFolder
 from odc_triton.train.metrics import read_metrics
@@ -63,3 +65,17 @@ def test_odd_content(tmp_path: Path, name: str, content: str | None, said: str) 
     with pytest.raises(kind, match=said) as caught:
         read(path)
     assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["deflated", "cut", "text", "array"])
+def test_lengths_of_a_damaged_data_set(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "data.npz"
+    np.savez_compressed(path, offsets=np.arange(1000) ** 2)
+    raw = path.read_bytes()
+    if damage == "array":
+        with open(path, "wb") as file:
+            np.save(file, np.arange(3))
+    else:
+        path.write_bytes({"deflated": raw[:100] + bytes(200) + raw[300:], "cut": raw[:300], "text": b"one"}[damage])
+    with pytest.raises(ValueError, match=r"data\.npz is damaged, or no \.npz: give the file that"):
+        read_lengths(path)

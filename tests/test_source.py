@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton.source import require_source
+from odc_triton.source import reading, require_source
 
 
 def test_paths_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +25,15 @@ def test_names_of_a_hub_pass(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     require_source(name)
     assert not (tmp_path / name).exists()
+
+
+def test_a_name_that_no_hub_has_says_what_it_was_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.raises(OSError, match=r"^model is no file or folder here, so it was taken for a name on the hub.*: no!"),
+        reading("model"),
+    ):
+        raise OSError("no!")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(OSError, match=r"^no!$"), reading("model"):
+        raise OSError("no!")

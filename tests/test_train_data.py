@@ -354,6 +354,16 @@ def test_data_set_whose_arrays_disagree_is_refused(tmp_path, change):
         TokenizedDataset.load(path)
 
 
+def test_negative_tokens_are_refused(tmp_path):
+    path = tmp_path / "data.npz"
+    tokenize_file(write_lines(tmp_path / "data.jsonl", {"text": "ab"}), CHARACTERS).save(path)
+    with np.load(path) as arrays:
+        damaged = {**arrays, "tokens": arrays["tokens"] * np.int32([1, 1, -1, 1])}
+    np.savez(path, **damaged)
+    with pytest.raises(DataError, match=r"data\.npz has the token -98; prepare it again"):
+        _ = TokenizedDataset.load(path).largest_token
+
+
 def test_load_runs_nothing_from_the_file(tmp_path):
     class Bomb:
         def __reduce__(self):

@@ -24,7 +24,7 @@ from ..api import engine_of, publish
 from ..errors import CheckpointCorrupt, CheckpointDiffers
 from ..module import is_sharded, plain_class
 from ..sharded_param import ShardedParameter
-from ..source import require_source
+from ..source import reading
 from .together import together
 from .values import sharded_parameters
 
@@ -36,15 +36,27 @@ _SHOWN = 5  # names that a message lists
 _ADAPTER = re.compile(r"\.(lora_|modules_to_save\.)")
 
 
+def read_config(source: str) -> Any:
+    """Transformers' config of a folder, a config.json or a hub id. Raises OSError and ValueError."""
+    from transformers import AutoConfig
+
+    with reading(source):
+        try:
+            return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        except OSError:
+            raise
+        except Exception as error:  # checks of its fields raise classes of other libraries
+            raise ValueError(f"{source} is no config of a model that transformers knows: {error}") from error
+
+
 def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
     """A causal LM of transformers in fp32: weights from a folder or hub id, or random ones for the config `init`."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     if init is not None:
-        return AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(init, trust_remote_code=False), dtype=torch.float32, trust_remote_code=False
-        )
-    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
+        return _made(read_config(init), init)
+    with reading(model):
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False)
 
 
 def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.Module:
@@ -52,24 +64,40 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
 
     `fully_shard` gives it random weights, the same ones for any number of ranks; `load_pretrained_shards` real ones.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     if (model is None) == (init is None):
         raise ValueError("give either model (pretrained) or init (random weights)")
     source = model if init is None else init
-    require_source(source)
-    try:
-        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except OSError:
-        raise
-    except Exception as error:  # checks of its fields raise classes of other libraries
-        raise ValueError(f"{source} is no config of a model that transformers knows: {error}") from error
+    config = read_config(source)
     with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        made = _made(config, source)
     if model is not None and made.can_generate():
         with contextlib.suppress(OSError):  # where it has none, that of its config stays
             made.generation_config = GenerationConfig.from_pretrained(model)
     return made
+
+
+def _made(config: Any, source: str) -> nn.Module:
+    """A causal LM of `config`, which was read of `source`, with random weights."""
+    from transformers import AutoModelForCausalLM
+    from transformers.activations import ACT2FN
+
+    text = config.get_text_config()
+    for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
+        value = getattr(text, name, 1)
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"{source}: {name} is {value}; a model needs at least 1")
+    act = getattr(text, "hidden_act", None)
+    if isinstance(act, str) and act not in ACT2FN:
+        raise ValueError(f"{source}: hidden_act is {act!r}; transformers has {', '.join(ACT2FN)}")
+    try:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    except Exception as error:  # whatever a field's value leads the model's code to
+        raise ValueError(
+            f"{source}: transformers can't make a causal LM of this config ({type(error).__name__}: {error}); correct "
+            "its fields"
+        ) from error
 
 
 def transformers_part(model: nn.Module) -> tuple[str, nn.Module]:

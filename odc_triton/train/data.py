@@ -126,9 +126,13 @@ class TokenizedDataset:
 
     @cached_property
     def largest_token(self) -> int:
-        """The largest token id of all samples; reads them once."""
+        """The largest token id of all samples; reads them once. Raises DataError where one is negative."""
         step = 1 << 20
-        return max(int(self.tokens[at : at + step].max()) for at in range(0, len(self.tokens), step))
+        parts = (self.tokens[at : at + step] for at in range(0, len(self.tokens), step))
+        smallest, largest = zip(*((int(part.min()), int(part.max())) for part in parts), strict=True)
+        if min(smallest) < 0:
+            raise DataError(f"{self.path or 'the data set'} has the token {min(smallest)}; prepare it again")
+        return max(largest)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

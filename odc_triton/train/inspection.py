@@ -248,9 +248,9 @@ def _count_from(tokens: np.ndarray, first: int) -> int:
 
 
 def _vocabulary(model: str) -> int:
-    from transformers import AutoConfig
+    from odc_triton.checkpoint.pretrained import read_config
 
-    return AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config().vocab_size
+    return read_config(model).get_text_config().vocab_size
 
 
 def _example(data: TokenizedDataset, encoder: TextEncoder) -> list[tuple[bool, str]]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from odc_triton.atomic import atomic_file
-from odc_triton.source import require_source
+from odc_triton.source import reading
 from odc_triton.train.chat import ChatTemplate
 
 if TYPE_CHECKING:
@@ -99,18 +99,18 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
 
     Raises OSError and ValueError for what is neither.
     """
-    require_source(str(source))
-    if Path(source).suffix == ".json":
-        tokenizer = load_tokenizer(source)
-        if tokenizer.token_to_id(END) is None:
-            raise ValueError(
-                f"{source} has no {END} token, so this project did not make it: give the folder of its model, where "
-                f"tokenizer_config.json names its special tokens"
-            )
-        return to_transformers(tokenizer)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    with reading(str(source)):
+        if Path(source).suffix == ".json":
+            tokenizer = load_tokenizer(source)
+            if tokenizer.token_to_id(END) is None:
+                raise ValueError(
+                    f"{source} has no {END} token, so this project did not make it: give the folder of its model, "
+                    f"where tokenizer_config.json names its special tokens"
+                )
+            return to_transformers(tokenizer)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
 
 
 @dataclass(frozen=True, kw_only=True)

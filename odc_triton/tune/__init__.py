@@ -120,14 +120,13 @@ def run_tune(options: TuneOptions) -> str | None:
 def _shapes(options: TuneOptions) -> nn.Module:
     """The model without memory, its layers swapped for ours."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    from ..checkpoint.pretrained import read_config
     from ..replace import replace_layers
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(options.init or options.model, trust_remote_code=False), trust_remote_code=False
-        )
+        model = AutoModelForCausalLM.from_config(read_config(options.init or options.model), trust_remote_code=False)
     replace_layers(model, roles=["attention", "embedding", "linear", "head"], verbose=False)
     return model
 
