@@ -228,7 +228,16 @@ def test_samples_against_a_plain_loop(
             rb'{"messages": [{"role": "user", "content": "a", "name": "\ud800"}]}',
             r"message 0 has a field beside .* is not JSON: .*surrogates not allowed; leave it out",
         ),
-        (b'{"messages": [{"role": "user", "content": "a"}], "tools": [{}]}', "has 'tools', which are not rendered"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "'tools' must be a list of objects.*not {}"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "tools": ["f"]}', "'tools' must be a list of objects"),
+        (
+            b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}',
+            "message 0 needs 'role' and 'content'",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": null, "tool_calls": [{}]}]}',
+            "message 0 needs 'role' and 'content'",
+        ),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "'messages' need a chat template, and a bare tokenizer"),
         (b'{"text": "a", "messages": []}', "has 'text' and also 'messages'; keep one form"),
         (b'{"prompt": "a", "completion": "b", "messages": []}', "has 'messages' and also 'prompt' and 'completion'"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import NormalDist
 
 from odc_triton.lengths import LEAST, read_lengths
-from odc_triton.train.records import Record
+from odc_triton.train.records import Record, message_text
 
 _OVER = 0.01  # the share of an untruncated distribution beyond its longest sequence: an assumption, see `Lengths`
 _BYTES_PER_TOKEN = 4  # of English text and code under tokenizers of 100,000 and more tokens
@@ -76,7 +76,7 @@ def lengths_of_file(path: str | Path) -> tuple[list[int], str]:
     def estimate(record: Record) -> int:
         nonlocal texts
         texts += 1
-        parts = [each["content"] for each in record.messages or ()] + [record.prompt or "", record.completion]
+        parts = [message_text(each) for each in record.messages or ()] + [record.prompt or "", record.completion]
         size = sum(len(part.encode()) for part in parts)
         return max(-(-size // _BYTES_PER_TOKEN), LEAST) if size else 0
 

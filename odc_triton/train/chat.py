@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-Conversation = Sequence[dict[str, Any]]
+Messages = Sequence[dict[str, Any]]
 Spans = list[tuple[int, int]]  # [start, end) of the tokens that are learned, ascending, apart from each other
 EncodeBatch = Callable[[list[str]], Sequence[Sequence[int]]]
 
@@ -30,6 +30,11 @@ _CHARACTERS = 4_000_000
 CHARACTERS_PER_TOKEN = 64
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REMEDY = "give a template with {% generation %} marks, or write one record per turn of the assistant"
+
+
+class Conversation(NamedTuple):
+    messages: Messages
+    tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that may be called
 
 
 class ChatError(ValueError):
@@ -54,7 +59,7 @@ class ChatTemplate:
         Turns that begin after `max_tokens` tokens may be left unmarked. Raises ChatError.
         """
         try:
-            template = self._tokenizer.get_chat_template()
+            self._tokenizer.get_chat_template()
         except ValueError as error:
             raise ChatError(
                 0,
@@ -62,13 +67,13 @@ class ChatTemplate:
                 "none; put the template of the model's instruction-tuned sibling into its folder "
                 "(chat_template.jinja), or render the conversations to 'prompt' and 'completion'",
             ) from error
-        if _MARKS.search(template) and self._tokenizer.is_fast:
-            return self._by_marks(conversations, template, max_tokens)
+        given = self._tokenizer.chat_template
+        templates = given.values() if isinstance(given, dict) else [given]  # one of several may be for tools
+        if self._tokenizer.is_fast and all(_MARKS.search(each) for each in templates):
+            return self._by_marks(conversations, max_tokens)
         return self._by_prefixes(conversations, max_tokens)
 
-    def _by_marks(
-        self, conversations: Sequence[Conversation], template: str, max_tokens: int
-    ) -> list[tuple[list[int], Spans]]:
+    def _by_marks(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
         # Not apply_chat_template(return_assistant_tokens_mask=True): where marks end in a character of several tokens,
         # it leaves out all but the first; where they begin in white space that the tokenizer's offsets leave out, it
         # leaves out this turn and all later ones (transformers 5.23).
@@ -79,13 +84,14 @@ class ChatTemplate:
             (text,), (ranges,) = self._guard(
                 index,
                 lambda each=conversation: render_jinja_template(
-                    conversations=[list(each)],
-                    chat_template=template,
+                    conversations=[list(each.messages)],
+                    tools=each.tools,
+                    chat_template=self._tokenizer.get_chat_template(tools=each.tools),
                     return_assistant_tokens_mask=True,
                     **self._tokenizer.special_tokens_map,
                 ),
             )
-            texts.append(_checked(index, text))
+            texts.append(self._complete(index, conversation, _checked(index, text)))
             marks.append(ranges)
 
         def encode(some: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -96,14 +102,14 @@ class ChatTemplate:
         return [(ids, _covering(offsets, ranges)) for ((ids, offsets), _), ranges in zip(heads, marks, strict=True)]
 
     def _by_prefixes(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
-        wholes = [self._render(index, each) for index, each in enumerate(conversations)]
+        wholes = [self._complete(index, each, self._render(index, each)) for index, each in enumerate(conversations)]
         heads = [each for some in _portions(wholes, len) for each in encode_heads(self._encode_batch, some, max_tokens)]
         ids, read = [list(each) for each, _ in heads], [characters for _, characters in heads]
         edges: list[list[int]] = [[] for _ in conversations]  # tokens before and after each turn of the assistant
 
         def prefixes() -> Iterator[tuple[int, int, str]]:
             for index, conversation in enumerate(conversations):
-                for turn, message in enumerate(conversation):
+                for turn, message in enumerate(conversation.messages):
                     # A message takes a token at least. Edges come in by portions, so this one may be late.
                     if turn >= max_tokens or (edges[index] and edges[index][-1] >= max_tokens):
                         break
@@ -142,8 +148,9 @@ class ChatTemplate:
             raise ChatError(
                 index, f"the conversation begins with the assistant; put a message of the user first, or {_REMEDY}"
             )
-        for messages, asks in ((conversation[:turn], True), (conversation[: turn + 1], False)):
-            text = whole if len(messages) == len(conversation) else self._render(index, messages, asks)
+        messages, tools = conversation
+        for some, asks in ((messages[:turn], True), (messages[: turn + 1], False)):
+            text = whole if len(some) == len(messages) else self._render(index, Conversation(some, tools), asks)
             if not whole.startswith(text):
                 raise ChatError(
                     index,
@@ -152,10 +159,31 @@ class ChatTemplate:
                 )
             yield text
 
-    def _render(self, index: int, messages: Conversation, asks: bool = False) -> str:
+    def _complete(self, index: int, conversation: Conversation, text: str) -> str:
+        """`text`, what the template makes of it. Raises ChatError where that leaves out tools or their calls."""
+        messages, tools = conversation
+
+        def otherwise(changed: Iterable[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
+            try:
+                return self._render(index, Conversation(list(changed), tools))
+            except ChatError:  # then the template looks at what was changed
+                return None
+
+        remedy = "give a template that knows tools, or render the conversation to 'prompt' and 'completion'"
+        if tools and otherwise(messages, None) == text:
+            raise ChatError(index, f"the chat template leaves out the record's 'tools'; {remedy}")
+        if any("tool_calls" in each for each in messages):
+            silent = ({name: each[name] for name in each if name != "tool_calls"} for each in messages)
+            if otherwise(silent, tools) == text:
+                raise ChatError(index, f"the chat template leaves out the messages' 'tool_calls'; {remedy}")
+        return text
+
+    def _render(self, index: int, conversation: Conversation, asks: bool = False) -> str:
         text = self._guard(
             index,
-            lambda: self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=asks),
+            lambda: self._tokenizer.apply_chat_template(
+                list(conversation.messages), tools=conversation.tools, tokenize=False, add_generation_prompt=asks
+            ),
         )
         return _checked(index, text)
 

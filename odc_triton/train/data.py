@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from odc_triton.train.chat import CHARACTERS_PER_TOKEN, ChatError, Spans, encode_heads
+from odc_triton.train.chat import CHARACTERS_PER_TOKEN, ChatError, Conversation, Spans, encode_heads
 from odc_triton.train.records import DataError, Record
 from odc_triton.train.sources import JsonLines, Source
 from odc_triton.train.store import GrowingArrays, map_arrays, save_arrays
@@ -301,7 +301,7 @@ def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) 
             "folder of the model's tokenizer, or render the conversations to 'prompt' and 'completion'"
         )
     try:
-        return encoder.chat.encode([each.messages for each in records], max_tokens)
+        return encoder.chat.encode([Conversation(each.messages, each.tools) for each in records], max_tokens)
     except ChatError as error:
         raise DataError(f"{records[error.index].where}: {error}") from error
 

@@ -16,7 +16,7 @@ import numpy as np
 from odc_triton.atomic import atomic_file
 from odc_triton.train.chat import ASSISTANT, Conversation, Spans, joined_spans
 from odc_triton.train.data import IGNORED_LABEL, DataOptions, TokenizedDataset, tokenize_source
-from odc_triton.train.records import Record
+from odc_triton.train.records import Record, message_text
 from odc_triton.train.sources import Source, open_source
 from odc_triton.train.tokenizer import TextEncoder, read_tokenizer
 
@@ -203,12 +203,12 @@ class _PlainChat:
 
     def encode(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
         samples = []
-        for messages in conversations:
+        for conversation in conversations:
             ids: list[int] = []
             spans = []
-            for message in messages:
+            for message in conversation.messages:
                 begin = len(ids)
-                ids += message["content"].encode()
+                ids += message_text(message).encode()
                 if message["role"] == ASSISTANT:
                     spans.append((begin, len(ids)))
             samples.append((ids, joined_spans(spans)))

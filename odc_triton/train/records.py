@@ -5,6 +5,9 @@ A record holds one of three forms; other fields are ignored:
     {"text": …}                          all of it is learned
     {"prompt": …, "completion": …}       the completion is learned
     {"messages": [{"role": …, "content": …}, …]}     the assistant's messages are learned
+
+Beside `messages` there may be `tools`, and the assistant may call them: its message has `tool_calls`, and its `content`
+may be null.
 """
 
 from __future__ import annotations
@@ -33,11 +36,12 @@ class DataError(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One sample to be. `prompt` is None for a text; `completion` is then the whole of it. `messages` is None
-    unless the record is a conversation; the other two are then None and empty."""
+    unless the record is a conversation; the other two are then None and empty, and `tools` may be there."""
 
     prompt: str | None = None
     completion: str = ""
     messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
     line: int  # of the file, from 1; or row of the table, from 0
     where: str  # how errors name it
     end: int  # where it ends in its source: in bytes of a file, in rows of a table
@@ -95,10 +99,27 @@ def read_rows(rows: Iterable[Any], name: str) -> Iterator[Record]:
     for row, fields in enumerate(rows):
         where = f"{name}, row {row}"
         if isinstance(fields, dict):
-            fields = {key: value for key, value in fields.items() if value is not None}
+            nested = ("messages", "tools")  # where structs of one column have each other's fields too
+            fields = {
+                key: _without_none(value) if key in nested else value
+                for key, value in fields.items()
+                if value is not None
+            }
         yield _record(where, fields, line=row, end=row + 1)
     if row < 0:
         raise DataError(f"{name} has no rows; it needs at least one")
+
+
+def message_text(message: dict[str, Any]) -> str:
+    """What a message says, for counting: its content, and the calls of tools as JSON."""
+    calls = message.get("tool_calls")
+    return message.get("content", "") + (json.dumps(calls, ensure_ascii=False) if calls else "")
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
 def _too_large(raw: bytes) -> str:
@@ -142,7 +163,8 @@ def _record(where: str, record: Any, *, line: int, end: int) -> Record:
     place = {"line": line, "where": where, "end": end}
     if given == ["messages"]:
         messages = _messages(where, record)
-        return Record(messages=messages, characters=sum(len(each["content"]) for each in messages), **place)
+        characters = sum(len(message_text(each)) for each in messages)
+        return Record(messages=messages, tools=_tools(where, record), characters=characters, **place)
     texts = [_string(where, record, name) for name in given]
     return Record(
         prompt=texts[0] if len(texts) == 2 else None,
@@ -157,17 +179,16 @@ def _messages(where: str, record: dict) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         what = "an empty list" if messages == [] else f"a {type(messages).__name__}"
         raise DataError(f"{where}: 'messages' must be a list of at least one message, not {what}")
-    if record.get("tools"):
-        raise DataError(
-            f"{where}: has 'tools', which are not rendered here; render the conversation to 'prompt' and 'completion'"
-        )
     checked = []
     for number, message in enumerate(messages):
         here = f"{where}: message {number}"
         if not isinstance(message, dict):
             raise DataError(f"{here} is a {type(message).__name__}, not an object with 'role' and 'content'")
+        calls = message.get("role") == "assistant" and message.get("tool_calls")
         for name in ("role", "content"):
             if message.get(name) is None:
+                if name == "content" and calls:
+                    continue
                 remedy = "; rename 'from' and 'value'" if {"from", "value"} <= message.keys() else ""
                 raise DataError(f"{here} needs 'role' and 'content'; it has {_names(message)}{remedy}")
             _string(here, message, name)
@@ -179,16 +200,29 @@ def _messages(where: str, record: dict) -> list[dict[str, Any]]:
     return checked
 
 
+def _tools(where: str, record: dict) -> list[dict[str, Any]] | None:
+    tools = record.get("tools")
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        raise DataError(
+            f"{where}: 'tools' must be a list of objects, the functions' JSON schemas; not {ascii(tools)[:60]}"
+        )
+    _check_json(f"{where}: 'tools'", tools)
+    return tools
+
+
 def _check_others(here: str, message: dict) -> None:
-    if len(message) == 2:
-        return
+    if not message.keys() <= {"role", "content"}:
+        _check_json(f"{here} has a field beside 'role' and 'content' that", message)
+
+
+def _check_json(what: str, value: Any) -> None:
     try:
-        json.dumps(message, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         reason = str(error).encode("ascii", "backslashreplace").decode()
-        raise DataError(
-            f"{here} has a field beside 'role' and 'content' that is not JSON: {reason}; leave it out"
-        ) from error
+        raise DataError(f"{what} is not JSON: {reason}; leave it out") from error
 
 
 def _string(where: str, record: dict, name: str) -> str:
