@@ -142,12 +142,21 @@ def test_forms_may_be_mixed_and_long_files_come_in_batches(tokenizers, tmp_path)
     assert data.summary.samples == 12
 
 
+SPACE_AFTER = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
         (None, said("a", "b"), "need a tokenizer with a chat template, and this .* has none; put the template"),
         (CHATML, said("a", "\n\nb"), "message 1 of the assistant does not begin between two tokens .*strip it"),
         (SPACED, said("a", "yes"), "ends its header of message 1 in white space, which this tokenizer joins"),
+        (SPACE_AFTER, said("a", "yes", "b"), "ends message 1 in white space.*what follows: put a template without it"),
+        (SPACE_AFTER, said("a", "yes ", "b"), "the chat template ends message 1 in white space"),
+        (SPACE_AFTER.replace("}} {%", "}}{%"), said("a", "yes ", "b"), "does not end between two tokens .*strip it"),
         (CHATML, said("a", "b")[1:], "begins with the assistant; put a message of the user first"),
         (THINKING, said("a", "<think>1</think>b", "c", "d"), "message 1 of the assistant.*differently when the whole"),
         ("{{ messages[9].content }}", said("a", "b"), r"refuses this conversation \(UndefinedError"),

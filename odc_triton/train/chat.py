@@ -124,11 +124,14 @@ class ChatTemplate:
                 prefix = list(next(encoded)) if len(text) < read[index] else ids[index]
                 if prefix != ids[index][: len(prefix)]:
                     is_header = len(edges[index]) % 2 == 0
-                    said = wholes[index][len(text) :]
-                    if is_header and text[-1:].isspace() and not said[:1].isspace():
+                    content = conversations[index].messages[turn].get("content", "")
+                    is_theirs = content[:1].isspace() if is_header else content and text.endswith(content)
+                    if text[-1:].isspace() and not is_theirs:
+                        what, then = ("its header of ", "the assistant's words") if is_header else ("", "what follows")
                         reason = (
-                            f"the chat template ends its header of message {turn} in white space, which this tokenizer "
-                            f"joins to the assistant's words: end the header without it"
+                            f"the chat template ends {what}message {turn} in white space, which this "
+                            f"tokenizer joins to {then}: put a template without it into the tokenizer's folder "
+                            f"(chat_template.jinja)"
                         )
                     else:
                         reason = (
