@@ -136,8 +136,10 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 def _train_sft(ranks: int, wanted: SftOptions) -> int:
     from .launch import launch, warn_of_few_cores
+    from .train.preflight import check_before_start
     from .train.sft import run_sft
 
+    check_before_start(wanted)
     warn_of_few_cores(ranks)
     launch(run_sft, wanted, ranks=ranks)
     return 0

@@ -188,6 +188,11 @@ def weights_folder(source: str | Path) -> Path:
     return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
 
 
+def require_weights(folder: str | Path) -> None:
+    """Raises what `load_pretrained_shards` does for a local folder whose weights it can't find or open."""
+    _Files(Path(folder))
+
+
 @torch.no_grad()
 def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     """Fills a sharded transformers model, also below PEFT's adapters, from safetensors. Collective.

@@ -27,10 +27,15 @@ class RunFolder:
     def lock(self, *, resume: str) -> None:
         """Makes the folder and takes it for this job, and takes away what a killed job left half written.
 
-        Raises BlockingIOError while another job writes to it, FileExistsError for another run's folder unless resuming.
+        Raises BlockingIOError while another job writes to it, FileExistsError for another run's folder unless resuming,
+        OSError where it can't be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.file("run.json"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.file("run.json"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            reason = "it is a file" if self.path.is_file() else error.strerror
+            raise OSError(f"{self.path} can't be written to ({reason}): give another --out") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -1,0 +1,35 @@
+"""What can be known to be wrong before the ranks start: the model, the data's first records, the folder to write to.
+
+Ranks take a while to start, and tokenising a large file takes longer: what a run needs after that is looked at first.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+from odc_triton.checkpoint import meta_causal_lm
+from odc_triton.checkpoint.pretrained import require_weights
+from odc_triton.train.data import encode_records
+from odc_triton.train.folder import RunFolder
+from odc_triton.train.options import SftOptions
+from odc_triton.train.prepare import check_fit, load_any_tokenizer
+from odc_triton.train.sources import open_source
+from odc_triton.train.tokenizer import TextEncoder
+
+_RECORDS = 16  # of each source
+
+
+def check_before_start(options: SftOptions) -> None:
+    """Raises OSError and ValueError for what would end the run later. Leaves nothing but the folder `out`."""
+    model = meta_causal_lm(model=options.model, init=options.init)
+    if options.model is not None and Path(options.model).is_dir():
+        require_weights(options.model)
+    encoder = TextEncoder.of(load_any_tokenizer(options))
+    for name in (options.data, options.eval_data):
+        if name is not None:
+            head = encode_records(list(islice(open_source(name), _RECORDS)), encoder, options.token_cap)
+            check_fit(model, longest=0, largest_token=max(max(ids, default=0) for ids, _ in head))
+    folder = RunFolder(options.out)
+    folder.lock(resume=options.resume)
+    folder.release()
