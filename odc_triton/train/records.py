@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
+from odc_triton.train import foreign
+
 Form = Literal["text", "prompt and completion", "messages"]
 FORMS = "'text', or both 'prompt' and 'completion', or 'messages'"
 # Its text takes about a hundred times as many bytes while it is tokenised whole.
 LARGEST_LINE_BYTES = 16 * 2**20
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz"}
-_UNROLL = "of a JSON array make a line of each element: jq -c '.[]' FILE"
 _FOREIGN_ROLES = {"human": "user", "gpt": "assistant"}  # which no chat template knows
 
 
@@ -69,11 +69,12 @@ def read_records(path: str | os.PathLike) -> Iterator[Record]:
             for number, raw in enumerate(lines, start=1):
                 where = f"{path}, line {number}"
                 if len(raw) > LARGEST_LINE_BYTES:
-                    raise DataError(f"{where}: {_too_large(raw)}")
+                    raise DataError(f"{where}: {_too_large(raw, path)}")
                 end += len(raw)
                 if raw.strip():
                     empty = False
-                    yield _record(where, _parse(where, raw), line=number, end=end)
+                    name = os.fspath(path)
+                    yield _record(where, _parse(where, raw, name), line=number, end=end, file=name)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
@@ -86,7 +87,7 @@ def read_records(path: str | os.PathLike) -> Iterator[Record]:
 
 def parse_record(where: str, raw: bytes, *, line: int = 0) -> Record:
     """The record of one line. `where`: how errors name it. Raises DataError."""
-    return _record(where, _parse(where, raw), line=line, end=len(raw))
+    return _record(where, _parse(where, raw, "FILE"), line=line, end=len(raw), file="FILE")
 
 
 def read_rows(rows: Iterable[Any], name: str) -> Iterator[Record]:
@@ -122,19 +123,21 @@ def _without_none(value: Any) -> Any:
     return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
-def _too_large(raw: bytes) -> str:
-    remedy = _UNROLL if raw.lstrip().startswith(b"[") else "split its text into several records"
+def _too_large(raw: bytes, path: str | os.PathLike) -> str:
+    remedy = (
+        foreign.of_array(os.fspath(path)) if raw.lstrip().startswith(b"[") else "split its text into several records"
+    )
     return f"longer than {LARGEST_LINE_BYTES // 2**20} MiB, the most that one record may have; {remedy}"
 
 
-def _parse(where: str, raw: bytes) -> Any:
-    for magic, name in _COMPRESSED.items():
-        if raw.startswith(magic):
-            raise DataError(f"{where}: the file is compressed by {name}; unpack it first")
+def _parse(where: str, raw: bytes, file: str) -> Any:
+    """`file`: how commands name it."""
     try:
         # utf-8-sig: editors on Windows put a byte order mark in front.
         return json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
+        if what := foreign.of_file(raw, file):
+            raise DataError(f"{where}: {what}") from error
         byte = error.object[error.start]
         raise DataError(
             f"{where}: not UTF-8 (byte 0x{byte:02x} at {error.start}); convert the file to UTF-8"
@@ -142,13 +145,16 @@ def _parse(where: str, raw: bytes) -> Any:
     except RecursionError as error:
         raise DataError(f"{where}: not usable JSON: nested too deeply") from error
     except ValueError as error:
-        remedy = _UNROLL if raw.lstrip().startswith(b"[") else "every line must hold one whole JSON object"
+        if what := foreign.of_file(raw, file):
+            raise DataError(f"{where}: {what}") from error
+        is_array = raw.lstrip().startswith(b"[")
+        remedy = foreign.of_array(file) if is_array else "every line must hold one whole JSON object"
         raise DataError(f"{where}: not valid JSON: {error}; {remedy}") from error
 
 
-def _record(where: str, record: Any, *, line: int, end: int) -> Record:
+def _record(where: str, record: Any, *, line: int, end: int, file: str | None = None) -> Record:
     if not isinstance(record, dict):
-        remedy = f"; {_UNROLL}" if isinstance(record, list) else ""
+        remedy = f"; {foreign.of_array(file or 'FILE')}" if isinstance(record, list) else ""
         raise DataError(f"{where}: a {type(record).__name__}, not a JSON object with {FORMS}{remedy}")
     pair = [name for name in ("prompt", "completion") if name in record]
     # A lone prompt beside messages is their first one once more, as in several well-known data sets.
@@ -159,7 +165,8 @@ def _record(where: str, record: Any, *, line: int, end: int) -> Record:
         others = " and ".join(map(repr, given[1:]))
         raise DataError(f"{where}: has {given[0]!r} and also {others}; keep one form")
     if not given:
-        raise DataError(f"{where}: needs {FORMS}; it has {_names(record)}")
+        what = foreign.of_record(record, file)
+        raise DataError(f"{where}: needs {FORMS}; it has {_names(record)}" + (f", {what}" if what else ""))
     place = {"line": line, "where": where, "end": end}
     if given == ["messages"]:
         messages = _messages(where, record)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from odc_triton.train.foreign import of_parquet
 from odc_triton.train.records import DataError, Record, read_records, read_rows
 
 # What a hub id may look like; a name that ends like a file is meant as one.
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|txt|csv|tsv|parquet|arrow|gz|zst)", re.IGNORECASE)
+_SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # one of them is in what `save_to_disk` wrote
 INSTALL = 'pip install "odc-triton[data]"'
 
 
@@ -92,6 +94,11 @@ def open_source(name: str) -> Source:
 
 
 def _from_folder(folder: str, split: str | None) -> Source:
+    if not any(Path(folder, name).exists() for name in _SAVED) and next(Path(folder).rglob("*.parquet"), None):
+        raise DataError(
+            f"{folder} holds Parquet files, and no data set of `save_to_disk`; make JSON lines of it: "
+            f"{of_parquet(folder)}"
+        )
     datasets = _import_datasets(f"{folder} is a folder")
     loaded = _load(folder, lambda: datasets.load_from_disk(folder))
     if isinstance(loaded, datasets.DatasetDict):
