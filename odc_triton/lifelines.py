@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .errors import DeadlineExceeded
+from .greetings import greetings
 from .meeting import Meetings
 from .memory.heap import SymmetricHeap, Word
 
@@ -57,13 +58,6 @@ def _keep_alive(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_EVERY_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
     connection.setblocking(False)
-
-
-def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count and (more := connection.recv(count - len(data))):
-        data += more
-    return data
 
 
 def _hang_up(connections: dict[int, socket.socket]) -> None:
@@ -147,27 +141,23 @@ class Lifelines:
         return connection
 
     def _answer(self, missing: set[int], listener: socket.socket, token: bytes, deadline_s: float) -> None:
-        while missing:
-            listener.settimeout(max(deadline_s - time.monotonic(), 0.001))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                ranks = sorted(missing)
-                raise DeadlineExceeded(
-                    ranks,
-                    f"rank {self._rank} was not reached by ranks {ranks} of other replicas: they need TCP connections "
-                    f"between their hosts, on any port",
-                ) from None
-            connection.settimeout(max(min(deadline_s - time.monotonic(), 10), 0.001))
-            with contextlib.suppress(OSError):
-                greeting = _receive_exactly(connection, _GREETING.size)
-                if len(greeting) == _GREETING.size:
-                    secret, rank = _GREETING.unpack(greeting)
-                    if secret == token and rank in missing:
-                        missing.discard(rank)
-                        self._connections[rank] = connection
-                        continue
-            connection.close()
+        if not missing:
+            return
+        for connection, greeting in greetings(listener, _GREETING.size, deadline_s):
+            secret, rank = _GREETING.unpack(greeting)
+            if secret != token or rank not in missing:
+                connection.close()
+                continue
+            missing.discard(rank)
+            self._connections[rank] = connection
+            if not missing:
+                return
+        ranks = sorted(missing)
+        raise DeadlineExceeded(
+            ranks,
+            f"rank {self._rank} was not reached by ranks {ranks} of other replicas: they need TCP connections "
+            f"between their hosts, on any port",
+        )
 
     # ------------------------------------------------------------------ words
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from odc_triton.errors import DeadlineExceeded
+from odc_triton.greetings import _MOST_SILENT, greetings
 from odc_triton.memory.heap import Word
 from odc_triton.memory.locks import ByteLocks
 from odc_triton.memory.rendezvous import _peer_uid, receive_files, send_files
@@ -111,21 +113,58 @@ def test_other_users_are_turned_away() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0
 
 
+def _connected(address: str) -> socket.socket:
+    connection, deadline_s = socket.socket(socket.AF_UNIX), time.monotonic() + 10
+    while connection.connect_ex(address) != 0:
+        assert time.monotonic() < deadline_s, "nobody listens there"
+        time.sleep(0.01)
+    return connection
+
+
 def test_rendezvous_names_who_is_missing() -> None:
     token = f"missing-{os.getpid()}"
     with pytest.raises(DeadlineExceeded, match="waited 0 s for rank 0 to offer"):
         receive_files(2, token=token, rank=1, timeout_s=0.1)
     received = []
+
+    def come_after_a_silent_client() -> None:
+        with _connected(f"\0odc-{token}"):
+            received.extend(receive_files(1, token=token, rank=2, timeout_s=10))
+
     with open("/dev/null") as file:
-        peer = threading.Thread(target=lambda: received.extend(receive_files(1, token=token, rank=2, timeout_s=10)))
+        peer = threading.Thread(target=come_after_a_silent_client)
         peer.start()
         with pytest.raises(DeadlineExceeded) as caught:
-            send_files([file.fileno()], token=token, world=4, timeout_s=1)
+            send_files([file.fileno()], token=token, world=4, timeout_s=2)
         peer.join()
     assert caught.value.ranks == [1, 3]
     assert not os.get_inheritable(received[0])
     os.close(received[0])
     assert token not in Path("/proc/net/unix").read_text()
+
+
+def test_silent_clients_keep_nobody_waiting() -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1000))
+        place = listener.getsockname()
+        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(_MOST_SILENT + 2)]
+        silent[-1].sendall(b"half")
+        with socket.create_connection(place) as gone:
+            gone.sendall(b"half")
+        speaker = stack.enter_context(socket.create_connection(place))
+        speaker.sendall(b"a greeting and more")
+        arrivals = greetings(listener, 10, time.monotonic() + 10)
+        connection, said = next(arrivals)
+        with connection:
+            assert (said, connection.recv(9)) == (b"a greeting", b" and more")
+        assert silent[0].recv(1) == b""  # the oldest ones are hung up on, the others may still speak
+        silent[-1].sendall(b" later")
+        connection, said = next(arrivals)
+        with connection:
+            assert said == b"half later"
+        arrivals.close()
+        assert silent[-2].recv(1) == b""
+        assert next(greetings(listener, 10, time.monotonic() + 0.05), None) is None
 
 
 def test_locks_of_one_process() -> None:

@@ -17,14 +17,15 @@ PACKAGE = ROOT / "odc_triton"
 # Neither torch nor triton.
 PURE = (
     *("plan", "balance", "events", "trace", "errors", "order", "choice", "breakdown", "simulate", "source"),
-    *("topology", "unusable", "nvml", "nvml_snapshot", "atomic", "activations"),
+    *("topology", "unusable", "nvml", "nvml_snapshot", "atomic", "activations", "greetings"),
 )
 HEAVY = {"torch", "triton", "transformers", "odc_kernels"}
 NEEDS_TORCH = ("balance.collate", "balance.counter")
 # Each module may import those of lower floors and of its own. What is not named stands on top of all.
 FLOORS = [
     {"errors", "plan", "events", "balance", "trace", "options", "order", "choice", "breakdown", "source"}
-    | {"topology", "unusable", "probe", "nvml", "nvml_snapshot", "cuda_devices", "atomic", "activations"},
+    | {"topology", "unusable", "probe", "nvml", "nvml_snapshot", "cuda_devices", "atomic", "activations"}
+    | {"greetings"},
     {"on_owners", "handles", "staging", "tuned"},
     {"memory", "footprint", "report", "streams", "simulated_device", "local_shards", "grid"},
     {"lifelines", "replicas", "meeting", "debug", "relay", "accumulate", "gathered", "backward_end", "process_group"}

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
 import time
 
 from ..errors import DeadlineExceeded
+from ..greetings import greetings
 
 _POLL_S = 0.02
+_GREETING = struct.Struct("i")  # rank
 
 
 def _peer_uid(connection: socket.socket) -> int:
@@ -24,28 +27,22 @@ def send_files(fds: list[int], *, token: str, world: int, timeout_s: float) -> N
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(f"\0odc-{token}")
         listener.listen(world)
-        while waiting:
-            listener.settimeout(max(deadline_s - time.monotonic(), 0.001))
-            try:
-                connection, _ = listener.accept()
-                with connection:
-                    connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
-                    if _peer_uid(connection) != os.getuid():
-                        continue
-                    greeting = connection.recv(4)
-                    if len(greeting) != 4 or struct.unpack("i", greeting)[0] not in waiting:
-                        continue
-                    socket.send_fds(connection, [b"f"], fds)
-                    waiting.discard(struct.unpack("i", greeting)[0])
-            except TimeoutError:
-                missing = sorted(waiting)
-                raise DeadlineExceeded(
-                    missing,
-                    f"rank 0 waited {timeout_s:.0f} s for ranks {missing} to open the shared heap; "
-                    f"they must run on this host and in its network namespace",
-                ) from None
-            except ConnectionError:  # a rank that died or gave up meanwhile; if it is missed, the deadline says so
-                continue
+        for connection, greeting in greetings(listener, _GREETING.size, deadline_s):
+            (rank,) = _GREETING.unpack(greeting)
+            with connection:
+                if _peer_uid(connection) == os.getuid() and rank in waiting:
+                    # A rank may have died or given up meanwhile; if it is missed, the deadline says so.
+                    with contextlib.suppress(ConnectionError):
+                        socket.send_fds(connection, [b"f"], fds)
+                        waiting.discard(rank)
+            if not waiting:
+                return
+    missing = sorted(waiting)
+    raise DeadlineExceeded(
+        missing,
+        f"rank 0 waited {timeout_s:.0f} s for ranks {missing} to open the shared heap; "
+        f"they must run on this host and in its network namespace",
+    )
 
 
 def receive_files(count: int, *, token: str, rank: int, timeout_s: float) -> list[int]:
@@ -58,13 +55,13 @@ def receive_files(count: int, *, token: str, rank: int, timeout_s: float) -> lis
                 connection.connect(f"\0odc-{token}")
                 if _peer_uid(connection) != os.getuid():
                     raise PermissionError(f"rank 0's heap socket belongs to uid {_peer_uid(connection)}, not to ours")
-                connection.sendall(struct.pack("i", rank))
+                connection.sendall(_GREETING.pack(rank))
                 _, fds, _, _ = socket.recv_fds(connection, 1, count)
                 if len(fds) == count:
                     for fd in fds:
                         os.set_inheritable(fd, False)
                     return list(fds)
-            except (ConnectionRefusedError, ConnectionResetError, BlockingIOError, TimeoutError):
+            except (ConnectionError, BlockingIOError, TimeoutError):
                 pass
         if time.monotonic() > deadline_s:
             raise DeadlineExceeded(
