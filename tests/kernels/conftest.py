@@ -19,3 +19,10 @@ def on_device() -> Iterator[None]:
     torch.manual_seed(seed)
     with torch.device(place.DEVICE):
         yield
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_stored_beside_the_shards() -> Iterator[None]:
+    place.guarded.clear()
+    yield
+    assert all(map(place.is_intact, place.guarded))

@@ -6,10 +6,30 @@ To be imported before any kernel, as ranks of a test do that begin in another pr
 from __future__ import annotations
 
 import pytest
+import torch
 
 from bench.operators.place import DEVICE
+from odc_kernels import peers
 
 INTERPRETED = DEVICE.type == "cpu"
 
 MARKS = [pytest.mark.usefixtures("on_device"), *([] if INTERPRETED else [pytest.mark.gpu])]
 """`pytestmark` of every file of kernel tests: `pytest -m gpu` runs them where they run on a GPU."""
+
+_CANARY = 64  # elements, of any dtype a multiple of 16 bytes
+guarded: list[torch.Tensor] = []
+"""The memory of all shards that a test has split: conftest.py looks at it when the test ends."""
+
+
+def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
+    """As `peers.split`, with a canary before and after each shard: -0.0, which changes whatever is added but -0.0."""
+    shards = peers.split(whole, world)
+    for owner, shard in enumerate(shards):
+        guarded.append(whole.new_full((shard.numel() + 2 * _CANARY,), -0.0))
+        shards[owner] = guarded[-1][_CANARY:-_CANARY].view(shard.shape).copy_(shard)
+    return shards
+
+
+def is_intact(memory: torch.Tensor) -> bool:
+    """Whether nothing was stored or added outside of the shard that lies in `memory`."""
+    return all(bool((end.signbit() & (end == 0)).all()) for end in (memory[:_CANARY], memory[-_CANARY:]))

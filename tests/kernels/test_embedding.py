@@ -19,8 +19,10 @@ from odc_kernels.embedding import (
     embedding_grad_ref,
     embedding_ref,
 )
-from odc_kernels.peers import PeerShards, join, split
+from odc_kernels.peers import PeerShards, join
 from tests import ranks
+
+from .place import split
 
 pytestmark = place.MARKS
 

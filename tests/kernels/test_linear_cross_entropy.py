@@ -22,7 +22,9 @@ from odc_kernels.linear_cross_entropy import (
     linear_cross_entropy_ref,
 )
 from odc_kernels.online_softmax import SoftmaxState, SoftmaxTile, online_softmax, softmax_grad
-from odc_kernels.peers import PeerShards, join, split
+from odc_kernels.peers import PeerShards, join
+
+from .place import split
 
 pytestmark = place.MARKS
 

@@ -13,10 +13,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotar
 
 from . import place  # isort: skip
 
-from odc_kernels.peers import PeerShards, join, split
+from odc_kernels.peers import PeerShards, join
 from odc_kernels.qkv import QkNorm, QkvWeights, Rope, qkv, qkv_ref
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad, qkv_grad_ref
 from odc_kernels.tiles import LinearTile, QkvTile, WgradTile
+
+from .place import split
 
 pytestmark = place.MARKS
 
@@ -197,7 +199,7 @@ def backward(
         targets |= {
             name: torch.full((layer.head_dim,), torch.nan, dtype=torch.float32) for name in ("q_norm", "k_norm")
         }
-    shards = {name: [torch.randn(shard.shape) for shard in owned] for name, owned in layer.shards.items()}
+    shards = {name: split(torch.randn(join(owned).shape), layer.world) for name, owned in layer.shards.items()}
     before = {name: join(owned).clone() for name, owned in shards.items()}
     targets |= {name: layer.peers(name, owned, rank) for name, owned in shards.items()}
     qkv_grad(
