@@ -49,7 +49,7 @@ def peer_address(table, owner, dtype: tl.constexpr):
 
 @triton.jit
 def turn(index, rank, world):
-    """The owner that `rank` comes to in its `index`-th turn: each begins behind itself, so at different owners."""
+    """The owner that `rank` comes to in its `index`-th turn: each begins after itself, so at different owners."""
     return (rank + 1 + index) % world
 
 

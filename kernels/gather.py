@@ -3,8 +3,8 @@
     out[o n + i, :] = cast(shard_o[i, :])
 
 N rows in all, n = ceil(N / R) per owner, K elements a row; R owners. One program copies BLOCK consecutive elements of
-one owner; programs of a rank begin at the owner behind it and come to its own shard last, so that ranks read different
-owners at a time.
+one owner. A rank reads the next rank's shard first, then those after it, and its own shard last: so ranks read
+different owners at any one time.
 
     out[offset_p + i] = piece_p[i]        `gather_pieces`
 

@@ -3,7 +3,8 @@
     shard_o[i, :] += scale * g[o n + i, :]        in fp32, atomically
 
 N rows in all, n = ceil(N / R) per owner, K elements a row; R owners. One program adds BLOCK consecutive elements of
-one owner; programs of a rank begin at the owner behind it, so that ranks add to different owners at a time.
+one owner. A rank adds to the next rank's shard first, and to its own last: so ranks add to different owners at any one
+time.
 """
 
 from __future__ import annotations
