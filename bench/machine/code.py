@@ -71,7 +71,7 @@ def build(case: Case, arch: int) -> Code:
         code.faults.append(f"{code.spills} spills")
     if code.shared_bytes > SHARED_LIMIT_BYTES[arch]:
         code.faults.append(f"{code.shared_bytes} bytes of shared memory, the chip has {SHARED_LIMIT_BYTES[arch]}")
-    _read_matrix(code, case, ttir, sass)
+    _read_matrix(code, case, ttir, ptx, sass)
     _read_loads(code, ptx, sass)
     _read_reductions(code, case, ttir, ptx, sass)
     code.faults += faults_of_offsets(ttir, flat=case.flat)
@@ -84,7 +84,7 @@ def _dump(what: str, path: str) -> str:
     return subprocess.run([_CUOBJDUMP, what, path], capture_output=True, text=True, check=True).stdout
 
 
-def _read_matrix(code: Code, case: Case, ttir: str, sass: str) -> None:
+def _read_matrix(code: Code, case: Case, ttir: str, ptx: str, sass: str) -> None:
     units = {name: len(re.findall(rf"\b{name}\b", sass)) for name in _MATRIX_UNITS}
     code.matrix = ", ".join(f"{count} {name}" for name, count in units.items() if count) or "-"
     wants = case.matrix or re.search(r"tt\.dot .*xb?f16> \*", ttir)
@@ -92,6 +92,8 @@ def _read_matrix(code: Code, case: Case, ttir: str, sass: str) -> None:
         code.faults.append("no HGMMA")
     if wants and not any(units.values()):
         code.faults.append("no matrix instruction")
+    if "tf32" in ptx:
+        code.faults.append("multiplies in tf32")
 
 
 def _read_loads(code: Code, ptx: str, sass: str) -> None:

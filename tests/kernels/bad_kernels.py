@@ -25,6 +25,13 @@ def product(x, w, y, columns, B_T: tl.constexpr, B_N: tl.constexpr, B_K: tl.cons
 
 
 @triton.jit
+def product_in_tf32(x, w, y, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tile = at[:, None] * BLOCK + at[None, :]
+    tl.store(y + tile, tl.dot(tl.load(x + tile), tl.load(w + tile)))  # what triton does unless it is told
+
+
+@triton.jit
 def copy_unaligned(table, out, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(tl.load(table).to(tl.pointer_type(DTYPE)) + at))
@@ -129,6 +136,7 @@ def cases() -> Iterator[Case]:
     yield case("spills", product, data, {"B_T": 256, "B_N": 256, "B_K": 64, "STAGES": 2}, num_warps=4)
     yield case("shared", product, data, {"B_T": 128, "B_N": 256, "B_K": 128, "STAGES": 4}, num_warps=8)
     yield case("no HGMMA", product, data, {"B_T": 32, "B_N": 64, "B_K": 64, "STAGES": 2})
+    yield case("tf32", product_in_tf32, {"x": "*fp32", "w": "*fp32", "y": "*fp32"}, {"BLOCK": 64})
     yield case("2 bytes", copy_unaligned, {"table": "*i64", "out": "*bf16"}, {"DTYPE": tl.bfloat16, "BLOCK": 1024})
     sizes = {"rows": "i32", "columns": "i32"}
     for kernel in (copy_narrow, copy_narrow_if, copy_narrow_stride):

@@ -38,12 +38,13 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_machine_code_is_as_it_should_be(out: Path) -> None:
-    names = _subset()
+    names = [*_subset(), "linear fp32 T<=64"]
     failed, codes = compiled(out, "--arch", "90", "--kernel", *names)
     assert not failed
     assert {name for name, _ in codes} >= set(names)
     for name in ("linear bf16", "linear_dx bf16", "wgrad bf16", "staged bf16"):
         assert "HGMMA" in codes[name, 90]["matrix"]
+    assert codes["linear fp32 T<=64", 90]["matrix"] == "-"
     assert "UTMAREDG.2D.ADD" in codes["wgrad bf16", 90]["reduction"]
     for name in ("scatter bf16", "embedding_grad bf16"):
         assert codes[name, 90]["reduction"] == "REDG.E.ADD.F32x4.FTZ.RN.STRONG.SYS"
@@ -51,8 +52,10 @@ def test_machine_code_is_as_it_should_be(out: Path) -> None:
 
 @pytest.mark.parametrize("arch", [80, 120])
 def test_other_chips(out: Path, arch: int) -> None:
-    failed, codes = compiled(out, "--arch", str(arch), "--kernel", "wgrad bf16", "staged bf16", "scatter fp16")
-    assert not failed
+    names = ("wgrad bf16", "staged bf16", "scatter fp16", "linear fp32 T<=64")
+    failed, codes = compiled(out, "--arch", str(arch), "--kernel", *names)
+    assert not failed  # which a product of fp32 in tf32 is, too
+    assert codes["linear fp32 T<=64", arch]["matrix"] == "-"
     single = {80: "RED.E.ADD.F32.FTZ.RN.STRONG.SYS", 120: "REDG.E.ADD.F32x4.FTZ.RN.STRONG.SYS"}[arch]
     assert codes["scatter fp16", arch]["reduction"] == single
     assert "HMMA" in codes["wgrad bf16", arch]["matrix"]
@@ -64,6 +67,7 @@ BAD = {
     "spills": ["2622 spills"],
     "shared": ["393216 bytes of shared memory, the chip has 232448"],
     "no HGMMA": ["no HGMMA"],
+    "tf32": ["multiplies in tf32"],
     "2 bytes": ["scalar 2-byte loads", "no 16-byte loads"],
     "CAS": ["compare-and-swap", "reduces by ATOMG.E.CAS.STRONG.SYS, atom.global.relaxed.sys.cas.b32"],
     "scope": ["reduces by REDG.E.ADD.F32x4.FTZ.RN.STRONG.GPU, red.global.gpu.relaxed.add.v4.f32"],
