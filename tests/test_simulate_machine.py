@@ -84,6 +84,9 @@ def test_topologies_of_snapshots() -> None:
     mesh = Links.from_topology(load("a100-nvlink-mesh"), gpus=4, efficiency=1.0)
     assert mesh.pair_gbs[0][1] == pytest.approx(100.0)
     assert mesh.port_gbs == pytest.approx([300.0] * 4)
+    slots = Links.from_topology(load("pcie-with-atomics"), gpus=3, efficiency=1.0)
+    # A slot's lanes are the same ones for both peers; the third GPU has 8, the others 16.
+    assert slots.port_gbs == pytest.approx([16 * 1.969, 16 * 1.969, 8 * 1.969])
     # One after the other over 4 links, a read takes three times as long as a ring over all 12.
     assert mesh.read_s(4e9, hybrid=True)[0] > 2.5 * mesh.collective_s(4e9, hybrid=True)
 

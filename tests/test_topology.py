@@ -23,6 +23,7 @@ KEYS = {
     "mig": "mig",
     "one-of-a-container": "one-gpu",
     "pcie-only": "pcie-gen4x16",
+    "pcie-with-atomics": "pcie-gen4x8+pcie-gen4x16",
     "v100-cube-mesh": "pcie-gen3x16+nvlink-2x25",
 }
 NAMES = sorted(path.stem for path in SNAPSHOTS.glob("*.json"))
@@ -106,6 +107,21 @@ def test_links_that_are_down_partitioned_or_hidden() -> None:
         for link in device["links"]:
             link |= {"remote_type": 255, "remote_bus_id": "FFFFFFFF:FF:00.0"}
     assert read_topology(SnapshotNvml(snapshot), ()).key == "nvswitch-18x25"
+
+
+@pytest.mark.parametrize("ends", [(4, 2), (2, 4), (4, 0), (0, 4)])
+def test_links_that_are_up_at_one_end_only_do_not_count(ends: tuple[int, int]) -> None:
+    snapshot = load("a6000-bridges")
+    for device, up in zip(snapshot["devices"], ends, strict=False):
+        link = device["links"][0]
+        device["links"] = [link | {"count": up}, link | {"count": 4 - up, "active": 0}]
+    found = read_topology(SnapshotNvml(snapshot), ())
+    assert tuple(device.nvlinks for device in found.devices[:2]) == ends
+    (pair,) = found.only(device.uuid for device in found.devices[:2]).pairs
+    joined = min(ends)
+    assert pair.nvlinks == joined
+    assert pair.kind == (f"nvlink-{joined}x14" if joined else "pcie-gen4x16")
+    assert pair.gbs == pytest.approx(joined * 14.062 if joined else 16 * 1.969)
 
 
 def test_links_of_which_no_end_is_known_lead_nowhere() -> None:

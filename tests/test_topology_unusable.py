@@ -36,6 +36,7 @@ def test_without_nvml_cuda_stands_in() -> None:
         ("a100-nvlink-mesh", 0, 6, [4]),
         ("a6000-bridges", 4, 6, [2, 2]),
         ("pcie-only", 6, 6, [1, 1, 1, 1]),
+        ("pcie-with-atomics", 0, 3, [3]),
         ("v100-cube-mesh", 12, 28, [4, 4]),
         ("mig", 6, 6, [1, 1, 1, 1]),
         ("one-of-a-container", 0, 0, [1]),
