@@ -21,6 +21,7 @@ from bench.variants import Odc, Pack, Setting, Unsharded, Variant
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.collate import count_target_tokens, pack_collate, to_device
 from odc_triton.events import Event
+from odc_triton.local_store import rendezvous_url
 from odc_triton.train.data import TokenizedDataset
 
 
@@ -90,7 +91,7 @@ def open_job(setting: Setting | None = None) -> tuple[int, int]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         kinds = "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():
-        dist.init_process_group(kinds, timeout=timedelta(minutes=5))
+        dist.init_process_group(kinds, rendezvous_url(), timeout=timedelta(minutes=5))
     return dist.get_rank(), dist.get_world_size()
 
 

@@ -28,8 +28,9 @@ def one_step() -> dict[str, float]:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from odc_triton import fully_shard, minibatch
+    from odc_triton.local_store import rendezvous_url
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", rendezvous_url())
     before = psutil.Process().memory_full_info().pss
     sizes = {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
     heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True}

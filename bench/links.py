@@ -35,6 +35,7 @@ from bench.provenance import commit, hardware, versions
 from odc_triton.accumulate import LockedAccumulator, Target
 from odc_triton.atomic import write_file
 from odc_triton.launch import launch
+from odc_triton.local_store import rendezvous_url
 from odc_triton.memory import ApartHeap, CudaHeap, SymmetricHeap
 from odc_triton.plan import Region, aligned
 from odc_triton.probe import read_topology
@@ -217,7 +218,7 @@ def measure_pair(shape: Shape, devices: tuple[int, int] | None, token: str) -> d
     Raises RuntimeError where a result is wrong.
     """
     if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        dist.init_process_group("gloo", rendezvous_url(), timeout=timedelta(seconds=TIMEOUT_S))
     rank = dist.get_rank()
     given = {"rank": rank, "world": 2, "size_bytes": shape.part_bytes, "token": token, "timeout_s": TIMEOUT_S}
     if devices is None:

@@ -20,6 +20,7 @@ from odc_triton.api import minibatch
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.counter import store_counter
 from odc_triton.balance.queue import QUEUE, QueuedPacks, queue_packs
+from odc_triton.local_store import rendezvous_url
 from odc_triton.sharding import fully_shard
 from odc_triton.simulate import Job, Links, simulate
 
@@ -263,7 +264,7 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
 def main_of_rank(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
     """`run_cells` in a process that the launcher started."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", rendezvous_url())
     try:
         return run_cells(cells, name)
     finally:

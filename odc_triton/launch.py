@@ -1,7 +1,7 @@
 """Starts the ranks of a job on this machine and says why it ended.
 
-torch's own launcher was used here before. It waits 30 s for a stopped rank, leaves a folder in TMPDIR, and its store
-listens on every interface; jobs on several machines still go through it, by torchrun.
+torch's own launcher waits 30 s for a stopped rank, leaves a folder in TMPDIR, and its store listens on every interface;
+jobs on several machines still go through it, by torchrun.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -82,9 +82,9 @@ def end_process(status: int) -> NoReturn:
 def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     """Runs `function(*args)` in `ranks` new processes and returns what each returned, by rank.
 
-    The processes find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in their environment, as under
-    torchrun; rendezvous is on loopback. They die with this process. When one fails the others have a second to find out
-    by themselves, then they get SIGTERM, and SIGKILL 10 s later.
+    The processes find RANK, WORLD_SIZE and LOCAL_RANK in their environment, as under torchrun, and each other through
+    `local_store.rendezvous_url()`, which no other user can reach. They die with this process. When one fails the others
+    have a second to find out by themselves, then they get SIGTERM, and SIGKILL 10 s later.
     SIGTERM and Ctrl-C are passed on to the ranks, which may take their time to end; a second one kills them.
 
     Raises RuntimeError with the error of the rank that failed first, in one line (their common error, where all had the
@@ -94,11 +94,11 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
         raise ValueError(f"ranks is {ranks}; give at least 1")
     if ranks > 1:  # as torchrun does: the ranks inherit it
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with _store() as port:
+    with _store() as store:
         job = _Job(ranks)
         with job.signals_passed_on():
             try:
-                job.start(function, args, port)
+                job.start(function, args, store)
                 job.wait()
             finally:
                 job.end()
@@ -116,18 +116,16 @@ def warn_of_few_cores(ranks: int) -> None:
 
 
 @contextlib.contextmanager
-def _store() -> Iterator[int]:
-    """The port of a rendezvous store that lives in this process and listens on loopback only."""
-    import torch.distributed as dist
+def _store() -> Iterator[str]:
+    """The name of a rendezvous store that lives in this process."""
+    from .local_store import StoreServer
 
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(128)
-        port = listener.getsockname()[1]
-        listening = listener.detach()  # the store closes it
-    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listening)
-    yield port
-    del store
+    name = f"odc-store-{uuid.uuid4().hex}"
+    server = StoreServer(name)
+    try:
+        yield name
+    finally:
+        server.close()
 
 
 class _Job:
@@ -142,11 +140,11 @@ class _Job:
         self._failed_s: float | None = None
         self._running: dict[int, tuple[Any, Connection]] = {}
 
-    def start(self, function: Callable[..., Any], args: tuple, port: int) -> None:
+    def start(self, function: Callable[..., Any], args: tuple, store: str) -> None:
         context = multiprocessing.get_context("spawn")
         for rank in range(self.ranks):
             receiver, sender = context.Pipe(duplex=False)
-            work = (sender, function, args, _environment(rank, self.ranks, port), os.getpid())
+            work = (sender, function, args, _environment(rank, self.ranks, store), os.getpid())
             process = context.Process(target=_rank, args=work)
             process.start()
             sender.close()
@@ -250,19 +248,11 @@ def _how_it_ended(exit_code: int) -> str:
     return f"its process was killed by {name}{hint}"
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    environment = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        # The store is ours, as it is torchrun's under torchrun: no rank may open one.
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-    }
-    return {name: str(value) for name, value in environment.items()}
+def _environment(rank: int, ranks: int, store: str) -> dict[str, str]:
+    from .local_store import NAME
+
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {NAME: store} | {name: str(value) for name, value in sizes.items()}
 
 
 def _rank(sender: Connection, function: Callable, args: tuple, environment: dict[str, str], parent_pid: int) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from .errors import RanksDiffer
+from .local_store import rendezvous_url
 from .meeting import Meetings
 
 _PURPOSE = "starting the process group: each rank's device"
@@ -85,8 +86,8 @@ def _take_gpu() -> None:
 
 
 def start_process_group(devices: Devices, timeout: timedelta) -> None:
-    """torchrun's process group, or that of any launcher which sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; or
-    else a world of one. Where there is one already, only this rank's GPU is chosen. Collective.
+    """Our launcher's process group, torchrun's, or that of any launcher which sets RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT; or else a world of one. Where there is one already, only this rank's GPU is chosen. Collective.
 
     Raises RanksDiffer where ranks' devices are of different kinds, DeadlineExceeded where one does not come.
     """
@@ -97,7 +98,7 @@ def start_process_group(devices: Devices, timeout: timedelta) -> None:
         if not dist.is_initialized():  # a notebook: a world of one takes the same path as any other
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    store, rank, world = next(rendezvous(rendezvous_url(), timeout=timeout))
     store.set_timeout(timeout)
     number = store.add(f"odc/process_group/{rank}", 1)
     meetings = Meetings(

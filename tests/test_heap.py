@@ -21,7 +21,7 @@ from odc_triton.errors import DeadlineExceeded
 from odc_triton.greetings import _MOST_SILENT, greetings
 from odc_triton.memory.heap import Word
 from odc_triton.memory.locks import ByteLocks
-from odc_triton.memory.rendezvous import _peer_uid, receive_files, send_files
+from odc_triton.memory.rendezvous import peer_uid, receive_files, send_files
 from odc_triton.memory.shm import SharedMemoryHeap, _new_memfd
 from odc_triton.plan import Region
 
@@ -83,10 +83,10 @@ def test_more_than_dev_shm() -> None:
     heap.close()
 
 
-def test_peer_uid() -> None:
+def testpeer_uid() -> None:
     here, there = socket.socketpair(socket.AF_UNIX)
     with here, there:
-        assert _peer_uid(here) == os.getuid()
+        assert peer_uid(here) == os.getuid()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

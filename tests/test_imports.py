@@ -29,7 +29,7 @@ FLOORS = [
     {"on_owners", "handles", "staging", "tuned"},
     {"memory", "footprint", "report", "streams", "simulated_device", "local_shards", "grid"},
     {"lifelines", "replicas", "meeting", "debug", "relay", "accumulate", "gathered", "backward_end", "process_group"}
-    | {"pending_gradient"},
+    | {"pending_gradient", "local_store"},
     {"sharded_param"},
     {"unit", "engine", "microbatch", "prefetch", "optimizer_watch", "functions", "foreach", "publication"},
     {"head"},

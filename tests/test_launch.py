@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
+import torch.distributed as dist
 
-from odc_triton.launch import Interrupted, RemoteTraceback, launch
+from odc_triton.launch import Interrupted, RemoteTraceback, _store, launch
+from odc_triton.local_store import LocalStore, StoreServer
+from odc_triton.memory.rendezvous import send_files
+
+from . import leftovers
 
 
 def _work(what: str, folder: str) -> dict:
@@ -22,11 +33,13 @@ def _work(what: str, folder: str) -> dict:
         import torch
         import torch.distributed as dist
 
-        dist.init_process_group("gloo")
+        from odc_triton.local_store import rendezvous_url
+
+        dist.init_process_group("gloo", rendezvous_url())
         total = torch.tensor([rank + 1.0])
         dist.all_reduce(total)
         dist.destroy_process_group()
-        return {"rank": rank, "sum": total, "master": os.environ["MASTER_ADDR"]}
+        return {"rank": rank, "sum": total}
     if what == "raise" and rank == 1:
         raise ValueError("in two\nlines")
     if what == "all raise":
@@ -51,7 +64,7 @@ def _work(what: str, folder: str) -> dict:
 def test_returns_by_rank(tmp_path: Path) -> None:
     results = launch(_work, "return", str(tmp_path), ranks=3)
     assert [result["rank"] for result in results] == [0, 1, 2]
-    assert all(result["sum"].item() == 6 and result["master"] == "127.0.0.1" for result in results)
+    assert all(result["sum"].item() == 6 for result in results)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +124,79 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
-def test_the_store_listens_on_loopback_only() -> None:
-    from odc_triton.launch import _store
+# ---------------------------------------------------------------------- the store
 
-    with _store() as port:
-        listening = [c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-        assert [(address.ip, address.port) for address in listening if address.port == port] == [("127.0.0.1", port)]
+
+def _sockets() -> list[object]:
+    return [each.laddr for each in psutil.Process().net_connections("inet")]
+
+
+def test_the_launcher_opens_no_port() -> None:
+    before, names = _sockets(), leftovers.names()
+    with _store() as name:
+        assert f"@{name}" in leftovers.names() - names
+        assert _sockets() == before
+    assert f"@{name}" not in leftovers.names()
+
+
+def test_the_store_is_as_tcps() -> None:
+    """Every call that torch and this package make, below a PrefixStore as both make them."""
+    with _store() as name:
+        answers = []
+        for base in (dist.TCPStore("127.0.0.1", 0, None, True), LocalStore(name)):
+            store = dist.PrefixStore("a", base)
+            store.set_timeout(timedelta(seconds=0.2))
+            store.set("text", "b")
+            other = store.clone()
+            given = [store.add("number", 2), other.add("number", -3), store.get("number"), other.multi_get(["text"])]
+            given += [store.compare_set("text", "b", "c"), store.compare_set("text", "b", "d")]
+            given += [store.compare_set("new", "x", "y"), store.compare_set("new", "", "z"), base.get("a/new")]
+            given += [store.check(["text", "none"]), store.delete_key("text"), store.delete_key("text")]
+            for late in (lambda store=store: store.get("text"), lambda store=store: store.wait(["text", "number"])):
+                with pytest.raises(dist.DistStoreError, match="wait timeout"):
+                    late()
+            answers.append([*given, store.check(["number"])])
+    assert answers[0] == answers[1]
+
+
+def test_what_waits_is_answered_and_the_dead_are_named() -> None:
+    with _store() as name:
+        store, late = LocalStore(name), LocalStore(name)
+        setter = threading.Timer(0.1, lambda: late.set("key", "value"))
+        setter.start()
+        assert store.get("key") == b"value"
+        setter.join()
+        store.set_timeout(timedelta(seconds=0.2))
+        with mock.patch.object(StoreServer, "_add", side_effect=lambda *_: time.sleep(0.6)):
+            with pytest.raises(dist.DistStoreError, match="the launcher is stopped"):
+                store.add("number", 1)
+        assert store.get("key") == b"value", "the late answer is no answer to this"
+    with pytest.raises(dist.DistNetworkError, match="the launcher's store can't be reached"):
+        store.clone().get("key")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_users_are_turned_away() -> None:
+    with _store() as name:
+        store = LocalStore(name)
+        store.set("key", "value")
+        stranger = os.fork()
+        if stranger == 0:
+            os.setuid(65534)
+            with socket.socket(socket.AF_UNIX) as connection:
+                connection.connect(f"\0{name}")
+                with contextlib.suppress(OSError):
+                    Connection(os.dup(connection.fileno())).send(("set", "key", "theirs"))
+                os._exit(len(connection.recv(1)))
+        assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0
+        assert store.get("key") == b"value"
+
+
+def test_a_name_that_is_taken() -> None:
+    with _store() as name:
+        for take in (lambda: StoreServer(name), lambda: send_files([], token=name[4:], world=2, timeout_s=1)):
+            with pytest.raises(FileExistsError, match=f"has taken the socket @{name}.*ss -xlp"):
+                take()
 
 
 def test_more_ranks_than_cores(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc_triton.launch import launch
+from odc_triton.local_store import rendezvous_url
 from tests import ranks
 from tests.families import CHANGES, build
 from tests.test_host_waits import _PACKS, LAYERS, _packs
@@ -153,7 +154,7 @@ def _norm() -> float:
 def _by_nccl_only() -> tuple[str, float]:
     """A user's own group, of which nothing on the CPU can be asked."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    dist.init_process_group("nccl", rendezvous_url())
     try:
         kinds, _, norm = one_step()
     finally:
