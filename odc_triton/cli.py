@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
@@ -31,6 +32,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not sys.platform.startswith("linux"):
         print(f"odc-triton runs on Linux only, not on {sys.platform}", file=sys.stderr)
         return 1
+    with _importing():
+        options = _parse(arguments)
+    try:
+        status = options.run(options)
+        sys.stdout.flush()  # here, so that a closed pipe is met below, not at the interpreter's end
+        return status
+    except KeyboardInterrupt as wish:
+        return _say_stopped(getattr(wish, "signal", signal.SIGINT))  # the launcher's has the signal
+    except BrokenPipeError:  # `odc-triton doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
+        return 141
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        print(f"odc-triton: {error}", file=sys.stderr)
+        return 1
+
+
+def _say_stopped(number: int) -> int:
+    os.write(2, f"odc-triton: stopped by {signal.Signals(number).name}\n".encode())
+    return 128 + number
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """Ctrl-C ends the process at once: in an import KeyboardInterrupt is lost, or becomes an error of another name."""
+    try:
+        before = signal.signal(signal.SIGINT, lambda number, _: os._exit(_say_stopped(number)))
+    except ValueError:  # not in the main thread, which has the signals then
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="odc-triton", description="Sharded training by on-demand communication: no barrier per layer."
     )
@@ -48,18 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_did_you_mean(unknown, parser)}")
-    try:
-        status = options.run(options)
-        sys.stdout.flush()  # here, so that a closed pipe is met below, not at the interpreter's end
-        return status
-    except KeyboardInterrupt as wish:
-        return 128 + getattr(wish, "signal", signal.SIGINT)  # the launcher's has the signal
-    except BrokenPipeError:  # `odc-triton doctor | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
-        return 141
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        print(f"odc-triton: {error}", file=sys.stderr)
-        return 1
+    return options
 
 
 def _did_you_mean(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
@@ -135,11 +161,12 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def _train_sft(ranks: int, wanted: SftOptions) -> int:
-    from .launch import launch, warn_of_few_cores
-    from .train.preflight import check_before_start
-    from .train.sft import run_sft
+    with _importing():  # the check imports too
+        from .launch import launch, warn_of_few_cores
+        from .train.preflight import check_before_start
+        from .train.sft import run_sft
 
-    check_before_start(wanted)
+        check_before_start(wanted)
     warn_of_few_cores(ranks)
     launch(run_sft, wanted, ranks=ranks)
     return 0

@@ -19,6 +19,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
@@ -47,12 +48,12 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """How a rank failed. `second_hand`: its error is about another rank."""
+    """How a rank failed. `about`: the other ranks that its error is about; None where it is about itself."""
 
     rank: int
     text: str
     trace: str = ""
-    second_hand: bool = False
+    about: frozenset[int] | None = None
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
@@ -137,16 +138,23 @@ class _Job:
         self.failures: list[_Failure] = []
         self.told: int | None = None  # the signal that asked this job to stop
         self._told_s = 0.0
+        self._stopped: set[int] = set()  # the ranks that ended by that signal
         self._failed_s: float | None = None
         self._running: dict[int, tuple[Any, Connection]] = {}
 
     def start(self, function: Callable[..., Any], args: tuple, store: str) -> None:
         context = multiprocessing.get_context("spawn")
+        work = pickle.dumps((function, args))
+        resource_tracker.ensure_running()  # else the first start does it, which unblocks Ctrl-C
         for rank in range(self.ranks):
             receiver, sender = context.Pipe(duplex=False)
-            work = (sender, function, args, _environment(rank, self.ranks, store), os.getpid())
-            process = context.Process(target=_rank, args=work)
-            process.start()
+            given = (sender, work, _environment(rank, self.ranks, store), os.getpid())
+            process = context.Process(target=_rank, args=given)
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # in the rank, see `_rank`
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             sender.close()
             self._running[rank] = process, receiver
             if self.told is not None:  # before this rank was there to hear of it
@@ -213,7 +221,11 @@ class _Job:
         told = (128 + signal.SIGTERM, 128 + signal.SIGINT)
         if process.exitcode in told and self.told is None:  # only that rank was told, and its peers agreed
             self.told = process.exitcode - 128
-        ended_well = process.exitcode == 0 or process.exitcode in told
+        elif process.exitcode == -signal.SIGINT and self.told is None:  # before they could agree
+            self._tell(signal.SIGINT, None)
+        if process.exitcode in (*told, -signal.SIGTERM, -signal.SIGINT) and self.told is not None:
+            self._stopped.add(rank)
+        ended_well = process.exitcode in (0, *told, -signal.SIGINT)
         known = any(failure.rank == rank for failure in self.failures)
         ours = self._failed_s is not None or self.told is not None  # by our SIGTERM or SIGKILL
         if not ended_well and not known and not (ours and process.exitcode in (-signal.SIGTERM, -signal.SIGKILL)):
@@ -231,9 +243,11 @@ class _Job:
             process.join()
 
     def raise_failure(self) -> None:
-        if self.failures:
-            cause = next((each for each in self.failures if not each.second_hand), self.failures[0])
-            all_alike = len(self.failures) == self.ranks and len({each.text for each in self.failures}) == 1
+        # What a rank says of one that ended because it was told to is no failure.
+        failures = [each for each in self.failures if not each.about or not each.about <= self._stopped]
+        if failures:
+            cause = next((each for each in failures if each.about is None), failures[0])
+            all_alike = len(failures) == self.ranks and len({each.text for each in failures}) == 1
             error = RuntimeError(cause.text if all_alike else f"rank {cause.rank} failed first: {cause.text}")
             raise error from (RemoteTraceback(cause.trace) if cause.trace else None)
         if self.told is not None:
@@ -255,19 +269,25 @@ def _environment(rank: int, ranks: int, store: str) -> dict[str, str]:
     return {NAME: store} | {name: str(value) for name, value in sizes.items()}
 
 
-def _rank(sender: Connection, function: Callable, args: tuple, environment: dict[str, str], parent_pid: int) -> None:
-    """What runs in a rank's process."""
+def _rank(sender: Connection, work: bytes, environment: dict[str, str], parent_pid: int) -> None:
+    """What runs in a rank's process.
+
+    Until the work has a handler of its own, Ctrl-C ends the process as SIGTERM does. KeyboardInterrupt would be printed
+    by the interpreter before this function, and in an import it is lost or becomes an error of another name.
+    """
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     os.environ.update(environment)
     status = 0
     try:
+        function, args = pickle.loads(work)  # imports what the work needs
         message = "value", pickle.dumps(function(*args))
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
         rank = int(environment["RANK"])
-        second_hand = isinstance(error, OfRanks)
-        message = "failure", _Failure(rank=rank, text=text, trace=traceback.format_exc(), second_hand=second_hand)
+        about = frozenset(error.ranks) if isinstance(error, OfRanks) else None
+        message = "failure", _Failure(rank=rank, text=text, trace=traceback.format_exc(), about=about)
     except KeyboardInterrupt as wish:
         message, status = None, 128 + (wish.signal if isinstance(wish, Interrupted) else signal.SIGINT)
     except SystemExit as end:

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
-import torch.distributed as dist
 
-from odc_triton.launch import Interrupted, RemoteTraceback, _store, launch
-from odc_triton.local_store import LocalStore, StoreServer
-from odc_triton.memory.rendezvous import send_files
+from odc_triton.launch import Interrupted, RemoteTraceback, launch
 
 from . import leftovers
 
@@ -57,6 +48,14 @@ def _work(what: str, folder: str) -> dict:
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "stopped":
         sys.exit(128 + signal.SIGTERM)
+    if what.startswith("Ctrl-C") and rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    if what in ("Ctrl-C, blamed", "Ctrl-C, and a failure"):
+        from odc_triton.errors import RankLost
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        time.sleep(0.5)
+        raise RankLost([1], "rank 1 died") if "blamed" in what else ValueError("no space")
     time.sleep(60)
     return {}
 
@@ -87,19 +86,46 @@ def test_root_cause_in_one_line(tmp_path: Path, what: str, words: str) -> None:
     assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.glob("rank-*"))
 
 
-def test_a_wish_that_the_ranks_agreed_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [
+        ("stopped", signal.SIGTERM),  # the ranks agreed on it
+        ("Ctrl-C", signal.SIGINT),  # one rank heard of it: the other is told
+        ("Ctrl-C, blamed", signal.SIGINT),
+    ],
+)
+def test_a_wish_to_stop(tmp_path: Path, what: str, number: int) -> None:
     with pytest.raises(Interrupted) as caught:
-        launch(_work, "stopped", str(tmp_path), ranks=2)
-    assert caught.value.signal == signal.SIGTERM
+        launch(_work, what, str(tmp_path), ranks=2)
+    assert caught.value.signal == number
+
+
+def test_a_failure_after_a_wish_to_stop(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="rank 0 failed first: ValueError: no space"):
+        launch(_work, "Ctrl-C, and a failure", str(tmp_path), ranks=2)
 
 
 _SCRIPT = """
 import sys
-from odc_triton.launch import launch
+from odc_triton.launch import Interrupted, launch
 from tests.test_launch import _work
 if __name__ == "__main__":
-    launch(_work, "wait", sys.argv[1], ranks=2)
+    try:
+        launch(_work, "wait", sys.argv[1], ranks=2)
+    except Interrupted as wish:
+        sys.exit(128 + wish.signal)
 """
+
+
+def _is_starting(launcher: subprocess.Popen) -> bool:
+    return any("spawn_main" in " ".join(each.cmdline()) for each in psutil.Process(launcher.pid).children())
+
+
+def test_ctrl_c_while_ranks_start(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    found = leftovers.interrupted([sys.executable, str(script), str(tmp_path)], _is_starting)
+    assert found == (128 + signal.SIGINT, "")
 
 
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
@@ -122,81 +148,6 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
     while alive := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
         assert time.monotonic() < deadline_s, f"ranks {alive} outlive their launcher"
         time.sleep(0.05)
-
-
-# ---------------------------------------------------------------------- the store
-
-
-def _sockets() -> list[object]:
-    return [each.laddr for each in psutil.Process().net_connections("inet")]
-
-
-def test_the_launcher_opens_no_port() -> None:
-    before, names = _sockets(), leftovers.names()
-    with _store() as name:
-        assert f"@{name}" in leftovers.names() - names
-        assert _sockets() == before
-    assert f"@{name}" not in leftovers.names()
-
-
-def test_the_store_is_as_tcps() -> None:
-    """Every call that torch and this package make, below a PrefixStore as both make them."""
-    with _store() as name:
-        answers = []
-        for base in (dist.TCPStore("127.0.0.1", 0, None, True), LocalStore(name)):
-            store = dist.PrefixStore("a", base)
-            store.set_timeout(timedelta(seconds=0.2))
-            store.set("text", "b")
-            other = store.clone()
-            given = [store.add("number", 2), other.add("number", -3), store.get("number"), other.multi_get(["text"])]
-            given += [store.compare_set("text", "b", "c"), store.compare_set("text", "b", "d")]
-            given += [store.compare_set("new", "x", "y"), store.compare_set("new", "", "z"), base.get("a/new")]
-            given += [store.check(["text", "none"]), store.delete_key("text"), store.delete_key("text")]
-            for late in (lambda store=store: store.get("text"), lambda store=store: store.wait(["text", "number"])):
-                with pytest.raises(dist.DistStoreError, match="wait timeout"):
-                    late()
-            answers.append([*given, store.check(["number"])])
-    assert answers[0] == answers[1]
-
-
-def test_what_waits_is_answered_and_the_dead_are_named() -> None:
-    with _store() as name:
-        store, late = LocalStore(name), LocalStore(name)
-        setter = threading.Timer(0.1, lambda: late.set("key", "value"))
-        setter.start()
-        assert store.get("key") == b"value"
-        setter.join()
-        store.set_timeout(timedelta(seconds=0.2))
-        with mock.patch.object(StoreServer, "_add", side_effect=lambda *_: time.sleep(0.6)):
-            with pytest.raises(dist.DistStoreError, match="the launcher is stopped"):
-                store.add("number", 1)
-        assert store.get("key") == b"value", "the late answer is no answer to this"
-    with pytest.raises(dist.DistNetworkError, match="the launcher's store can't be reached"):
-        store.clone().get("key")
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-def test_other_users_are_turned_away() -> None:
-    with _store() as name:
-        store = LocalStore(name)
-        store.set("key", "value")
-        stranger = os.fork()
-        if stranger == 0:
-            os.setuid(65534)
-            with socket.socket(socket.AF_UNIX) as connection:
-                connection.connect(f"\0{name}")
-                with contextlib.suppress(OSError):
-                    Connection(os.dup(connection.fileno())).send(("set", "key", "theirs"))
-                os._exit(len(connection.recv(1)))
-        assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0
-        assert store.get("key") == b"value"
-
-
-def test_a_name_that_is_taken() -> None:
-    with _store() as name:
-        for take in (lambda: StoreServer(name), lambda: send_files([], token=name[4:], world=2, timeout_s=1)):
-            with pytest.raises(FileExistsError, match=f"has taken the socket @{name}.*ss -xlp"):
-                take()
 
 
 def test_more_ranks_than_cores(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from . import ranks
 from .faults import campaign
 from .faults.inject import Fault
 from .faults.trial import run_trial
+from .leftovers import interrupted
 from .sft_case import case, write_case
 
 
@@ -275,6 +276,25 @@ def test_the_command_is_told_to_stop(tmp_path: Path, number: int) -> None:
     assert f"stopped after step {step} of 100000, saved in {path}: --resume auto goes on" in text
     assert path.is_dir()
     assert "Traceback" not in problems
+
+
+def _has_come_to(moment: str, process: subprocess.Popen, out: Path) -> bool:
+    if moment == "importing":
+        return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+    if moment == "starting ranks":
+        return any("spawn_main" in " ".join(each.cmdline()) for each in psutil.Process(process.pid).children())
+    return (out / "run.json").exists()  # "preparing"
+
+
+@pytest.mark.parametrize(
+    "moment", ["importing", *(pytest.param(each, marks=pytest.mark.slow) for each in ("starting ranks", "preparing"))]
+)
+def test_ctrl_c_in_the_first_seconds(tmp_path: Path, moment: str) -> None:
+    """When no rank can save anything yet."""
+    wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)
+    command = _command(wanted, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2")
+    status, problems = interrupted(command, lambda process: _has_come_to(moment, process, tmp_path / "out"))
+    assert (status, problems) == (128 + signal.SIGINT, "odc-triton: stopped by SIGINT\n")
 
 
 @pytest.mark.slow
