@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +16,10 @@ from .backend import CpuBackend
 from .default_mesh import host_name
 from .errors import RanksDiffer, describe
 from .grid import Grid
+from .lifelines import Lifelines
 from .meeting import Meetings
+from .memory.heap import SymmetricHeap
+from .memory.shm import SharedMemoryHeap
 from .plan import Plan, first_difference
 from .tuned import Tuned
 
@@ -31,6 +37,43 @@ def open_meetings(grid: Grid, timeout: timedelta) -> Meetings:
         world=grid.world,
         timeout=timeout,
     )
+
+
+def show_life(meetings: Meetings, grid: Grid, heap: SymmetricHeap, token: str) -> None:
+    """Has the meetings tell dead ranks from late ones, by the heap that this replica shares. Collective."""
+    heap.first = grid.first
+    meetings.meet("the shared heap is open", {})
+    signs: SymmetricHeap | Lifelines = heap
+    if grid.replicas > 1:
+        signs = Lifelines(heap=heap, meetings=meetings, store=dist.distributed_c10d._get_default_store(), token=token)
+        meetings.meet("the replicas are connected", {})
+    meetings.signs = signs
+
+
+@contextmanager
+def patient_meetings(grid: Grid, timeout: timedelta) -> Iterator[Meetings]:
+    """Meetings to which a rank may come as late as it likes while its process lives; who died has a name. Collective.
+
+    For work of unknown length before there is a sharded model. `timeout` is for getting to know each other.
+    """
+    meetings = open_meetings(grid, timeout)
+    token = meetings.meet("all ranks are here", {"token": uuid.uuid4().hex})[0]["token"]
+    heap = SharedMemoryHeap(
+        rank=grid.shard,
+        world=grid.shards,
+        size_bytes=0,
+        slots=0,
+        token=f"{token}-{grid.replica}",
+        timeout_s=meetings.timeout_s,
+    )
+    try:
+        show_life(meetings, grid, heap, token)
+        meetings.timeout_s = math.inf
+        yield meetings
+    finally:
+        if isinstance(meetings.signs, Lifelines):
+            meetings.signs.close()
+        heap.close()
 
 
 def refuse(meetings: Meetings, purpose: str, error: Exception) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -112,7 +113,8 @@ class Meetings:
                 if waited_s > self.timeout_s:
                     raise DeadlineExceeded(ranks, f"{words}: the deadline has passed")
                 if waited_s > warn_at_s:
-                    log.warning("%s; its deadline is %.0f s", words, self.timeout_s)
+                    patient = self.timeout_s == math.inf
+                    log.warning("%s; %s", words, "it lives" if patient else f"its deadline is {self.timeout_s:.0f} s")
                     warn_at_s *= 2
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
 

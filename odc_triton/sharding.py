@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -20,10 +19,9 @@ from .default_mesh import default_mesh
 from .engine import Engine
 from .gathered import GatheredParameters
 from .grid import grid_of, refuse_mesh
-from .handshake import AGREEING, PEERS, agree, compare_surroundings, open_meetings, refuse
+from .handshake import AGREEING, PEERS, agree, compare_surroundings, open_meetings, refuse, show_life
 from .initialize import write_initial_values
-from .lifelines import Lifelines
-from .memory.heap import Signs, SymmetricHeap
+from .memory.heap import SymmetricHeap
 from .module import attach, is_sharded
 from .on_owners import ReadsOnDemand
 from .plan import ParameterSpec, Plan, find_units, make_plan
@@ -145,14 +143,8 @@ def fully_shard(
     shared = min(len(set(devices)), len(set(indices))) < grid.shards
     replica_token = f"{token}-{grid.replica}"
     heap = device.open_heap(plan, grid.shard_mesh, token=replica_token, timeout_s=meetings.timeout_s, shared=shared)
-    heap.first = grid.first
     heap.near = frozenset(rank for rank, theirs in enumerate(devices) if theirs == devices[heap.rank])
-    meetings.meet("the shared heap is open", {})
-    signs: Signs = heap
-    if grid.replicas > 1:
-        signs = Lifelines(heap=heap, meetings=meetings, store=dist.distributed_c10d._get_default_store(), token=token)
-        meetings.meet("the replicas are connected", {})
-    meetings.signs = signs
+    show_life(meetings, grid, heap, token)
     replicas = Replicas(grid, meetings, heap.device)
 
     streams = device.streams()
@@ -180,7 +172,7 @@ def fully_shard(
     _warn_of_low_precision_masters(plan, grid.rank)
 
     engine = Engine(
-        grid=grid, heap=heap, signs=signs, replicas=replicas, streams=streams, meetings=meetings, debug=debug
+        grid=grid, heap=heap, signs=meetings.signs, replicas=replicas, streams=streams, meetings=meetings, debug=debug
     )
     by_unit: dict[str, list[Slot]] = {name: [] for name in [*unit_names, ""]}
     for entry, parameter in zip(found, parameters, strict=True):

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc_triton.balance import CostModel
 from odc_triton.checkpoint import meta_causal_lm
+from odc_triton.grid import grid_of
+from odc_triton.handshake import patient_meetings
 from odc_triton.hf import enable_packing
 from odc_triton.train.data import DataOptions, TokenizedDataset
 from odc_triton.train.folder import RunFolder
@@ -41,8 +45,9 @@ class Prepared:
     goes_on: bool  # the folder holds a run to go on with
 
 
-def prepare(options: SftOptions, *, rank: int, world: int) -> Prepared:
+def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared:
     """Rank 0 takes the folder, reads and tokenises once; the others load what it wrote. Collective."""
+    rank, world = mesh.get_rank(), mesh.size()
     if options.lora_rank:
         require_peft()
     tokenizer = load_any_tokenizer(options)
@@ -58,7 +63,7 @@ def prepare(options: SftOptions, *, rank: int, world: int) -> Prepared:
             folder.release()
             raise
 
-    goes_on, identity = _on_rank_0(take, rank)
+    goes_on, identity = _on_rank_0(take, mesh, timedelta(minutes=options.timeout_minutes))
     sets = [TokenizedDataset.load(folder.file("data") / name) for name in identity["prepared"]]
     largest = max(each.largest_token for each in sets)
     learned, evaluation = sets[0], sets[1] if len(sets) > 1 else None
@@ -85,15 +90,17 @@ def load_any_tokenizer(options: SftOptions) -> Any:
     return read_tokenizer(options.tokenizer or options.model)
 
 
-def _on_rank_0(make: Callable[[], Made], rank: int) -> Made:
-    """What `make()` gives on rank 0, on every rank; or its error."""
+def _on_rank_0(make: Callable[[], Made], mesh: DeviceMesh, timeout: timedelta) -> Made:
+    """What `make()` gives on rank 0, however long that takes, on every rank; or its error. Raises RankLost."""
     result: list[Any] = [None, None]
-    if rank == 0:
-        try:
-            result = [make(), None]
-        except (OSError, ValueError) as error:
-            result = [None, error]
-    dist.broadcast_object_list(result)
+    with patient_meetings(grid_of(mesh), timeout) as meetings:
+        if mesh.get_rank() == 0:
+            try:
+                result = [make(), None]
+            except (OSError, ValueError) as error:
+                result = [None, error]
+        meetings.meet("rank 0 prepares the data", {})
+        dist.broadcast_object_list(result)
     if result[1] is not None:
         raise result[1]
     return result[0]

@@ -47,8 +47,8 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
     """
     timeout = timedelta(minutes=options.timeout_minutes)
     mesh = default_mesh(timeout, replicas=options.replicas)
-    rank, world = mesh.get_rank(), mesh.size()
-    prepared = prepare(options, rank=rank, world=world)
+    rank = mesh.get_rank()
+    prepared = prepare(options, mesh=mesh)
     try:
         model, cost = build_model(options, prepared, rank=rank)
         model = fully_shard(model, mesh=mesh, mp_policy=precision(options), timeout=timeout)
