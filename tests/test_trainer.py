@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,6 @@ def _arguments(folder: str, **changes: Any) -> Any:
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
-        "use_cpu": True,
         "optim": "adamw_torch",
     }
     return TrainingArguments(**wanted | changes)
@@ -83,7 +86,7 @@ def _logs(trainer: Any, key: str) -> list[float]:
 # ------------------------------------------------------------------ the same training
 
 
-def _train(rank: int, world: int, folder: str, resume: str | None = None, **changes: Any) -> dict[str, Any]:
+def _train(rank: int, world: int, folder: str, resume: str | bool | None = None, **changes: Any) -> dict[str, Any]:
     trainer = _trainer(folder, world, **changes)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/final")
@@ -211,8 +214,17 @@ def test_resume_is_exact_on_one_rank(tmp_path: Path) -> None:
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")
     (resumed,) = _run(_train, 1, str(tmp_path / "resumed"), resume=checkpoint, seed=9)
     assert resumed["loss"] == whole["loss"]
+    # As it was once written: odc/ is torch.distributed.checkpoint's only, and the sampler's position lies beside it.
+    copy = shutil.copytree(checkpoint, tmp_path / "old" / "checkpoint-2")
+    position = json.loads((copy / "odc" / "state.json").read_text())["sampler"]
+    (copy / "odc_sampler.json").write_text(json.dumps(position))
+    for path in (copy / "odc").glob("*.json"):
+        path.unlink()
+    (old,) = _run(_train, 1, str(tmp_path / "old"), resume=True, seed=9)
+    assert old["loss"] == whole["loss"]
     for name, value in whole["weights"].items():
         assert torch.equal(resumed["weights"][name], value), name
+        assert torch.equal(old["weights"][name], value), name
 
 
 @pytest.mark.slow
@@ -230,7 +242,8 @@ def test_saved_models(tmp_path: Path) -> None:
     """`save_model` and a checkpoint's folder are for plain transformers: the same weights, identical logits."""
     from transformers import AutoModelForCausalLM
 
-    result, _ = _run(_train, 2, str(tmp_path), save_strategy="steps", save_steps=STEPS)
+    result, _ = _run(_train, 2, str(tmp_path), save_strategy="steps", save_steps=STEPS, save_only_model=True)
+    assert not (tmp_path / f"checkpoint-{STEPS}" / "odc").exists()
     ids = torch.tensor([[5, 9, 3, 17, 40, 2]])
     want = build("qwen2").eval()
     want.load_state_dict(result["weights"])
@@ -323,10 +336,15 @@ def _metrics(rank: int, world: int, folder: str) -> dict[str, Any]:
     trainer = _trainer(folder, world, compute_metrics=accuracy, data_collator=pad, per_device_eval_batch_size=2)
     trainer.train()
     trainer.eval_dataset = data
-    return _summary(trainer, rank) | {
+    result = _summary(trainer, rank) | {
         "right": trainer.evaluate()["eval_right"],
         "shape": trainer.predict(data).predictions.shape,
     }
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # as where no torchrun started this
+        os.environ.pop(name)
+    with pytest.raises(ValueError, match="accelerate counts 1 processes, and the model has 2 ranks: start them with"):
+        type(trainer)(trainer.model, _arguments(folder))
+    return result
 
 
 def test_metrics_and_predictions(tmp_path: Path) -> None:
@@ -365,7 +383,7 @@ def test_arguments_are_refused(tmp_path: Path, changes: dict[str, Any], words: s
         _trainer(str(tmp_path), 1, **changes)
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "fsdp", "deepspeed", "full_determinism"])
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fsdp", "deepspeed", "full_determinism", "save_on_each_node"])
 def test_other_ways_to_train_are_refused(tmp_path: Path, name: str) -> None:
     """Set on the arguments afterwards: TrainingArguments itself wants a GPU, or a package, for some of them."""
     from odc_triton.hf import ODCTrainer
@@ -432,8 +450,5 @@ def test_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_imports_no_trainer() -> None:
-    import subprocess
-    import sys
-
     code = "import sys, odc_triton.hf; assert 'transformers.trainer' not in sys.modules; odc_triton.hf.ODCTrainer"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

@@ -3,6 +3,10 @@
 What Trainer calls a batch is here a list of packs, any number of them, also none; so gradient accumulation has
 nothing left to do. Everything else, schedules, callbacks, logging, saving, is Trainer's own, and nothing is patched.
 
+[Note: who counts the ranks] Trainer asks accelerate for its rank and their number, by its arguments. Without GPUs
+accelerate takes each process to be alone, unless the arguments say `use_cpu`: every rank would then be the first one,
+and write. So they say it wherever the model is on the CPU.
+
 [Note: what accelerate wraps] Trainer has accelerate prepare the model, which puts DistributedDataParallel around it on
 several ranks. With `evaluation_mode` accelerate does not, and from 1.14 on it leaves a prepared model alone.
 """
@@ -17,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -26,17 +29,18 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import is_accelerate_available
 
-from ..api import engine_of, minibatch, publish
+from ..api import engine_of, minibatch
 from ..balance import CostModel, MinibatchSampler
 from ..balance.collate import PackedDataset, count_target_tokens, pack_collate
-from ..checkpoint import dcp as files
-from ..checkpoint import save_pretrained, training_state
+from ..checkpoint import save_pretrained
+from ..checkpoint.dcp import METADATA
+from ..checkpoint.folder import load_checkpoint, write_checkpoint
 from ..module import is_sharded
 from .loss import summed_loss
 from .packing import ATTENTION_NAME
 
-SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, as torch.distributed.checkpoint has them
-SAMPLER = "odc_sampler.json"
+SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, see checkpoint/folder.py
+SAMPLER = "odc_sampler.json"  # in checkpoints whose SHARDS is only torch.distributed.checkpoint's
 
 _ACCELERATE = "1.14.0"
 
@@ -54,6 +58,7 @@ _REFUSED = {
     "auto_find_batch_size": "a minibatch that fails fails on all ranks: give the sampler a smaller token_cap",
     "label_smoothing_factor": "override compute_loss, which returns a pack's loss",
     "use_liger_kernel": "apply it to the model before fully_shard",
+    "save_on_each_node": "rank 0 writes for all of them, into a folder that they share: leave it out",
     "torch_empty_cache_steps": "empty the cache in a callback",
 }
 # Optimizers that step inside of the backward, where `p.grad` is None.
@@ -111,11 +116,21 @@ class ODCTrainer(Trainer):
         _check_arguments(args, trainer)
         self._sampler = sampler
         self._target_tokens = 0
+        self._engine = engine_of(model)
+        args = TrainingArguments("tmp_trainer") if args is None else args  # as Trainer has it
+        if self._engine.heap.device.type == "cpu" and not args.use_cpu:  # see [Note: who counts the ranks]
+            args.use_cpu = True
+            vars(args).pop("_setup_devices", None)
+            _ = args.device  # which asks accelerate anew
         super().__init__(model=model, args=args, **trainer)
+        if self.args.world_size != self._engine.world:
+            raise ValueError(
+                f"accelerate counts {self.args.world_size} processes, and the model has {self._engine.world} ranks: "
+                f"start them with torchrun, which sets RANK, WORLD_SIZE and LOCAL_RANK, before TrainingArguments"
+            )
         for name in ("fsdp", "deepspeed"):  # accelerate's launcher asks for them by the environment
             if getattr(self, f"is_{name}_enabled"):
                 raise ValueError(f"accelerate was started with {name}; {_REFUSED[name]} of its configuration")
-        self._engine = engine_of(model)
 
     # ------------------------------------------------------------------ data
 
@@ -302,12 +317,16 @@ class ODCTrainer(Trainer):
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        state = training_state.to_save(self.model, self._plain_optimizer)
-        dcp.save(state, checkpoint_id=Path(output_dir, SHARDS), process_group=self._group)
+        step = self.state.global_step
+        write_checkpoint(
+            Path(output_dir, SHARDS),
+            model=self.model,
+            optimizer=self._plain_optimizer,
+            state={"sampler": self._sampler.state_dict(minibatches_done=step)},
+            step=step,
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
-            position = self._sampler.state_dict(minibatches_done=self.state.global_step)
-            Path(output_dir, SAMPLER).write_text(json.dumps(position))
 
     @property
     def _plain_optimizer(self) -> torch.optim.Optimizer:
@@ -322,25 +341,21 @@ class ODCTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        position = json.loads(Path(checkpoint, SAMPLER).read_text())
+        state = self._load_shards(checkpoint, self._plain_optimizer)
+        position = state.get("sampler") or json.loads(Path(checkpoint, SAMPLER).read_text())
         # Trainer skips the minibatches of the epoch by itself.
         self._sampler.load_state_dict(position | {"minibatch": 0})
-        self._load_shards(checkpoint, self._plain_optimizer)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
-    def _load_shards(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> None:
-        """Reads the model and, if given, the optimizer; see [Note: pickles] in checkpoint/dcp.py."""
+    def _load_shards(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Reads the model and, if given, the optimizer; returns what else was saved."""
         shards = Path(checkpoint, SHARDS)
-        if not (shards / ".metadata").exists():
+        if not (shards / METADATA).exists():
             raise ValueError(
                 f"{checkpoint} has no complete {SHARDS}/ folder: it was not written by ODCTrainer, with "
                 f"save_only_model, or its writing was cut short. Resume from another one."
             )
-        metadata = files.read_metadata(shards)
-        wanted = training_state.to_load(self.model, optimizer, metadata)
-        files.read_into(shards, metadata, wanted)
-        training_state.take(self.model, optimizer, wanted, metadata)
-        publish(self.model)
+        return load_checkpoint(shards, model=self.model, optimizer=optimizer)
 
 
 def _check_model(model: Any) -> None:

@@ -33,8 +33,9 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     import torch
 
     from odc_triton.checkpoint import meta_causal_lm, save_pretrained
+    from odc_triton.checkpoint.folder import load_checkpoint
     from odc_triton.sharding import fully_shard
-    from odc_triton.train.checkpoints import load_checkpoint, newest_in
+    from odc_triton.train.checkpoints import newest_in
 
     path = Path(checkpoint)
     if not (path / ".metadata").exists():
