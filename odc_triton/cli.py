@@ -214,7 +214,8 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     export = commands.add_parser(
         "export",
         help="write a checkpoint of a run as a folder that plain transformers loads",
-        description="Writes model, config, generation config and tokenizer of a checkpoint into a Hugging Face folder.",
+        description="Writes model, config, generation config and tokenizer of a checkpoint into a Hugging Face folder; "
+        "of a run with --lora-rank the adapters, for PEFT.",
     )
     export.add_argument(
         "checkpoint", metavar="CHECKPOINT", help="a step-… folder; or a folder of them, or a run's: the newest"

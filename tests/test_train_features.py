@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from odc_triton.cli import main
 from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.options import SftOptions
@@ -136,6 +137,16 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
     names = {name for name, _ in adapted.named_parameters() if "lora_" in name}
     assert any("up_proj" in name for name in names) == (targets == "all-linear")
     assert not (tmp_path / "out" / "model").exists()
+    exported = tmp_path / "exported"
+    assert main(["export", str(tmp_path / "out"), "--model", str(tmp_path / "base"), "--out", str(exported)]) == 0
+    weights, config = "adapter_model.safetensors", "adapter_config.json"
+    assert (exported / weights).read_bytes() == (tmp_path / "out" / "adapter" / weights).read_bytes()
+    its, want = (json.loads((path / config).read_text()) for path in (exported, tmp_path / "out" / "adapter"))
+    assert its | {"target_modules": sorted(its["target_modules"])} == want | {
+        "target_modules": sorted(want["target_modules"])
+    }
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")  # the other one has an adapter inside
+    assert plain_loss(PeftModel.from_pretrained(base, exported), samples) == trained
 
 
 def test_adapters_for_layers_that_are_not_there(folder: Path, tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
             saved.check_sizes(path)
             saved.check_digests(path, engine.rank, engine.world)
         metadata = dcp.read_metadata(path)
-        state = json.loads((path / _STATE).read_bytes()) if saved else {}
+        state = read_state(path)
     with together(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
         wanted = training_state.to_load(model, optimizer, metadata)
         engine.drain("loading a checkpoint")
@@ -143,6 +143,11 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
                 seed_random_state(int(state.get("seed", 0)), engine.rank, saved.step)
     publish(model)
     return state
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What `write_checkpoint` was given as `state`; {} for a folder that is only DCP's. Raises CheckpointCorrupt."""
+    return json.loads((path / _STATE).read_bytes()) if _manifest(path) else {}
 
 
 def verify(path: str | os.PathLike) -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint of a run into a folder that plain transformers loads."""
+"""A checkpoint of a run into a folder that plain transformers loads, or plain PEFT where the run trained adapters."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ class ExportOptions:
 def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     """Writes `checkpoint`, one of a run's or the newest of its folder of them, into `options.out`, and returns which.
 
+    Of a run with `--lora-rank` the adapters are written, as the run itself does at its end.
     One process reads it, whatever the number of ranks that wrote it. Raises what `load_checkpoint` and
     `save_pretrained` do, FileNotFoundError where there is no checkpoint.
     """
     import torch
 
     from odc_triton.checkpoint import meta_causal_lm, save_pretrained
-    from odc_triton.checkpoint.folder import load_checkpoint
+    from odc_triton.checkpoint.folder import load_checkpoint, read_state
     from odc_triton.sharding import fully_shard
     from odc_triton.train.checkpoints import newest_in
+    from odc_triton.train.lora import add_adapters
 
     path = Path(checkpoint)
     if not (path / ".metadata").exists():
@@ -46,7 +48,11 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
             )
         path = newest
     tokenizer = _tokenizer(options)
-    model = fully_shard(meta_causal_lm(model=options.model, init=options.init))
+    model = meta_causal_lm(model=options.model, init=options.init)
+    run = read_state(path).get("identity", {})
+    if rank := run.get("lora_rank"):
+        model = add_adapters(model, rank=rank, alpha=run["lora_alpha"], targets=run["lora_targets"])
+    model = fully_shard(model)
     load_checkpoint(path, model=model, optimizer=None)
     save_pretrained(model, options.out, tokenizer, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype])
     return path
