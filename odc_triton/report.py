@@ -101,7 +101,7 @@ def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
         _write(axes, columns + 24, middle + 38, met, colour=FAINT)
         top = bottom + _RAIL + _BETWEEN + _HEADING
     axes.imshow(pixels, extent=(0, columns, height, 0), aspect="auto", interpolation="nearest")
-    _time_axis(axes, axis_s / columns)
+    _time_axis(axes, axis_s / columns, "its start" if len(tracks) == 1 else "each variant's own start")
     _write(axes, 30 - _LEFT, 50 - _TOP, title, size=14, weight="bold")
     _legend(figure, [state for state in COLOURS if state in seen], y=1 - 84 / (_TOP + height + _BOTTOM))
     return figure
@@ -110,6 +110,15 @@ def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
 def save_timeline(tracks: Tracks, path: str | Path, *, title: str = TITLE) -> None:
     """Write `timeline_figure` as a PNG, 2400 pixels wide. Errors as there and in `atomic.write_file`."""
     write_file(path, _png(timeline_figure(tracks, title=title)))
+
+
+def can_draw() -> bool:
+    """Whether there is a matplotlib that can be imported."""
+    try:
+        _matplotlib()
+    except ImportError:
+        return False
+    return True
 
 
 def _matplotlib() -> Any:
@@ -161,7 +170,7 @@ def _rgb(colour: str) -> tuple[int, ...]:
     return tuple(bytes.fromhex(colour[1:]))
 
 
-def _time_axis(axes: Axes, seconds_per_pixel: float) -> None:
+def _time_axis(axes: Axes, seconds_per_pixel: float, start: str) -> None:
     columns, height = axes.get_xlim()[1], axes.get_ylim()[0]
     locator = _matplotlib().ticker.MaxNLocator(nbins=9, steps=(1, 2, 5, 10))
     end_s = columns * seconds_per_pixel
@@ -169,7 +178,7 @@ def _time_axis(axes: Axes, seconds_per_pixel: float) -> None:
     axes.set_xticks([tick_s / seconds_per_pixel for tick_s in ticks_s], [f"{tick_s:.6g}" for tick_s in ticks_s])
     axes.set_yticks([])
     axes.tick_params(colors=FAINT, labelsize=9)
-    _write(axes, columns / 2, height + 82, "seconds from each variant's own start", colour=FAINT, align="center")
+    _write(axes, columns / 2, height + 82, f"seconds from {start}", colour=FAINT, align="center")
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(FAINT)
@@ -208,7 +217,8 @@ def loss_figure(losses: Mapping[str, Sequence[float]]) -> Figure:
         width = 1.2 + 1.3 * (len(losses) - 1 - index)
         label = f"\u200b{name}"  # matplotlib hides labels that begin with an underscore
         axes.plot(range(1, len(values) + 1), values, color=CURVES[index % len(CURVES)], lw=width, label=label)
-    axes.set_title("Loss: equal curves mean equal updates", loc="left", color=INK, fontsize=12, weight="bold")
+    title = "Loss" if len(losses) == 1 else "Loss: equal curves mean equal updates"
+    axes.set_title(title, loc="left", color=INK, fontsize=12, weight="bold")
     axes.set_xlabel("minibatch", color=FAINT)
     axes.set_ylabel("loss per token", color=FAINT)
     axes.grid(alpha=0.25)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from odc_triton.doctor import examine, main
 from odc_triton.doctor.findings import NOTE, OK, PROBLEM, Report
 from odc_triton.doctor.machine import Software
 from odc_triton.doctor.rendering import as_json, render
+from odc_triton.doctor.versions import TESTED
 from odc_triton.doctor.words import WIDTH
 from odc_triton.nvml_snapshot import SnapshotNvml
 from odc_triton.probe import read_topology
@@ -24,7 +27,7 @@ from odc_triton.topology import Topology
 from .test_topology import load, seen, topology
 
 NO_GPU = Topology(missing="no NVIDIA driver is installed here")
-CPU_BUILD = Software(python="3.11.7", torch="2.13.0+cpu", triton="3.7.1")
+CPU_BUILD = Software(python="3.11.7", torch="2.13.0+cpu", triton="3.7.1", transformers="5.23.0")
 CUDA_BUILD = Software(
     python="3.12.3",
     torch="2.13.0+cu128",
@@ -121,6 +124,15 @@ def test_a_machine_without_a_gpu_is_fine() -> None:
         ({"triton": "3.10.0"}, NOTE, "triton", "none of 3.6 to 3.9"),
         ({"triton": "3.9.0"}, NOTE, "triton", "asks for 3.7.1 -> pip install triton==3.7.1"),
         ({"triton": None}, PROBLEM, "triton", "not installed"),
+        ({"torch": "2.14.1+cu128"}, NOTE, "versions", "untested: torch 2.14.1+cu128 (tested: 2.11, 2.13, 2.15) -> run"),
+        (
+            {"triton": "3.8.0", "triton_pinned": None},
+            NOTE,
+            "versions",
+            "untested: triton 3.8.0 (tested: 3.6, 3.7, 3.9)",
+        ),
+        ({"transformers": "5.30.0"}, NOTE, "versions", "untested: transformers 5.30.0"),
+        ({"python": "3.10.4"}, NOTE, "versions", "untested: python 3.10.4 (tested: 3.11, 3.12)"),
         ({"symmetric_memory_error": "no such module"}, PROBLEM, "symm. memory", "can't be imported: no such module"),
         ({"architectures": ("sm_70", "sm_80")}, PROBLEM, "torch", "no kernels for GPU0, compute capability 9.0"),
     ],
@@ -128,6 +140,15 @@ def test_a_machine_without_a_gpu_is_fine() -> None:
 def test_software(versions: dict[str, Any], level: str, topic: str, words: str) -> None:
     report = examine(Machine(versions=replace(CUDA_BUILD, **versions)), H100.only([H100.devices[0].uuid]))
     assert words in only(report, level, topic)
+
+
+def test_tested_versions_are_those_of_the_constraints() -> None:
+    root = Path(__file__).parent.parent
+    pins = re.findall(r"^(\w+)==(\d+)\.(\d+)", "".join(p.read_text() for p in root.glob("constraints*.txt")), re.M)
+    for name in ("torch", "triton", "transformers"):
+        assert set(TESTED[name]) == {(int(major), int(minor)) for pin, major, minor in pins if pin == name}
+    python = ", ".join(f"{major}.{minor}" for major, minor in TESTED["python"])
+    assert f"| Python | 3.10 and newer | {python} |" in (root / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

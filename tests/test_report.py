@@ -238,7 +238,9 @@ def test_timeline_areas_are_proportional_to_time():
 
 
 def test_variants_share_an_axis_that_starts_at_their_own_zero():
-    pixels = painting(timeline_figure({"one": odc_like(1, start_s=3.0), "two": odc_like(2, start_s=900.0)}))
+    figure = timeline_figure({"one": odc_like(1, start_s=3.0), "two": odc_like(2, start_s=900.0)})
+    assert "seconds from each variant's own start" in {text.get_text() for text in figure.axes[0].texts}
+    pixels = painting(figure)
     blue = (pixels == list(bytes.fromhex(COLOURS["forward"][0][1:]))).all(axis=-1)
     columns = pixels.shape[1]
     first, second = np.array_split(blue, 2)
@@ -256,7 +258,7 @@ def test_many_ranks_and_every_state_are_drawn():
     figure = timeline_figure(tracks, title="Five % of $5")
     assert all(area(painting(figure), state) for state in STATES)
     words = {text.get_text() for text in figure.axes[0].texts}
-    assert {"rank 0", "rank 63", "a", "8.00 s", "Five % of $5"} <= words
+    assert {"rank 0", "rank 63", "a", "8.00 s", "Five % of $5", "seconds from its start"} <= words
     assert "rank 30" not in words
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == [*(words for _, words in reversed(COLOURS.values())), "all ranks meet"]
@@ -383,6 +385,8 @@ def test_loss_figure_draws_every_value_and_name():
     assert [line.get_ydata().tolist() for line in axes.lines] == [[3, 2, 1], [3, 2.5]]
     assert axes.lines[0].get_linewidth() > axes.lines[1].get_linewidth()
     assert [t.get_text().lstrip("\u200b") for t in axes.get_legend().get_texts()] == ["_a", "$b"]
+    assert axes.get_title(loc="left") == "Loss: equal curves mean equal updates"
+    assert loss_figure({"training": [3.0, 2.0]}).axes[0].get_title(loc="left") == "Loss"
 
 
 def test_write_file_replaces_whole_or_not_at_all(tmp_path, monkeypatch):

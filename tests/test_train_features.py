@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from torch import nn
 
 from odc_triton.cli import main
+from odc_triton.events import Event
 from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.options import SftOptions
+from odc_triton.train.outcome import write_report
 from odc_triton.train.split import SampleSubset, split_samples
 from odc_triton.train.tokenizer import TextEncoder, load_tokenizer
 
@@ -170,3 +174,19 @@ def test_bf16_and_the_report(folder: Path, tmp_path: Path) -> None:
     spans = trace["traceEvents"] if isinstance(trace, dict) else trace
     assert {span["tid"] for span in spans if span.get("ph") == "X"} == {1, 2}, "the timelines of both ranks"
     assert all(0 <= line["idle"] <= 1 for line in seen)
+
+
+@pytest.mark.parametrize("hidden", ["matplotlib", "matplotlib.figure"])  # not installed; there, and can't be imported
+def test_a_report_without_matplotlib(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, hidden: str) -> None:
+    line = {"step": 1, "loss": 2.0, "tokens": 5, "seconds": 1.0, "idle": 0.0, "skipped": 0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    event = Event(rank=0, kind="forward", start_s=0.0, end_s=1.0, minibatch=0, microbatch=0, label="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, hidden, None)
+        written = write_report(tmp_path, case(folder, out=str(tmp_path)), [event], ranks=1)
+    assert written == ["report.html", "trace.json"]
+    remedy = 'there is no matplotlib; run: pip install "odc-triton[plot]"'
+    assert f"report.html is without pictures, as {remedy}" in capsys.readouterr().out
+    page = html.unescape((tmp_path / "report.html").read_text())
+    assert remedy in page
+    assert "on 1 rank: the loss went from 2.0000 to 2.0000. It was idle 0.0% of the time." in page

@@ -17,7 +17,7 @@ from .host import check_cpus, check_locked_memory, check_memory, check_ptrace, c
 from .machine import System, ThisMachine
 from .matrix import draw_matrix
 from .rendering import as_json, render
-from .versions import check_torch, check_triton
+from .versions import check_tested, check_torch, check_triton
 
 __all__ = ["draw_matrix", "examine", "main"]
 
@@ -31,6 +31,7 @@ def examine(system: System | None = None, topology: Topology | None = None) -> R
     findings = (
         *check_torch(software, topology, system.environment),
         *check_triton(software, visible, system.environment),
+        *check_tested(software),
         *check_gpus(topology, system),
         *check_links(topology),
         *check_peers(topology),

@@ -29,6 +29,7 @@ class Software:
     architectures: tuple[str, ...] = ()
     triton: str | None = None
     triton_pinned: str | None = None
+    transformers: str | None = None
     symmetric_memory_error: str | None = None
 
 
@@ -52,6 +53,13 @@ class System(Protocol):
         """Binds a Unix socket: at a path, or abstract where the address begins with a zero byte."""
 
 
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 class ThisMachine:
     """`System` for the machine that this runs on."""
 
@@ -59,14 +67,11 @@ class ThisMachine:
 
     def software(self) -> Software:
         python = ".".join(map(str, sys.version_info[:3]))
-        try:
-            triton = metadata.version("triton")
-        except metadata.PackageNotFoundError:
-            triton = None
+        triton, transformers = _version("triton"), _version("transformers")
         try:
             torch = importlib.import_module("torch")
         except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
-            return Software(python=python, triton=triton, cuda_error=str(error))
+            return Software(python=python, triton=triton, transformers=transformers, cuda_error=str(error))
         pins = [re.match(r"triton *\(?== *([0-9.]+)", line) for line in metadata.requires("torch") or ()]
         cuda_error = symmetric_memory_error = None
         with warnings.catch_warnings(record=True) as caught:
@@ -86,6 +91,7 @@ class ThisMachine:
             architectures=tuple(torch.cuda.get_arch_list()) if works else (),
             triton=triton,
             triton_pinned=next((pin.group(1) for pin in pins if pin), None),
+            transformers=transformers,
             symmetric_memory_error=symmetric_memory_error,
         )
 

@@ -12,6 +12,13 @@ from .words import dotted
 
 _OLDEST_TORCH = (2, 11)
 _TRITON = ((3, 6), (3, 10))  # from, and below
+# What the tests have run with: constraints*.txt, and README's table.
+TESTED = {
+    "python": ((3, 11), (3, 12)),
+    "torch": ((2, 11), (2, 13), (2, 15)),
+    "triton": ((3, 6), (3, 7), (3, 9)),
+    "transformers": ((5, 17), (5, 23)),
+}
 _INSTALL_TORCH = "pip install 'torch>=2.11'"
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # by CUDA's major version: NVIDIA, "minor version compatibility"
 
@@ -85,6 +92,22 @@ def check_triton(software: Software, visible: Topology, environment: Mapping[str
         )
     else:
         yield Finding(OK, "triton", f"triton {software.triton}{' (interpreting)' if interpreted else ''}")
+
+
+def check_tested(software: Software) -> Iterator[Finding]:
+    """Says which versions no test has run with, but those that the checks above complain of."""
+    untested = []
+    for name, tested in TESTED.items():
+        version = getattr(software, name)
+        if version is None or (minor := _numbers(version)[:2]) in tested:
+            continue
+        said = {"torch": minor < _OLDEST_TORCH, "triton": not _TRITON[0] <= minor < _TRITON[1]}
+        if not said.get(name):
+            untested.append(f"{name} {version} (tested: {', '.join(map(dotted, tested))})")
+    if untested:
+        yield Finding(
+            NOTE, "versions", f"untested: {', '.join(untested)}", "run `make test` with them, or take tested ones"
+        )
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import platform
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from odc_triton.checkpoint import save_pretrained
 from odc_triton.events import Event
-from odc_triton.report import save_html, save_timeline
+from odc_triton.report import can_draw, save_html, save_timeline
 from odc_triton.trace import excerpt, save_trace
 from odc_triton.train.metrics import Metrics, read_metrics
 from odc_triton.train.options import SftOptions
@@ -49,7 +48,7 @@ def write_report(out: Path, options: SftOptions, events: list[Event], *, ranks: 
     metrics = read_metrics(out / "metrics.jsonl")
     numbers = {event.minibatch for event in events}
     tracks = excerpt({"the last minibatches": events}, minibatches=numbers) if numbers else {}
-    draws = find_spec("matplotlib") is not None
+    draws = can_draw()
     written = ["report.html"]
     if tracks:
         save_trace(tracks, out / "trace.json")
@@ -59,7 +58,9 @@ def write_report(out: Path, options: SftOptions, events: list[Event], *, ranks: 
         written.append("timeline.png")
     summary = in_words(metrics, ranks=ranks)
     if not draws:
-        summary += '\n\nWithout pictures, as matplotlib is not installed: pip install "odc-triton[plot]"'
+        why = 'without pictures, as there is no matplotlib; run: pip install "odc-triton[plot]"'
+        print(f"report.html is {why}")
+        summary += f"\n\nIt is {why}"
     losses = {"training": [line["loss"] for line in metrics if line["loss"] is not None]}
     save_html(
         out / "report.html",
@@ -83,7 +84,8 @@ def in_words(metrics: list[Metrics], *, ranks: int) -> str:
     idle = sum(line["idle"] * line["seconds"] for line in metrics) / seconds if seconds else 0.0
     text = (
         f"{last['step']} steps over {last['tokens']:,} target tokens on {ranks} rank{'s' if ranks > 1 else ''}: the "
-        f"loss went from {_number(first['loss'])} to {_number(last['loss'])}. They were idle {idle:.1%} of the time."
+        f"loss went from {_number(first['loss'])} to {_number(last['loss'])}. {'They were' if ranks > 1 else 'It was'} "
+        f"idle {idle:.1%} of the time."
     )
     if last["skipped"]:
         text += f" {last['skipped']} steps were skipped, as a loss or gradient was not finite."
