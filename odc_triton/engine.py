@@ -30,6 +30,7 @@ from .errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer, de
 from .events import EventLog
 from .foreach import clear_gradients, copy_masters, land_gradients
 from .grid import Grid
+from .hyperparameters import Hyperparameters
 from .meeting import Meetings
 from .memory.heap import Signs, SymmetricHeap, Word
 from .microbatch import Microbatches
@@ -98,6 +99,7 @@ class Engine:
         self.ignored: dict[int, nn.Parameter] = {}  # what fully_shard was told to leave alone, by id
         self._warned: set[str] = set()
         self._scope = contextlib.ExitStack()
+        self.hyperparameters = Hyperparameters()
         self._optimizers = OptimizerWatch(self)
         self.microbatches = Microbatches(self)
 
@@ -162,7 +164,11 @@ class Engine:
         except Exception as raised:
             error = raised
         number = self.minibatch + 1
-        message = {"tokens": None if error else tokens, "published": self.publication.number}
+        message = {
+            "tokens": None if error else tokens,
+            "published": self.publication.number,
+            "stepped": self.hyperparameters.digest(),
+        }
         self.events.minibatch, self.events.microbatch = number, -1
         messages = self._meet(f"enter minibatch {number}", message, error)
         self.minibatch = number
@@ -170,9 +176,13 @@ class Engine:
         given = [theirs["tokens"] for theirs in messages]
         missing = [rank for rank, count in enumerate(given) if count is None]
         if missing and len(missing) < self.world:
-            self.heap.show(Word.LANDED, self.minibatch + 1)
-            self._enter_phase(Phase.READY)
+            self._stay_outside()
             raise RanksDiffer(f"tokens was given on some ranks but not on ranks {missing}; give it on all or on none")
+        try:
+            self.hyperparameters.compare([theirs["stepped"] for theirs in messages], self.meet)
+        except RanksDiffer:
+            self._stay_outside()
+            raise
         self._tokens = None if missing else sum(given)
         self.publication.agree(max(theirs["published"] for theirs in messages))
         self.microbatches.count, self._failure = 0, None
@@ -363,9 +373,13 @@ class Engine:
             for parameter in self.trainable():
                 parameter.sharded.grad = None
                 parameter.dirty = True
-            self.heap.show(Word.LANDED, self.minibatch + 1)
-            self._enter_phase(Phase.READY)
+            self._stay_outside()
             raise MinibatchFailed(self.minibatch, failed) from error
+
+    def _stay_outside(self) -> None:
+        """The minibatch is over before it was open, or without gradients."""
+        self.heap.show(Word.LANDED, self.minibatch + 1)
+        self._enter_phase(Phase.READY)
 
     def drain(self, purpose: str) -> None:
         """Waits until this rank's device has done what was enqueued: peers are told so next."""

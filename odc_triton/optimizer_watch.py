@@ -25,6 +25,7 @@ class OptimizerWatch:
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (engine := watched()) is not None and _steps(optimizer, engine):
                 engine.step_begins()
+                engine.hyperparameters.note(optimizer)
             elif engine is not None:
                 _refuse_originals(optimizer, engine)
 

@@ -31,7 +31,8 @@ FLOORS = [
     {"lifelines", "replicas", "meeting", "debug", "relay", "accumulate", "gathered", "backward_end", "process_group"}
     | {"pending_gradient", "local_store"},
     {"sharded_param"},
-    {"unit", "engine", "microbatch", "prefetch", "optimizer_watch", "functions", "foreach", "publication"},
+    {"unit", "engine", "microbatch", "prefetch", "optimizer_watch", "hyperparameters", "functions", "foreach"}
+    | {"publication"},
     {"head"},
     {"nn"},
     {"attention"},

@@ -229,7 +229,16 @@ def _different(rank: int, world: int) -> dict[str, str]:
             model._odc_engine.meetings.meet("something else", {})
         end_minibatch(model)
 
+    def different_betas() -> None:
+        model = fully_shard(net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.8, 0.9 if other else 0.99))
+        for _ in range(2):
+            with minibatch(model):
+                model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
     return {
+        "betas": caught(different_betas),
         "shape": caught(lambda: fully_shard(net(7 if other else 6))),
         "number": caught(lambda: fully_shard(nn.Sequential(net(), nn.Linear(2, 2)) if other else nn.Sequential(net()))),
         "name": caught(lambda: fully_shard(renamed())),
@@ -249,6 +258,7 @@ def _different(rank: int, world: int) -> dict[str, str]:
 def test_ranks_differ() -> None:
     results = ranks.run(_different, 3)
     expected = {
+        "betas": r"RanksDiffer: .* betas \(parameter group 0\) is 0.8, 0.99 on ranks \[0, 2\]; 0.8, 0.9 on ranks \[1\]",
         "shape": r"RanksDiffer.*0\.weight.*\[[67], 4\].*against.*0\.weight.*\[[67], 4\]",
         "number": r"RanksDiffer.*1\.weight.*stands only (here|there)",
         "name": r"RanksDiffer.*(second|last)\.weight.*against.*(second|last)\.weight",
