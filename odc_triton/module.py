@@ -217,6 +217,22 @@ class ODCModule:
         return result
 
 
+def _save_pretrained(model: nn.Module, folder: Any, *args: Any, **kwargs: Any) -> Any:
+    """transformers' and PEFT's, of whole tensors that are given as `state_dict`; refused without: it sees shards."""
+    if kwargs.get("state_dict") is None:
+        raise RuntimeError(
+            "save_pretrained of a sharded model would write this rank's shards: call "
+            "odc_triton.checkpoint.save_pretrained(model, folder, tokenizer) on rank 0, or give whole tensors, "
+            "state_dict=get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+        )
+    plain = plain_class(model)
+    name, model.__class__.__name__ = model.__class__.__name__, plain.__name__  # which is written as the architecture
+    try:
+        return plain.save_pretrained(model, folder, *args, **kwargs)
+    finally:
+        model.__class__.__name__ = name
+
+
 def _is_whole(value: Any, sharded: nn.Parameter) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == sharded.shape
 
@@ -233,7 +249,10 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 @functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """One class for all modules of a kind: `torch.compile` makes a graph for each class that it meets."""
-    return type(f"ODC{cls.__name__}", (ODCModule, cls), {"__module__": cls.__module__})
+    members: dict[str, Any] = {"__module__": cls.__module__}
+    if hasattr(cls, "save_pretrained"):
+        members["save_pretrained"] = _save_pretrained
+    return type(f"ODC{cls.__name__}", (ODCModule, cls), members)
 
 
 def attach(module: nn.Module, unit: Unit) -> None:

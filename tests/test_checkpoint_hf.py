@@ -33,6 +33,7 @@ BUILD = {"buffers": _deepseek, "tied": _tied}
 
 def _saved(rank: int, world: int, name: str, folder: Path) -> torch.Tensor:
     import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
     from odc_triton import fully_shard
     from odc_triton.checkpoint import save_pretrained
@@ -43,6 +44,13 @@ def _saved(rank: int, world: int, name: str, folder: Path) -> torch.Tensor:
     else:
         with pytest.raises(RuntimeError, match="rank 0 only"):
             save_pretrained(model, folder)
+    with pytest.raises(
+        RuntimeError, match=r"odc_triton\.checkpoint\.save_pretrained\(model, folder, tokenizer\) on rank 0"
+    ):
+        model.save_pretrained(folder / "own")
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        model.save_pretrained(folder / "own", state_dict=state)
     dist.barrier()
     with torch.no_grad():
         return model(input_ids=torch.arange(3, 12)[None], use_cache=False).logits
@@ -53,12 +61,14 @@ def test_plain_transformers_gives_the_same_logits(name: str, tmp_path: Path) -> 
     from transformers import AutoModelForCausalLM
 
     outcomes = ranks.run(_saved, 2, name, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert type(model) is type(BUILD[name]())
-    with torch.no_grad():
-        want = model(input_ids=torch.arange(3, 12)[None], use_cache=False).logits
-    for logits in outcomes:
-        torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-6)
+    for folder in (tmp_path, tmp_path / "own"):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert type(model) is type(BUILD[name]())
+        assert model.config.architectures == [type(model).__name__]
+        with torch.no_grad():
+            want = model(input_ids=torch.arange(3, 12)[None], use_cache=False).logits
+        for logits in outcomes:
+            torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-6)
 
 
 def test_other_modules_are_refused(tmp_path: Path) -> None:
