@@ -1,0 +1,98 @@
+"""Additions that are held in their midst: no other process, and no other thread, adds to that shard meanwhile."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+
+from odc_triton import accumulate
+from odc_triton.accumulate import LockedAccumulator, Target
+from odc_triton.memory.shm import SharedMemoryHeap
+from odc_triton.on_owners import add_rows
+from odc_triton.plan import Region
+from odc_triton.streams import Streams
+
+SLOW_S = 60.0
+Add = Callable[[], None]
+
+
+class WatchedLock:
+    """A lock that sets `met` when it is asked for."""
+
+    def __init__(self, met: threading.Event) -> None:
+        self._lock, self._met = threading.Lock(), met
+
+    def __enter__(self) -> None:
+        self._met.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.fixture(params=["whole", "by pieces"])
+def place(request: pytest.FixtureRequest) -> tuple[SharedMemoryHeap, LockedAccumulator, torch.Tensor, Add]:
+    """One rank's heap and accumulator, its shard, and what adds 1 to each element of it."""
+    heap = SharedMemoryHeap(rank=0, world=1, size_bytes=4096, slots=1, token="unused", timeout_s=SLOW_S)
+    shard = heap.shard(Region(shape=(6, 2), dtype="float32", itemsize=4, offset_bytes=0), 0)
+    adder = LockedAccumulator(heap, Streams(), SLOW_S)
+    target, told = Target(slot=0, shards=[shard], rank=0), {"name": "w", "waited": lambda waits: None}
+
+    def add() -> None:
+        if request.param == "whole":
+            adder.add(torch.ones(6, 2), target, **told)
+        else:
+            adder.sink(target, **told)(0, 0, torch.ones(6, 2))
+
+    yield heap, adder, shard, add
+    heap.close()
+
+
+def test_the_owners_lock_is_held_while_rows_are_added(place: tuple) -> None:
+    heap, _, shard, add = place
+    holders = []
+
+    def ask_from_another_process(*given: object) -> None:
+        child = os.fork()  # it inherits no lock, so it sees who has this one
+        if child == 0:
+            os._exit(0 if heap.lock_holder(0, 0) == 0 else 1)
+        holders.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        add_rows(*given)
+
+    with mock.patch.object(accumulate, "add_rows", ask_from_another_process):
+        add()
+    assert holders == [0]
+    assert heap.try_lock(0, 0)
+    assert shard.tolist() == [[1, 1]] * 6
+
+
+def test_a_thread_waits_for_another_ones_addition(place: tuple) -> None:
+    _, adder, shard, add = place
+    adding, met, goes_on, at_work = threading.Event(), threading.Event(), threading.Event(), []
+    adder._threads[0] = WatchedLock(met)
+
+    def slowly(*given: object) -> None:
+        at_work.append(threading.current_thread())
+        (adding if len(at_work) == 1 else met).set()
+        goes_on.wait(SLOW_S)
+        add_rows(*given)
+
+    threads = [threading.Thread(target=add), threading.Thread(target=add)]
+    with mock.patch.object(accumulate, "add_rows", slowly):
+        threads[0].start()
+        assert adding.wait(SLOW_S)
+        met.clear()
+        threads[1].start()
+        assert met.wait(SLOW_S)  # the second one has come to the lock, or past it
+        meanwhile = list(at_work)
+        goes_on.set()
+        for thread in threads:
+            thread.join(SLOW_S)
+    assert meanwhile == threads[:1]
+    assert at_work == threads
+    assert shard.tolist() == [[2, 2]] * 6
