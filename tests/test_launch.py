@@ -49,11 +49,14 @@ def _work(what: str, folder: str) -> dict:
     if what == "stopped":
         sys.exit(128 + signal.SIGTERM)
     if what.startswith("Ctrl-C") and rank == 1:
+        while what != "Ctrl-C" and not Path(folder, "deaf").exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
     if what in ("Ctrl-C, blamed", "Ctrl-C, and a failure"):
         from odc_triton.errors import RankLost
 
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        Path(folder, "deaf").touch()
         time.sleep(0.5)
         raise RankLost([1], "rank 1 died") if "blamed" in what else ValueError("no space")
     time.sleep(60)
