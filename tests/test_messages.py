@@ -1,0 +1,69 @@
+"""What errors tell, and what the command says to words that it does not know."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+
+def test_errors_can_be_pickled() -> None:
+    import pickle
+
+    from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost
+
+    for error in (RankLost([1], "x"), DeadlineExceeded([0, 2], "y"), MinibatchFailed(3, {1: "ValueError: z"})):
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is type(error)
+        assert str(again) == str(error)
+        assert again.ranks == error.ranks
+
+
+class _Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("short"), "ValueError: short"),
+        (_Unspeakable(), r"_Unspeakable: \(its text can't be made: ValueError\)"),
+        (ValueError("a" * 30_000_000 + "z"), r"ValueError: a{2000} … \(29,996,001 characters left out\) … a{1999}z"),
+    ],
+    ids=["short", "unspeakable", "30 MB"],
+)
+def test_an_error_is_told_in_few_words(error: Exception, said: str) -> None:
+    from odc_triton.errors import describe
+
+    assert re.fullmatch(said, describe(error))
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    from odc_triton import __version__
+    from odc_triton.cli import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"odc-triton {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["train", "sft", "--data", "x", "--out", "y", "--token-capp", "8"],
+            "--token-capp 8; did you mean --token-cap?",
+        ),
+        (["train", "sft", "--data", "x", "--out", "y", "--seeed=8"], "--seeed=8; did you mean --seed?"),
+        (["doctor", "--qqqqqqq"], "--qqqqqqq\n"),
+    ],
+)
+def test_a_mistyped_option(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from odc_triton.cli import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert f"unrecognized arguments: {said}" in capsys.readouterr().err
