@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import signal
@@ -18,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from odc_triton.errors import DeadlineExceeded
-from odc_triton.greetings import _MOST_SILENT, greetings
 from odc_triton.memory.heap import Word
 from odc_triton.memory.locks import ByteLocks
 from odc_triton.memory.rendezvous import peer_uid, receive_files, send_files
@@ -141,30 +139,6 @@ def test_rendezvous_names_who_is_missing() -> None:
     assert not os.get_inheritable(received[0])
     os.close(received[0])
     assert token not in Path("/proc/net/unix").read_text()
-
-
-def test_silent_clients_keep_nobody_waiting() -> None:
-    with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1000))
-        place = listener.getsockname()
-        silent = [stack.enter_context(socket.create_connection(place)) for _ in range(_MOST_SILENT + 2)]
-        silent[-1].sendall(b"half")
-        with socket.create_connection(place) as gone:
-            gone.sendall(b"half")
-        speaker = stack.enter_context(socket.create_connection(place))
-        speaker.sendall(b"a greeting and more")
-        arrivals = greetings(listener, 10, time.monotonic() + 10)
-        connection, said = next(arrivals)
-        with connection:
-            assert (said, connection.recv(9)) == (b"a greeting", b" and more")
-        assert silent[0].recv(1) == b""  # the oldest ones are hung up on, the others may still speak
-        silent[-1].sendall(b" later")
-        connection, said = next(arrivals)
-        with connection:
-            assert said == b"half later"
-        arrivals.close()
-        assert silent[-2].recv(1) == b""
-        assert next(greetings(listener, 10, time.monotonic() + 0.05), None) is None
 
 
 def test_locks_of_one_process() -> None:

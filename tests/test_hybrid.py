@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -381,34 +380,6 @@ def test_a_microbatch_that_raised_fails_on_all_replicas() -> None:
         assert failed == {2: "ValueError: no luck"}
         for got, p in zip(gradients, model.parameters(), strict=True):
             torch.testing.assert_close(got, 4 * p.grad, rtol=1e-4, atol=1e-5)  # four equal summands, in fp32
-
-
-def _among_silent_clients(rank: int, world: int) -> tuple[list[bool], float]:
-    """Strangers connect to rank 0's port before rank 1 does."""
-    from odc_triton import fully_shard
-    from odc_triton.lifelines import Lifelines
-
-    call, strangers = Lifelines._call, []
-
-    def come_after_strangers(self: Lifelines, peer: int, host: str, port: int, *rest: Any) -> socket.socket:
-        strangers.extend(socket.create_connection((host, port)) for _ in range(3))
-        return call(self, peer, host, port, *rest)
-
-    Lifelines._call = come_after_strangers
-    start_s = time.monotonic()
-    model = fully_shard(nn.Linear(2, 2), mesh=mesh_of((2, 1)))
-    seconds = time.monotonic() - start_s
-    alive = [model._odc_engine.signs.is_alive(peer) for peer in range(world)]
-    for stranger in strangers:
-        stranger.close()
-    dist.barrier()
-    return alive, seconds
-
-
-def test_silent_clients_keep_no_replica_waiting() -> None:
-    for alive, seconds in ranks.run(_among_silent_clients, 2):
-        assert alive == [True, True]
-        assert seconds < 15  # waiting for each stranger in turn is longer
 
 
 def _stopped(rank: int, world: int, where: str) -> tuple:
