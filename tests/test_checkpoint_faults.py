@@ -145,6 +145,10 @@ def test_another_architecture(tmp_path: Path) -> None:
     wide = fully_shard(_causal_lm("Qwen2", intermediate_size=64))
     with pytest.raises(CheckpointDiffers, match=r"gate_proj.weight is \[48, 32\] .* and \[64, 32\] here"):
         checkpoints.load(path, model=wide, optimizer=None)
+    with pytest.raises(CheckpointDiffers, match=r"is torch\.float32 .* torch\.bfloat16 here, which would round it"):
+        checkpoints.load(path, model=fully_shard(build(MODEL).bfloat16().requires_grad_(False)), optimizer=None)
+    double = fully_shard(build(MODEL).double())
+    checkpoints.load(path, model=double, optimizer=None)  # nothing is lost
     model = fully_shard(build(MODEL))
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     with pytest.raises(CheckpointDiffers, match=r"max_exp_avg_sq of model.embed_tokens.weight is not"):

@@ -276,7 +276,7 @@ def read_into(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:
         raise CheckpointCorrupt(f"{folder} has values that can't be read: {error}") from error
 
 
-def tensors_of(metadata: Metadata) -> dict[str, torch.Size]:
-    """Names and shapes of the tensors that a checkpoint holds."""
+def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    """The tensors that a checkpoint holds, by name: their shapes, dtypes and chunks."""
     entries = metadata.state_dict_metadata.items()
-    return {name: entry.size for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+    return {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}

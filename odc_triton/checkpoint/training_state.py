@@ -45,11 +45,9 @@ def to_load(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -
     prefix = _prefix(next(iter(here)), there)
     wanted = {f"{prefix}{name}": value for name, value in here.items()}
     differences = [
-        f"{name[len(prefix) :]} is not in the checkpoint"
-        if name not in there
-        else f"{name[len(prefix) :]} is {list(there[name])} in the checkpoint and {list(value.shape)} here"
+        f"{name[len(prefix) :]} {what}"
         for name, value in wanted.items()
-        if isinstance(value, torch.Tensor) and there.get(name) != value.shape
+        if isinstance(value, torch.Tensor) and (what := _difference(there.get(name), value))
     ]
     if prefix:
         differences += [
@@ -63,13 +61,24 @@ def to_load(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -
     return wanted
 
 
+def _difference(saved: TensorStorageMetadata | None, value: torch.Tensor) -> str | None:
+    """Why a tensor can't be read into `value`; None where it can, a narrower dtype into a wider one too."""
+    if saved is None:
+        return "is not in the checkpoint"
+    if saved.size != value.shape:
+        return f"is {list(saved.size)} in the checkpoint and {list(value.shape)} here"
+    if torch.promote_types(saved.properties.dtype, value.dtype) != value.dtype:
+        return f"is {saved.properties.dtype} in the checkpoint and {value.dtype} here, which would round it"
+    return None
+
+
 def _raise_if(differences: list[str], words: str) -> None:
     if differences:
         more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise CheckpointDiffers(f"{words}: {'; '.join(differences[:_SHOWN])}{more}. Nothing was overwritten.")
 
 
-def _prefix(name: str, there: dict[str, torch.Size]) -> str:
+def _prefix(name: str, there: dict[str, TensorStorageMetadata]) -> str:
     """What stands before the model's names in the checkpoint; "model." where nothing tells."""
     found = [other for other in there if (other == name or other.endswith(f".{name}")) and ".state." not in f".{other}"]
     return min(found, key=len)[: -len(name)] if found else "model."
@@ -81,7 +90,7 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, nn.P
 
 
 def _optimizer_to_load(
-    model: nn.Module, optimizer: Optimizer, metadata: Metadata, there: dict[str, torch.Size]
+    model: nn.Module, optimizer: Optimizer, metadata: Metadata, there: dict[str, TensorStorageMetadata]
 ) -> dict[str, Any]:
     base = _optimizer_prefix(metadata)
     if base is None:
@@ -106,8 +115,8 @@ def _optimizer_to_load(
             wanted[key] = value
             if kind not in kinds:
                 differences.append(f"{kind} of {name} is not in the checkpoint")
-            elif isinstance(value, torch.Tensor) and there.get(key) != value.shape:
-                differences.append(f"{kind} of {name} is {list(there.get(key, ()))} there and {list(value.shape)} here")
+            elif isinstance(value, torch.Tensor) and (what := _difference(there.get(key), value)):
+                differences.append(f"{kind} of {name} {what}")
     _raise_if(differences, f"the checkpoint is of another optimizer than this {kind_here}")
     groups = f"{base}param_groups."
     for name, entry in metadata.state_dict_metadata.items():
