@@ -1,4 +1,4 @@
-"""Rank 0 prepares the data for longer than the run's deadline, and dies while it does."""
+"""Rank 0 prepares the data: for longer than the run's deadline, it says how far it is, and it dies while it does."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from odc_triton.default_mesh import default_mesh
 from odc_triton.train import prepare
+from odc_triton.train.folder import RunFolder
 from odc_triton.train.options import SftOptions
 
 from . import ranks
@@ -56,3 +58,15 @@ def test_a_long_preparation_is_waited_for_and_a_death_in_it_has_a_name(tmp_path:
     assert samples == 40
     assert blamed == [0]
     assert words.startswith("rank 1 was waiting for 'rank 0 prepares the data': rank 0 died")
+
+
+def test_it_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prepare, "_TELL_S", 0.0)
+    wanted = case(write_case(tmp_path))
+    folder = RunFolder(tmp_path / "run")
+    folder.lock(resume="never")
+    prepare._tokenize(wanted, prepare.load_any_tokenizer(wanted), folder)
+    folder.release()
+    assert f"{wanted.data}: 40 records prepared, 100% of the data" in capsys.readouterr().out

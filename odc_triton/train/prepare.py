@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,6 +30,7 @@ from odc_triton.train.run import Samples
 from odc_triton.train.split import split_samples
 from odc_triton.train.tokenizer import TextEncoder, read_tokenizer
 
+_TELL_S = 10.0
 Made = TypeVar("Made")
 
 
@@ -113,7 +115,13 @@ def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder) -> list[Pa
     for source in (options.data, options.eval_data):
         if source is not None:
             try:
-                data = prepare_data(source, TextEncoder.of(tokenizer), wanted, folder=folder.file("data"))
+                data = prepare_data(
+                    source,
+                    TextEncoder.of(tokenizer),
+                    wanted,
+                    folder=folder.file("data"),
+                    progress=_now_and_then(source),
+                )
             except DataError as error:
                 if "max_tokens" in str(error):
                     raise DataError(f"{error} (by --token-cap, --truncate and --drop-long)") from error
@@ -121,6 +129,19 @@ def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder) -> list[Pa
             print(f"{source}: {data.summary}", flush=True)
             paths.append(data.path)
     return paths
+
+
+def _now_and_then(source: str) -> Callable[[int, float], None]:
+    """Says how far the preparation of `source` is, every `_TELL_S` seconds."""
+    told_s = time.monotonic()
+
+    def tell(records: int, fraction: float) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s >= _TELL_S:
+            told_s = time.monotonic()
+            print(f"{source}: {records} records prepared, {fraction:.0%} of the data", flush=True)
+
+    return tell
 
 
 def build_model(options: SftOptions, prepared: Prepared, *, rank: int) -> tuple[nn.Module, CostModel]:
