@@ -10,6 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from odc_triton.train.options import DEFAULTS
+from odc_triton.train.store import contents
+
 # As `atomic_file` and `folder_aside` call what they write: the process's id, and random digits.
 _UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{8}(\.new|\.old)?")
 
@@ -66,7 +69,7 @@ class RunFolder:
                 raise TypeError(f"the identity is {saved!r}")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{self.file('run.json')} can't be read: give another --out") from error
-        require_same(saved, identity, where=str(self.path))
+        require_same(saved, identity, where=self.path)
         return True
 
     def _text(self) -> bytes:
@@ -83,13 +86,26 @@ class RunFolder:
             self._lock = None
 
 
-def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: str) -> None:
-    """Raises ValueError with every option in which the run of `where` and this one differ."""
-    names = sorted(saved.keys() | wanted.keys())
+def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) -> None:
+    """Raises ValueError with every option in which the run in the folder `where` and this one differ.
+
+    One that `saved` lacks came with a later version: that run had its default. Of the prepared samples it has digests,
+    as a position is counted in them; before, it had names of files in its folder.
+    """
+    saved = DEFAULTS | saved
+    files = [where / "data" / name for name in saved.get("prepared", ())]
+    if files and all(file.suffix == ".npz" and file.is_file() for file in files):
+        saved["prepared"] = [contents(file) for file in files]
+    names = sorted(wanted.keys() | saved.keys() - DEFAULTS.keys())
     missing = object()
     different = [name for name in names if saved.get(name, missing) != wanted.get(name, missing)]
     if different:
-        words = "; ".join(f"{name} was {saved.get(name)!r} and is {wanted.get(name)!r}" for name in different)
+        words = "; ".join(
+            "the samples are others, so the data or the tokenizer changed"
+            if name == "prepared"
+            else f"{name} was {saved.get(name)!r} and is {wanted.get(name)!r}"
+            for name in different
+        )
         hint = ""
         if "samples_per_step" in different:
             hint = ". samples_per_step is --samples-per-rank times the number of ranks"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,3 +134,7 @@ class SftOptions:
         wanted = {name: value for name, value in asdict(self).items() if name not in _FREE}
         wanted["samples_per_step"] = wanted.pop("samples_per_rank") * world
         return wanted
+
+
+# What an option is where it was not given.
+DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(SftOptions) if each.default is not MISSING}

@@ -28,6 +28,7 @@ from odc_triton.train.prepared import prepare_data
 from odc_triton.train.records import DataError
 from odc_triton.train.run import Samples
 from odc_triton.train.split import split_samples
+from odc_triton.train.store import contents
 from odc_triton.train.tokenizer import TextEncoder, read_tokenizer
 
 _TELL_S = 10.0
@@ -55,18 +56,18 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared:
     tokenizer = load_any_tokenizer(options)
     folder = RunFolder(options.out)
 
-    def take() -> tuple[bool, dict[str, Any]]:
+    def take() -> tuple[bool, dict[str, Any], list[Path]]:
         folder.lock(resume=options.resume)
         try:
             paths = _tokenize(options, tokenizer, folder)
-            identity = options.identity(world) | {"prepared": [path.name for path in paths]}
-            return folder.take(identity), identity
+            identity = options.identity(world) | {"prepared": [contents(path) for path in paths]}
+            return folder.take(identity), identity, paths
         except BaseException:
             folder.release()
             raise
 
-    goes_on, identity = _on_rank_0(take, mesh, timedelta(minutes=options.timeout_minutes))
-    sets = [TokenizedDataset.load(folder.file("data") / name) for name in identity["prepared"]]
+    goes_on, identity, paths = _on_rank_0(take, mesh, timedelta(minutes=options.timeout_minutes))
+    sets = [TokenizedDataset.load(path) for path in paths]
     largest = max(each.largest_token for each in sets)
     learned, evaluation = sets[0], sets[1] if len(sets) > 1 else None
     if options.eval_fraction:
@@ -109,7 +110,7 @@ def _on_rank_0(make: Callable[[], Made], mesh: DeviceMesh, timeout: timedelta) -
 
 
 def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder) -> list[Path]:
-    """The files of prepared samples. Their names tell one preparation from another: a position is counted in them."""
+    """The files of prepared samples."""
     paths = []
     wanted = DataOptions(max_tokens=options.token_cap, too_long=options.too_long)
     for source in (options.data, options.eval_data):

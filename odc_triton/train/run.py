@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -244,11 +245,12 @@ class SftRun:
         """All that a checkpoint needs beside the shards and random numbers, the same on every rank; JSON."""
         return {"state": self.state.as_json(), "identity": self.identity, "seed": self.options.seed}
 
-    def resume(self, saved: dict[str, Any]) -> None:
-        """Goes to where `position` was taken. Raises ValueError where it is another kind of run's."""
+    def resume(self, saved: dict[str, Any], where: Path) -> None:
+        """Goes to where `position` was taken, by the run in the folder `where`. Raises ValueError where that is another
+        kind of run."""
         if "state" not in saved:
             raise ValueError("the checkpoint does not say where its run stood: it is no run's of train sft")
-        require_same(saved["identity"], self.identity, where="the checkpoint")
+        require_same(saved["identity"], self.identity, where=where)
         self.state = RunState.from_json(saved["state"])
         self.sampler.load_state_dict(self.state.sampler)
         self._epoch = iter(self.sampler)

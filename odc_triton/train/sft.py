@@ -125,7 +125,8 @@ class _Loop:
         path = run.engine.meet("find the checkpoint", {"path": path})[0]["path"]
         if path is None:
             return
-        run.resume(self.checkpoints.load(path, model=run.model, optimizer=run.optimizer))
+        saved = self.checkpoints.load(path, model=run.model, optimizer=run.optimizer)
+        run.resume(saved, where=Path(path).absolute().parent.parent)
         self.saved_step = run.state.step
         run.rested()
         if self._is_first:
