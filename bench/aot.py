@@ -31,7 +31,7 @@ import triton
 from bench.machine import Case, all_cases, modules
 from bench.machine.code import Code, build
 from odc_kernels.tiles import ARCHITECTURES
-from odc_triton.report import table
+from odc_triton.base.report import table
 
 _JUDGES = ("case.py", "code.py", "offsets.py")
 COLUMNS = ("kernel", "sm", "triton", "registers", "spills", "shared bytes", "matrix", "loads", "reduction", "faults")

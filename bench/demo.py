@@ -24,14 +24,14 @@ from bench.harness import (
     single_thread_environment,
 )
 from bench.provenance import commit, hardware, versions
+from bench.stdlib_corpus import build_corpus
 from bench.variants import Fsdp2, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Variant
-from odc_triton.atomic import write_file
-from odc_triton.launch import launch
-from odc_triton.report import save_html, save_timeline, table
-from odc_triton.trace import excerpt, idle_fraction, save_trace, timeline_text
-from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
-from odc_triton.train.stdlib_corpus import build_corpus
-from odc_triton.train.tokenizer import TextEncoder, save_tokenizer, train_tokenizer
+from odc_triton.base.atomic import write_file
+from odc_triton.base.report import save_html, save_timeline, table
+from odc_triton.base.trace import excerpt, idle_fraction, save_trace, timeline_text
+from odc_triton.comm.launch import launch
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.data.tokenizer import TextEncoder, save_tokenizer, train_tokenizer
 
 RANKS = 2
 VARIANTS: tuple[type[Variant], ...] = (Fsdp2, Fsdp2NoReshard, LayerBarrier, OdcMicro, Odc)

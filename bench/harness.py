@@ -20,9 +20,9 @@ from torch import nn
 from bench.variants import Odc, Pack, Setting, Unsharded, Variant
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.collate import count_target_tokens, pack_collate, to_device
-from odc_triton.events import Event
-from odc_triton.local_store import rendezvous_url
-from odc_triton.train.data import TokenizedDataset
+from odc_triton.base.events import Event
+from odc_triton.comm.local_store import rendezvous_url
+from odc_triton.data.dataset import TokenizedDataset
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from bench.provenance import commit, hardware, versions
-from odc_triton.atomic import write_file
+from odc_triton.base.atomic import write_file
+from odc_triton.base.report import table
 from odc_triton.nn import LMHead
-from odc_triton.report import table
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

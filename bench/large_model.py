@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 from bench.provenance import commit, hardware, versions
-from odc_triton.atomic import write_file
-from odc_triton.launch import launch
+from odc_triton.base.atomic import write_file
+from odc_triton.comm.launch import launch
 
 TOKENS = 16
 
@@ -28,7 +28,7 @@ def one_step() -> dict[str, float]:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from odc_triton import fully_shard, minibatch
-    from odc_triton.local_store import rendezvous_url
+    from odc_triton.comm.local_store import rendezvous_url
 
     dist.init_process_group("gloo", rendezvous_url())
     before = psutil.Process().memory_full_info().pss

@@ -17,9 +17,9 @@ from bench.demo import CONFIG, EQUAL_LENGTHS, TOKEN_CAP
 from bench.harness import Work, balanced, single_thread_environment
 from bench.provenance import commit, hardware, versions
 from bench.variants import Odc, OdcLayers, OdcLayersFused, OdcLayersSplit, Unsharded
-from odc_triton.atomic import write_file
-from odc_triton.launch import launch
-from odc_triton.report import table
+from odc_triton.base.atomic import write_file
+from odc_triton.base.report import table
+from odc_triton.comm.launch import launch
 
 VARIANTS = (Unsharded, Odc, OdcLayers, OdcLayersFused, OdcLayersSplit)
 

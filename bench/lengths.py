@@ -24,12 +24,12 @@ from bench.lengths_report import ALIKE, COLUMNS, Amounts, Result, as_data, faste
 from bench.peaks import peak_flops
 from bench.provenance import commit, hardware, versions
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting, Variant
-from odc_triton.atomic import write_file
-from odc_triton.bench_options import BenchOptions
-from odc_triton.launch import launch
-from odc_triton.lengths import read_lengths
-from odc_triton.report import table
-from odc_triton.train.records import Record
+from odc_triton.base.atomic import write_file
+from odc_triton.base.report import table
+from odc_triton.cli.bench import BenchOptions
+from odc_triton.comm.launch import launch
+from odc_triton.data.lengths import read_lengths
+from odc_triton.data.records import Record
 
 BASELINES = (Fsdp2Micro, Fsdp2, Fsdp2NoReshard, Ddp)
 VARIANTS = (*BASELINES, LayerBarrier, OdcMicro, Odc)
@@ -86,8 +86,8 @@ def _counter(source: str | None) -> Callable[[Record], int] | None:
     def count(record: Record) -> int:
         from transformers import AutoTokenizer
 
-        from odc_triton.train.data import encode_records
-        from odc_triton.train.tokenizer import TextEncoder
+        from odc_triton.data.dataset import encode_records
+        from odc_triton.data.tokenizer import TextEncoder
 
         if not encoders:
             encoders.append(TextEncoder.of(AutoTokenizer.from_pretrained(source, trust_remote_code=False)))

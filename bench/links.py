@@ -32,16 +32,16 @@ import torch.distributed as dist
 
 from bench.links_report import Call, Link, as_data, text_of
 from bench.provenance import commit, hardware, versions
-from odc_triton.accumulate import LockedAccumulator, Target
-from odc_triton.atomic import write_file
-from odc_triton.launch import launch
-from odc_triton.local_store import rendezvous_url
-from odc_triton.memory import ApartHeap, CudaHeap, SymmetricHeap
-from odc_triton.plan import Region, aligned
-from odc_triton.probe import read_topology
-from odc_triton.streams import Streams
-from odc_triton.topology import Topology
-from odc_triton.unusable import unusable_pairs
+from odc_triton.base.atomic import write_file
+from odc_triton.comm.launch import launch
+from odc_triton.comm.layout import Region, aligned
+from odc_triton.comm.local_store import rendezvous_url
+from odc_triton.comm.memory import ApartHeap, CudaHeap, SymmetricHeap
+from odc_triton.engine.gradients import LockedAccumulator, Target
+from odc_triton.engine.streams import Streams
+from odc_triton.machine.probe import read_topology
+from odc_triton.machine.topology import Topology
+from odc_triton.machine.unusable import unusable_pairs
 
 TIMEOUT_S = 120.0
 FEW_TOKENS = 16  # of the strategy `direct`, which is for few

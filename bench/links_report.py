@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from odc_triton.report import table
+from odc_triton.base.report import table
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The tables of docs/memory.md: bytes per GPU for Qwen2.5, ODC beside FSDP2. `python -m bench.memory_table`.
 
 Prints the table, or with `--write FILE` puts it between the two marks in that file. Everything is computed by
-`odc_triton.footprint` on models built on the meta device; nothing is measured.
+`odc_triton.sharding.footprint` on models built on the meta device; nothing is measured.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from odc_triton.activations import activation_bytes_per_token
-from odc_triton.footprint import MemoryPlan, memory_plan
+from odc_triton.sharding.activations import activation_bytes_per_token
+from odc_triton.sharding.footprint import MemoryPlan, memory_plan
 
 BEGIN = "<!-- begin: python -m bench.memory_table -->"
 END = "<!-- end: python -m bench.memory_table -->"

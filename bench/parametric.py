@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from odc_triton.balance import assign_one
-from odc_triton.report import CURVES, FAINT, INK, table
+from odc_triton.base.report import CURVES, FAINT, INK, table
 from odc_triton.simulate.dealing import queue_packs
 from odc_triton.simulate.devices import DEVICES
 from odc_triton.simulate.job import simulate

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from bench.provenance import commit, hardware, versions
 from bench.sleeping import FORWARD_SHARE, Cell, Costs, Measured, Way, main_of_rank, together
-from odc_triton.atomic import write_file
 from odc_triton.balance import CostModel
-from odc_triton.launch import launch
-from odc_triton.report import table
+from odc_triton.base.atomic import write_file
+from odc_triton.base.report import table
+from odc_triton.comm.launch import launch
 from odc_triton.simulate import draw, named_lengths
 from odc_triton.simulate.lengths import NAMED
 

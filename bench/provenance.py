@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
 
 def hardware() -> str:
     """The processor's name and the number of cores that this process may use."""
-    from odc_triton.backend import processor_name
+    from odc_triton.sharding.backend import processor_name
 
     return f"{processor_name()}, {len(os.sched_getaffinity(0))} cores"
 

@@ -44,8 +44,8 @@ from bench.operators.targets import TARGETS, wanted_first
 from bench.operators.timing import interleaved, median_interval, quantiles, warm_up
 from bench.provenance import commit, hardware, source_digest, versions
 from bench.roofline import Machine
-from odc_triton.atomic import write_file
-from odc_triton.report import table
+from odc_triton.base.atomic import write_file
+from odc_triton.base.report import table
 
 # In the order of interest, for a run may end early.
 TOKENS = (4096, 16, 128, 16384, 1, 1024, 65536)

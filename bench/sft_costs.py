@@ -21,12 +21,12 @@ from typing import Any
 from bench.demo import CONFIG, TOKEN_CAP, VOCABULARY
 from bench.harness import single_thread_environment
 from bench.provenance import commit, hardware, versions
-from odc_triton.atomic import write_file
-from odc_triton.launch import launch
-from odc_triton.report import table
-from odc_triton.train.options import SftOptions
-from odc_triton.train.stdlib_corpus import build_corpus
-from odc_triton.train.tokenizer import save_tokenizer, train_tokenizer
+from bench.stdlib_corpus import build_corpus
+from odc_triton.base.atomic import write_file
+from odc_triton.base.report import table
+from odc_triton.comm.launch import launch
+from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
+from odc_triton.train.sft_options import SftOptions
 
 RECORDS = 10_000
 SAVES = 3
@@ -37,9 +37,9 @@ def measure(options: SftOptions) -> dict[str, Any]:
     """On one rank: seconds of each step, of reading its samples, of each checkpoint. Collective."""
     import torch.distributed as dist
 
-    from odc_triton.default_mesh import default_mesh
-    from odc_triton.sharding import fully_shard
-    from odc_triton.train.checkpoints import Checkpoints
+    from odc_triton.checkpoint.steps import Checkpoints
+    from odc_triton.sharding.default_mesh import default_mesh
+    from odc_triton.sharding.shard import fully_shard
     from odc_triton.train.prepare import build_model, precision, prepare
     from odc_triton.train.run import SftRun
 
@@ -130,9 +130,9 @@ def _prepared_options(folder: Path, steps: int) -> SftOptions:
 
 
 def _preparing(options: SftOptions) -> float:
-    from odc_triton.train.data import DataOptions
-    from odc_triton.train.prepared import prepare_data
-    from odc_triton.train.tokenizer import TextEncoder, read_tokenizer
+    from odc_triton.data.dataset import DataOptions
+    from odc_triton.data.prepared import prepare_data
+    from odc_triton.data.tokenizer import TextEncoder, read_tokenizer
 
     encoder = TextEncoder.of(read_tokenizer(options.tokenizer))
     start_s = time.perf_counter()

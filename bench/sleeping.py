@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.gate import Gate
-from odc_triton.api import minibatch
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.counter import store_counter
 from odc_triton.balance.queue import QUEUE, QueuedPacks, queue_packs
-from odc_triton.local_store import rendezvous_url
-from odc_triton.sharding import fully_shard
+from odc_triton.comm.local_store import rendezvous_url
+from odc_triton.engine.api import minibatch
+from odc_triton.sharding.shard import fully_shard
 from odc_triton.simulate import Job, Links, simulate
 
 WIDTH = 8

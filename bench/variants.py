@@ -23,13 +23,13 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
-from odc_triton.api import engine_of, minibatch
 from odc_triton.balance.collate import Pack
-from odc_triton.events import Event, EventLog
+from odc_triton.base.events import Event, EventLog
+from odc_triton.comm.layout import find_units
+from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.hf import enable_packing, summed_loss
-from odc_triton.plan import find_units
-from odc_triton.replace import replace_layers
-from odc_triton.sharding import fully_shard
+from odc_triton.nn.replace import replace_layers
+from odc_triton.sharding.shard import fully_shard
 
 LEARNING_RATE = 3e-4
 CLIP_NORM = 1.0

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from bench.protocol_scale import MEAN_SAMPLE_S, POPULATION, Begun, about, make_cells, measure
 from bench.sleeping import Measured, Way
-from odc_triton.atomic import write_file
 from odc_triton.balance import CostModel, assign, queue_packs
-from odc_triton.report import table
+from odc_triton.base.atomic import write_file
+from odc_triton.base.report import table
 from odc_triton.simulate import draw, named_lengths
 from odc_triton.simulate.lengths import NAMED
 

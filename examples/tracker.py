@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from odc_triton.options import add_arguments, read_options
-from odc_triton.train.options import SftOptions
+from odc_triton.base.options import add_arguments, read_options
 from odc_triton.train.sft import train_sft
+from odc_triton.train.sft_options import SftOptions
 
 
 class Tracker:

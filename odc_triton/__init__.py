@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 
-    from .api import begin_minibatch as begin_minibatch
-    from .api import end_minibatch as end_minibatch
-    from .api import full_parameters as full_parameters
-    from .api import minibatch as minibatch
-    from .api import publish as publish
-    from .api import register_fsdp_forward_method as register_fsdp_forward_method
-    from .errors import DeadlineExceeded as DeadlineExceeded
-    from .errors import MinibatchFailed as MinibatchFailed
-    from .errors import OdcError as OdcError
-    from .errors import RankLost as RankLost
-    from .errors import RanksDiffer as RanksDiffer
-    from .footprint import memory_plan as memory_plan
-    from .head import log_probs as log_probs
-    from .replace import replace_layers as replace_layers
-    from .sharding import fully_shard as fully_shard
-    from .verification import verify as verify
+    from .base.errors import DeadlineExceeded as DeadlineExceeded
+    from .base.errors import MinibatchFailed as MinibatchFailed
+    from .base.errors import OdcError as OdcError
+    from .base.errors import RankLost as RankLost
+    from .base.errors import RanksDiffer as RanksDiffer
+    from .engine.api import begin_minibatch as begin_minibatch
+    from .engine.api import end_minibatch as end_minibatch
+    from .engine.api import full_parameters as full_parameters
+    from .engine.api import minibatch as minibatch
+    from .engine.api import publish as publish
+    from .engine.api import register_fsdp_forward_method as register_fsdp_forward_method
+    from .nn.head import log_probs as log_probs
+    from .nn.replace import replace_layers as replace_layers
+    from .nn.verification import verify as verify
+    from .sharding.footprint import memory_plan as memory_plan
+    from .sharding.shard import fully_shard as fully_shard
 
 _API = (
     "begin_minibatch",
@@ -38,14 +38,14 @@ _API = (
 )
 _ERRORS = ("DeadlineExceeded", "MinibatchFailed", "OdcError", "RankLost", "RanksDiffer")
 _HOME = {
-    **dict.fromkeys(_API, "odc_triton.api"),
-    **dict.fromkeys(_ERRORS, "odc_triton.errors"),
+    **dict.fromkeys(_API, "odc_triton.engine.api"),
+    **dict.fromkeys(_ERRORS, "odc_triton.base.errors"),
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
-    "fully_shard": "odc_triton.sharding",
-    "log_probs": "odc_triton.head",
-    "memory_plan": "odc_triton.footprint",
-    "replace_layers": "odc_triton.replace",
-    "verify": "odc_triton.verification",
+    "fully_shard": "odc_triton.sharding.shard",
+    "log_probs": "odc_triton.nn.head",
+    "memory_plan": "odc_triton.sharding.footprint",
+    "replace_layers": "odc_triton.nn.replace",
+    "verify": "odc_triton.nn.verification",
 }
 __all__ = sorted(_HOME)
 __version__ = "0.1.0"

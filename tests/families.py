@@ -236,7 +236,7 @@ class Trained:
 
 
 def prepared(setup: Setup) -> nn.Module:
-    from odc_triton.replace import replace_layers
+    from odc_triton.nn.replace import replace_layers
 
     model, change = build(setup.name), CHANGES[setup.change]
     if setup.change_first:
@@ -270,7 +270,7 @@ def _unsharded(setup: Setup) -> Trained:
 @contextlib.contextmanager
 def _one_minibatch(model: nn.Module, tokens: int) -> Iterator[int]:
     from odc_triton import minibatch
-    from odc_triton.module import is_sharded
+    from odc_triton.engine.module import is_sharded
 
     if not is_sharded(model):
         yield tokens

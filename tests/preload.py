@@ -3,6 +3,6 @@
 import matplotlib.figure  # noqa: F401
 import peft  # noqa: F401
 
-import odc_triton.api
-import odc_triton.replace
-import odc_triton.sharding  # noqa: F401
+import odc_triton.engine.api
+import odc_triton.nn.replace
+import odc_triton.sharding.shard  # noqa: F401

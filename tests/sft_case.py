@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from odc_triton.train.options import SftOptions
-from odc_triton.train.tokenizer import save_tokenizer, train_tokenizer
+from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
+from odc_triton.train.sft_options import SftOptions
 
 VOCABULARY = 300
 QWEN2 = {

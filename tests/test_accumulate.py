@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from odc_triton import accumulate
-from odc_triton.accumulate import LockedAccumulator, Target
-from odc_triton.memory.shm import SharedMemoryHeap
-from odc_triton.on_owners import add_rows
-from odc_triton.plan import Region
-from odc_triton.streams import Streams
+from odc_triton.comm.layout import Region
+from odc_triton.comm.memory.shm import SharedMemoryHeap
+from odc_triton.engine import gradients as accumulate
+from odc_triton.engine.gradients import LockedAccumulator, Target
+from odc_triton.engine.streams import Streams
+from odc_triton.nn.on_owners import add_rows
 
 SLOW_S = 60.0
 Add = Callable[[], None]

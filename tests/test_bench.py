@@ -9,8 +9,8 @@ from bench.demo import COLUMNS, WARM_UP, in_words, make_report, rows_of
 from bench.harness import Measured, Work, bootstrap_ratio
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Unsharded
 from odc_triton.balance.collate import count_target_tokens, pack_collate
-from odc_triton.events import Event
-from odc_triton.trace import meetings
+from odc_triton.base.events import Event
+from odc_triton.base.trace import meetings
 
 from . import ranks
 
@@ -104,7 +104,7 @@ def test_bootstrap_ratio() -> None:
 def test_report_says_what_was_measured(tmp_path) -> None:
     import numpy as np
 
-    from odc_triton.train.data import DataSummary, TokenizedDataset
+    from odc_triton.data.dataset import DataSummary, TokenizedDataset
 
     summary = DataSummary(
         records=2, samples=2, truncated=0, dropped_too_long=0, dropped_no_target=0, tokens=7, target_tokens=5

@@ -16,11 +16,11 @@ from bench.lengths import BASELINES, VARIANTS, chosen, setting_of, take_turns, v
 from bench.lengths_report import COLUMNS, Amounts, Result, as_data, fastest_baseline, figures, row_of
 from bench.peaks import peak_flops, utilisation
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting
-from odc_triton.bench_options import BenchOptions
-from odc_triton.cli import main
-from odc_triton.launch import launch
-from odc_triton.lengths import read_lengths
-from odc_triton.train.records import Record
+from odc_triton.cli.bench import BenchOptions
+from odc_triton.cli.command import main
+from odc_triton.comm.launch import launch
+from odc_triton.data.lengths import read_lengths
+from odc_triton.data.records import Record
 
 from . import ranks
 
@@ -97,8 +97,8 @@ def test_a_text_without_tokens(tmp_path: Path) -> None:
 
 
 def test_texts_are_counted_as_training_counts_them(tmp_path: Path, config: str) -> None:
-    from odc_triton.train.data import DataOptions, tokenize_file
-    from odc_triton.train.tokenizer import TextEncoder, to_transformers, train_tokenizer
+    from odc_triton.data.dataset import DataOptions, tokenize_file
+    from odc_triton.data.tokenizer import TextEncoder, to_transformers, train_tokenizer
 
     tokenizer = to_transformers(train_tokenizer(["some words to learn pairs from, some words"], vocab_size=300))
     tokenizer.save_pretrained(tmp_path / "tokenizer")

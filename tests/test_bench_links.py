@@ -139,7 +139,7 @@ def _by_kernels(rank: int, world: int, token: str) -> tuple[list[str], list[tupl
     import torch.distributed as dist
 
     from bench.links import _wrong_results, on_gpu
-    from odc_triton.memory import ApartHeap
+    from odc_triton.comm.memory import ApartHeap
 
     heap = ApartHeap(rank=rank, world=2, size_bytes=SMALL.part_bytes, slots=1, token=token, timeout_s=60)
     heap.shard(SMALL.weight, rank).copy_(integers(SMALL.rows // 2, SMALL.columns, rank, heap.device))

@@ -23,7 +23,7 @@ def _trained(rank: int, world: int, base: Path, folder: Path) -> tuple[torch.Ten
 
     from odc_triton import fully_shard, minibatch
     from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained, with_adapter
-    from odc_triton.train.checkpoints import Checkpoints
+    from odc_triton.checkpoint.steps import Checkpoints
 
     def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(seed)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
 from odc_triton.checkpoint.dcp import read_metadata
-from odc_triton.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
-from odc_triton.train.checkpoints import Checkpoints, verify
+from odc_triton.checkpoint.steps import Checkpoints, verify
 
 from . import ranks
 from .models import build
@@ -373,7 +373,7 @@ def _hold(rank: int, world: int, folder: Path, seconds: float) -> None:
 
 
 def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from odc_triton.train import checkpoints as module
+    from odc_triton.checkpoint import steps as module
 
     monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.2)
     with ranks.start(_hold, 1, tmp_path, 600.0) as job:

@@ -78,7 +78,7 @@ def _save_theirs(rank: int, world: int, folder: Path, name: str, layout: str) ->
 
 
 def _load_ours(rank: int, world: int, folder: Path, name: str, bf16: bool) -> list[float]:
-    from odc_triton.train.checkpoints import Checkpoints
+    from odc_triton.checkpoint.steps import Checkpoints
 
     model, optimizer = _make(name, bf16, seed=9)
     assert Checkpoints(folder.parent / "mine", keep=1).load(folder, model=model, optimizer=optimizer) == {}
@@ -87,7 +87,7 @@ def _load_ours(rank: int, world: int, folder: Path, name: str, bf16: bool) -> li
 
 
 def _save_ours(rank: int, world: int, folder: Path, name: str) -> list[float]:
-    from odc_triton.train.checkpoints import Checkpoints
+    from odc_triton.checkpoint.steps import Checkpoints
 
     model, optimizer = _make(name, bf16=False)
     train(model, optimizer, name, range(SAVED_AT))

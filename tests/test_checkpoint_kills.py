@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from odc_triton.errors import RankLost
-from odc_triton.train.checkpoints import Checkpoints, verify
+from odc_triton.base.errors import RankLost
+from odc_triton.checkpoint.steps import Checkpoints, verify
 
 from . import ranks
 from .test_checkpoint_faults import MODEL, saved_twice, unfinished

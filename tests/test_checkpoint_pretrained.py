@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc_triton.errors import CheckpointDiffers, CheckpointFailed
+from odc_triton.base.errors import CheckpointDiffers, CheckpointFailed
 
 from . import ranks
 from .models import build
@@ -128,8 +128,8 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
 
 def test_a_cut_file(tmp_path: Path) -> None:
     from odc_triton import fully_shard
+    from odc_triton.base.errors import CheckpointCorrupt
     from odc_triton.checkpoint import load_pretrained_shards
-    from odc_triton.errors import CheckpointCorrupt
 
     build("qwen2").save_pretrained(tmp_path)
     data = (tmp_path / "model.safetensors").read_bytes()
@@ -198,7 +198,7 @@ def test_no_private_copy(tmp_path: Path) -> None:
 
 def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from odc_triton.checkpoint.pretrained import load_causal_lm, meta_causal_lm
-    from odc_triton.train.tokenizer import read_tokenizer
+    from odc_triton.data.tokenizer import read_tokenizer
 
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}})

@@ -51,7 +51,7 @@ def train(
 
 
 def _save(rank: int, world: int, folder: Path, name: str, bf16: bool, noise: bool) -> list[float]:
-    from odc_triton.train.checkpoints import Checkpoints
+    from odc_triton.checkpoint.steps import Checkpoints
 
     model, optimizer = _make(name, bf16)
     torch.manual_seed(rank)
@@ -64,7 +64,7 @@ def _save(rank: int, world: int, folder: Path, name: str, bf16: bool, noise: boo
 
 
 def _resume(rank: int, world: int, folder: Path, name: str, bf16: bool, noise: bool) -> tuple[list[float], Any]:
-    from odc_triton.train.checkpoints import Checkpoints
+    from odc_triton.checkpoint.steps import Checkpoints
 
     model, optimizer = _make(name, bf16, seed=9)
     checkpoints = Checkpoints(folder, keep=2)
@@ -110,7 +110,7 @@ def test_resuming_on_other_ranks(tmp_path: Path, name: str, bf16: bool, worlds: 
 
 def test_before_the_first_step(tmp_path: Path) -> None:
     """An optimizer that never stepped goes on as one that never stepped: no state is made up."""
-    from odc_triton.train.checkpoints import Checkpoints
+    from odc_triton.checkpoint.steps import Checkpoints
 
     model, optimizer = _make("qwen2", bf16=False)
     checkpoints = Checkpoints(tmp_path, keep=1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc_triton.choice import (
+from odc_triton.nn.choice import (
     BACKENDS,
     STRATEGIES,
     TABLE,

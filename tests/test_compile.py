@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 from odc_triton import fully_shard, minibatch, replace_layers
-from odc_triton.accumulate import LockedAccumulator
-from odc_triton.sharded_param import ShardedParameter
+from odc_triton.engine.gradients import LockedAccumulator
+from odc_triton.engine.parameter import ShardedParameter
 
 from . import ranks
 from .models import _causal_lm

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from odc_triton.doctor import draw_matrix, examine
-from odc_triton.doctor.rendering import render
-from odc_triton.doctor.words import WIDTH
-from odc_triton.nvml_snapshot import SnapshotNvml
-from odc_triton.probe import read_topology
+from odc_triton.cli.doctor import draw_matrix, examine
+from odc_triton.cli.doctor.rendering import render
+from odc_triton.cli.doctor.words import WIDTH
+from odc_triton.machine.nvml_snapshot import SnapshotNvml
+from odc_triton.machine.probe import read_topology
 
 from .test_doctor import NO_GPU, Machine
 from .test_topology import KEYS, NAMES, load, topology

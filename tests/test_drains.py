@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from odc_triton import full_parameters, fully_shard, minibatch
-from odc_triton.accumulate import KernelAccumulator, Target
-from odc_triton.replace import replace_layers
-from odc_triton.sharded_param import ShardedParameter
-from odc_triton.simulated_device import SimulatedDevice
-from odc_triton.streams import DeviceStreams
+from odc_triton.engine.gradients import KernelAccumulator, Target
+from odc_triton.engine.parameter import ShardedParameter
+from odc_triton.engine.simulated_device import SimulatedDevice
+from odc_triton.engine.streams import DeviceStreams
+from odc_triton.nn.replace import replace_layers
 
 from . import ranks
 

@@ -7,7 +7,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from odc_triton.events import Event, EventLog, total_s
+from odc_triton.base.events import Event, EventLog, total_s
 
 
 def test_an_event_is_checked_and_frozen():

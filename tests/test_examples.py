@@ -160,7 +160,7 @@ def test_grpo_learns() -> None:
 
 @pytest.mark.slow
 def test_tracker(tmp_path: Path) -> None:
-    from odc_triton.train.tokenizer import save_tokenizer, train_tokenizer
+    from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
 
     records = [{"prompt": f"{n} plus one?", "completion": f" It is {n + 1}."} for n in range(40)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

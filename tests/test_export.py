@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from odc_triton.cli import main
+from odc_triton.cli.command import main
 
 from . import ranks
 from .models import build
@@ -19,7 +19,7 @@ IDS = torch.arange(3, 12)[None]
 
 def _run(rank: int, world: int, folder: Path) -> dict[str, torch.Tensor]:
     from odc_triton import full_parameters
-    from odc_triton.train.checkpoints import Checkpoints
+    from odc_triton.checkpoint.steps import Checkpoints
 
     model, optimizer = _make("gpt2-tied", bf16=False)
     checkpoints = Checkpoints(folder, keep=2)
@@ -32,7 +32,7 @@ def _run(rank: int, world: int, folder: Path) -> dict[str, torch.Tensor]:
 def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from odc_triton.train.tokenizer import save_tokenizer, train_tokenizer
+    from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
 
     (weights, _) = ranks.run(_run, 2, tmp_path / "run")
     plain = build("gpt2-tied").eval()

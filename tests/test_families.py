@@ -14,9 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from odc_triton import fully_shard
-from odc_triton.attention import FusedProjections
 from odc_triton.nn import Embedding, Linear, LMHead
-from odc_triton.replace import replace_layers
+from odc_triton.nn.families import FusedProjections
+from odc_triton.nn.replace import replace_layers
 
 from . import ranks
 from .families import FAMILIES, FEW, FUSED, GENERIC, Setup, build, microbatches, on_shards, prepared, train, unsharded
@@ -97,7 +97,7 @@ class Operators(TorchDispatchMode):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
-        module = importlib.import_module("odc_triton.functions.linear")
+        module = importlib.import_module("odc_triton.nn.functional.linear")
         behind = module._forward
 
         def counted(*args: object) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
-from odc_triton.attention import FusedProjections
-from odc_triton.replace import replace_layers
+from odc_triton.nn.families import FusedProjections
+from odc_triton.nn.replace import replace_layers
 
 from .families import FEW, Setup, build, microbatches, prepared, summed_loss, train, unsharded
 from .test_families import KERNELS, WITH_HEAD, compare, same

@@ -145,7 +145,7 @@ def test_interrupted() -> None:
 
 
 def _guarded(action) -> tuple[str, list[int], str, float]:
-    from odc_triton.errors import OdcError
+    from odc_triton.base.errors import OdcError
 
     start_s = time.monotonic()
     try:

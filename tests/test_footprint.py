@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from odc_triton.footprint import OPTIMIZER_STATES, SCHEMES, memory_plan, parameter_specs, side_by_side
+from odc_triton.sharding.footprint import OPTIMIZER_STATES, SCHEMES, memory_plan, parameter_specs, side_by_side
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -9,7 +9,7 @@ import torch
 
 from bench.demo import CONFIG
 from bench.harness import PeakMemory, Work
-from odc_triton.footprint import memory_plan
+from odc_triton.sharding.footprint import memory_plan
 
 from . import ranks
 

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
-from odc_triton.functions import embedding, linear, qkv, token_log_probs
-from odc_triton.functions.qkv import HeadNorm
+from odc_triton.engine.parameter import sharded_parameter
 from odc_triton.nn import Embedding, Linear
-from odc_triton.sharded_param import sharded_parameter
+from odc_triton.nn.functional import embedding, linear, qkv, token_log_probs
+from odc_triton.nn.functional.qkv import HeadNorm
 
 from . import ranks
 

@@ -391,7 +391,7 @@ def test_memcheck_cut_short(tmp_path: Path) -> None:
 
 def test_installed_without_network(tmp_path: Path) -> None:
     installed = install(tmp_path)
-    code = "import odc_kernels.peers, odc_triton.plan; print(odc_kernels.__path__[0])"
+    code = "import odc_kernels.peers, odc_triton.comm.layout; print(odc_kernels.__path__[0])"
     environment = {"PYTHONPATH": installed["path"], "PATH": os.environ["PATH"]}
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path += {sys.path!r}; {code}"],

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from odc_triton.greetings import _MOST_SILENT, greetings
+from odc_triton.comm.memory.greetings import _MOST_SILENT, greetings
 
 from . import ranks
 
@@ -42,7 +42,7 @@ def test_silent_clients_keep_nobody_waiting() -> None:
 def _among_silent_clients(rank: int, world: int) -> tuple[list[bool], float]:
     """Strangers connect to rank 0's port before rank 1 does."""
     from odc_triton import fully_shard
-    from odc_triton.lifelines import Lifelines
+    from odc_triton.comm.peers import Lifelines
 
     call, strangers = Lifelines._call, []
 

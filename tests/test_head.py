@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from bench.head_memory import peak_bytes
-from odc_triton.head import FusedLogits
 from odc_triton.hf import summed_loss
 from odc_triton.nn import LMHead
-from odc_triton.replace import replace_layers
+from odc_triton.nn.head import FusedLogits
+from odc_triton.nn.replace import replace_layers
 
 from .test_parity import compare
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from odc_triton.errors import DeadlineExceeded
-from odc_triton.memory.heap import Word
-from odc_triton.memory.locks import ByteLocks
-from odc_triton.memory.rendezvous import peer_uid, receive_files, send_files
-from odc_triton.memory.shm import SharedMemoryHeap, _new_memfd
-from odc_triton.plan import Region
+from odc_triton.base.errors import DeadlineExceeded
+from odc_triton.comm.layout import Region
+from odc_triton.comm.memory.heap import Word
+from odc_triton.comm.memory.locks import ByteLocks
+from odc_triton.comm.memory.rendezvous import peer_uid, receive_files, send_files
+from odc_triton.comm.memory.shm import SharedMemoryHeap, _new_memfd
 
 from . import leftovers, ranks
 
@@ -251,7 +251,7 @@ def test_a_forked_child_leaves_nothing() -> None:
 
 
 def test_a_folder_too_long_for_sockets() -> None:
-    from odc_triton.memory.cuda import check_socket_folder
+    from odc_triton.comm.memory.cuda import check_socket_folder
 
     check_socket_folder("/tmp")
     check_socket_folder("/" + "a" * 89)

@@ -11,7 +11,7 @@ from torch import nn
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.balance.collate import count_target_tokens, pack_collate, to_device
 from odc_triton.hf import enable_packing, summed_loss
-from odc_triton.replace import replace_layers
+from odc_triton.nn.replace import replace_layers
 
 from . import ranks
 from .families import CHANGES, build

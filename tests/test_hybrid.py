@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from odc_triton.footprint import memory_plan
+from odc_triton.sharding.footprint import memory_plan
 
 from . import ranks, two_hosts
 from .models import CASES, build, microbatches
@@ -176,7 +176,8 @@ class Rows(nn.Module):
 
 
 def _rows(rank: int, world: int, dtype: torch.dtype | None, meta: str) -> tuple:
-    from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch, replicas
+    from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch
+    from odc_triton.comm import replicas
 
     if meta == "others":
         replicas._BUFFER_BYTES = 48  # parts are cut to fit it

@@ -86,8 +86,14 @@ def test_the_reader_of_imports() -> None:
         "import torch.nn as nn\nfrom .plan import Plan\nfrom ..errors import OdcError\nfrom . import api\n"
         "if TYPE_CHECKING:\n    from .engine import Engine\ndef f():\n    import kernels\n"
     )
-    names = imported(source, "odc_triton.memory")
-    assert {"torch.nn", "odc_triton.memory.plan", "odc_triton.errors", "odc_triton.memory.api", "kernels"} <= names
+    names = imported(source, "odc_triton.comm.memory")
+    assert {
+        "torch.nn",
+        "odc_triton.comm.memory.plan",
+        "odc_triton.base.errors",
+        "odc_triton.comm.memory.api",
+        "kernels",
+    } <= names
     assert not any("engine" in name for name in names)
 
 
@@ -129,7 +135,9 @@ def _python(code: str, **environment: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("code", ["import odc_triton", "import odc_triton.plan, odc_triton.balance, odc_triton.errors"])
+@pytest.mark.parametrize(
+    "code", ["import odc_triton", "import odc_triton.comm.layout, odc_triton.balance, odc_triton.base.errors"]
+)
 def test_importing_is_light(code: str) -> None:
     out = _python(f"{code}; import sys; print(*sys.modules)").split()
     for name in ("torch", "triton", "transformers", "matplotlib", "datasets", "torch.distributed.fsdp"):
@@ -140,7 +148,7 @@ def test_the_engine_needs_neither_transformers_nor_matplotlib() -> None:
     out = _python(
         "from odc_triton import fully_shard, minibatch, full_parameters; import sys; print(*sys.modules)"
     ).split()
-    assert "odc_triton.engine" in out
+    assert "odc_triton.engine.engine" in out
     for name in ("transformers", "matplotlib", "datasets", "tokenizers"):
         assert name not in out
 

@@ -42,7 +42,8 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 
 def _rank_0_counts(rank: int, world: int, name: str, others: str, bf16: bool) -> tuple:
-    from odc_triton import MixedPrecisionPolicy, fully_shard, relay
+    from odc_triton import MixedPrecisionPolicy, fully_shard
+    from odc_triton.comm import relay
 
     relay._HALF_BYTES = 1024  # many rounds, tensors that span several of them
     if rank and others == "meta":

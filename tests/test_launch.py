@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from odc_triton.launch import Interrupted, RemoteTraceback, launch
+from odc_triton.comm.launch import Interrupted, RemoteTraceback, launch
 
 from . import leftovers
 
@@ -24,7 +24,7 @@ def _work(what: str, folder: str) -> dict:
         import torch
         import torch.distributed as dist
 
-        from odc_triton.local_store import rendezvous_url
+        from odc_triton.comm.local_store import rendezvous_url
 
         dist.init_process_group("gloo", rendezvous_url())
         total = torch.tensor([rank + 1.0])
@@ -38,7 +38,7 @@ def _work(what: str, folder: str) -> dict:
             time.sleep(0.01)
         raise OSError("no such data")
     if what == "blames" and rank == 0:
-        from odc_triton.errors import RankLost
+        from odc_triton.base.errors import RankLost
 
         raise RankLost([1], "rank 1 died")
     if what == "blames":
@@ -53,7 +53,7 @@ def _work(what: str, folder: str) -> dict:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
     if what in ("Ctrl-C, blamed", "Ctrl-C, and a failure"):
-        from odc_triton.errors import RankLost
+        from odc_triton.base.errors import RankLost
 
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         Path(folder, "deaf").touch()
@@ -156,7 +156,7 @@ def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
 def test_more_ranks_than_cores(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from odc_triton.launch import warn_of_few_cores
+    from odc_triton.comm.launch import warn_of_few_cores
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cores = len(os.sched_getaffinity(0))

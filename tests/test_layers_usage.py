@@ -103,7 +103,7 @@ def test_weights_that_are_read_elsewhere_too(use: str, choice: str, backend: str
 
 def test_what_is_known_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models ask for a weight's dtype in every layer: no reason to read it from its owners."""
-    from odc_triton.sharded_param import ShardedParameter
+    from odc_triton.engine.parameter import ShardedParameter
 
     read, reads = ShardedParameter.read, []
     monkeypatch.setattr(ShardedParameter, "read", lambda self: reads.append(self.name) or read(self))

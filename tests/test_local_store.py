@@ -15,9 +15,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from odc_triton.launch import _store
-from odc_triton.local_store import LocalStore, StoreServer
-from odc_triton.memory.rendezvous import send_files
+from odc_triton.comm.launch import _store
+from odc_triton.comm.local_store import LocalStore, StoreServer
+from odc_triton.comm.memory.rendezvous import send_files
 
 from . import leftovers
 

@@ -34,14 +34,14 @@ class _Unspeakable(Exception):
     ids=["short", "unspeakable", "30 MB"],
 )
 def test_an_error_is_told_in_few_words(error: Exception, said: str) -> None:
-    from odc_triton.errors import describe
+    from odc_triton.base.errors import describe
 
     assert re.fullmatch(said, describe(error))
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     from odc_triton import __version__
-    from odc_triton.cli import main
+    from odc_triton.cli.command import main
 
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
@@ -61,7 +61,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_a_mistyped_option(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from odc_triton.cli import main
+    from odc_triton.cli.command import main
 
     with pytest.raises(SystemExit) as stopped:
         main(words)

@@ -413,7 +413,7 @@ def test_verify_finds_a_broken_operator(
     replace_layers(model, verbose=False)
     batch, loss = {"ids": torch.tensor([1, 4, 4])}, lambda model, batch: model(batch["ids"]).square().sum()
     assert verify(model, batch, loss=loss).worst[1] <= 1e-6
-    home = importlib.import_module("odc_triton.functions.linear")  # its name there is the function's
+    home = importlib.import_module("odc_triton.nn.functional.linear")  # its name there is the function's
     monkeypatch.setattr(home, name, broken(getattr(home, name)))
     with pytest.raises(OdcError, match=rf"the gradient of {re.escape(parameter)} differs by 1\.0e-02"):
         verify(model, batch, loss=loss)

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from odc_triton.base.errors import CheckpointCorrupt
 from odc_triton.checkpoint.manifest import Manifest
-from odc_triton.errors import CheckpointCorrupt
-from odc_triton.lengths import read_lengths
-from odc_triton.train.data import TokenizedDataset
+from odc_triton.data.dataset import TokenizedDataset
+from odc_triton.data.lengths import read_lengths
+from odc_triton.data.records import DataError
 from odc_triton.train.folder import RunFolder
 from odc_triton.train.metrics import read_metrics
-from odc_triton.train.records import DataError
 
 DEEP = "[" * 100_000
 FIFO = None

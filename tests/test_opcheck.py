@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from odc_triton import fully_shard, minibatch
 from odc_triton import nn as odc_nn
-from odc_triton.functions import embedding, linear, qkv, token_log_probs
-from odc_triton.functions.qkv import HeadNorm
-from odc_triton.local_shards import LocalShards
+from odc_triton.nn.functional import embedding, linear, qkv, token_log_probs
+from odc_triton.nn.functional.qkv import HeadNorm
+from odc_triton.nn.local_shards import LocalShards
 
 OPS = torch.ops.odc
 N, K, HEAD_DIM = 7, 8, 16

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton import cli
+from odc_triton.cli import command as cli
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11 has it; the metadata are the same on 3.10
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,7 +53,7 @@ def test_another_system_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch
 def test_help_explains_every_option(capsys) -> None:
     from dataclasses import fields
 
-    from odc_triton.train.options import SftOptions
+    from odc_triton.train.sft_options import SftOptions
 
     with pytest.raises(SystemExit, match="0"):
         cli.main(["train", "sft", "--help"])

@@ -114,13 +114,13 @@ def _frozen(model: nn.Module) -> None:
 
 
 def _fused_head(model: nn.Module) -> None:
-    from odc_triton.replace import replace_layers
+    from odc_triton.nn.replace import replace_layers
 
     assert replace_layers(model, roles=["head"], verbose=False).swapped["head"]
 
 
 def _replaced(model: nn.Module, choice: str) -> None:
-    from odc_triton.replace import replace_layers
+    from odc_triton.nn.replace import replace_layers
 
     roles = ["attention", "embedding", "linear", "head"] if hasattr(model, "lm_head") else ["linear"]
     replaced = replace_layers(model, roles=roles, choice=choice, verbose=False)

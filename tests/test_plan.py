@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.plan import ALIGNMENT_BYTES, ParameterSpec, Plan, first_difference, make_plan, shard_rows
+from odc_triton.comm.layout import ALIGNMENT_BYTES, ParameterSpec, Plan, first_difference, make_plan, shard_rows
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 quick = settings(deadline=None, max_examples=100)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from odc_triton.backend import backend_of
-from odc_triton.collect import refuse_unshardable
-from odc_triton.errors import RanksDiffer
-from odc_triton.launch import launch
-from odc_triton.process_group import gpu_index, group_kinds, start_process_group
+from odc_triton.base.errors import RanksDiffer
+from odc_triton.comm.launch import launch
+from odc_triton.comm.process_group import gpu_index, group_kinds, start_process_group
+from odc_triton.sharding.backend import backend_of
+from odc_triton.sharding.collect import refuse_unshardable
 
 from . import ranks
 
@@ -133,7 +133,7 @@ def test_a_rank_without_a_gpu_is_told_to_all() -> None:
 
 
 def _users_group(rank: int, world: int) -> tuple[float, bool]:
-    from odc_triton.default_mesh import default_mesh
+    from odc_triton.sharding.default_mesh import default_mesh
 
     mesh = default_mesh(timedelta(minutes=1), "cpu")
     return _one_step(), mesh.get_group() is dist.group.WORLD

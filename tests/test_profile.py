@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc_triton.breakdown import (
+from odc_triton.base.breakdown import (
     ACCUMULATE,
     ATTENTION,
     CATEGORIES,
@@ -26,8 +26,8 @@ from odc_triton.breakdown import (
     nested,
     overlapping,
 )
-from odc_triton.cli import main
-from odc_triton.profile import ProfileOptions, read_lengths
+from odc_triton.cli.command import main
+from odc_triton.cli.profile import ProfileOptions, read_lengths
 
 CONFIG = {
     "model_type": "llama",

@@ -31,7 +31,7 @@ def _store() -> dist.Store:
 
 def _no_barrier(rank: int, world: int) -> tuple[int, list[str]]:
     from odc_triton import fully_shard, minibatch
-    from odc_triton.api import events
+    from odc_triton.engine.api import events
 
     model = fully_shard(build())
     meetings = model._odc_engine.meetings
@@ -73,7 +73,7 @@ def test_store_does_not_grow() -> None:
 
 def _lock_wait(rank: int, world: int) -> list:
     from odc_triton import fully_shard, minibatch
-    from odc_triton.api import events
+    from odc_triton.engine.api import events
 
     model = fully_shard(build())
     engine = model._odc_engine
@@ -394,7 +394,7 @@ class _Ended:
 
 def test_one_that_came_and_then_ended_is_not_blamed() -> None:
     from odc_triton import RankLost
-    from odc_triton.meeting import Meetings
+    from odc_triton.comm.meeting import Meetings
 
     meetings = Meetings(store=dist.HashStore(), rank=0, world=2, timeout_s=1.0)
     meetings.signs = _Ended()

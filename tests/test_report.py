@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from odc_triton.atomic import write_file
-from odc_triton.events import BUSY_KINDS, Event
-from odc_triton.report import COLOURS, loss_figure, save_html, save_timeline, table, timeline_figure
-from odc_triton.trace import (
+from odc_triton.base.atomic import write_file
+from odc_triton.base.events import BUSY_KINDS, Event
+from odc_triton.base.report import COLOURS, loss_figure, save_html, save_timeline, table, timeline_figure
+from odc_triton.base.trace import (
     STATES,
     UNRECORDED,
     chrome_trace,

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from odc_triton.data.store import contents
 from odc_triton.train.folder import require_same
 from odc_triton.train.metrics import read_metrics
-from odc_triton.train.options import SftOptions
-from odc_triton.train.store import contents
+from odc_triton.train.sft_options import SftOptions
 
 from . import ranks
 from .sft_case import write_case

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, assign
+from odc_triton.base.trace import idle_fraction, meetings, segments
 from odc_triton.simulate.dealing import deal, queue_packs
 from odc_triton.simulate.job import SCHEDULES, Job, simulate
 from odc_triton.simulate.links import Links
 from odc_triton.simulate.models import Model
-from odc_triton.trace import idle_fraction, meetings, segments
 
 COST = CostModel(quadratic=1e-8, linear=1e-4)
 TINY = Model(

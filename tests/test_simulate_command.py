@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton.cli import main
+from odc_triton.cli.command import main
 from odc_triton.simulate.devices import DEVICES
 from odc_triton.simulate.lengths import named_lengths
 from odc_triton.simulate.models import Model

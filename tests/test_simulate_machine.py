@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from odc_triton.nvml_snapshot import SnapshotNvml
-from odc_triton.probe import read_topology
+from odc_triton.machine.nvml_snapshot import SnapshotNvml
+from odc_triton.machine.probe import read_topology
+from odc_triton.machine.topology import Topology
 from odc_triton.simulate.devices import DEVICES, find_device
 from odc_triton.simulate.lengths import NAMED, draw, lengths_of_file, log_normal, named_lengths
 from odc_triton.simulate.links import Links
 from odc_triton.simulate.memory import peak_bytes, state_bytes
 from odc_triton.simulate.models import MODELS, Model
 from odc_triton.simulate.ports import read_seconds, slowdown
-from odc_triton.topology import Topology
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -216,7 +216,7 @@ def test_sizes_and_memory_are_those_of_the_plan(name: str, tmp_path: Path) -> No
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
-    from odc_triton.footprint import memory_plan
+    from odc_triton.sharding.footprint import memory_plan
     from odc_triton.simulate.models import _FIELDS, _SIZES
 
     kind = LlamaConfig if name.startswith("llama") else Qwen2Config

@@ -10,10 +10,10 @@ import pytest
 from bench.demo import VARIANTS
 from bench.harness import Work
 from bench.simulated import measure, predict
-from odc_triton.launch import launch
+from odc_triton.comm.launch import launch
+from odc_triton.data.dataset import DataSummary, TokenizedDataset
 from odc_triton.simulate.job import simulate
 from odc_triton.simulate.measured import SequenceTime, from_measured
-from odc_triton.train.data import DataSummary, TokenizedDataset
 
 CONFIG = {
     "vocab_size": 97,

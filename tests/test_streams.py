@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from odc_triton.errors import DeadlineExceeded
-from odc_triton.gathered import GatheredParameters
-from odc_triton.plan import ParameterSpec
-from odc_triton.simulated_device import SimulatedDevice, SimulatedEvent
-from odc_triton.streams import DeviceStreams
+from odc_triton.base.errors import DeadlineExceeded
+from odc_triton.comm.layout import ParameterSpec
+from odc_triton.engine.gathered import GatheredParameters
+from odc_triton.engine.simulated_device import SimulatedDevice, SimulatedEvent
+from odc_triton.engine.streams import DeviceStreams
 
 KINDS = pytest.mark.parametrize("kind", ["late", "early"])
 

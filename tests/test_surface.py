@@ -22,7 +22,7 @@ def _names(cls: type) -> set[str]:
 
 
 def test_methods_of_fsdp_module() -> None:
-    from odc_triton.module import ODCModule
+    from odc_triton.engine.module import ODCModule
 
     names = sorted(_names(fsdp.FSDPModule))
     missing = [name for name in names if not hasattr(ODCModule, name)]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from odc_triton.cuda_devices import CudaDevice, visible_names
-from odc_triton.nvml_snapshot import SnapshotNvml
-from odc_triton.probe import read_topology
-from odc_triton.topology import P2P, PciePath, Topology
+from odc_triton.machine.cuda_devices import CudaDevice, visible_names
+from odc_triton.machine.nvml_snapshot import SnapshotNvml
+from odc_triton.machine.probe import read_topology
+from odc_triton.machine.topology import P2P, PciePath, Topology
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 KEYS = {

@@ -11,11 +11,11 @@ from typing import Any
 import pynvml
 import pytest
 
-from odc_triton.nvml import DriverNvml, LinkAnswers, PairAnswers
-from odc_triton.nvml_snapshot import Recorder, SnapshotNvml
-from odc_triton.probe import read_topology
-from odc_triton.topology import P2P, Topology
-from odc_triton.unusable import unusable_pairs
+from odc_triton.machine.nvml import DriverNvml, LinkAnswers, PairAnswers
+from odc_triton.machine.nvml_snapshot import Recorder, SnapshotNvml
+from odc_triton.machine.probe import read_topology
+from odc_triton.machine.topology import P2P, Topology
+from odc_triton.machine.unusable import unusable_pairs
 
 from .test_topology import NAMES, load, seen, topology
 

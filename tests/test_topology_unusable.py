@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from odc_triton.cuda_devices import CudaDevice
-from odc_triton.nvml_snapshot import SnapshotNvml
-from odc_triton.probe import read_topology
-from odc_triton.topology import P2P
-from odc_triton.unusable import by_reason, refuse_unusable, unusable_pairs, usable_groups
+from odc_triton.machine.cuda_devices import CudaDevice
+from odc_triton.machine.nvml_snapshot import SnapshotNvml
+from odc_triton.machine.probe import read_topology
+from odc_triton.machine.topology import P2P
+from odc_triton.machine.unusable import by_reason, refuse_unusable, unusable_pairs, usable_groups
 
 from . import ranks
 from .test_topology import load, topology
@@ -108,7 +108,7 @@ def _one_rank_finds(rank: int, world: int, breaks: bool) -> str:
     from torch import nn
 
     from odc_triton import fully_shard
-    from odc_triton.backend import CpuBackend
+    from odc_triton.sharding.backend import CpuBackend
 
     def find(self: CpuBackend, devices: list[str | None]) -> str:
         if breaks:

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from odc_triton.train import chat
-from odc_triton.train.data import DataOptions, tokenize_file
-from odc_triton.train.records import DataError
-from odc_triton.train.tokenizer import TextEncoder
+from odc_triton.data import chat
+from odc_triton.data.dataset import DataOptions, tokenize_file
+from odc_triton.data.records import DataError
+from odc_triton.data.tokenizer import TextEncoder
 
 from .chats import CHATML, MARKED, MARKED_WORDS, SPACED, THINKING, WRITERS, Pieces, chatml, make_tokenizer
 from .test_train_data import samples_of, write_lines

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton.train.records import read_records
-from odc_triton.train.stdlib_corpus import build_corpus, write_corpus
+from bench.stdlib_corpus import build_corpus, write_corpus
+from odc_triton.data.records import read_records
 
 TRAPS = '''
 import this_module_does_not_exist

@@ -14,12 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.atomic import atomic_file
-from odc_triton.train.data import DataOptions, DataSummary, TokenizedDataset, tokenize_file
-from odc_triton.train.records import DataError, read_records
-from odc_triton.train.tokenizer import (
-    TextEncoder,
-)
+from odc_triton.base.atomic import atomic_file
+from odc_triton.data.dataset import DataOptions, DataSummary, TokenizedDataset, tokenize_file
+from odc_triton.data.records import DataError, read_records
+from odc_triton.data.tokenizer import TextEncoder
 
 # One id per character, so that samples can be written down by hand. 1 ends, 2 to 4 stand before the parts.
 CHARACTERS = TextEncoder(
@@ -425,7 +423,7 @@ def test_options_are_checked_and_explained():
 
 def test_importing_costs_neither_torch_nor_transformers():
     program = (
-        "import sys, odc_triton.train.data, odc_triton.train.stdlib_corpus; "
+        "import sys, odc_triton.data.dataset, bench.stdlib_corpus; "
         "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -17,9 +17,9 @@ import psutil
 import pytest
 import torch
 
-from odc_triton.launch import Interrupted
+from odc_triton.comm.launch import Interrupted
 from odc_triton.train.metrics import read_metrics
-from odc_triton.train.options import SftOptions
+from odc_triton.train.sft_options import SftOptions
 
 from . import ranks
 from .faults import campaign

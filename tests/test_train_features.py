@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from odc_triton.cli import main
-from odc_triton.events import Event
-from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.base.events import Event
+from odc_triton.cli.command import main
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.data.split import SampleSubset, split_samples
+from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.train.metrics import read_metrics
-from odc_triton.train.options import SftOptions
 from odc_triton.train.outcome import write_report
-from odc_triton.train.split import SampleSubset, split_samples
-from odc_triton.train.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.train.sft_options import SftOptions
 
 from . import ranks
 from .sft_case import case, write_case

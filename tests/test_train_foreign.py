@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton.train.records import DataError, read_records, read_rows
-from odc_triton.train.sources import open_source
+from odc_triton.data.records import DataError, read_records, read_rows
+from odc_triton.data.sources import open_source
 
 NAME = "my data's é"
 TEXTS = [{"text": 'a "quoted", \n line é'}, {"text": "b"}]

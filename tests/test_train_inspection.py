@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.cli import main
-from odc_triton.train.data import DataOptions, tokenize_file
-from odc_triton.train.inspection import inspect_data
-from odc_triton.train.records import DataError
-from odc_triton.train.sources import JsonLines
-from odc_triton.train.tokenizer import TextEncoder
+from odc_triton.cli.command import main
+from odc_triton.data.dataset import DataOptions, tokenize_file
+from odc_triton.data.inspection import inspect_data
+from odc_triton.data.records import DataError
+from odc_triton.data.sources import JsonLines
+from odc_triton.data.tokenizer import TextEncoder
 
 from .chats import CHATML, make_tokenizer
 from .test_train_data import CHARACTERS, RECORDS, write_lines

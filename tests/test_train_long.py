@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from odc_triton.train import chat
-from odc_triton.train.data import DataOptions, tokenize_file
-from odc_triton.train.records import LARGEST_LINE_BYTES, DataError
-from odc_triton.train.tokenizer import TextEncoder
+from odc_triton.data import chat
+from odc_triton.data.dataset import DataOptions, tokenize_file
+from odc_triton.data.records import LARGEST_LINE_BYTES, DataError
+from odc_triton.data.tokenizer import TextEncoder
 
 from .chats import WRITERS, make_tokenizer
 from .test_train_data import CHARACTERS, samples_of, write_lines

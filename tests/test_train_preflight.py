@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton import launch
-from odc_triton.cli import main
+from odc_triton.cli.command import main
+from odc_triton.comm import launch
 
 from .sft_case import QWEN2, write_case
 

@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from odc_triton.default_mesh import default_mesh
+from odc_triton.sharding.default_mesh import default_mesh
 from odc_triton.train import prepare
 from odc_triton.train.folder import RunFolder
-from odc_triton.train.options import SftOptions
+from odc_triton.train.sft_options import SftOptions
 
 from . import ranks
 from .sft_case import case, write_case

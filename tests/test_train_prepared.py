@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from odc_triton.balance import MinibatchSampler
-from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file, tokenize_source
-from odc_triton.train.prepared import FOLDER, default_folder, prepare_data
-from odc_triton.train.records import DataError
-from odc_triton.train.sources import Rows
-from odc_triton.train.split import split_samples
-from odc_triton.train.tokenizer import TextEncoder
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file, tokenize_source
+from odc_triton.data.prepared import FOLDER, default_folder, prepare_data
+from odc_triton.data.records import DataError
+from odc_triton.data.sources import Rows
+from odc_triton.data.split import split_samples
+from odc_triton.data.tokenizer import TextEncoder
 
 from .chats import CHATML, MARKED, make_tokenizer
 from .test_train_data import CHARACTERS, samples_of, write_lines

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from odc_triton.train.metrics import MetricsFile, read_metrics
-from odc_triton.train.options import SftOptions
+from odc_triton.train.sft_options import SftOptions
 
 from . import ranks
 from .sft_case import case, write_case
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(rank: int, world: int, wanted: SftOptions, stop_after: int | None) -> str:
     """Runs to the end, or until told to stop, on one rank only, after `stop_after` steps; returns how it ended."""
-    from odc_triton.launch import Interrupted
+    from odc_triton.comm.launch import Interrupted
     from odc_triton.train.sft import train_sft
 
     def on_metrics(metrics: dict) -> None:

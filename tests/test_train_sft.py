@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from odc_triton.balance.collate import count_target_tokens, pack_collate
-from odc_triton.train.data import DataOptions, TokenizedDataset, tokenize_file
-from odc_triton.train.options import SftOptions
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.train.schedule import warmup_cosine
-from odc_triton.train.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.train.sft_options import SftOptions
 
 from . import ranks
 from .sft_case import QWEN2, case, write_case
@@ -49,7 +49,7 @@ def _model() -> nn.Module:
 
 def train(rank: int, world: int, wanted: SftOptions, folder: Path) -> tuple[list[float], dict, dict]:
     from odc_triton import full_parameters
-    from odc_triton.sharding import fully_shard
+    from odc_triton.sharding.shard import fully_shard
     from odc_triton.train.prepare import replace
     from odc_triton.train.run import SftRun
 

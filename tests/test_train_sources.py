@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
-from odc_triton.train.data import DataOptions, tokenize_source
-from odc_triton.train.data import TokenizedDataset as Data
-from odc_triton.train.prepared import prepare_data
-from odc_triton.train.records import DataError, read_records, read_rows
-from odc_triton.train.sources import JsonLines, Rows, open_source
+from odc_triton.data.dataset import DataOptions, tokenize_source
+from odc_triton.data.dataset import TokenizedDataset as Data
+from odc_triton.data.prepared import prepare_data
+from odc_triton.data.records import DataError, read_records, read_rows
+from odc_triton.data.sources import JsonLines, Rows, open_source
 
 from .test_train_data import CHARACTERS, samples_of, write_lines
 from .test_train_prepared import ENCODER, NEVER
@@ -141,7 +141,7 @@ def test_conversations_of_a_saved_data_set(library, tmp_path):
 
 
 def test_hub_that_is_out_of_reach(library):
-    program = "from odc_triton.train.sources import open_source\nopen_source('nobody/nothing:train')"
+    program = "from odc_triton.data.sources import open_source\nopen_source('nobody/nothing:train')"
     offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # read when the library is imported
     done = subprocess.run([sys.executable, "-c", program], env=offline, capture_output=True, text=True, check=False)
     assert "DataError: nobody/nothing:train cannot be read as a data set (" in done.stderr.splitlines()[-1]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.train.data import tokenize_file
-from odc_triton.train.tokenizer import (
+from odc_triton.data.dataset import tokenize_file
+from odc_triton.data.tokenizer import (
     COMPLETION,
     END,
     PROMPT,

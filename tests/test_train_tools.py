@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from odc_triton.train.data import tokenize_file
-from odc_triton.train.records import DataError, read_rows
-from odc_triton.train.tokenizer import TextEncoder
+from odc_triton.data.dataset import tokenize_file
+from odc_triton.data.records import DataError, read_rows
+from odc_triton.data.tokenizer import TextEncoder
 
 from .chats import CHATML, MARKED, Pieces, make_tokenizer
 from .test_train_chat import expected

@@ -101,8 +101,8 @@ def _summary(trainer: Any, rank: int) -> dict[str, Any]:
 
 def _train_one_sample_a_step(rank: int, world: int, folder: str) -> dict[str, Any]:
     """A rank has one pack or none."""
-    from odc_triton.api import events
     from odc_triton.balance import MinibatchSampler
+    from odc_triton.engine.api import events
 
     sampler = MinibatchSampler(LENGTHS, 1, max(LENGTHS), seed=42, rank=rank, world=world)
     sampler.samples_per_minibatch = 1

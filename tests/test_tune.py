@@ -17,16 +17,16 @@ from torch import nn
 
 from odc_kernels.tiles import LinearTile, WgradTile
 from odc_triton import fully_shard, minibatch
-from odc_triton.api import engine_of
-from odc_triton.choice import TABLE, as_choice, choose
-from odc_triton.cli import main
-from odc_triton.errors import RanksDiffer
-from odc_triton.replace import replace_layers
-from odc_triton.tune import TuneOptions
-from odc_triton.tune.candidates import tiles, ways
-from odc_triton.tune.decision import decide
-from odc_triton.tune.workload import Workload, workloads_of
-from odc_triton.tuned import Line, Place, Tuned, default_folder, load, save, warn_of_untuned
+from odc_triton.base.errors import RanksDiffer
+from odc_triton.cli.command import main
+from odc_triton.cli.tune import TuneOptions
+from odc_triton.cli.tune.candidates import tiles, ways
+from odc_triton.cli.tune.decision import decide
+from odc_triton.cli.tune.workload import Workload, workloads_of
+from odc_triton.engine.api import engine_of
+from odc_triton.nn.choice import TABLE, as_choice, choose
+from odc_triton.nn.replace import replace_layers
+from odc_triton.nn.tuned import Line, Place, Tuned, default_folder, load, save, warn_of_untuned
 
 from . import ranks
 from .test_profile import CONFIG
@@ -178,7 +178,7 @@ def test_where_tables_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 
 def _own_place(rank_count: int) -> Place:
-    from odc_triton.backend import CpuBackend
+    from odc_triton.sharding.backend import CpuBackend
 
     return CpuBackend().place([None] * rank_count)
 

@@ -70,7 +70,7 @@ def be_rank(folder: str) -> None:
     import torch.distributed as dist
 
     from odc_triton import OdcError, fully_shard, minibatch
-    from odc_triton.api import engine_of
+    from odc_triton.engine.api import engine_of
 
     from .test_hybrid import Rows, mesh_of
     from .test_hybrid import _train as train

@@ -130,8 +130,8 @@ def write_text(folder: Path, training: Training) -> None:
     """data.jsonl, tokenizer.json, config.json: real text, the same on every machine with this Python."""
     import sysconfig
 
-    from odc_triton.train.stdlib_corpus import build_corpus
-    from odc_triton.train.tokenizer import save_tokenizer, train_tokenizer
+    from bench.stdlib_corpus import build_corpus
+    from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
 
     records, _ = build_corpus(Path(sysconfig.get_path("stdlib")) / training.modules)
     records = random.Random(0).sample(records, min(training.records, len(records)))

@@ -9,8 +9,8 @@ from typing import Any
 
 from bench.device import WARNING
 from bench.lines import read
-from odc_triton.atomic import write_file
-from odc_triton.report import table
+from odc_triton.base.atomic import write_file
+from odc_triton.base.report import table
 
 from .ledger import LINES, Found, found_of
 

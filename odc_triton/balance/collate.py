@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from odc_triton.balance.queue import QueuedPacks
+from .queue import QueuedPacks
 
 IGNORED = -100  # the label that torch's and transformers' losses leave out
 

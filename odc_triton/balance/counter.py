@@ -10,7 +10,7 @@ from queue import Empty, SimpleQueue
 
 import torch.distributed as dist
 
-from odc_triton.errors import DeadlineExceeded
+from ..base.errors import DeadlineExceeded
 
 
 class StoreCounter:

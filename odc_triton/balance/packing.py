@@ -7,8 +7,8 @@ import heapq
 import operator
 from collections.abc import Sequence
 
-from odc_triton.balance.cost import CostModel
-from odc_triton.balance.partition import balanced_partition, refine
+from .cost import CostModel
+from .partition import balanced_partition, refine
 
 
 def checked_lengths(lengths: Sequence[int], token_cap: int) -> list[int]:

@@ -16,9 +16,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from odc_triton.balance.cost import CostModel
-from odc_triton.balance.packing import checked_lengths
-from odc_triton.balance.partition import balanced_partition
+from .cost import CostModel
+from .packing import checked_lengths
+from .partition import balanced_partition
 
 QUEUE = "queue"
 _PACKS_PER_RANK = 16  # a sample shares a pack only up to this fraction of a rank's part

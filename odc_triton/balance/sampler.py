@@ -7,10 +7,10 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from odc_triton.balance.cost import CostModel
-from odc_triton.balance.packing import checked_lengths
-from odc_triton.balance.queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
-from odc_triton.balance.strategies import BALANCES, Packs, assign, assign_one
+from .cost import CostModel
+from .packing import checked_lengths
+from .queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
+from .strategies import BALANCES, Packs, assign, assign_one
 
 
 class MinibatchSampler:
@@ -185,7 +185,7 @@ class MinibatchSampler:
             if self.world == 1:
                 self._counter = OwnCounter()
             else:
-                from odc_triton.balance.counter import store_counter
+                from .counter import store_counter
 
                 self._counter = store_counter()
         packs = queue_packs(

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from odc_triton.balance.cost import CostModel
-from odc_triton.balance.packing import best_fit_decreasing, checked_lengths, pack
-from odc_triton.balance.partition import balanced_partition
+from .cost import CostModel
+from .packing import best_fit_decreasing, checked_lengths, pack
+from .partition import balanced_partition
 
 Packs = list[list[int]]  # microbatches of one rank, each a list of indices into the minibatch's lengths
 

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
-from ..errors import CheckpointCorrupt
+from ..base.errors import CheckpointCorrupt
 
 METADATA = ".metadata"
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..api import engine_of
-from ..module import is_sharded
-from ..plan import find_units
+from ..base.aside import folder_aside
+from ..comm.layout import find_units
+from ..engine.api import engine_of
+from ..engine.module import is_sharded
 from .adapter import write_adapter
-from .aside import folder_aside
 from .pretrained import empty_copy, transformers_part
 from .values import read_whole, sharded_parameters
 

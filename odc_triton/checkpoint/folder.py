@@ -19,9 +19,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..api import engine_of, publish
+from ..base.aside import sync_folder
+from ..engine.api import engine_of, publish
 from . import dcp, manifest, training_state
-from .aside import sync_folder
 from .dcp import DigestedFiles, Written
 from .manifest import Manifest
 from .random_state import random_state, restore_random_state, seed_random_state

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointCorrupt
+from ..base.errors import CheckpointCorrupt
 from .dcp import Written
 
 NAME = "manifest.json"

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..api import engine_of, publish
-from ..errors import CheckpointCorrupt, CheckpointDiffers
-from ..module import is_sharded, plain_class
-from ..sharded_param import ShardedParameter
-from ..source import reading
+from ..base.errors import CheckpointCorrupt, CheckpointDiffers
+from ..base.source import reading
+from ..engine.api import engine_of, publish
+from ..engine.module import is_sharded, plain_class
+from ..engine.parameter import ShardedParameter
 from .together import together
 from .values import sharded_parameters
 

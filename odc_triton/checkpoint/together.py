@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..engine import Engine
-from ..errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
+from ..base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
+from ..engine.engine import Engine
 
 _KINDS = {kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointDiffers)}
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.optim import Optimizer
 
-from ..errors import CheckpointDiffers
+from ..base.errors import CheckpointDiffers
 from .dcp import tensors_of
 
 _SHOWN = 5  # differences that a message lists

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..api import engine_of
-from ..sharded_param import ShardedParameter
+from ..engine.api import engine_of
+from ..engine.parameter import ShardedParameter
 
 
 def sharded_parameters(model: nn.Module) -> dict[int, ShardedParameter]:

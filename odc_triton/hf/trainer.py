@@ -29,13 +29,13 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import is_accelerate_available
 
-from ..api import engine_of, minibatch
 from ..balance import CostModel, MinibatchSampler
 from ..balance.collate import PackedDataset, count_target_tokens, pack_collate
 from ..checkpoint import save_pretrained
 from ..checkpoint.dcp import METADATA
 from ..checkpoint.folder import load_checkpoint, write_checkpoint
-from ..module import is_sharded
+from ..engine.api import engine_of, minibatch
+from ..engine.module import is_sharded
 from .loss import summed_loss
 from .packing import ATTENTION_NAME
 

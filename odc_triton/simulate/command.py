@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from odc_triton.atomic import write_file
-from odc_triton.nvml_snapshot import SnapshotNvml
-from odc_triton.probe import read_topology
-from odc_triton.report import save_timeline, table
-from odc_triton.simulate.devices import GpuKind, find_device
-from odc_triton.simulate.lengths import NAMED, lengths_of_file, named_lengths
-from odc_triton.simulate.links import Links
-from odc_triton.simulate.models import Model
-from odc_triton.simulate.options import SimulateOptions
-from odc_triton.simulate.study import COLUMNS, DRAWN, Row, cells, make_job, rank_settings, usual_links, verdict
-from odc_triton.topology import Topology
-from odc_triton.trace import save_trace
+from ..base.atomic import write_file
+from ..base.report import save_timeline, table
+from ..base.trace import save_trace
+from ..machine.nvml_snapshot import SnapshotNvml
+from ..machine.probe import read_topology
+from ..machine.topology import Topology
+from .devices import GpuKind, find_device
+from .lengths import NAMED, lengths_of_file, named_lengths
+from .links import Links
+from .models import Model
+from .options import SimulateOptions
+from .study import COLUMNS, DRAWN, Row, cells, make_job, rank_settings, usual_links, verdict
 
 _DRAWN = 10_000  # lengths of a named distribution
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from odc_triton.balance.cost import CostModel
-from odc_triton.balance.queue import QUEUE
-from odc_triton.balance.queue import queue_packs as balance_queue_packs
-from odc_triton.balance.strategies import BALANCES, assign
+from ..balance.cost import CostModel
+from ..balance.queue import QUEUE
+from ..balance.queue import queue_packs as balance_queue_packs
+from ..balance.strategies import BALANCES, assign
 
 ALL_BALANCES = (*BALANCES, QUEUE)
 

@@ -10,14 +10,14 @@ from functools import cached_property
 
 import numpy as np
 
-from odc_triton.balance.cost import CostModel
-from odc_triton.simulate.dealing import ALL_BALANCES, QUEUE, Packs, deal, queue_packs
-from odc_triton.simulate.lanes import Clock, Lanes, last_rank
-from odc_triton.simulate.links import Links
-from odc_triton.simulate.memory import peak_bytes
-from odc_triton.simulate.models import Model
-from odc_triton.simulate.outcome import Outcome
-from odc_triton.simulate.recorder import Recorder
+from ..balance.cost import CostModel
+from .dealing import ALL_BALANCES, QUEUE, Packs, deal, queue_packs
+from .lanes import Clock, Lanes, last_rank
+from .links import Links
+from .memory import peak_bytes
+from .models import Model
+from .outcome import Outcome
+from .recorder import Recorder
 
 SCHEDULES = ("fsdp", "fsdp-no-reshard", "odc")
 _COMPUTE_BYTES, _REDUCE_BYTES = 2, 4  # bf16 is read, fp32 is added

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
-from odc_triton.lengths import LEAST, read_lengths
-from odc_triton.train.records import Record, message_text
+from ..data.lengths import LEAST, read_lengths
+from ..data.records import Record, message_text
 
 _OVER = 0.01  # the share of an untruncated distribution beyond its longest sequence: an assumption, see `Lengths`
 _BYTES_PER_TOKEN = 4  # of English text and code under tokenizers of 100,000 and more tokens

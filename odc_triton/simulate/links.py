@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from odc_triton.simulate.ports import slowdown
-from odc_triton.topology import Topology
+from ..machine.topology import Topology
+from .ports import slowdown
 
 Engine = Literal["copy", "sms"]
 

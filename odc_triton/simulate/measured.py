@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odc_triton.balance.cost import CostModel, nonnegative_least_squares
-from odc_triton.simulate.job import Job
-from odc_triton.simulate.links import Links
+from ..balance.cost import CostModel, nonnegative_least_squares
+from .job import Job
+from .links import Links
 
 
 @dataclass(frozen=True, kw_only=True)

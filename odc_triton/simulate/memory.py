@@ -6,7 +6,7 @@ than a hundredth: norms, biases, alignment, rows that don't divide evenly.
 
 from __future__ import annotations
 
-from odc_triton.simulate.models import Model
+from .models import Model
 
 _COMPUTE, _FULL = 2, 4  # bytes per element
 _STATES = 2 * _FULL

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from odc_triton.activations import decoder_bytes_per_token
-from odc_triton.balance.cost import CostModel
+from ..balance.cost import CostModel
+from ..sharding.activations import decoder_bytes_per_token
 
 _QWEN = {"hidden_act": "silu", "model_type": "qwen2"}
 _FIELDS = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from odc_triton.events import Event
+from ..base.events import Event
 
 
 @dataclass(frozen=True, kw_only=True)

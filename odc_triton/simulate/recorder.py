@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from odc_triton.events import Event
-from odc_triton.simulate.lanes import Clock
+from ..base.events import Event
+from .lanes import Clock
 
 
 class Recorder:

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from odc_triton.simulate.dealing import QUEUE, deal
-from odc_triton.simulate.devices import GpuKind
-from odc_triton.simulate.job import Job, simulate
-from odc_triton.simulate.lengths import draw
-from odc_triton.simulate.links import Links
-from odc_triton.simulate.models import Model
-from odc_triton.simulate.outcome import Outcome
+from .dealing import QUEUE, deal
+from .devices import GpuKind
+from .job import Job, simulate
+from .lengths import draw
+from .links import Links
+from .models import Model
+from .outcome import Outcome
 
 SETTINGS = {
     "FSDP2 + LocalSort": ("fsdp", "local"),

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from odc_triton.engine import Engine
-from odc_triton.train.clipping import whole_norm
+from ..engine.engine import Engine
+from .clipping import whole_norm
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from odc_triton.train.options import DEFAULTS
-from odc_triton.train.store import contents
+from ..data.store import contents
+from .sft_options import DEFAULTS
 
 # As `atomic_file` and `folder_aside` call what they write: the process's id, and random digits.
 _UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{8}(\.new|\.old)?")

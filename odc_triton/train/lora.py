@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from odc_triton.checkpoint import with_adapter
+from ..checkpoint import with_adapter
 
 
 def require_peft() -> Any:

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from odc_triton.atomic import atomic_file
+from ..base.atomic import atomic_file
 
 Metrics = dict[str, Any]
 

@@ -8,13 +8,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from odc_triton.checkpoint import save_pretrained
-from odc_triton.events import Event
-from odc_triton.report import can_draw, save_html, save_timeline
-from odc_triton.trace import excerpt, save_trace
-from odc_triton.train.metrics import Metrics, read_metrics
-from odc_triton.train.options import SftOptions
-from odc_triton.train.run import SftRun
+from ..base.events import Event
+from ..base.report import can_draw, save_html, save_timeline
+from ..base.trace import excerpt, save_trace
+from ..checkpoint import save_pretrained
+from .metrics import Metrics, read_metrics
+from .run import SftRun
+from .sft_options import SftOptions
 
 COLUMNS = {
     "step": "step",

@@ -8,14 +8,14 @@ from __future__ import annotations
 from itertools import islice
 from pathlib import Path
 
-from odc_triton.checkpoint import meta_causal_lm
-from odc_triton.checkpoint.pretrained import require_weights
-from odc_triton.train.data import encode_records
-from odc_triton.train.folder import RunFolder
-from odc_triton.train.options import SftOptions
-from odc_triton.train.prepare import check_fit, load_any_tokenizer
-from odc_triton.train.sources import open_source
-from odc_triton.train.tokenizer import TextEncoder
+from ..checkpoint import meta_causal_lm
+from ..checkpoint.pretrained import require_weights
+from ..data.dataset import encode_records
+from ..data.sources import open_source
+from ..data.tokenizer import TextEncoder
+from .folder import RunFolder
+from .prepare import check_fit, load_any_tokenizer
+from .sft_options import SftOptions
 
 _RECORDS = 16  # of each source
 

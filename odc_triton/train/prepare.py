@@ -15,21 +15,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from odc_triton.balance import CostModel
-from odc_triton.checkpoint import meta_causal_lm
-from odc_triton.grid import grid_of
-from odc_triton.handshake import patient_meetings
-from odc_triton.hf import enable_packing
-from odc_triton.train.data import DataOptions, TokenizedDataset
-from odc_triton.train.folder import RunFolder
-from odc_triton.train.lora import add_adapters, require_peft
-from odc_triton.train.options import SftOptions
-from odc_triton.train.prepared import prepare_data
-from odc_triton.train.records import DataError
-from odc_triton.train.run import Samples
-from odc_triton.train.split import split_samples
-from odc_triton.train.store import contents
-from odc_triton.train.tokenizer import TextEncoder, read_tokenizer
+from ..balance import CostModel
+from ..checkpoint import meta_causal_lm
+from ..comm.grid import grid_of
+from ..data.dataset import DataOptions, TokenizedDataset
+from ..data.prepared import prepare_data
+from ..data.records import DataError
+from ..data.split import split_samples
+from ..data.store import contents
+from ..data.tokenizer import TextEncoder, read_tokenizer
+from ..hf import enable_packing
+from ..sharding.handshake import patient_meetings
+from .folder import RunFolder
+from .lora import add_adapters, require_peft
+from .run import Samples
+from .sft_options import SftOptions
 
 _TELL_S = 10.0
 Made = TypeVar("Made")
@@ -176,7 +176,7 @@ def precision(options: SftOptions) -> MixedPrecisionPolicy | None:
 
 def replace(model: nn.Module, options: SftOptions, rank: int) -> None:
     """Swaps the layers that the options ask for. Raises ValueError for a head that can't be fused."""
-    from odc_triton.replace import replace_layers
+    from ..nn.replace import replace_layers
 
     roles = ["attention", "embedding", "linear"] if options.replace_layers else []
     if options.fused_head:

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from odc_triton.train.metrics import Metrics
+from .metrics import Metrics
 
 _LOG_S = 60.0
 

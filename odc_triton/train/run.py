@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from odc_triton.api import engine_of, minibatch
-from odc_triton.balance import CostModel, MinibatchSampler, QueuedPacks, store_counter
-from odc_triton.balance.collate import Pack, count_target_tokens, pack_collate, to_device
-from odc_triton.balance.queue import QUEUE, Counter
-from odc_triton.balance.strategies import assign
-from odc_triton.events import Event, total_s
-from odc_triton.hf import summed_loss
-from odc_triton.train.agreement import Agreed, Told, agree
-from odc_triton.train.clipping import clip, own_gradients, square_norm
-from odc_triton.train.data import TokenizedDataset
-from odc_triton.train.folder import require_same
-from odc_triton.train.options import SftOptions
-from odc_triton.train.schedule import warmup_cosine
-from odc_triton.train.split import SampleSubset
-from odc_triton.train.state import RunState
+from ..balance import CostModel, MinibatchSampler, QueuedPacks, store_counter
+from ..balance.collate import Pack, count_target_tokens, pack_collate, to_device
+from ..balance.queue import QUEUE, Counter
+from ..balance.strategies import assign
+from ..base.events import Event, total_s
+from ..data.dataset import TokenizedDataset
+from ..data.split import SampleSubset
+from ..engine.api import engine_of, minibatch
+from ..hf import summed_loss
+from .agreement import Agreed, Told, agree
+from .clipping import clip, own_gradients, square_norm
+from .folder import require_same
+from .schedule import warmup_cosine
+from .sft_options import SftOptions
+from .state import RunState
 
 Samples = TokenizedDataset | SampleSubset
 SHOWN_MINIBATCHES = 3  # in the report's timeline

@@ -18,19 +18,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from odc_triton.checkpoint import load_pretrained_shards
-from odc_triton.default_mesh import default_mesh
-from odc_triton.launch import Interrupted, die_with_parent, end_process, status_of
-from odc_triton.options import add_arguments, read_options
-from odc_triton.sharding import fully_shard
-from odc_triton.train.checkpoints import Checkpoints
-from odc_triton.train.metrics import Metrics, MetricsFile
-from odc_triton.train.options import SftOptions
-from odc_triton.train.outcome import gather_events, save_model, write_report
-from odc_triton.train.prepare import Prepared, build_model, precision, prepare
-from odc_triton.train.progress import Progress
-from odc_triton.train.run import SftRun, TooManySkipped
-from odc_triton.train.stop import StopWish
+from ..base.options import add_arguments, read_options
+from ..checkpoint import load_pretrained_shards
+from ..checkpoint.steps import Checkpoints
+from ..comm.launch import Interrupted, die_with_parent, end_process, status_of
+from ..sharding.default_mesh import default_mesh
+from ..sharding.shard import fully_shard
+from .metrics import Metrics, MetricsFile
+from .outcome import gather_events, save_model, write_report
+from .prepare import Prepared, build_model, precision, prepare
+from .progress import Progress
+from .run import SftRun, TooManySkipped
+from .sft_options import SftOptions
+from .stop import StopWish
 
 OnMetrics = Callable[[Metrics], None]
 

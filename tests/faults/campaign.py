@@ -10,9 +10,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from odc_triton.report import table
+from odc_triton.base.report import table
 from odc_triton.train.metrics import read_metrics
-from odc_triton.train.options import SftOptions
+from odc_triton.train.sft_options import SftOptions
 from tests import ranks
 from tests.faults.inject import PHASES, Fault, run_with
 from tests.faults.trial import Result, run_trial

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from odc_triton.train.options import SftOptions
+from odc_triton.train.sft_options import SftOptions
 
 PHASES = ("forward", "backward", "lock", "step", "after step", "metrics", "save", "load", "export")
 # What the interpreter reports (PEP 578) while a checkpoint is written or read: each is a moment to die at.
@@ -55,8 +55,8 @@ class _Trigger:
 
 
 def _arm(fault: Fault) -> None:
+    from odc_triton.checkpoint.steps import Checkpoints
     from odc_triton.train import sft
-    from odc_triton.train.checkpoints import Checkpoints
     from odc_triton.train.metrics import MetricsFile
     from odc_triton.train.run import SftRun
 

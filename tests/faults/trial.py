@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from odc_triton.train.checkpoints import verify
+from odc_triton.checkpoint.steps import verify
 from odc_triton.train.metrics import read_metrics
-from odc_triton.train.options import SftOptions
+from odc_triton.train.sft_options import SftOptions
 from tests import ranks
 from tests.faults.inject import Fault, run_with
 

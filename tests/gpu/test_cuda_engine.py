@@ -77,7 +77,7 @@ def _sharded(rank: int, world: int, name: str, transform: str, style: str) -> tu
 def _differences(
     rank: int, world: int, name: str, transform: str, style: str, one_gpu: bool
 ) -> tuple[dict, dict, list[float], list[float]]:
-    from odc_triton.plan import shard_rows
+    from odc_triton.comm.layout import shard_rows
 
     take_gpu(rank, one_gpu=one_gpu)
     want_first, want, want_losses = _unsharded(name, transform)
@@ -173,7 +173,7 @@ def _bf16(rank: int, world: int) -> tuple[float, int, int, int]:
         del gradients
     with minibatch(model, tokens=1):
         model(x).float().square().mean().backward()
-    from odc_triton.plan import shard_rows
+    from odc_triton.comm.layout import shard_rows
 
     squares = total = 0.0
     for key, parameter in model.named_parameters():

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from odc_triton.memory import CudaHeap
-from odc_triton.memory.heap import Word
-from odc_triton.plan import ALIGNMENT_BYTES, Region
+from odc_triton.comm.layout import ALIGNMENT_BYTES, Region
+from odc_triton.comm.memory import CudaHeap
+from odc_triton.comm.memory.heap import Word
 from tests import ranks
 
 from .marks import MARKS, ONE_GPU, gpu_of, take_gpu

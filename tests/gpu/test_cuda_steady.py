@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc_triton.launch import launch
-from odc_triton.local_store import rendezvous_url
+from odc_triton.comm.launch import launch
+from odc_triton.comm.local_store import rendezvous_url
 from tests import ranks
 from tests.families import CHANGES, build
 from tests.test_host_waits import _PACKS, LAYERS, _packs
@@ -37,7 +37,7 @@ def _without_waiting(rank: int, world: int, name: str, roles: tuple[str, ...], c
     from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
     from odc_triton.balance.collate import count_target_tokens, to_device
     from odc_triton.hf import enable_packing, summed_loss
-    from odc_triton.replace import replace_layers
+    from odc_triton.nn.replace import replace_layers
 
     take_gpu(rank)
     model = build(name)

@@ -30,7 +30,7 @@ def train_until_killed(
     its name, ranks and text, and how long after the last thing that went well it came.
     """
     from odc_triton import fully_shard, minibatch
-    from odc_triton.errors import OdcError
+    from odc_triton.base.errors import OdcError
 
     tempfile.tempdir = folder
     os.environ["TMPDIR"] = folder

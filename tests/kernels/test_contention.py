@@ -21,8 +21,8 @@ def _scatters(rank: int, world: int) -> torch.Tensor:
     """Every rank adds small integers into the same shards on the shared heap, many times, all at once."""
     import torch.distributed as dist
 
-    from odc_triton.memory import SharedMemoryHeap
-    from odc_triton.plan import Region
+    from odc_triton.comm.layout import Region
+    from odc_triton.comm.memory import SharedMemoryHeap
 
     region = Region(shape=(11, 16), dtype="float32", itemsize=4, offset_bytes=0)
     heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=30)
@@ -48,8 +48,8 @@ def _wgrads(rank: int, world: int) -> torch.Tensor:
     """Every rank's tiles into the same shards on the shared heap, all at once: small integers, so sums are exact."""
     import torch.distributed as dist
 
-    from odc_triton.memory import SharedMemoryHeap
-    from odc_triton.plan import Region
+    from odc_triton.comm.layout import Region
+    from odc_triton.comm.memory import SharedMemoryHeap
 
     region = Region(shape=(20, 16), dtype="float32", itemsize=4, offset_bytes=0)
     heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=30)

@@ -209,8 +209,8 @@ def _adds(rank: int, world: int) -> torch.Tensor:
     """Every rank adds rows of small integers into the same shards on the shared heap, many times, all at once."""
     import torch.distributed as dist
 
-    from odc_triton.memory import SharedMemoryHeap
-    from odc_triton.plan import Region
+    from odc_triton.comm.layout import Region
+    from odc_triton.comm.memory import SharedMemoryHeap
 
     region = Region(shape=(7, 16), dtype="float32", itemsize=4, offset_bytes=0)
     heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=30)

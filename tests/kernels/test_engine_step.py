@@ -10,7 +10,7 @@ from . import place  # isort: skip
 
 from bench.operators.place import DEVICE
 from odc_kernels.gather import gather
-from odc_triton.plan import shard_rows
+from odc_triton.comm.layout import shard_rows
 from tests import ranks
 
 pytestmark = [] if place.INTERPRETED else [pytest.mark.gpu]
@@ -31,7 +31,7 @@ def _batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _sharded(rank: int, world: int, choice: str) -> tuple[list[dict], dict]:
     from odc_triton import full_parameters, fully_shard, minibatch, replace_layers
-    from odc_triton.backend import InterpreterBackend
+    from odc_triton.sharding.backend import InterpreterBackend
 
     InterpreterBackend.gathers_by_kernel = True
     model = _model()

@@ -79,9 +79,9 @@ def test_pieces_that_can_not_be_gathered() -> None:
 
 def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     import odc_kernels.gather
-    from odc_triton import gathered as module
-    from odc_triton.plan import ParameterSpec
-    from odc_triton.streams import Streams
+    from odc_triton.comm.layout import ParameterSpec
+    from odc_triton.engine import gathered as module
+    from odc_triton.engine.streams import Streams
 
     monkeypatch.setattr(module, "_SMALL_BYTES", 256)
     launches = []

@@ -16,7 +16,7 @@ from odc_kernels.linear_cross_entropy import _parts, _pulled
 from odc_kernels.linear_staged import linear_staged
 from odc_kernels.peers import PeerShards, split
 from odc_kernels.staged import StagedWeight, check, pull
-from odc_triton.simulated_device import SimulatedDevice
+from odc_triton.engine.simulated_device import SimulatedDevice
 
 WORLD, ROWS, COLUMNS, CHUNK = 3, 24, 16, 3
 

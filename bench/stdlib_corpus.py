@@ -1,0 +1,117 @@
+"""An instruction data set that every machine with Python already has: its standard library.
+
+A record asks for the body of a function or class, given its signature and docstring. Together the two fields
+are the definition's source, cut after the docstring's last line, so nothing is said twice:
+
+    prompt      decorators, signature, docstring
+    completion  the rest of the body
+
+Module-level functions, classes, and methods become records, if they have a docstring and a body besides. A
+class's completion holds its methods, which are records of their own too: hence the long tail of lengths.
+Functions inside functions are not: they mean little without what they close over, and the outer completion
+has them already.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sysconfig
+import tokenize
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from odc_triton.base.atomic import atomic_file
+
+SKIPPED_FOLDERS = frozenset(
+    {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests", "turtledemo"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusSummary:
+    """What a corpus was built from: counts of files and of definitions."""
+
+    files: int
+    skipped_files: int  # not decodable, or not this Python's syntax
+    records: int
+    duplicates: int
+
+
+def build_corpus(root: str | os.PathLike | None = None) -> tuple[list[dict[str, str]], CorpusSummary]:
+    """Records {"prompt", "completion"} from the Python files under `root`, and a summary.
+
+    `root` is the running Python's standard library if not given. Files are parsed, never imported or run. The
+    order is that of the sorted paths and of the lines in each file; of equal records the first one stays.
+
+    Raises ValueError if `root` holds no definition to learn from.
+    """
+    root = Path(sysconfig.get_path("stdlib") if root is None else root)
+    files = skipped = found = 0
+    unique: dict[tuple[str, str], None] = {}
+    for path in _python_files(root):
+        files += 1
+        try:
+            pairs = list(_split_definitions(path))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            # ValueError: a NUL byte, or bytes that the encoding lacks. The last two: nested too deeply.
+            skipped += 1
+            continue
+        found += len(pairs)
+        unique.update(dict.fromkeys(pairs))
+    if not unique:
+        raise ValueError(
+            f"{root} has {files} Python files ({skipped} unreadable) and no documented function or class in "
+            "them. Where the standard library is zipped or stripped, pass the folder of other Python sources."
+        )
+    summary = CorpusSummary(files=files, skipped_files=skipped, records=len(unique), duplicates=found - len(unique))
+    return [{"prompt": prompt, "completion": completion} for prompt, completion in unique], summary
+
+
+def write_corpus(path: str | os.PathLike, root: str | os.PathLike | None = None) -> CorpusSummary:
+    """Writes `build_corpus(root)` to `path` as JSON lines, atomically."""
+    records, summary = build_corpus(root)
+    with atomic_file(path) as file:
+        for record in records:
+            file.write(json.dumps(record).encode() + b"\n")
+    return summary
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
+        yield from (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
+
+
+def _split_definitions(path: Path) -> Iterator[tuple[str, str]]:
+    """(prompt, completion) of each documented definition of one file, in the order of its lines."""
+    with tokenize.open(path) as file:  # by the file's own coding line
+        text = file.read()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escapes are the file's business
+        tree = ast.parse(text)
+    lines = [line + "\n" for line in text.split("\n")]  # str.splitlines would also split at form feeds
+    for node in _definitions(tree):
+        if not ast.get_docstring(node):
+            continue
+        start = min(part.lineno for part in (node, *node.decorator_list)) - 1
+        cut, end = node.body[0].end_lineno, node.end_lineno
+        indent = lines[start][: len(lines[start]) - len(lines[start].lstrip(" \t"))]
+        # Not textwrap.dedent: one line at column 0, inside a string, would keep it from doing anything.
+        dedented = [line.removeprefix(indent) for line in lines[start:end]]
+        prompt, completion = "".join(dedented[: cut - start]), "".join(dedented[cut - start :])
+        if completion.strip():
+            yield prompt, completion
+
+
+def _definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.expr):
+            pending.extend(reversed(list(ast.iter_child_nodes(node))))

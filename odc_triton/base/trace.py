@@ -1,0 +1,273 @@
+"""What a list of events says: idle share, meetings, a timeline in characters, a trace for Perfetto.
+
+A *track* is the list of all ranks' events of one variant; `tracks` maps a variant's name to its track.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections import Counter, defaultdict
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .atomic import write_file
+from .events import BUSY_KINDS, IDLE_KINDS, Event
+
+UNRECORDED = "unrecorded"
+NOT_BUSY = (*IDLE_KINDS, UNRECORDED)
+STATES = (*NOT_BUSY, *BUSY_KINDS)
+_ALONE = ("lock", "gather", "scatter")  # labels of waits for no other rank
+Tracks = Mapping[str, Sequence[Event]]
+
+
+class Segment(NamedTuple):
+    """A stretch of one rank's time in which it does one thing: an event's kind, or `UNRECORDED`."""
+
+    start_s: float
+    end_s: float
+    state: str
+
+
+class Meeting(NamedTuple):
+    """One moment at which every rank had arrived. `microbatch` is -1 if it belongs to a whole minibatch."""
+
+    at_s: float
+    minibatch: int
+    microbatch: int
+    label: str
+
+
+def window_s(events: Sequence[Event]) -> tuple[float, float]:
+    """First start and last end over all ranks, in seconds. Raises ValueError if there are no events."""
+    if not events:
+        raise ValueError("there are 0 events; record at least one minibatch first")
+    return min(event.start_s for event in events), max(event.end_s for event in events)
+
+
+def segments(events: Sequence[Event]) -> dict[int, list[Segment]]:
+    """Each rank's time as segments, gapless from first start to last end *over all ranks*, ranks ascending.
+
+    Where spans cover each other `wait` wins, then the innermost: the one that started last; of two that
+    started together the one that ends first. Where no span covers the time the state is `UNRECORDED`.
+    """
+    start_s, end_s = window_s(events)
+    by_rank: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        by_rank[event.rank].append(event)
+    return {rank: _flatten(by_rank[rank], start_s, end_s) for rank in sorted(by_rank)}
+
+
+def _flatten(events: list[Event], start_s: float, end_s: float) -> list[Segment]:
+    edges = sorted({start_s, end_s, *(e.start_s for e in events), *(e.end_s for e in events)})
+    arriving = sorted(events, key=lambda event: event.start_s, reverse=True)
+    running: list[tuple[bool, float, float, str]] = []
+    flat: list[Segment] = []
+    for left_s, right_s in pairwise(edges):
+        while arriving and arriving[-1].start_s <= left_s:
+            event = arriving.pop()
+            heapq.heappush(running, (event.kind not in IDLE_KINDS, -event.start_s, event.end_s, event.kind))
+        while running and running[0][2] <= left_s:
+            heapq.heappop(running)
+        state = running[0][3] if running else UNRECORDED
+        if flat and flat[-1].state == state:
+            flat[-1] = flat[-1]._replace(end_s=right_s)
+        else:
+            flat.append(Segment(left_s, right_s, state))
+    return flat
+
+
+def idle_fraction(events: Sequence[Event]) -> float:
+    """The share of the ranks' time in which they do nothing useful, 0 to 1.
+
+    Exactly: the window goes from the first start to the last end over all ranks; the ranks are those that
+    have an event. The share is 1 - busy / (number of ranks x length of the window), where busy is the time
+    that a busy span and no `wait` covers, summed over the ranks. So nested spans count once, a `wait` within
+    a forward or backward is idle, and so is time that no span covers, before a rank's first span and after
+    its last one too. A window of length 0 gives 0. Raises ValueError if there are no events.
+
+    The window is one piece: if variants were run in turn, minibatch by minibatch, pass the track through
+    `excerpt` first, or the other variants' turns count as idle.
+    """
+    start_s, end_s = window_s(events)
+    ranks = segments(events)
+    total_s = (end_s - start_s) * len(ranks)
+    idle_s = sum(s.end_s - s.start_s for rank in ranks.values() for s in rank if s.state in NOT_BUSY)
+    return min(1.0, idle_s / total_s) if total_s else 0.0
+
+
+def meetings(events: Sequence[Event]) -> list[Meeting]:
+    """The moments at which all ranks waited for each other, in order of time; none in a world of one.
+
+    A meeting is a `wait` that every rank has (the n-th of the same minibatch, microbatch and label) and that
+    no rank left before the last one came; waits for locks and for a rank's own bytes (labels that begin with
+    "lock", "gather", "scatter") are none. Its moment is when the last rank came.
+    """
+    ranks = {event.rank for event in events}
+    if len(ranks) < 2:
+        return []
+    seen: Counter[tuple] = Counter()
+    groups: dict[tuple, list[Event]] = defaultdict(list)
+    for event in sorted(events, key=lambda event: event.start_s):
+        if event.kind in IDLE_KINDS and not event.label.startswith(_ALONE):
+            key = (event.minibatch, event.microbatch, event.label)
+            seen[(event.rank, *key)] += 1
+            groups[(*key, seen[(event.rank, *key)])].append(event)
+    found = []
+    for (minibatch, microbatch, label, _), waits in groups.items():
+        last_came_s = max(wait.start_s for wait in waits)
+        if len(waits) == len(ranks) and last_came_s <= min(wait.end_s for wait in waits):
+            found.append(Meeting(last_came_s, minibatch, microbatch, label))
+    return sorted(found)
+
+
+def excerpt(tracks: Tracks, *, minibatches: Container[int]) -> dict[str, list[Event]]:
+    """The events of the given minibatches, every track's first at 0 s, pauses between minibatches cut out.
+
+    A pause is time between minibatches in which no rank of the variant has an event: other variants had their
+    turn there, or minibatches that are not wanted. Time within a minibatch is never cut. Raises ValueError if
+    a variant has no event in these minibatches.
+    """
+    chosen = {}
+    for name, events in tracks.items():
+        wanted = sorted((e for e in events if e.minibatch in minibatches), key=lambda event: event.start_s)
+        if not wanted:
+            have = sorted({event.minibatch for event in events})
+            raise ValueError(f"{name!r} has no event in the minibatches asked for; it has minibatches {have}")
+        spans: dict[int, tuple[float, float]] = {}
+        for event in wanted:
+            start_s, end_s = spans.get(event.minibatch, (event.start_s, event.end_s))
+            spans[event.minibatch] = min(start_s, event.start_s), max(end_s, event.end_s)
+        cut_s: dict[int, float] = {}
+        pauses_s = reached_s = wanted[0].start_s
+        for minibatch, (start_s, end_s) in sorted(spans.items(), key=lambda item: item[1]):
+            pauses_s += max(0.0, start_s - reached_s)
+            reached_s = max(reached_s, end_s)
+            cut_s[minibatch] = pauses_s
+        chosen[name] = [_earlier(event, cut_s[event.minibatch]) for event in wanted]
+    return chosen
+
+
+def _earlier(event: Event, by_s: float) -> Event:
+    return replace(event, start_s=event.start_s - by_s, end_s=event.end_s - by_s)
+
+
+def headline(events: Sequence[Event]) -> tuple[str, str, str]:
+    """Total time, idle share, and meetings per minibatch of a track, each in words."""
+    start_s, end_s = window_s(events)
+    rate = len(meetings(events)) / len({event.minibatch for event in events})
+    return (
+        seconds_text(end_s - start_s),
+        f"{idle_fraction(events):.1%} idle",
+        f"{rate:.3g} meetings per minibatch",
+    )
+
+
+def seconds_text(value_s: float) -> str:
+    """Seconds in three digits with their unit."""
+    for scale, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
+        value = value_s * scale
+        if value >= 1:
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:#.3g} {unit}"
+    return "0 s"
+
+
+def shares(rank: list[Segment], edges_s: np.ndarray) -> dict[str, np.ndarray]:
+    """For each state, which share (0 to 1) of the time between neighbouring `edges_s` a rank spends in it.
+
+    `rank`: its segments, in order and not overlapping; `edges_s` (n + 1,) ascending; each result (n,).
+    """
+    result = {}
+    for state in STATES:
+        own = np.array([(s.start_s, s.end_s) for s in rank if s.state == state]).reshape(-1, 2)
+        spent_s = np.repeat(np.cumsum(own[:, 1] - own[:, 0]), 2)
+        if own.size:
+            spent_s[::2] -= own[:, 1] - own[:, 0]
+            result[state] = np.diff(np.interp(edges_s, own.ravel(), spent_s)) / np.diff(edges_s)
+        else:
+            result[state] = np.zeros(len(edges_s) - 1)
+    return result
+
+
+def whole(amounts: np.ndarray) -> np.ndarray:
+    """Integers near `amounts` (n,) whose running sum stays within a half of theirs: no area is lost."""
+    return np.diff(np.rint(np.cumsum(amounts)), prepend=0.0).astype(int)
+
+
+def timeline_text(tracks: Tracks, width: int = 100) -> str:
+    """The timelines for a terminal: one row per rank, `#` busy, `.` idle, all variants on one time axis.
+
+    `width` in characters, rank names included; at least 20. Raises ValueError on a smaller one and on a track
+    without events.
+    """
+    if width < 20:
+        raise ValueError(f"width is {width} characters; give at least 20")
+    axis_s = longest_s(tracks)
+    lines = []
+    for name, events in tracks.items():
+        lines.append(f"{name}: {', '.join(headline(events))}")
+        ranks = segments(events)
+        margin = max(len(f"rank {rank} ") for rank in ranks)
+        edges_s = window_s(events)[0] + np.linspace(0.0, axis_s, width - margin + 1)
+        for rank, flat in ranks.items():
+            part = shares(flat, edges_s)
+            idle = np.clip(whole(sum(part[state] for state in NOT_BUSY)), 0, 1)
+            reached = sum(part.values()) >= 0.5
+            row = "".join(".#"[busy] if here else " " for busy, here in zip(1 - idle, reached, strict=True))
+            lines.append(f"{f'rank {rank}':<{margin}}{row}".rstrip())
+    return "\n".join(lines)
+
+
+def longest_s(tracks: Tracks) -> float:
+    """Length of the longest track, which is the common axis; a tiny one if nothing took any time."""
+    if not tracks:
+        raise ValueError("there are 0 tracks to show; give at least one variant's events")
+    return max(*(end_s - start_s for start_s, end_s in map(window_s, tracks.values())), 1e-9)
+
+
+def chrome_trace(tracks: Tracks) -> dict:
+    """The tracks in Chrome's trace event format, for ui.perfetto.dev or chrome://tracing.
+
+    One process per variant, one thread per rank (both numbered from 1: viewers give 0 a meaning of their
+    own), one complete event ("X", microseconds, resolution 1 ns) per span. Every variant begins at 0, so that
+    variants can be compared.
+    """
+    trace: list[dict] = []
+    for pid, (name, events) in enumerate(tracks.items(), start=1):
+        start_s, _ = window_s(events)
+        trace.append(_metadata("process_name", pid, {"name": name}))
+        trace.append(_metadata("process_sort_index", pid, {"sort_index": pid}))
+        for rank in sorted({event.rank for event in events}):
+            trace.append(_metadata("thread_name", pid, {"name": f"rank {rank}"}, tid=rank + 1))
+            trace.append(_metadata("thread_sort_index", pid, {"sort_index": rank}, tid=rank + 1))
+        # Viewers nest the spans of a thread in the order of the file: a parent comes before what it contains.
+        for event in sorted(events, key=lambda e: (e.start_s, -e.end_s)):
+            # Both ends are rounded, not start and length: a child then never ends after its parent.
+            start_ns, end_ns = (round((t - start_s) * 1e9) for t in (event.start_s, event.end_s))
+            trace.append(
+                {
+                    "ph": "X",
+                    "name": event.kind,
+                    "cat": "idle" if event.kind in IDLE_KINDS else "busy",
+                    "pid": pid,
+                    "tid": event.rank + 1,
+                    "ts": start_ns / 1000,
+                    "dur": (end_ns - start_ns) / 1000,
+                    "args": {field: getattr(event, field) for field in ("minibatch", "microbatch", "label")},
+                }
+            )
+    return {"traceEvents": trace, "displayTimeUnit": "ms"}
+
+
+def _metadata(name: str, pid: int, args: dict, *, tid: int = 1) -> dict:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": args}
+
+
+def save_trace(tracks: Tracks, path: str | Path) -> None:
+    """Write `chrome_trace(tracks)` as JSON. Errors as in `write_file`."""
+    write_file(path, json.dumps(chrome_trace(tracks), allow_nan=False).encode())

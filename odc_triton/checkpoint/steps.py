@@ -1,0 +1,182 @@
+"""A run's checkpoints: written aside and renamed, the last few kept, each with its files' digests.
+
+    folder/step-00000010/   what is in it: checkpoint/folder.py
+
+What is not finished is called `.step-….saving`, `.step-….removing` or `.step-….replaced`. Who holds the lock of
+`folder/.lock`, as rank 0 does for as long as it lives, owns these: it may take away what a killed run has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ..base.errors import CheckpointCorrupt
+from ..comm.memory.locks import ByteLocks
+from ..engine.api import engine_of
+from .folder import load_checkpoint, unfinished, verify, write_checkpoint
+from .manifest import Manifest
+
+_NAME = re.compile(r"step-(\d{8,})")
+_UNFINISHED = re.compile(r"\.(step-\d{8,})\.[0-9a-f]+\.(saving|removing|replaced)")
+_LOCK_WAIT_S = 10.0  # a killed job's rank 0 may take a moment to go
+
+
+class Checkpoints:
+    """The checkpoints in `folder`, of which the last `keep` stay. Rank 0 makes the folder if it is not there.
+
+    Any rank may look; `save` and `load` are collective. Both meet through the model's own meetings, so a rank that
+    died is named within seconds, one that is late when the deadline of `fully_shard` is over.
+    """
+
+    def __init__(self, folder: str | os.PathLike, *, keep: int) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
+        self.folder, self.keep = Path(folder), keep
+        self._lock: ByteLocks | None = None
+        self._is_clean = False
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(OSError):  # somebody else's folder, to read from
+                self._own(wait_s=0)
+
+    # ------------------------------------------------------------------ looking
+
+    def all(self) -> list[Path]:
+        """All finished ones, the last saved last. Raises CheckpointCorrupt for one whose manifest is damaged."""
+        return _by_age(self.folder)
+
+    def newest(self, *, fallback: bool = False) -> Path | None:
+        """The last one saved; None where there is none.
+
+        Raises CheckpointCorrupt if its files are missing or of another size; what they contain is checked by `load`.
+        `fallback`: passes over damaged ones, with a warning for each; reads all files of those that it looks at.
+        """
+        if not fallback:
+            return newest_in(self.folder)
+        sound = []
+        for path in _folders(self.folder):
+            try:
+                sound.append((_number(path), path))
+            except CheckpointCorrupt as error:
+                warnings.warn(f"passed over: {error}", stacklevel=2)
+        for _, path in sorted(sound, reverse=True):
+            try:
+                verify(path)
+                return path
+            except CheckpointCorrupt as error:
+                warnings.warn(f"passed over: {error}", stacklevel=2)
+        return None
+
+    # ------------------------------------------------------------------ saving
+
+    def save(
+        self, *, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], step: int, prune: bool = True
+    ) -> Path:
+        """Saves model, optimizer, every rank's random numbers and rank 0's `state`, JSON-able. Collective.
+
+        prune: removes those that are more than `keep`.
+
+        Call it between minibatches. Returns the new folder. Raises CheckpointFailed on every rank, with the rank and
+        the cause, when one could not write: nothing is left of it and the older ones are as they were. RankLost and
+        DeadlineExceeded as meetings do; what is left then is taken away by the next run.
+        """
+        final = self.folder / f"step-{step:08d}"
+        write_checkpoint(
+            final,
+            model=model,
+            optimizer=optimizer,
+            state=state,
+            step=step,
+            prepare=self._prepare,
+            number=lambda: 1 + max((_number(path, damaged=-1) for path in _folders(self.folder)), default=-1),
+        )
+        if engine_of(model).rank == 0 and prune:
+            self._prune(final)
+        return final
+
+    def _prepare(self) -> None:
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"the checkpoints' folder {self.folder} has vanished")
+        self._own(wait_s=_LOCK_WAIT_S)
+
+    def _prune(self, newest: Path) -> None:
+        others = [path for path in _folders(self.folder) if path != newest]
+        others.sort(key=lambda path: _number(path, damaged=-1))
+        for path in others[: max(0, len(others) - self.keep + 1)]:
+            going = unfinished(path, "removing")
+            with contextlib.suppress(OSError):  # it stays, and the next saving tries again
+                os.rename(path, going)
+            shutil.rmtree(going, ignore_errors=True)
+
+    # ------------------------------------------------------------------ who owns the folder
+
+    def _own(self, wait_s: float) -> None:
+        """Takes the folder's lock, and takes away what killed runs have left. Raises OSError."""
+        if self._lock is None:
+            descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._lock = ByteLocks(descriptor)
+            weakref.finalize(self, os.close, descriptor)
+        deadline_s = time.monotonic() + wait_s
+        while not self._lock.try_lock(0):
+            if time.monotonic() >= deadline_s:
+                holder = self._lock.holder_pid(0)
+                raise BlockingIOError(f"process {holder} saves its checkpoints in {self.folder}: give another folder")
+            time.sleep(0.1)
+        # Asked for each time, as another object of this process may have closed the file, which drops the lock too: see
+        # [Note: traps of fcntl locks].
+        if self._is_clean:
+            return
+        self._is_clean = True
+        for path in sorted(self.folder.iterdir()):
+            if (found := _UNFINISHED.fullmatch(path.name)) is None:
+                continue
+            original = self.folder / found[1]
+            if found[2] == "replaced" and not original.exists():
+                os.rename(path, original)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    # ------------------------------------------------------------------ loading
+
+    def load(self, path: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+        """`load_checkpoint`, which see. Collective."""
+        return load_checkpoint(path, model=model, optimizer=optimizer)
+
+
+def newest_in(folder: Path) -> Path | None:
+    """As `Checkpoints.newest`, for who only looks."""
+    found = _by_age(folder)
+    if found:
+        Manifest.read(found[-1]).check_sizes(found[-1])
+    return found[-1] if found else None
+
+
+def _by_age(folder: Path) -> list[Path]:
+    return [path for _, path in sorted((_number(path), path) for path in _folders(folder))]
+
+
+def _folders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return sorted(path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir())
+
+
+def _number(path: Path, damaged: int | None = None) -> int:
+    try:
+        return Manifest.read(path).number
+    except CheckpointCorrupt:
+        if damaged is None:
+            raise
+        return damaged

@@ -1,0 +1,342 @@
+"""The `odc-triton` command."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeVar
+
+from .. import __version__
+
+if TYPE_CHECKING:
+    from ..simulate.options import SimulateOptions
+    from ..train.sft_options import SftOptions
+    from .bench import BenchOptions
+    from .export import ExportOptions
+    from .profile import ProfileOptions
+    from .tune import TuneOptions
+
+Options = TypeVar("Options")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    if not sys.platform.startswith("linux"):
+        print(f"odc-triton runs on Linux only, not on {sys.platform}", file=sys.stderr)
+        return 1
+    with _importing():
+        options = _parse(arguments)
+    try:
+        status = options.run(options)
+        sys.stdout.flush()  # here, so that a closed pipe is met below, not at the interpreter's end
+        return status
+    except KeyboardInterrupt as wish:
+        return _say_stopped(getattr(wish, "signal", signal.SIGINT))  # the launcher's has the signal
+    except BrokenPipeError:  # `odc-triton doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
+        return 141
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        print(f"odc-triton: {error}", file=sys.stderr)
+        return 1
+
+
+def _say_stopped(number: int) -> int:
+    os.write(2, f"odc-triton: stopped by {signal.Signals(number).name}\n".encode())
+    return 128 + number
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """Ctrl-C ends the process at once: in an import KeyboardInterrupt is lost, or becomes an error of another name."""
+    try:
+        before = signal.signal(signal.SIGINT, lambda number, _: os._exit(_say_stopped(number)))
+    except ValueError:  # not in the main thread, which has the signals then
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="odc-triton", description="Sharded training by on-demand communication: no barrier per layer."
+    )
+    parser.add_argument("--version", action="version", version=f"odc-triton {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_bench(commands)
+    _add_train(commands)
+    _add_data(commands)
+    _add_export(commands)
+    _add_profile(commands)
+    _add_tune(commands)
+    _add_doctor(commands)
+    _add_simulate(commands)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_did_you_mean(unknown, parser)}")
+    return options
+
+
+def _did_you_mean(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What mistyped options may have been meant, of all commands' options."""
+    known, parsers = set(), [parser]
+    while parsers:
+        for action in parsers.pop()._actions:
+            known.update(action.option_strings)
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    words = (word.partition("=")[0] for word in unknown if word.startswith("--"))
+    close = [match for word in words for match in difflib.get_close_matches(word, sorted(known), n=1)]
+    return f"; did you mean {', '.join(close)}?" if close else ""
+
+
+def _add_demo(commands: argparse._SubParsersAction) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train one small model in five ways side by side, FSDP2's and ours, and draw what the ranks do",
+        description="Trains one small model on this Python's standard library in five ways side by side (about five "
+        "minutes on two cores) and writes report.html, timeline.png, trace.json and report.json.",
+    )
+    demo.add_argument("--out", type=Path, default=Path("out/demo"), help="folder to write to (default: out/demo)")
+    demo.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    return _from_bench("demo").main(options.out)
+
+
+def _from_bench(name: str) -> ModuleType:
+    """The module bench/`name`.py. The baselines are no part of the package: they lie in the repository, beside it."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / "bench" / f"{name}.py").exists():
+        raise RuntimeError(
+            "the baselines lie in the repository's bench/, which this installation lacks: clone the repository and "
+            "run the command there"
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module(f"bench.{name}")
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    from .bench import BenchOptions
+
+    bench = commands.add_parser(
+        "bench",
+        help="train in all ways, FSDP2's, DDP's and ours, on your sequence lengths: speed, memory, idle time",
+        description="Trains a model on random tokens of the given lengths by FSDP2 in three settings, DDP, our "
+        "transport with a barrier per layer, and ODC; each alone in the GPUs' memory, in turns, over several rounds. "
+        "Prints tokens/s, MFU, memory, idle share and the speed over the fastest baseline's.",
+    )
+    _takes_ranks(bench, BenchOptions, _bench)
+
+
+def _bench(ranks: int, wanted: BenchOptions) -> int:
+    return _from_bench("lengths").main(ranks, wanted)
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    from ..train.sft_options import SftOptions
+
+    train = commands.add_parser("train", help="train a model")
+    jobs = train.add_subparsers(dest="job", required=True, metavar="JOB")
+    sft = jobs.add_parser(
+        "sft",
+        help="supervised fine-tuning on packed sequences",
+        description="Supervised fine-tuning of a transformers causal LM on packed sequences. Starts the ranks on this "
+        "machine; under torchrun use `torchrun -m odc_triton.train.sft` with the same options.",
+    )
+    _takes_ranks(sft, SftOptions, _train_sft)
+
+
+def _train_sft(ranks: int, wanted: SftOptions) -> int:
+    with _importing():  # the check imports too
+        from ..comm.launch import launch, warn_of_few_cores
+        from ..train.preflight import check_before_start
+        from ..train.sft import run_sft
+
+        check_before_start(wanted)
+    warn_of_few_cores(ranks)
+    launch(run_sft, wanted, ranks=ranks)
+    return 0
+
+
+def _add_data(commands: argparse._SubParsersAction) -> None:
+    data = commands.add_parser("data", help="look at training data")
+    jobs = data.add_subparsers(dest="job", required=True, metavar="JOB")
+    inspect = jobs.add_parser(
+        "inspect",
+        help="what is in a data file: lengths, what would be cut or left out, one sample with what is learned",
+        description="Reads a whole data file as training would, prints how long its samples are, what would be "
+        "truncated or dropped, and one sample with what is learned marked. Needs no GPU and no model. The exit "
+        "status is 1 where --model has not all tokens.",
+    )
+    inspect.add_argument("file", help="JSON lines, a folder of `save_to_disk`, or hub-id[:split]")
+    inspect.add_argument("--tokenizer", help="folder, hub id or tokenizer.json (default: lengths in bytes of UTF-8)")
+    inspect.add_argument(
+        "--model", help="config.json, folder or hub id of a model: token ids that it has not are named"
+    )
+    inspect.add_argument("--token-cap", type=int, default=4096, help="longest sample, in tokens (default: 4096)")
+    inspect.add_argument("--out", type=Path, help="picture of the lengths to write (.png)")
+    inspect.add_argument("--json", action="store_true", help="print everything as JSON")
+    inspect.set_defaults(run=_inspect_data)
+
+
+def _inspect_data(options: argparse.Namespace) -> int:
+    from ..data.inspection import main as inspect
+
+    text, fits = inspect(
+        options.file,
+        tokenizer=options.tokenizer,
+        model=options.model,
+        token_cap=options.token_cap,
+        picture=options.out,
+        as_json=options.json,
+    )
+    print(text)
+    return 0 if fits else 1
+
+
+def _add_export(commands: argparse._SubParsersAction) -> None:
+    from .export import ExportOptions
+
+    export = commands.add_parser(
+        "export",
+        help="write a checkpoint of a run as a folder that plain transformers loads",
+        description="Writes model, config, generation config and tokenizer of a checkpoint into a Hugging Face folder; "
+        "of a run with --lora-rank the adapters, for PEFT.",
+    )
+    export.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a step-… folder; or a folder of them, or a run's: the newest"
+    )
+    _takes(export, ExportOptions, _export, "checkpoint")
+
+
+def _export(checkpoint: str, wanted: ExportOptions) -> int:
+    from .export import export
+
+    print(f"{export(checkpoint, wanted)} is in {wanted.out}")
+    return 0
+
+
+def _add_profile(commands: argparse._SubParsersAction) -> None:
+    from .profile import ProfileOptions
+
+    profile = commands.add_parser(
+        "profile",
+        help="show where the time of a few minibatches goes",
+        description="Trains a few minibatches of random tokens under torch's profiler and prints where the time went; "
+        "writes profile.json, timeline.png and traces for Perfetto.",
+    )
+    _takes_ranks(profile, ProfileOptions, _profile)
+
+
+def _profile(ranks: int, wanted: ProfileOptions) -> int:
+    from ..comm.launch import launch
+    from .profile import report, run_profile
+
+    print(report(wanted, launch(run_profile, wanted, ranks=ranks)))
+    return 0
+
+
+def _add_tune(commands: argparse._SubParsersAction) -> None:
+    from .tune import TuneOptions
+
+    tune = commands.add_parser(
+        "tune",
+        help="measure the ways to run a model's layers on this machine, and keep the fastest",
+        description="Measures backends, strategies and tiles for a model's shapes on this machine's ranks and writes a "
+        "table, keyed by processor, links, ranks and versions, which the layers of replace_layers then follow.",
+    )
+    _takes_ranks(tune, TuneOptions, _tune)
+
+
+def _tune(ranks: int, wanted: TuneOptions) -> int:
+    from ..comm.launch import launch
+    from .tune import run_tune
+
+    print(launch(run_tune, wanted, ranks=ranks)[0])
+    return 0
+
+
+def _takes(parser: argparse.ArgumentParser, kind: type[Options], run: Callable[..., int], *others: str) -> None:
+    """Has the command take the fields of the dataclass `kind`, and call `run` with `others`, arguments that it has
+    already, and the options.
+    """
+    from ..base.options import add_arguments, read_options
+
+    add_arguments(parser, kind)
+
+    def called(options: argparse.Namespace) -> int:
+        try:
+            wanted = read_options(kind, options)
+        except ValueError as error:
+            parser.error(str(error))
+        return run(*(getattr(options, name) for name in others), wanted)
+
+    parser.set_defaults(run=called)
+
+
+def _takes_ranks(parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[int, Options], int]) -> None:
+    parser.add_argument("--ranks", type=int, default=1, help="processes to start on this machine (default: 1)")
+    _takes(parser, kind, run, "ranks")
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="look for what would keep ranks from training on this machine, with the remedies",
+        description="Looks at the GPUs and the links between them, versions, shared memory, TMPDIR and limits. The "
+        "exit status is 1 where there is a problem.",
+    )
+    doctor.add_argument("--json", action="store_true", help="everything that was seen, as JSON")
+    doctor.set_defaults(run=_doctor)
+    topo = commands.add_parser("topo", help="draw which GPUs reach each other, how fast, and whether they can add")
+    topo.set_defaults(run=_topo)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from .doctor import main as examine
+
+    return examine(options.json)
+
+
+def _topo(options: argparse.Namespace) -> int:
+    from ..machine.probe import read_topology
+    from .doctor import draw_matrix
+
+    print(draw_matrix(read_topology()))
+    return 0
+
+
+def _add_simulate(commands: argparse._SubParsersAction) -> None:
+    from ..simulate.options import SimulateOptions
+
+    simulate = commands.add_parser(
+        "simulate",
+        help="predict step times of FSDP2 and ODC for your sequence lengths, without a GPU",
+        description="Predicts the step time and the speed-up of every schedule and balance for given sequence lengths, "
+        "a model and GPUs, and ranks them. Needs no GPU. docs/simulator.md says what is modelled.",
+    )
+    _takes(simulate, SimulateOptions, _simulate)
+
+
+def _simulate(wanted: SimulateOptions) -> int:
+    from ..simulate.command import main as predict
+
+    return predict(wanted)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""A checkpoint of a run into a folder that plain transformers loads, or plain PEFT where the run trained adapters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Export."""
+
+    out: str = field(metadata={"help": "folder to make"})
+    model: str | None = field(default=None, metadata={"help": "the model that was trained: local folder or hub id"})
+    init: str | None = field(default=None, metadata={"help": "or its config.json, where it began with random weights"})
+    tokenizer: str | None = field(
+        default=None, metadata={"help": "folder, hub id or tokenizer.json; by default that of --model"}
+    )
+    dtype: Literal["fp32", "bf16"] = field(default="fp32", metadata={"help": "dtype of the weights that are written"})
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.init is None):
+            raise ValueError("give either --model or --init, as in training")
+
+
+def export(checkpoint: str | Path, options: ExportOptions) -> Path:
+    """Writes `checkpoint`, one of a run's or the newest of its folder of them, into `options.out`, and returns which.
+
+    Of a run with `--lora-rank` the adapters are written, as the run itself does at its end.
+    One process reads it, whatever the number of ranks that wrote it. Raises what `load_checkpoint` and
+    `save_pretrained` do, FileNotFoundError where there is no checkpoint.
+    """
+    import torch
+
+    from ..checkpoint import meta_causal_lm, save_pretrained
+    from ..checkpoint.folder import load_checkpoint, read_state
+    from ..checkpoint.steps import newest_in
+    from ..sharding.shard import fully_shard
+    from ..train.lora import add_adapters
+
+    path = Path(checkpoint)
+    if not (path / ".metadata").exists():
+        newest = newest_in(path) or newest_in(path / "checkpoints")
+        if newest is None:
+            raise FileNotFoundError(
+                f"{path} is no checkpoint (step-…), no folder of them, and no run's folder with any"
+            )
+        path = newest
+    tokenizer = _tokenizer(options)
+    model = meta_causal_lm(model=options.model, init=options.init)
+    run = read_state(path).get("identity", {})
+    if rank := run.get("lora_rank"):
+        model = add_adapters(model, rank=rank, alpha=run["lora_alpha"], targets=run["lora_targets"])
+    model = fully_shard(model)
+    load_checkpoint(path, model=model, optimizer=None)
+    save_pretrained(model, options.out, tokenizer, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype])
+    return path
+
+
+def _tokenizer(options: ExportOptions) -> Any:
+    """None for random weights and no --tokenizer."""
+    source = options.tokenizer or options.model
+    if source is None:
+        return None
+    if Path(source).suffix == ".json":
+        from ..data.tokenizer import load_tokenizer, to_transformers
+
+        return to_transformers(load_tokenizer(source))
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError):
+        if options.tokenizer is not None:
+            raise
+        return None  # the model's folder has none

@@ -1,0 +1,238 @@
+"""`odc-triton profile`: where the time of a few minibatches goes. Imports no torch, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..base.breakdown import (
+    CATEGORIES,
+    MEETINGS,
+    OTHER,
+    Span,
+    category_of_kernel,
+    category_of_operator,
+    nested,
+    overlapping,
+)
+from ..data.lengths import read_lengths
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ..balance.collate import Pack
+    from ..engine.engine import Engine
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileOptions:
+    """Where the time of a few minibatches goes."""
+
+    out: str = field(metadata={"help": "folder for profile.json, timeline.png, trace.json and torch's traces"})
+    model: str | None = _option(None, "a transformers causal LM: local folder or hub id")
+    init: str | None = _option(None, "config.json of a model with random weights, instead of --model")
+    lengths: str | None = _option(None, "file of lengths, one a line or JSON lines; by default all are --token-cap")
+    token_cap: int = _option(2048, "most tokens in one pack, which is one microbatch")
+    samples_per_rank: int = _option(4, "samples per rank and minibatch")
+    minibatches: int = _option(3, "minibatches to measure, after one to warm up")
+    balance: Literal["mini", "micro", "global", "local"] = _option("mini", "how samples are dealt to the ranks")
+    dtype: Literal["fp32", "bf16"] = _option("fp32", "dtype of compute")
+    replace_layers: bool = _option(False, "attention, embedding and linear layers read and add on their owners")
+    fused_head: bool = _option(False, "never make the logits")
+    gradient_checkpointing: bool = _option(False, "recompute activations in backward")
+    seed: int = _option(0, "of the random weights, tokens and the samples' order")
+
+    def __post_init__(self) -> None:
+        if (self.model is None) == (self.init is None):
+            raise ValueError("give either --model (pretrained) or --init (random weights)")
+        for name in ("samples_per_rank", "minibatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
+        if self.token_cap < 2:
+            raise ValueError(f"token_cap is {self.token_cap}; a sample needs a token to predict and one before it: 2")
+        for name, path in (("init", self.init), ("lengths", self.lengths)):
+            if path is not None and not Path(path).exists():
+                raise ValueError(f"{name} is {path}: there is no such file")
+        if self.lengths is not None:
+            read_lengths(self.lengths, self.token_cap)
+        if Path(self.out).exists() and (not Path(self.out).is_dir() or any(Path(self.out).iterdir())):
+            raise ValueError(f"out is {self.out}, which is a file or not empty; give a new folder")
+
+
+def run_profile(options: ProfileOptions) -> dict[str, Any]:
+    """On one rank: runs and measures the minibatches; returns seconds by category, wall time and tokens.
+
+    Every rank of the job calls it. Ranks write torch's own trace each, rank 0 the picture and the events' trace.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile
+
+    from ..engine.api import engine_of
+
+    model, packs = _prepare(options)
+    engine = engine_of(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
+    _minibatch(model, optimizer, packs[0])
+    engine.events.drain()
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if engine.heap.device.type == "cuda" else [])
+    engine.drain("warming up")
+    dist.barrier()
+    with profile(activities=activities) as record:
+        start_s, start_ns = time.monotonic(), time.time_ns()
+        for own in packs[1:]:
+            _minibatch(model, optimizer, own)
+        engine.drain("measuring")
+        end_s = time.monotonic()
+    events = engine.events.drain()
+    meetings = [Span(MEETINGS, e.start_s - start_s, e.end_s - start_s) for e in events if e.kind == "wait"]
+    spans, sum_up = _spans(record, start_ns, engine)
+    seconds = sum_up([*spans, *meetings], 0.0, end_s - start_s)
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    record.export_chrome_trace(str(out / f"torch-{engine.rank}.json"))
+    gathered: list[Any] = [None] * engine.world
+    dist.all_gather_object(gathered, events)
+    if engine.rank == 0:
+        _draw({"ODC": [event for of_rank in gathered for event in of_rank]}, out)
+    dist.barrier()
+    tokens = sum(pack["input_ids"].numel() for own in packs[1:] for pack in own)
+    return {"seconds": seconds, "wall_s": end_s - start_s, "tokens": tokens, "device": engine.heap.device.type}
+
+
+def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
+    """The sharded model, and this rank's packs of every minibatch, the one to warm up first."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from ..balance import CostModel, MinibatchSampler
+    from ..balance.collate import pack_collate
+    from ..checkpoint import load_causal_lm
+    from ..hf import enable_packing
+    from ..nn.replace import replace_layers
+    from ..sharding.default_mesh import default_mesh
+    from ..sharding.shard import fully_shard
+
+    mesh = default_mesh(timedelta(minutes=30))
+    torch.manual_seed(options.seed)
+    model = load_causal_lm(model=options.model, init=options.init)
+    cost = CostModel.from_config(model.config.get_text_config())
+    enable_packing(model)
+    roles = [*(["attention", "embedding", "linear"] if options.replace_layers else []), *["head"] * options.fused_head]
+    replace_layers(model, roles=roles, verbose=bool(roles) and mesh.get_rank() == 0)
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if options.dtype == "bf16" else None
+    fully_shard(model.train(), mesh=mesh, mp_policy=policy)
+    lengths = read_lengths(options.lengths, options.token_cap) if options.lengths else [options.token_cap]
+    wanted = options.samples_per_rank * mesh.size() * (options.minibatches + 1)
+    lengths = (lengths * math.ceil(wanted / len(lengths)))[:wanted]
+    sampler = MinibatchSampler(
+        lengths,
+        options.samples_per_rank,
+        options.token_cap,
+        balance=options.balance,
+        seed=options.seed,
+        rank=mesh.get_rank(),
+        world=mesh.size(),
+        cost=cost,
+    )
+    generator = torch.Generator().manual_seed(options.seed)
+    vocabulary = model.config.get_text_config().vocab_size
+    samples = [{"input_ids": torch.randint(0, vocabulary, (length,), generator=generator)} for length in lengths]
+    return model, [pack_collate([[samples[index] for index in pack] for pack in packs]) for packs in sampler]
+
+
+def _minibatch(model: nn.Module, optimizer: torch.optim.Optimizer, packs: list[Pack]) -> None:
+    import torch
+
+    from ..balance.collate import count_target_tokens, to_device
+    from ..engine.api import engine_of, minibatch
+    from ..hf import summed_loss
+
+    device = engine_of(model).heap.device
+    with minibatch(model, tokens=count_target_tokens(packs)) as mb:
+        for pack in packs:
+            (summed_loss(model, to_device(pack, device)) / mb.tokens).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _spans(record: Any, start_ns: int, engine: Engine) -> tuple[list[Span], Any]:
+    """What ran, in seconds since `start_ns`, and the function that sums it up."""
+    from torch.autograd import DeviceType
+
+    events = record.profiler.kineto_results.events()
+    if engine.heap.device.type == "cuda":
+        ours = _names_of_our_kernels()
+        ran = (event for event in events if event.device_type() == DeviceType.CUDA)
+        on_device = [event for event in ran if not event.is_user_annotation()]
+        return [
+            Span(category_of_kernel(event.name(), ours), *_seconds(event, start_ns)) for event in on_device
+        ], overlapping
+    timed = sorted((*_seconds(event, start_ns), event.name()) for event in events if event.duration_ns() > 0)
+    spans: list[Span] = []
+    open_until: list[tuple[float, str]] = []  # what stands around the next one
+    for begin_s, end_s, name in sorted(timed, key=lambda part: (part[0], -part[1])):
+        while open_until and open_until[-1][0] <= begin_s:
+            open_until.pop()
+        around = open_until[-1][1] if open_until else OTHER
+        category = category_of_operator(name) or around
+        open_until.append((end_s, category))
+        spans.append(Span(category, begin_s, end_s))
+    return spans, nested
+
+
+def _seconds(event: Any, start_ns: int) -> tuple[float, float]:
+    begin = event.start_ns() - start_ns
+    return begin / 1e9, (begin + event.duration_ns()) / 1e9
+
+
+def _names_of_our_kernels() -> frozenset[str]:
+    import importlib
+
+    files = ("embedding", "gather", "linear", "linear_staged", "online_softmax", "qkv", "qkv_grad", "scatter", "wgrad")
+    modules = [importlib.import_module(f"odc_kernels.{name}") for name in files]
+    return frozenset(name for module in modules for name in vars(module) if name.endswith("_kernel"))
+
+
+def _draw(tracks: dict[str, list], out: Path) -> None:
+    from ..base.report import save_timeline
+    from ..base.trace import save_trace, timeline_text
+
+    save_trace(tracks, out / "trace.json")
+    try:
+        save_timeline(tracks, out / "timeline.png", title="Where the ranks' time goes")
+    except ImportError:
+        print("timeline.png needs matplotlib: pip install 'odc-triton[plot]'")
+    print(timeline_text(tracks))
+
+
+def report(options: ProfileOptions, of_ranks: list[dict[str, Any]]) -> str:
+    """Writes profile.json and returns the table: seconds and shares of the mean rank, and the extremes."""
+    from ..base.atomic import write_file
+    from ..base.report import table
+
+    wall_s = max(of["wall_s"] for of in of_ranks)
+    tokens = sum(of["tokens"] for of in of_ranks)
+    rows = []
+    for category in CATEGORIES:
+        seconds = [of["seconds"][category] for of in of_ranks]
+        mean = sum(seconds) / len(seconds)
+        if max(seconds) > 0:
+            rows.append([category, f"{mean:.3f}", f"{mean / wall_s:.1%}", f"{min(seconds):.3f} to {max(seconds):.3f}"])
+    about = {"options": asdict(options), "ranks": of_ranks, "tokens_per_s": tokens / wall_s}
+    write_file(Path(options.out) / "profile.json", (json.dumps(about, indent=1) + "\n").encode())
+    rate = f"{tokens} tokens in {wall_s:.2f} s, {tokens / wall_s:.0f} a second, the profiler's own time included"
+    return f"{table(rows, ('', 'seconds, mean rank', 'share', 'all ranks'))}\n{rate}; written to {options.out}"

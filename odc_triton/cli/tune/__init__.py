@@ -1,0 +1,227 @@
+"""`odc-triton tune`: measures the ways to run a model's layers here, and writes the table that they then follow.
+
+Imports no torch, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ...nn.tuned import Line, Place
+    from .trial import Measured, Trial
+
+TIMEOUT = timedelta(minutes=30)
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions:
+    """Measure the ways to run a model's layers, and keep the fastest."""
+
+    tokens: str = field(metadata={"help": "numbers of tokens in a microbatch to measure with: 512,4096,16384"})
+    model: str | None = _option(None, "a transformers causal LM: local folder or hub id; only its shapes count")
+    init: str | None = _option(None, "config.json of a model, instead of --model")
+    dtype: Literal["fp32", "bf16"] = _option("fp32", "dtype of compute")
+    operators: str = _option("linear,qkv,embedding,log_probs", "which operators, joined by commas")
+    rounds: int = _option(7, "measurements of each way; medians count")
+    tiles: int = _option(4, "tiles to try for each kernel that runs, the best predicted first; on a GPU only")
+    backend: Literal["auto", "cpu", "cuda", "cpu-apart", "cpu-interpreter"] = _option("auto", "as in fully_shard")
+    folder: str | None = _option(None, "where tables lie; by default $ODC_TUNED, or ~/.cache/odc-triton/tuned")
+
+    def __post_init__(self) -> None:
+        from ...nn.choice import VARIABLE, WORDS
+        from ...nn.tuned import default_folder
+
+        if (self.model is None) == (self.init is None):
+            raise ValueError("give either --model or --init (a config.json)")
+        if self.init is not None and not Path(self.init).exists():
+            raise ValueError(f"init is {self.init}: there is no such file")
+        if self.rounds < 1 or self.tiles < 0:
+            raise ValueError(f"rounds is {self.rounds} and tiles {self.tiles}; give at least 1 and 0")
+        if unknown := set(self.wanted) - set(WORDS):
+            raise ValueError(f"operators has {', '.join(sorted(unknown))}; there are {', '.join(WORDS)}")
+        if os.environ.get(VARIABLE):
+            raise ValueError(f"{VARIABLE} is set and would override what is measured: unset it")
+        if self.folder is None and default_folder() is None:
+            raise ValueError("ODC_TUNED=off: unset it, or give --folder")
+        _ = self.counts
+
+    @property
+    def counts(self) -> list[int]:
+        """The numbers of tokens, ascending."""
+        try:
+            counts = sorted({int(part) for part in self.tokens.split(",")})
+        except ValueError:
+            counts = [0]
+        if counts[0] < 1:
+            raise ValueError(f"tokens is {self.tokens!r}; give whole numbers of at least 1, joined by commas")
+        return counts
+
+    @property
+    def wanted(self) -> list[str]:
+        return [part.strip() for part in self.operators.split(",")]
+
+    @property
+    def where(self) -> Path:
+        from ...nn.tuned import default_folder
+
+        return Path(self.folder) if self.folder is not None else default_folder()
+
+
+def run_tune(options: TuneOptions) -> str | None:
+    """On one rank: measures, and returns what to tell people on rank 0, None on others. Every rank calls it."""
+    import torch
+    import torch.distributed as dist
+
+    from ...nn.tuned import save
+    from ...sharding.backend import backend_of
+    from ...sharding.default_mesh import default_mesh
+    from .trial import Trial
+    from .workload import workloads_of
+
+    mesh = default_mesh(TIMEOUT, options.backend)
+    if mesh.ndim > 1:
+        raise ValueError(f"{mesh.size()} ranks lie on {mesh.size(0)} hosts: tune on one of them, replicas run alike")
+    backend = backend_of(options.backend, mesh)
+    devices: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(devices, backend.device_id())
+    place = backend.place(devices)
+    counts = {w: n for w, n in workloads_of(_shapes(options)).items() if w.operator in options.wanted}
+    if not counts:
+        raise ValueError(f"the model has no layers for {options.operators}: replace_layers finds none")
+    dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float32
+    lines, rows = [], []
+    for number, (workload, layers) in enumerate(counts.items(), start=1):
+        if mesh.get_rank() == 0:
+            print(f"[{number} of {len(counts)}] {workload.name}, {layers} layers", flush=True)
+        with _untuned():
+            trial = Trial(workload, mesh=mesh, dtype=dtype, backend=options.backend, timeout=TIMEOUT)
+        found, told = _tune(trial, options, place)
+        lines += found
+        rows += [[workload.name, str(layers), *row] for row in told]
+    if mesh.get_rank() != 0:
+        return None
+    return _report(rows, lines, save(place, lines, options.where), place)
+
+
+def _shapes(options: TuneOptions) -> nn.Module:
+    """The model without memory, its layers swapped for ours."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ...checkpoint.pretrained import read_config
+    from ...nn.replace import replace_layers
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_config(options.init or options.model), trust_remote_code=False)
+    replace_layers(model, roles=["attention", "embedding", "linear", "head"], verbose=False)
+    return model
+
+
+@contextlib.contextmanager
+def _untuned() -> Iterator[None]:
+    """Within it `fully_shard` reads no table, so that whole weights are there for every candidate."""
+    from ...nn.tuned import OFF, VARIABLE
+
+    former = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = OFF
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE) if former is None else os.environ.update({VARIABLE: former})
+
+
+def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line], list[list[str]]]:
+    """The lines for one workload, and rows of a table for people: tokens, candidate, milliseconds, verdict."""
+    from ...nn.tuned import Line
+    from .candidates import shipped, ways
+    from .decision import decide
+
+    workload, device = trial.workload, trial.engine.heap.device.type
+    kernels = device == "cuda" or place.backend == "cpu-interpreter"
+    pull_s = trial.pull_s(rounds=options.rounds)
+    measured: dict[int, Measured] = {}
+    for tokens in options.counts:
+        heap = trial.engine.heap
+        shared = device == "cuda" and len(heap.near) > 1
+        candidates = ways(workload, tokens, device=device, apart=heap.apart, kernels=kernels, shared=shared)
+        if len(candidates) == 1:
+            return [], [[str(tokens), next(iter(candidates)), "", "the only way here: not measured"]]
+        measured[tokens] = trial.measure(candidates, tokens=tokens, rounds=options.rounds)
+        of = measured[tokens].rounds
+        for words in of:
+            if "/gathered/" in words:  # it arrives while the unit before computes, twice: it costs if it takes longer
+                of[words] = [max(seconds, 2 * pull_s) for seconds in of[words]]
+    defaults = {tokens: shipped(workload, tokens, device=device).words for tokens in measured}
+    chosen = decide({t: m.rounds for t, m in measured.items()}, defaults, one_backend=workload.operator == "qkv")
+    lines, rows = [], []
+    for tokens, words in chosen.items():
+        best = _with_tiles(trial, words, tokens, options, measured[tokens])
+        upto = None if tokens == options.counts[-1] else tokens
+        lines.append(
+            Line(
+                operator=workload.operator,
+                shape=workload.shape,
+                dtype=str(trial.dtype).removeprefix("torch."),
+                tokens=upto,
+                choice=best,
+                seconds=_medians(measured[tokens]),
+            )
+        )
+        for way, seconds in _medians(measured[tokens]).items():
+            notes = [note for note, holds in (("shipped", way == defaults[tokens]), ("taken", way == words)) if holds]
+            rows.append([str(tokens), way, f"{seconds * 1e3:.3f}", ", ".join(notes)])
+        rows += [[str(tokens), way, "-", why] for way, why in measured[tokens].refused.items()]
+        rows += [[str(tokens), kernel, "", f"tile {tile}"] for kernel, tile in best.tiles]
+    return lines, rows
+
+
+def _with_tiles(trial: Trial, words: str, tokens: int, options: TuneOptions, measured: Measured) -> Any:
+    """The choice, with tiles of its kernels where others than their own are faster; it adds to what was measured."""
+    from dataclasses import replace
+
+    import torch
+
+    from ...nn.choice import as_choice
+    from .candidates import tiles
+    from .decision import decide
+
+    choice = as_choice(words)
+    if not torch.cuda.is_available() or not options.tiles:
+        return choice
+    major, minor = torch.cuda.get_device_capability()
+    about = {"world": trial.engine.world, "element_bytes": trial.dtype.itemsize, "arch": major * 10 + minor}
+    by_kernel: dict[str, dict[str, Any]] = {}
+    for kernel, name, other in tiles(choice, trial.workload, tokens=tokens, most=options.tiles, **about):
+        by_kernel.setdefault(kernel, {})[name] = other
+    for others in by_kernel.values():
+        found = trial.measure({words: choice} | others, tokens=tokens, rounds=options.rounds)
+        measured.rounds |= {name: rounds for name, rounds in found.rounds.items() if name != words}
+        best = decide({tokens: found.rounds}, {tokens: words})[tokens]
+        if best != words:
+            choice = replace(choice, tiles=(*choice.tiles, *others[best].tiles))
+    return choice
+
+
+def _medians(measured: Measured) -> dict[str, float]:
+    return {way: statistics.median(rounds) for way, rounds in measured.rounds.items()}
+
+
+def _report(rows: list[list[str]], lines: list[Line], path: Path, place: Place) -> str:
+    from ...base.report import table
+
+    about = f"{place.processor}, {place.topology}, {place.ranks} ranks: {len(lines)} lines written to {path}"
+    return f"{table(rows, ('operator', 'layers', 'tokens', 'way', 'ms', ''))}\n{about}"

@@ -1,0 +1,76 @@
+"""Which ways to run an operator are worth a measurement, on which backend."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from odc_kernels.tiles import CHIPS, LinearTile, Problem, WgradTile, ranked, tile_of
+
+from ...nn.choice import TABLE, Choice, as_choice, choose
+from .workload import Workload
+
+# Kernels that a choice runs, of those whose tiles are searched.
+_KERNELS = {"direct": ("linear", "linear_dx"), "staged": ("linear_staged", "linear_dx_staged")}
+_BY_KERNELS = {
+    "linear": [
+        *("triton/gathered/fused", "triton/direct/split", "triton/direct/fused"),
+        *("triton/staged/split", "triton/staged/fused"),
+    ],
+    "qkv": ["triton/gathered/split", "triton/gathered/fused", "triton/direct/split", "triton/direct/fused"],
+    "embedding": ["triton/direct/fused", "triton/direct/split"],
+    "log_probs": ["triton/direct/fused"],
+}
+_BY_TORCH = {
+    "linear": ["eager/gathered/split", "eager/gathered/fused"],
+    "qkv": ["eager/gathered/split"],
+    "embedding": ["eager/direct/fused", "eager/direct/split"],
+    "log_probs": ["eager/direct/fused"],
+}
+
+
+def ways(
+    workload: Workload, tokens: int, *, device: str, apart: bool, kernels: bool, shared: bool = False
+) -> dict[str, Choice]:
+    """Candidates by their words, the shipped one first.
+
+    device: "cpu" or "cuda"; apart: whether shards lie apart, so that weights can be read directly, or gathered;
+    kernels: whether Triton's kernels run there; shared: whether a GPU has several ranks, whose rows no copy engine
+    fetches: "staged" then waits for them before it starts, and has no point.
+    """
+    first = shipped(workload, tokens, device=device)
+    words = [*_BY_TORCH[workload.operator], *(_BY_KERNELS[workload.operator] if kernels else [])]
+    if apart and device == "cpu" and workload.operator == "linear":
+        words += ["eager/direct/split", "eager/direct/fused"]
+    if device == "cuda" and workload.operator == "linear":
+        words.remove("eager/gathered/fused")  # while kernels add to the owners, torch can't: it would be split
+    if shared:
+        words = [each for each in words if "staged" not in each]
+    return {each: as_choice(each) for each in dict.fromkeys((first.words, *words))}
+
+
+def shipped(workload: Workload, tokens: int, *, device: str) -> Choice:
+    """What runs without a measured table."""
+    return choose(workload.operator, shape=workload.shape, tokens=tokens, topology=device, table=TABLE)
+
+
+def tiles(choice: Choice, workload: Workload, *, tokens: int, world: int, element_bytes: int, arch: int, most: int):
+    """For each kernel that `choice` runs of `linear` the tiles to try: at most `most`, the predicted fastest first.
+
+    Yields (kernel, name, choice with that tile). The kernel's own tile is not among them.
+    """
+    if workload.operator != "linear" or choice.backend != "triton":
+        return
+    chip = next((chip for chip in CHIPS.values() if chip.arch == arch), None)
+    kernels = [*_KERNELS.get(choice.strategy, ()), *(["wgrad"] if choice.wgrad == "fused" else [])]
+    problem = Problem(
+        tokens=tokens, rows=workload.shape[0], columns=workload.shape[1], world=world, element_bytes=element_bytes
+    )
+    for kernel in kernels if chip is not None else ():
+        own = tile_of(kernel, element_bytes=element_bytes, arch=arch, tokens=tokens)
+        best = [tile for _, tile in ranked(kernel, problem, chip) if tile != own][:most]
+        for tile in best:
+            yield kernel, _name(kernel, tile), replace(choice, tiles=((kernel, tile),))
+
+
+def _name(kernel: str, tile: LinearTile | WgradTile) -> str:
+    return f"{kernel} {tile.t}x{tile.n}x{tile.k} {tile.num_warps} warps {tile.num_stages} stages"

@@ -1,0 +1,145 @@
+"""One operator in real minibatches on all ranks, in one way after the other: is it right, how long does it take."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ...engine.api import engine_of, minibatch
+from ...nn.choice import Choice, Entry, as_choice
+from ...sharding.shard import fully_shard
+from .workload import Workload
+
+# What may differ from the way that is shipped: the order of sums, and with 16 bits the rounding of products.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+@dataclass(kw_only=True)
+class Measured:
+    """Seconds of a forward and a backward by candidate and round, and why other candidates are not among them."""
+
+    rounds: dict[str, list[float]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+class Trial:
+    """A layer of its own, sharded over the mesh, that one workload runs on. Collective, as are its methods."""
+
+    def __init__(
+        self, workload: Workload, *, mesh: DeviceMesh, dtype: torch.dtype, backend: str, timeout: timedelta
+    ) -> None:
+        torch.manual_seed(0)
+        self.workload, self.dtype = workload, dtype
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        self.layer: nn.Module = fully_shard(
+            workload.layer().train(), mesh=mesh, mp_policy=policy, backend=backend, timeout=timeout
+        )
+        self.engine = engine_of(self.layer)
+
+    def measure(self, candidates: Mapping[str, Choice], *, tokens: int, rounds: int) -> Measured:
+        """Every candidate by the slowest rank, in rounds that take one candidate after the other.
+
+        The first candidate is what the others' results are compared with. One that raises on a rank, or differs, is
+        refused on all.
+        """
+        inputs = self.workload.inputs(tokens, self.dtype, self.engine.heap.device, seed=self.engine.rank)
+        measured = Measured()
+        reference: list[torch.Tensor] | None = None
+        for name, choice in candidates.items():
+            found, wrong = self._results(choice, inputs)
+            if wrong is None and reference is not None:
+                wrong = _difference(found, reference, _TOLERANCE[self.dtype])
+            if why := self._of_any_rank(wrong):
+                measured.refused[name] = why
+            elif reference is None:
+                reference = found
+        measured.rounds = {name: [] for name in candidates if name not in measured.refused}
+        order = list(measured.rounds)
+        for number in range(rounds + 1 if order else 0):  # the first warms up
+            for name in order:
+                took_s = self._time(candidates[name], inputs)
+                if number:
+                    measured.rounds[name].append(took_s)
+            order.append(order.pop(0))
+        return measured
+
+    def pull_s(self, *, rounds: int) -> float:
+        """Seconds to gather the layer's parameters, of the slowest rank; 0 where they are views of shared memory."""
+        if not self.engine.heap.apart or self.workload.operator in ("embedding", "log_probs"):
+            return 0.0
+        took = []
+        with minibatch(self.layer):
+            for _ in range(rounds + 1):
+                self.layer.reshard()
+                dist.barrier()
+                start_s = time.perf_counter()
+                self.layer.unshard()
+                self.engine.drain("gathering")
+                took.append(self._slowest(time.perf_counter() - start_s))
+            self.layer.reshard()
+        return statistics.median(took[1:])
+
+    def _run(self, choice: Choice, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        entry = Entry(operator=self.workload.operator, choice=choice)
+        # q, k and v by single products: they are what the gathered choice of qkv stands for.
+        linear = Entry(operator="linear", choice=as_choice(f"eager/gathered/{choice.wgrad}"))
+        for parameter in self.engine.parameters:
+            parameter.table = (entry, linear)
+        output = self.workload.call(self.layer, inputs)
+        output.backward(torch.ones_like(output) / output.numel())
+        return output.detach()
+
+    def _results(self, choice: Choice, inputs: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], str | None]:
+        """The output, the gradients that landed here and that of the input; or what was raised."""
+        for each in inputs:
+            each.grad = None
+        try:
+            with minibatch(self.layer):
+                output = self._run(choice, inputs)
+        except Exception as error:  # also what a compiler or a device raises
+            return [], f"{type(error).__name__}: {error}".splitlines()[0]
+        landed = [parameter.sharded.grad for parameter in self.engine.parameters]
+        shards = [gradient.to_local().clone() for gradient in landed if gradient is not None]
+        self.layer.zero_grad()
+        return [output, *shards, *(each.grad for each in inputs if each.grad is not None)], None
+
+    def _of_any_rank(self, wrong: str | None) -> str | None:
+        reasons: list[Any] = [None] * self.engine.world
+        dist.all_gather_object(reasons, wrong)
+        return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), None)
+
+    def _time(self, choice: Choice, inputs: tuple[torch.Tensor, ...]) -> float:
+        with minibatch(self.layer):
+            dist.barrier()
+            start_s = time.perf_counter()
+            self._run(choice, inputs)
+            self.engine.drain("measuring")
+            took_s = time.perf_counter() - start_s
+        self.layer.zero_grad()
+        return self._slowest(took_s)
+
+    def _slowest(self, seconds: float) -> float:
+        of_ranks = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(of_ranks, op=dist.ReduceOp.MAX)
+        return of_ranks.item()
+
+
+def _difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> str | None:
+    """What is wrong with a candidate's tensors; None where each is as good as the reference's, by its norm."""
+    if [each.shape for each in found] != [each.shape for each in wanted]:
+        return "it gave other tensors than the shipped way"
+    for got, want in zip(found, wanted, strict=True):
+        error, scale = (got.double() - want.double()).norm().item(), want.double().norm().item()
+        if not error <= tolerance * max(scale, 1e-30):
+            return f"its result differs from the shipped way's by {error / max(scale, 1e-30):.1e} of its norm"
+    return None

@@ -1,0 +1,299 @@
+"""Starts the ranks of a job on this machine and says why it ended.
+
+torch's own launcher waits 30 s for a stopped rank, leaves a folder in TMPDIR, and its store listens on every interface;
+jobs on several machines still go through it, by torchrun.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any, NoReturn
+
+from ..base.errors import OfRanks
+
+_ALONE_S = 1.0  # for the other ranks to find out by themselves who failed
+_GRACE_S = 10.0  # from SIGTERM to SIGKILL
+_SAME_WISH_S = 1.0  # a terminal sends Ctrl-C to the ranks, the launcher forwards it: that is one wish
+_PR_SET_PDEATHSIG = 1
+
+
+class Interrupted(KeyboardInterrupt):
+    """The job was told to stop, by `signal`, and has ended. Command lines end with status 128 + `signal`."""
+
+    def __init__(self, number: int) -> None:
+        self.signal = signal.Signals(number)
+        super().__init__(f"stopped by {self.signal.name}")
+
+
+class RemoteTraceback(Exception):
+    """The traceback of a rank, as text: what an error of `launch` was raised from."""
+
+    def __str__(self) -> str:
+        return "\n" + self.args[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Failure:
+    """How a rank failed. `about`: the other ranks that its error is about; None where it is about itself."""
+
+    rank: int
+    text: str
+    trace: str = ""
+    about: frozenset[int] | None = None
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Has the kernel kill this process when its parent, the launcher, is gone. `parent_pid`: as it was at the start."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent_pid is not None and os.getppid() != parent_pid:  # it died before that call
+        os._exit(1)
+
+
+def status_of(end: SystemExit) -> int:
+    """The exit status that `sys.exit` asked for."""
+    return end.code if isinstance(end.code, int) else int(end.code is not None)
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends a rank's process.
+
+    [Note: how a rank ends] Not by the interpreter's end: that destroys what torch's own threads still use, and has
+    aborted a process that had done all its work.
+    """
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
+    """Runs `function(*args)` in `ranks` new processes and returns what each returned, by rank.
+
+    The processes find RANK, WORLD_SIZE and LOCAL_RANK in their environment, as under torchrun, and each other through
+    `local_store.rendezvous_url()`, which no other user can reach. They die with this process. When one fails the others
+    have a second to find out by themselves, then they get SIGTERM, and SIGKILL 10 s later.
+    SIGTERM and Ctrl-C are passed on to the ranks, which may take their time to end; a second one kills them.
+
+    Raises RuntimeError with the error of the rank that failed first, in one line (their common error, where all had the
+    same); Interrupted, a KeyboardInterrupt, when the job was told to stop.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; give at least 1")
+    if ranks > 1:  # as torchrun does: the ranks inherit it
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with _store() as store:
+        job = _Job(ranks)
+        with job.signals_passed_on():
+            try:
+                job.start(function, args, store)
+                job.wait()
+            finally:
+                job.end()
+    job.raise_failure()
+    return [pickle.loads(job.values[rank]) for rank in range(ranks)]
+
+
+def warn_of_few_cores(ranks: int) -> None:
+    """Says so on stderr where more ranks than cores would share them, on a machine without a GPU."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    if ranks > cores and not torch.cuda.is_available():
+        print(f"odc-triton: {ranks} ranks share {cores} cores and will be slow; give --ranks {cores}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _store() -> Iterator[str]:
+    """The name of a rendezvous store that lives in this process."""
+    from .local_store import StoreServer
+
+    name = f"odc-store-{uuid.uuid4().hex}"
+    server = StoreServer(name)
+    try:
+        yield name
+    finally:
+        server.close()
+
+
+class _Job:
+    """The ranks' processes, what they sent, and what they were told."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.values: dict[int, bytes] = {}
+        self.failures: list[_Failure] = []
+        self.told: int | None = None  # the signal that asked this job to stop
+        self._told_s = 0.0
+        self._stopped: set[int] = set()  # the ranks that ended by that signal
+        self._failed_s: float | None = None
+        self._running: dict[int, tuple[Any, Connection]] = {}
+
+    def start(self, function: Callable[..., Any], args: tuple, store: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        work = pickle.dumps((function, args))
+        resource_tracker.ensure_running()  # else the first start does it, which unblocks Ctrl-C
+        for rank in range(self.ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            given = (sender, work, _environment(rank, self.ranks, store), os.getpid())
+            process = context.Process(target=_rank, args=given)
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # in the rank, see `_rank`
+            try:
+                process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            sender.close()
+            self._running[rank] = process, receiver
+            if self.told is not None:  # before this rank was there to hear of it
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, self.told)
+
+    @contextlib.contextmanager
+    def signals_passed_on(self) -> Iterator[None]:
+        try:
+            before = {number: signal.signal(number, self._tell) for number in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not in the main thread, which has the signals then
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _tell(self, number: int, _: Any) -> None:
+        if self.told is None:
+            self.told, self._told_s = number, time.monotonic()
+            self._signal_all(number)
+        elif time.monotonic() - self._told_s > _SAME_WISH_S:
+            self._signal_all(signal.SIGKILL)
+
+    def _signal_all(self, number: int) -> None:
+        for process, _ in list(self._running.values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def wait(self) -> None:
+        """Until no rank runs."""
+        steps = [(_ALONE_S, signal.SIGTERM), (_ALONE_S + _GRACE_S, signal.SIGKILL)]
+        while self._running:
+            if self._failed_s is not None and steps and time.monotonic() - self._failed_s > steps[0][0]:
+                self._signal_all(steps.pop(0)[1])
+            wait([process.sentinel for process, _ in self._running.values()] + self._unread(), timeout=0.2)
+            for rank, (process, receiver) in list(self._running.items()):
+                if rank not in self.values and receiver.poll():
+                    self._read(rank, receiver)
+                if not process.is_alive():
+                    self._ended(rank, process, receiver)
+
+    def _unread(self) -> list[Connection]:
+        return [receiver for rank, (_, receiver) in self._running.items() if rank not in self.values]
+
+    def _read(self, rank: int, receiver: Connection) -> None:
+        try:
+            kind, content = pickle.loads(receiver.recv_bytes())
+        except EOFError:  # it died; see `_ended`
+            self.values[rank] = b""
+            return
+        self.values[rank] = content if kind == "value" else b""
+        if kind == "failure":
+            self._fail(content)
+
+    def _ended(self, rank: int, process: Any, receiver: Connection) -> None:
+        process.join()
+        if rank not in self.values:
+            self._read(rank, receiver)
+        receiver.close()
+        del self._running[rank]
+        told = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        if process.exitcode in told and self.told is None:  # only that rank was told, and its peers agreed
+            self.told = process.exitcode - 128
+        elif process.exitcode == -signal.SIGINT and self.told is None:  # before they could agree
+            self._tell(signal.SIGINT, None)
+        if process.exitcode in (*told, -signal.SIGTERM, -signal.SIGINT) and self.told is not None:
+            self._stopped.add(rank)
+        ended_well = process.exitcode in (0, *told, -signal.SIGINT)
+        known = any(failure.rank == rank for failure in self.failures)
+        ours = self._failed_s is not None or self.told is not None  # by our SIGTERM or SIGKILL
+        if not ended_well and not known and not (ours and process.exitcode in (-signal.SIGTERM, -signal.SIGKILL)):
+            self._fail(_Failure(rank=rank, text=_how_it_ended(process.exitcode)))
+
+    def _fail(self, failure: _Failure) -> None:
+        self.failures.append(failure)
+        if self._failed_s is None:
+            self._failed_s = time.monotonic()
+
+    def end(self) -> None:
+        """Kills what still runs, which is something only if waiting for it was broken off."""
+        self._signal_all(signal.SIGKILL)
+        for process, _ in self._running.values():
+            process.join()
+
+    def raise_failure(self) -> None:
+        # What a rank says of one that ended because it was told to is no failure.
+        failures = [each for each in self.failures if not each.about or not each.about <= self._stopped]
+        if failures:
+            cause = next((each for each in failures if each.about is None), failures[0])
+            all_alike = len(failures) == self.ranks and len({each.text for each in failures}) == 1
+            error = RuntimeError(cause.text if all_alike else f"rank {cause.rank} failed first: {cause.text}")
+            raise error from (RemoteTraceback(cause.trace) if cause.trace else None)
+        if self.told is not None:
+            raise Interrupted(self.told)
+
+
+def _how_it_ended(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"its process ended with status {exit_code}"
+    name = signal.Signals(-exit_code).name
+    hint = " (out of memory? `dmesg` names what the kernel killed)" if name == "SIGKILL" else ""
+    return f"its process was killed by {name}{hint}"
+
+
+def _environment(rank: int, ranks: int, store: str) -> dict[str, str]:
+    from .local_store import NAME
+
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {NAME: store} | {name: str(value) for name, value in sizes.items()}
+
+
+def _rank(sender: Connection, work: bytes, environment: dict[str, str], parent_pid: int) -> None:
+    """What runs in a rank's process.
+
+    Until the work has a handler of its own, Ctrl-C ends the process as SIGTERM does. KeyboardInterrupt would be printed
+    by the interpreter before this function, and in an import it is lost or becomes an error of another name.
+    """
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    os.environ.update(environment)
+    status = 0
+    try:
+        function, args = pickle.loads(work)  # imports what the work needs
+        message = "value", pickle.dumps(function(*args))
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        rank = int(environment["RANK"])
+        about = frozenset(error.ranks) if isinstance(error, OfRanks) else None
+        message = "failure", _Failure(rank=rank, text=text, trace=traceback.format_exc(), about=about)
+    except KeyboardInterrupt as wish:
+        message, status = None, 128 + (wish.signal if isinstance(wish, Interrupted) else signal.SIGINT)
+    except SystemExit as end:
+        message, status = None, status_of(end)
+    if message is not None:
+        with contextlib.suppress(BrokenPipeError):
+            sender.send_bytes(pickle.dumps(message))
+    sender.close()
+    end_process(status)

@@ -1,0 +1,165 @@
+"""Meetings: the few points of a minibatch where ranks wait for each other.
+
+A meeting goes through the process group's store: each rank sets its own key and waits for everybody's. So every
+rank by itself knows who is missing, also when rank 0 is the dead one, and why a peer failed.
+`torch.distributed.monitored_barrier` tells only rank 0, and after one failure gloo's later calls fail too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from ..base.errors import DeadlineExceeded, RankLost, RanksDiffer
+from .memory.heap import Signs, Word
+
+log = logging.getLogger("odc_triton")
+
+_LOOK_S = 0.5  # how often a waiting rank looks whether its peers still live
+_FIRST_WARNING_S = 60.0
+_GAVE_UP = "(gave up)"
+_SHORTEST_NAP_S, _LONGEST_NAP_S = 100e-6, 5e-3
+
+
+class Meetings:
+    """Numbered meetings of the ranks of one engine, all held in the same order on every rank.
+
+    `timeout_s` is how late a live rank may be; a rank whose process is gone is named after `_LOOK_S`.
+    """
+
+    def __init__(self, *, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
+        self.rank, self.world, self.timeout_s = rank, world, timeout_s
+        self.held = 0
+        self._store = store
+        self.signs: Signs | None = None  # set once ranks see each other: then the dead are known from the late
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"meeting/{number}/{rank}"
+
+    def tell(self, purpose: str, message: dict[str, Any]) -> None:
+        """Leaves this rank's message for the next meeting without waiting for anybody."""
+        self._store.set(self._key(self.held, self.rank), json.dumps({"purpose": purpose, **message}))
+        if self.signs is not None:
+            self.signs.show(Word.MEETINGS, self.held + 1)
+
+    def give_up(self, reason: str) -> None:
+        """Has peers raise RankLost with `reason` at the next meeting, whatever it is for; waits for nobody."""
+        self.tell(_GAVE_UP, {"reason": reason})
+
+    @classmethod
+    def in_corner(cls, store: dist.Store, corner: str, *, rank: int, world: int, timeout: timedelta) -> Meetings:
+        """Meetings in a corner of the store that only these ranks use, apart from those of earlier calls."""
+        number = store.add(f"{corner}/calls/{rank}", 1)
+        corner_store = dist.PrefixStore(f"{corner}/{number}", store)
+        return cls(store=corner_store, rank=rank, world=world, timeout_s=timeout.total_seconds())
+
+    def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """Waits for all ranks and returns their messages, by rank.
+
+        Raises RankLost when a peer's process is gone or a peer gave up, DeadlineExceeded when a live one is later than
+        `timeout_s`.
+        """
+        number = self.held
+        keys = [self._key(number, rank) for rank in range(self.world)]
+        try:
+            self.tell(purpose, message)
+            self.wait_until(purpose, lambda: self._missing(number, keys))
+            messages = [json.loads(text) for text in self._store.multi_get(keys)]
+            # Whoever holds this meeting's keys has left the one before: nobody reads those any more.
+            if number > 0:
+                self._store.delete_key(self._key(number - 1, self.rank))
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            self.lost(purpose, list(range(self.world)), error)
+        self.held += 1
+        for peer, theirs in enumerate(messages):
+            if theirs["purpose"] == _GAVE_UP:
+                words = f"rank {self.rank} was waiting for '{purpose}': rank {peer} gave up ({theirs['reason']})"
+                raise RankLost([peer], f"{words}. Start again from the last checkpoint.")
+        for peer, theirs in enumerate(messages):
+            if theirs["purpose"] != purpose:
+                raise RanksDiffer(
+                    f"rank {self.rank} is at '{purpose}' while rank {peer} is at '{theirs['purpose']}': "
+                    f"the ranks' training loops must call the same things in the same order"
+                )
+        return messages
+
+    def _missing(self, number: int, keys: list[str]) -> list[int]:
+        """Who has not come to meeting `number` yet. Asked of their signs once there are any: a store whose host is
+        stopped does not answer, and a question to it knows no deadline."""
+        if self.signs is not None:
+            return [rank for rank, came in enumerate(self.signs.seen(Word.MEETINGS)) if came <= number]
+        if self._store.check(keys):
+            return []
+        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+
+    def wait_until(self, purpose: str, missing: Callable[[], list[int]]) -> None:
+        """Waits until `missing()`, the ranks that have not come yet, is empty; raises as `meet` does."""
+        start_s = time.monotonic()
+        warn_at_s = min(_FIRST_WARNING_S, self.timeout_s / 2)
+        look_at_s = _LOOK_S
+        while ranks := missing():
+            waited_s = time.monotonic() - start_s
+            if waited_s > min(look_at_s, self.timeout_s):
+                look_at_s = waited_s + _LOOK_S
+                self.require_alive(ranks, purpose, missing)
+                words = self._words(purpose, ranks, waited_s)
+                if waited_s > self.timeout_s:
+                    raise DeadlineExceeded(ranks, f"{words}: the deadline has passed")
+                if waited_s > warn_at_s:
+                    patient = self.timeout_s == math.inf
+                    log.warning("%s; %s", words, "it lives" if patient else f"its deadline is {self.timeout_s:.0f} s")
+                    warn_at_s *= 2
+            time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
+
+    def require_alive(self, ranks: list[int], purpose: str, missing: Callable[[], list[int]]) -> None:
+        if self.signs is None:
+            return
+        gone = [rank for rank in ranks if not self.signs.is_alive(rank)]
+        if gone:
+            # One that came at the last moment and then ended has not failed this wait.
+            gone = sorted(set(gone) & set(missing()))
+        if gone:
+            self.lost(purpose, gone, None)
+
+    def lost(self, purpose: str, ranks: list[int], cause: Exception | None) -> NoReturn:
+        """Raises RankLost for those of `ranks` that are gone. `cause`: of the store, or of a collective."""
+        is_store = isinstance(cause, (dist.DistNetworkError, dist.DistStoreError))
+        unknown = "the rendezvous store is gone" if is_store else f"the connection to ranks {ranks} broke: {cause}"
+        if self.signs is None:
+            ranks, left = [], []
+        else:
+            # The store's host is a rank or the launcher; a dying rank needs a moment to let its locks go.
+            for _ in range(20 if cause is not None else 1):
+                gone = [rank for rank in ranks if not self.signs.is_alive(rank)]
+                if gone:
+                    break
+                time.sleep(0.1)
+            # Who gave up because of another's end is not to blame for it.
+            broken, left = self.signs.seen(Word.BROKEN), self.signs.seen(Word.LEFT)
+            ranks = [rank for rank in gone if not broken[rank]] or gone
+        words = ", ".join(f"rank {rank} {'left the training loop' if left[rank] else 'died'}" for rank in ranks)
+        raise RankLost(
+            ranks,
+            f"rank {self.rank} was waiting for '{purpose}': {words or unknown}"
+            f"{self._where(ranks)}. Start again from the last checkpoint.",
+        ) from cause
+
+    def _words(self, purpose: str, missing: list[int], waited_s: float) -> str:
+        names = ", ".join(str(rank) for rank in missing)
+        return (
+            f"rank {self.rank} has waited {waited_s:.1f} s for rank{'s' if len(missing) > 1 else ''} {names} "
+            f"at '{purpose}'{self._where(missing)}"
+        )
+
+    def _where(self, ranks: list[int]) -> str:
+        if self.signs is None or not ranks:
+            return ""
+        minibatches = self.signs.seen(Word.MINIBATCH)
+        return f" (last seen in minibatch {', '.join(str(minibatches[rank]) for rank in ranks)})"

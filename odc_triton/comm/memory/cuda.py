@@ -1,0 +1,115 @@
+"""The heap on GPUs: torch's symmetric memory for the shards, shared host memory for words and signs of life.
+
+The words lie on the host so that a rank can read them, and be seen, whatever its GPU is doing.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ..layout import ALIGNMENT_BYTES, Region
+from .heap import SymmetricHeap, Word
+from .shm import SharedMemoryHeap
+
+_SOCKET_PATH_BYTES = 107  # of Linux, without the zero at the end
+_HEADER_BYTES = ALIGNMENT_BYTES  # a mark by which peers see that they have mapped the right memory
+
+
+class CudaHeap(SymmetricHeap):
+    """`size_bytes` of zeroed memory on each rank's GPU, which all ranks of `group` read and add to.
+
+    Collective: every rank calls it with the same sizes and `token`, with its own GPU as the current device.
+    `shared_device`: several ranks use one GPU, or number theirs alike, as where each sees its own only: torch, which
+    compares numbers, must be told that it is meant so. Raises DeadlineExceeded with the missing ranks when not all came
+    within `timeout_s`, RuntimeError when the GPUs can't reach each other.
+    """
+
+    apart = True
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world: int,
+        size_bytes: int,
+        token: str,
+        timeout_s: float,
+        group: ProcessGroup,
+        shared_device: bool = False,
+    ) -> None:
+        import torch.distributed._symmetric_memory as symmetric_memory
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        check_socket_folder(os.environ.get("TMPDIR", "/tmp"))
+        self.rank, self.world = rank, world
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._host = SharedMemoryHeap(
+            rank=rank, world=world, size_bytes=0, slots=0, token=f"{token}-words", timeout_s=timeout_s
+        )
+        if shared_device:
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        # Nothing here goes to all peers at once, and to set that up is slow and takes slots of the switch.
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        torch.cuda.empty_cache()  # what the caching allocator keeps is not given to symmetric memory by itself
+        total_bytes = _HEADER_BYTES + max(size_bytes, 1)
+        # Not symmetric_memory.empty, which may take it from the caching allocator: then it counts as allocated, stays
+        # mapped when it is freed, and ranks meet once per segment instead of once per heap.
+        self._memory = _SymmetricMemory.empty_strided_p2p((total_bytes,), (1,), torch.uint8, self.device)
+        self._memory.zero_()
+        self._memory[:8].view(torch.int64).fill_(_mark(token, rank))
+        torch.cuda.synchronize(self.device)  # peers read the mark as soon as they have mapped this memory
+        if world == 1:
+            self._parts = [self._memory]
+            return
+        try:
+            self._handle = symmetric_memory.rendezvous(self._memory, group)
+            self._parts = [self._handle.get_buffer(peer, (total_bytes,), torch.uint8) for peer in range(world)]
+            self._parts[rank] = self._memory
+            marks = [int(part[:8].view(torch.int64).item()) for part in self._parts]
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {rank} on {torch.cuda.get_device_name(self.device)} can't reach its peers' GPU memory: {error}. "
+                f"All ranks must run on one host with one TMPDIR, on GPUs with peer access (`nvidia-smi topo -p2p r`)"
+            ) from error
+        wrong = [peer for peer, mark in enumerate(marks) if mark != _mark(token, peer)]
+        if wrong:
+            raise RuntimeError(f"rank {rank} has mapped other memory than the heap's for ranks {wrong}")
+
+    def shard(self, region: Region, owner: int) -> torch.Tensor:
+        own = region.own_shard(self.world, owner)
+        dtype = getattr(torch, own.dtype)
+        if own.elements == 0:
+            return torch.empty(own.shape, dtype=dtype, device=self.device)
+        start = _HEADER_BYTES + own.offset_bytes
+        return self._parts[owner].data[start : start + own.size_bytes].view(dtype).view(own.shape)
+
+    def show(self, word: Word, value: int) -> None:
+        self._host.show(word, value)
+
+    def seen(self, word: Word) -> list[int]:
+        return self._host.seen(word)
+
+    def is_alive(self, rank: int) -> bool:
+        return self._host.is_alive(rank)
+
+    def close(self) -> None:
+        """Says that this rank left. Tensors over the heap stay valid for as long as the heap is held, and no longer."""
+        self._host.close()
+
+
+def check_socket_folder(folder: str) -> None:
+    """Raises RuntimeError for a TMPDIR in which torch can't make the sockets that ranks pass their memory through."""
+    path = os.path.join(folder, f"symm_mem-{2**22}")  # the largest process id that Linux allows
+    if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
+        raise RuntimeError(
+            f"TMPDIR is {folder!r}, and a socket below it, such as {path!r}, would have more than {_SOCKET_PATH_BYTES} "
+            f"bytes: set TMPDIR to a shorter path, the same on all ranks, such as /tmp"
+        )
+
+
+def _mark(token: str, rank: int) -> int:
+    return zlib.crc32(f"{token}/{rank}".encode())

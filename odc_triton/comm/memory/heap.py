@@ -1,0 +1,77 @@
+"""What the engine asks of symmetric memory, whatever lies below."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+
+from ..layout import Region
+
+
+class Word(IntEnum):
+    """The words each rank shows its peers. Only their own rank writes them."""
+
+    PID = 0
+    PUBLISHED = 1  # how many times this rank has published its shards
+    STEPPING = 2  # PUBLISHED + 1 while this rank may be writing its shards, else PUBLISHED
+    BROKEN = 3  # 1 once this rank has given up on its peers
+    MINIBATCH = 4
+    LEFT = 5  # 1 after this rank closed its heap
+    MEETINGS = 6  # how many meetings of the engine this rank has come to
+    LANDED = 7  # how many minibatches' gradients this rank has taken, or given up
+    GATHERS = 8  # how many exchanges between replicas this rank has come to
+
+
+WORDS = len(Word)
+
+
+class Signs(Protocol):
+    """What ranks see of each other: a heap's own words, or those of several replicas (lifelines.py)."""
+
+    def show(self, word: Word, value: int) -> None:
+        """Sets one of this rank's words."""
+
+    def seen(self, word: Word) -> list[int]:
+        """That word of every rank."""
+
+    def is_alive(self, rank: int) -> bool:
+        """Whether that rank's process still exists."""
+
+
+class SymmetricHeap(ABC):
+    """Declared regions, allocated once, mapped on all ranks, freed when the last rank lets go.
+
+    `shard(region, owner)` is one owner's rows. Two calls give tensors over the same memory with *separate* autograd
+    version counters: adding to a gradient must not look like a change of a saved weight.
+    """
+
+    rank: int
+    world: int
+    first: int = 0
+    """The number, in messages, of its rank 0: other than 0 where several replicas have a heap each."""
+    near: frozenset[int] | None = None
+    """The ranks whose shards lie on this rank's own device; None: all."""
+    device: torch.device
+    apart: bool
+    """Whether each rank's shards lie in a memory of their own: a whole tensor must be gathered. Else it is a view."""
+
+    @abstractmethod
+    def shard(self, region: Region, owner: int) -> torch.Tensor: ...
+
+    @abstractmethod
+    def show(self, word: Word, value: int) -> None:
+        """Sets one of this rank's words."""
+
+    @abstractmethod
+    def seen(self, word: Word) -> list[int]:
+        """That word of every rank."""
+
+    @abstractmethod
+    def is_alive(self, rank: int) -> bool:
+        """Whether that rank's process still exists and has the heap open."""
+
+    @abstractmethod
+    def close(self) -> None: ...

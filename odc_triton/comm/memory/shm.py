@@ -1,0 +1,123 @@
+"""The heap of machines without a GPU: one anonymous shared mapping per job, read without a copy.
+
+The mapping is a memfd: it has no name in any file system, so nothing stays behind however the ranks end, and its
+size is not bound by /dev/shm. Its mode is 0600 and its size is sealed. A parameter's shards lie side by side, so
+`whole` is one contiguous tensor: gathering costs nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from multiprocessing.util import Finalize
+
+import torch
+
+from ..layout import Region
+from .heap import WORDS, SymmetricHeap, Word
+from .locks import ByteLocks
+from .rendezvous import receive_files, send_files
+
+_PAGE_BYTES = mmap.PAGESIZE
+_WORD_BYTES = 8
+
+
+def _new_memfd(name: str, size_bytes: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(fd, 0o600)
+    os.ftruncate(fd, size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def _leave(words: memoryview, left: int, locks: ByteLocks) -> None:
+    words[left] = 1
+    locks.close()
+
+
+class SharedMemoryHeap(SymmetricHeap):
+    """`size_bytes` of zeroed memory that `world` processes of one host share, and `slots` × `world` locks.
+
+    Collective: every rank calls it with the same sizes and `token`, a name that only this job knows. Raises
+    DeadlineExceeded with the missing ranks when not all came within `timeout_s`.
+    """
+
+    device = torch.device("cpu")
+    apart = False
+
+    def __init__(self, *, rank: int, world: int, size_bytes: int, slots: int, token: str, timeout_s: float) -> None:
+        self.rank, self.world = rank, world
+        header = world * WORDS * _WORD_BYTES
+        self._data_offset = -(-header // _PAGE_BYTES) * _PAGE_BYTES
+        self.size_bytes = self._data_offset + max(size_bytes, 1)
+        if rank == 0:
+            data_fd = _new_memfd("odc-heap", self.size_bytes)
+            lock_fd = _new_memfd("odc-locks", world * (slots + 1))
+            try:
+                if world > 1:
+                    send_files([data_fd, lock_fd], token=token, world=world, timeout_s=timeout_s)
+            except BaseException:
+                os.close(data_fd)
+                os.close(lock_fd)
+                raise
+        else:
+            data_fd, lock_fd = receive_files(2, token=token, rank=rank, timeout_s=timeout_s)
+        try:
+            self._map = mmap.mmap(data_fd, self.size_bytes)
+        finally:
+            os.close(data_fd)
+        self._locks = ByteLocks(lock_fd)
+        self._words = memoryview(self._map)[:header].cast("q")
+        # Byte `rank` of the lock file is held for as long as the process lives: peers can ask the kernel.
+        if not self._locks.try_lock(rank):
+            raise RuntimeError(f"another process is rank {rank} of this heap already")
+        self.show(Word.PID, os.getpid())
+        # When this object is collected, and at the end of a script or of a multiprocessing child; never in a forked
+        # child (a data loader's worker), which ends without its rank leaving.
+        self._close = Finalize(self, _leave, (self._words, rank * WORDS + Word.LEFT, self._locks), exitpriority=0)
+
+    def _tensor(self, region: Region, part: int = 0) -> torch.Tensor:
+        """`part`: where in the memory the region's offset counts from."""
+        dtype = getattr(torch, region.dtype)
+        if region.elements == 0:
+            return torch.empty(region.shape, dtype=dtype)
+        offset = self._data_offset + part + region.offset_bytes
+        flat = torch.frombuffer(self._map, dtype=dtype, count=region.elements, offset=offset)
+        return flat.view(region.shape)
+
+    def whole(self, region: Region) -> torch.Tensor:
+        """The tensor that all owners' shards form together."""
+        return self._tensor(region)
+
+    def shard(self, region: Region, owner: int) -> torch.Tensor:
+        return self._tensor(region.shard(self.world, owner))
+
+    def show(self, word: Word, value: int) -> None:
+        self._words[self.rank * WORDS + word] = value
+
+    def seen(self, word: Word) -> list[int]:
+        return self._words[word::WORDS].tolist()
+
+    def is_alive(self, rank: int) -> bool:
+        return rank == self.rank or self._locks.holder_pid(rank) is not None
+
+    def _lock_index(self, slot: int, owner: int) -> int:
+        return self.world * (slot + 1) + owner
+
+    def try_lock(self, slot: int, owner: int) -> bool:
+        """Takes the accumulation lock of (parameter `slot`, `owner`) if it is free."""
+        return self._locks.try_lock(self._lock_index(slot, owner))
+
+    def unlock(self, slot: int, owner: int) -> None:
+        self._locks.unlock(self._lock_index(slot, owner))
+
+    def lock_holder(self, slot: int, owner: int) -> int | None:
+        """The other rank that holds that lock now, if one does."""
+        pid = self._locks.holder_pid(self._lock_index(slot, owner))
+        pids = self.seen(Word.PID)
+        return pids.index(pid) if pid in pids else None
+
+    def close(self) -> None:
+        """Says that this rank left, and lets its locks go. Tensors over the heap stay valid until dropped."""
+        self._close()

@@ -1,0 +1,225 @@
+"""Words and signs of life of the ranks of other replicas, with whom no memory is shared: a TCP connection to each.
+
+The kernel closes a connection when the process at its other end goes, however it goes; so the dead are known from the
+late at once, as by the heap's locks on one host. A host that vanished is known by keep-alive, within seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from multiprocessing.util import Finalize
+from typing import Any
+
+import torch.distributed as dist
+
+from ..base.errors import DeadlineExceeded
+from .meeting import Meetings
+from .memory.greetings import greetings
+from .memory.heap import SymmetricHeap, Word
+
+_WORD = struct.Struct("<iq")  # word, value
+_GREETING = struct.Struct("<32si")  # the job's secret, rank
+_SENT = (Word.BROKEN, Word.MINIBATCH, Word.MEETINGS, Word.GATHERS)  # LEFT is sent by hanging up
+_KEEPALIVE_IDLE_S, _KEEPALIVE_EVERY_S, _KEEPALIVE_COUNT = 5, 2, 3
+
+
+def address_towards(store: dist.Store) -> str | None:
+    """This host's address as ranks on other hosts may reach it: the one on its way to the store's host.
+
+    None where that way is the loopback, so where the store lies on this host.
+    """
+    host, port = _host_of(store)
+    if host is None:
+        return None
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # of a datagram socket: looks up the way, sends nothing
+        mine = probe.getsockname()[0]
+    return None if mine.startswith("127.") or mine == "::1" else mine
+
+
+def _host_of(store: Any) -> tuple[str | None, int]:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else (None, 0)
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_EVERY_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _KEEPALIVE_COUNT)
+    connection.setblocking(False)
+
+
+def _hang_up(connections: dict[int, socket.socket]) -> None:
+    for connection in connections.values():
+        with contextlib.suppress(OSError):
+            connection.send(_WORD.pack(Word.LEFT, 1))
+        connection.close()
+    connections.clear()
+
+
+def _close(connections: dict[int, socket.socket]) -> None:
+    for connection in connections.values():
+        connection.close()
+    connections.clear()
+
+
+class Lifelines:
+    """The words of all ranks: those of this replica from its heap, the others' from a connection to each of them.
+
+    Collective, over `meetings`, which go by the store yet. `store`: the job's, to find the way to other hosts; `token`:
+    a name of 32 letters that only these ranks know. Raises DeadlineExceeded with the ranks that could not be reached
+    within the meetings' deadline.
+
+    Every rank keeps a connection to every rank of other replicas, so that each by itself knows who is gone: an open
+    file each.
+    """
+
+    def __init__(self, *, heap: SymmetricHeap, meetings: Meetings, store: dist.Store, token: str) -> None:
+        self._heap, self._first, self._rank = heap, heap.first, meetings.rank
+        self._near = range(heap.first, heap.first + heap.world)
+        self._far = [rank for rank in range(meetings.world) if rank not in self._near]
+        self._words = {rank: [0] * len(Word) for rank in self._far}
+        self._unread = dict.fromkeys(self._far, b"")
+        self._unsent = dict.fromkeys(self._far, b"")
+        self._lock = threading.Lock()
+        self._poll = select.poll()
+        self._ranks: dict[int, int] = {}  # by file descriptor
+        self._connections: dict[int, socket.socket] = {}
+        self._connect(meetings, store, token.encode())
+        for rank, connection in self._connections.items():
+            _keep_alive(connection)
+            self._ranks[connection.fileno()] = rank
+            self._poll.register(connection, select.POLLIN)
+        self._finish = Finalize(self, _hang_up, (self._connections,), exitpriority=0)
+        # A data loader's worker must not hold its parent's connections open.
+        ours = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: (this := ours()) is not None and _close(this._connections))
+
+    # ------------------------------------------------------------------ connecting
+
+    def _connect(self, meetings: Meetings, store: dist.Store, token: bytes) -> None:
+        """Ranks connect to those of lower numbers."""
+        mine = address_towards(store)
+        loopback_only = all(
+            theirs["address"] is None for theirs in meetings.meet("lifelines: addresses", {"address": mine})
+        )
+        family = socket.AF_INET6 if mine is not None and ":" in mine else socket.AF_INET
+        # Who has the store on its own host does not know by which address others see it.
+        bound = mine or ("127.0.0.1" if loopback_only else "")
+        deadline_s = time.monotonic() + meetings.timeout_s
+        with socket.create_server((bound, 0), family=family, backlog=max(len(self._far), 1)) as listener:
+            message = {"address": mine, "port": listener.getsockname()[1]}
+            places = meetings.meet("lifelines: listening", message)
+            for rank in self._far:
+                if rank < self._rank:
+                    host = places[rank]["address"] or (_host_of(store)[0] if mine is not None else "127.0.0.1")
+                    self._connections[rank] = self._call(rank, host, places[rank]["port"], token, deadline_s)
+            self._answer({rank for rank in self._far if rank > self._rank}, listener, token, deadline_s)
+
+    def _call(self, rank: int, host: str, port: int, token: bytes, deadline_s: float) -> socket.socket:
+        try:
+            left_s = max(deadline_s - time.monotonic(), 0.001)
+            connection = socket.create_connection((host, port), timeout=left_s)
+            connection.sendall(_GREETING.pack(token, self._rank))
+        except OSError as error:
+            raise DeadlineExceeded(
+                [rank],
+                f"rank {self._rank} can't reach rank {rank} of another replica at {host}:{port}: {error}. Replicas "
+                f"need TCP connections between their hosts, on any port",
+            ) from error
+        return connection
+
+    def _answer(self, missing: set[int], listener: socket.socket, token: bytes, deadline_s: float) -> None:
+        if not missing:
+            return
+        for connection, greeting in greetings(listener, _GREETING.size, deadline_s):
+            secret, rank = _GREETING.unpack(greeting)
+            if secret != token or rank not in missing:
+                connection.close()
+                continue
+            missing.discard(rank)
+            self._connections[rank] = connection
+            if not missing:
+                return
+        ranks = sorted(missing)
+        raise DeadlineExceeded(
+            ranks,
+            f"rank {self._rank} was not reached by ranks {ranks} of other replicas: they need TCP connections "
+            f"between their hosts, on any port",
+        )
+
+    # ------------------------------------------------------------------ words
+
+    def show(self, word: Word, value: int) -> None:
+        self._heap.show(word, value)
+        if word in _SENT:
+            with self._lock:
+                for rank in self._far:
+                    if rank in self._connections:
+                        self._unsent[rank] += _WORD.pack(word, value)
+                        self._send(rank)
+
+    def _send(self, rank: int) -> None:
+        """As much as goes without waiting; what a stopped rank does not take is sent with the next words."""
+        try:
+            sent = self._connections[rank].send(self._unsent[rank])
+            self._unsent[rank] = self._unsent[rank][sent:]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._listen()  # what it said before it went counts
+
+    def seen(self, word: Word) -> list[int]:
+        with self._lock:
+            self._listen()
+        near = self._heap.seen(word)
+        return [
+            near[rank - self._first] if rank in self._near else self._words[rank][word]
+            for rank in range(len(near) + len(self._far))
+        ]
+
+    def is_alive(self, rank: int) -> bool:
+        if rank in self._near:
+            return self._heap.is_alive(rank - self._first)
+        with self._lock:
+            self._listen()
+        return rank in self._connections
+
+    def _listen(self) -> None:
+        for descriptor, _ in self._poll.poll(0):
+            rank = self._ranks[descriptor]
+            connection = self._connections.get(rank)
+            if connection is None:
+                continue
+            try:
+                while data := connection.recv(65536):
+                    self._take(rank, data)
+            except BlockingIOError:
+                continue
+            except OSError:
+                pass
+            self._poll.unregister(descriptor)
+            del self._connections[rank]
+            connection.close()
+
+    def _take(self, rank: int, data: bytes) -> None:
+        data = self._unread[rank] + data
+        whole = len(data) - len(data) % _WORD.size
+        for word, value in _WORD.iter_unpack(data[:whole]):
+            self._words[rank][word] = value
+        self._unread[rank] = data[whole:]
+
+    def close(self) -> None:
+        """Says that this rank left."""
+        self._finish()

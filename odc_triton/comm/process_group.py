@@ -1,0 +1,123 @@
+"""The process group of a job that has none yet, and which GPU is whose."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from ..base.errors import RanksDiffer
+from .local_store import rendezvous_url
+from .meeting import Meetings
+
+_PURPOSE = "starting the process group: each rank's device"
+
+
+class Devices(Protocol):
+    """The kind of devices that ranks compute on: a backend."""
+
+    mesh_device: str
+
+    def device_id(self) -> str | None:
+        """Names this rank's device among all of the job."""
+
+
+def gpu_index(
+    environment: Mapping[str, str],
+    visible: int,
+    *,
+    current: int | None = None,
+    bound: int | None = None,
+    has_group: bool = False,
+) -> int:
+    """Which of the `visible` GPUs of this process is its own.
+
+    `bound`: the one that its process group was made for. `current`: the one that torch is at work on already, None
+    before CUDA is initialised; it counts as chosen if it is not the first one, or if there is a process group, before
+    which a training script chooses. Else by LOCAL_RANK, or RANK where there is none, in turns: so it is the only one
+    where a launcher shows each process its own (CUDA_VISIBLE_DEVICES, Ray), and shared where ranks are more than GPUs.
+
+    Raises RuntimeError without a GPU.
+    """
+    if visible < 1:
+        names = environment.get("CUDA_VISIBLE_DEVICES")
+        raise RuntimeError(
+            f"this rank sees no GPU (CUDA_VISIBLE_DEVICES is {names!r}): show it one, or give backend='cpu'"
+        )
+    if bound is not None:
+        return bound
+    if current is not None and (current or has_group):
+        return current
+    return int(environment.get("LOCAL_RANK", environment.get("RANK", 0))) % visible
+
+
+def group_kinds(devices: Sequence[str | None]) -> str:
+    """What the process group communicates by, given every rank's device: None on a CPU, else a GPU's UUID.
+
+    NCCL refuses two ranks on one GPU, which gloo takes. Raises RanksDiffer where some ranks have a GPU and some none.
+    """
+    without = [rank for rank, device in enumerate(devices) if device is None]
+    if len(without) == len(devices):
+        return "gloo"
+    if without:
+        raise RanksDiffer(
+            f"ranks {without} compute on the CPU and the others on GPUs: show each rank a GPU, or none to any"
+        )
+    return "cpu:gloo,cuda:nccl" if len(set(devices)) == len(devices) else "gloo"
+
+
+def _take_gpu() -> None:
+    """Makes this rank's GPU the current one, by `gpu_index`."""
+    has_group = dist.is_initialized()
+    bound = dist.group.WORLD.bound_device_id if has_group else None
+    index = gpu_index(
+        os.environ,
+        torch.cuda.device_count(),
+        current=torch.cuda.current_device() if torch.cuda.is_initialized() else None,
+        bound=None if bound is None else bound.index,
+        has_group=has_group,
+    )
+    torch.cuda.set_device(index)
+
+
+def start_process_group(devices: Devices, timeout: timedelta) -> None:
+    """Our launcher's process group, torchrun's, or that of any launcher which sets RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT; or else a world of one. Where there is one already, only this rank's GPU is chosen. Collective.
+
+    Raises RanksDiffer where ranks' devices are of different kinds, DeadlineExceeded where one does not come.
+    """
+    on_gpu = devices.mesh_device == "cuda"
+    if dist.is_initialized() or "RANK" not in os.environ:
+        if on_gpu:
+            _take_gpu()
+        if not dist.is_initialized():  # a notebook: a world of one takes the same path as any other
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return
+    store, rank, world = next(rendezvous(rendezvous_url(), timeout=timeout))
+    store.set_timeout(timeout)
+    number = store.add(f"odc/process_group/{rank}", 1)
+    meetings = Meetings(
+        store=dist.PrefixStore(f"odc/process_group/{number}", store),
+        rank=rank,
+        world=world,
+        timeout_s=timeout.total_seconds(),
+    )
+    try:
+        if on_gpu:
+            _take_gpu()
+        mine = devices.device_id() if on_gpu else None
+    except Exception as error:  # the other ranks must not wait for this one
+        meetings.tell(_PURPOSE, {"refused": f"{type(error).__name__}: {error}"})
+        raise
+    messages = meetings.meet(_PURPOSE, {"device": mine})
+    for peer, theirs in enumerate(messages):
+        if "refused" in theirs:
+            raise RanksDiffer(f"rank {peer} has no device: {theirs['refused']}")
+    kinds = group_kinds([theirs["device"] for theirs in messages])
+    store = dist.PrefixStore(f"default_pg/{number}", store)  # a group before it has left its addresses there
+    dist.init_process_group(kinds, store=store, rank=rank, world_size=world, timeout=timeout)

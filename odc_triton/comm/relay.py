@@ -1,0 +1,99 @@
+"""Carries tensors from rank 0 to all ranks in bounded memory: rounds through a temporary shared buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..base.errors import OdcError
+from .layout import Region, aligned
+from .meeting import Meetings
+from .memory.shm import SharedMemoryHeap
+
+_HALF_BYTES = 128 * 2**20
+
+Take = Callable[[int, torch.Tensor], None]  # first element, and elements from there on, of the flattened tensor
+
+
+class Relay:
+    """All ranks `send` the same tensors in the same order; rank 0's values arrive everywhere, itself included.
+
+    The buffer has two halves: while the others still read one, rank 0 fills the other already, so that a round is
+    one meeting. `sizes`: bytes of each tensor; the buffer is no larger than all of them need. `rank` and `world`:
+    within the replica, whose rank 0 must have the values already; `meetings` are of all replicas.
+    """
+
+    def __init__(
+        self, *, purpose: str, sizes: list[int], token: str, meetings: Meetings, rank: int, world: int
+    ) -> None:
+        self._purpose, self._meetings, self._is_source = purpose, meetings, rank == 0
+        self._half_bytes = min(_HALF_BYTES, sum(map(aligned, sizes)))
+        self._half, self._used_bytes = 0, 0
+        self._arrivals: list[tuple[Take, int, torch.Tensor]] = []
+        self._buffer: SharedMemoryHeap | None = None
+        if self._half_bytes:
+            self._buffer = SharedMemoryHeap(
+                rank=rank,
+                world=world,
+                size_bytes=2 * self._half_bytes,
+                slots=0,
+                token=token,
+                timeout_s=meetings.timeout_s,
+            )
+
+    @torch.no_grad()
+    def send(self, shape: torch.Size, dtype: torch.dtype, value: torch.Tensor | None, take: Take | None) -> None:
+        """Sends `value`, rank 0's tensor of that shape and dtype; each rank's `take`, if any, gets it in pieces."""
+        elements, first = shape.numel(), 0
+        flat = value.reshape(-1) if self._is_source else None
+        while first < elements:
+            fitting = (self._half_bytes - self._used_bytes) // dtype.itemsize
+            if fitting <= 0:
+                self._turn()
+                continue
+            count = min(elements - first, fitting)
+            region = Region(
+                shape=(count,),
+                dtype=str(dtype).removeprefix("torch."),
+                itemsize=dtype.itemsize,
+                offset_bytes=self._half * self._half_bytes + self._used_bytes,
+            )
+            piece = self._buffer.whole(region)
+            if flat is not None:
+                piece.copy_(flat[first : first + count])
+            if take is not None:
+                self._arrivals.append((take, first, piece))
+            self._used_bytes += aligned(region.size_bytes)
+            first += count
+
+    def _turn(self) -> None:
+        self.meet()
+        for take, first, piece in self._arrivals:
+            take(first, piece)
+        self._arrivals.clear()
+        self._half, self._used_bytes = 1 - self._half, 0
+
+    def finish(self) -> None:
+        """Hands out what is left; afterwards every rank has everything."""
+        self._turn()
+
+    def meet(self, message: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """A meeting at which every rank hears of a rank that `fail`ed."""
+        messages = self._meetings.meet(self._purpose, {"error": None, **(message or {})})
+        for rank, theirs in enumerate(messages):
+            if theirs["error"] is not None:
+                raise OdcError(f"{self._purpose} failed on rank {rank}: {theirs['error']}")
+        return messages
+
+    def fail(self, error: Exception) -> None:
+        """Tells the others, who would wait for this rank until their deadline."""
+        if not isinstance(error, OdcError):
+            self._meetings.tell(self._purpose, {"error": f"{type(error).__name__}: {error}"})
+
+    def close(self) -> None:
+        self._arrivals.clear()
+        if self._buffer is not None:
+            self._buffer.close()
+            self._buffer = None

@@ -1,0 +1,165 @@
+"""What replicas do together: sum their gradient shards, and hand each other their parts of the compute shards.
+
+Both run in bounded buffers, through the process group of the ranks with one shard index (gloo or NCCL), and only when
+all of them are known to have come; each is waited for with an eye on who still lives, so that nobody hangs in a
+collective. All by `all_to_all_single` and `all_gather` over parts padded to one size: gloo's reduce-scatter is an
+all-reduce, twice the bytes, and can't be waited for without blocking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..base.errors import OdcError, RankLost
+from .grid import Grid
+from .meeting import Meetings
+from .memory.heap import Word
+
+_BUFFER_BYTES = 64 * 2**20  # of what one exchange sends from a rank
+
+Parts = Sequence[torch.Tensor]  # of one shard, by replica: consecutive rows, the first the largest, the last maybe none
+_Piece = tuple[int, list[torch.Tensor]]  # where in the buffer, and what of each replica's part, flattened
+
+
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copies the second of each pair into the first, all at once: pieces are many and small."""
+    pairs = [(into, value) for into, value in pairs if len(value)]
+    if pairs:
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+
+
+class Replicas:
+    """The ranks with this one's compute shard. Where there is one replica, only `count` and `broadcast` may be used."""
+
+    def __init__(self, grid: Grid, meetings: Meetings, device: torch.device) -> None:
+        self.count, self.index = grid.replicas, grid.replica
+        self._grid, self._meetings = grid, meetings
+        self._gathers = 0
+        self._group = grid.replica_group
+        self._device = device
+        if self.count > 1 and device.type == "cuda" and "cuda:nccl" not in str(dist.get_backend_config(self._group)):
+            self._device = torch.device("cpu")  # gloo: buffers on the host
+
+    # ------------------------------------------------------------------ what is exchanged
+
+    @torch.no_grad()
+    def sum_parts(self, shards: Sequence[Parts]) -> None:
+        """Own parts become their sums over the replicas, taken in the replicas' order; the others stay.
+
+        Only after a meeting that all ranks came to.
+        """
+        for dtype, bucket, size in self._buckets(shards):
+            sent = torch.zeros(self.count, size, dtype=dtype, device=self._device)
+            _copy(
+                (row[at : at + len(piece)], piece)
+                for at, pieces in bucket
+                for row, piece in zip(sent, pieces, strict=True)
+            )
+            received = torch.empty_like(sent)
+            self._run("the sum over replicas", dist.all_to_all_single, received.view(-1), sent.view(-1))
+            total = received[0]
+            for theirs in received[1:]:
+                total += theirs
+            own = ((at, pieces[self.index]) for at, pieces in bucket)
+            _copy((piece, total[at : at + len(piece)]) for at, piece in own)
+
+    @torch.no_grad()
+    def sum_whole(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Each tensor becomes its sum over the replicas. For few and small ones; after a meeting, as `sum_parts`."""
+        for tensor in tensors:
+            summed = tensor.to(self._device, copy=True)
+            self._run("the sum over replicas", dist.all_reduce, summed)
+            tensor.copy_(summed)
+
+    @torch.no_grad()
+    def gather_parts(self, shards: Sequence[Parts]) -> None:
+        """Every replica's own part comes to all others. Waits until all of them are here."""
+        self._gathers += 1
+        self._meetings.signs.show(Word.GATHERS, self._gathers)
+        self._wait("the exchange between replicas after a step", self._yet_to_gather)
+        for dtype, bucket, size in self._buckets(shards):
+            mine = torch.zeros(size, dtype=dtype, device=self._device)
+            own = ((at, pieces[self.index]) for at, pieces in bucket)
+            _copy((mine[at : at + len(piece)], piece) for at, piece in own)
+            received = torch.empty(self.count, size, dtype=dtype, device=self._device)
+            self._run("the exchange between replicas", dist.all_gather, list(received), mine)
+            _copy(
+                (piece, received[replica, at : at + len(piece)])
+                for at, pieces in bucket
+                for replica, piece in enumerate(pieces)
+                if replica != self.index
+            )
+
+    @torch.no_grad()
+    def broadcast(self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Replica 0's `value`, in the memory of the host where it comes from elsewhere. After a meeting."""
+        if self.count == 1:
+            return value
+        if self.index > 0:
+            value = torch.empty(shape, dtype=dtype)
+        flat = value.detach().reshape(-1)
+        for part in flat.split(max(_BUFFER_BYTES // dtype.itemsize, 1)) if len(flat) else ():
+            sent = part.to(self._device, copy=True)
+            self._run("initial values of other replicas", dist.broadcast, sent, group_src=0)
+            if self.index > 0:
+                part.copy_(sent)
+        return value
+
+    # ------------------------------------------------------------------ how
+
+    def _buckets(self, shards: Sequence[Parts]) -> Iterator[tuple[torch.dtype, list[_Piece], int]]:
+        """Pieces that fill a buffer each, by dtype; and how many elements the buffer has for one replica."""
+        for dtype in dict.fromkeys(parts[0].dtype for parts in shards):
+            limit = max(_BUFFER_BYTES // dtype.itemsize // self.count, 1)
+            bucket: list[_Piece] = []
+            used = 0
+            for parts in shards:
+                if parts[0].dtype != dtype:
+                    continue
+                flat = [part.view(-1) for part in parts]
+                first, size = 0, max(map(len, flat))
+                while first < size:
+                    count = min(size - first, limit - used)
+                    bucket.append((used, [each[first : first + count] for each in flat]))
+                    first, used = first + count, used + count
+                    if used == limit:
+                        yield dtype, bucket, used
+                        bucket, used = [], 0
+            if bucket:
+                yield dtype, bucket, used
+
+    def _yet_to_gather(self) -> list[int]:
+        seen = self._meetings.signs.seen(Word.GATHERS)
+        return [rank for rank in self._grid.twins if seen[rank] < self._gathers]
+
+    def _run(self, purpose: str, collective: Callable, *tensors: Any, **options: Any) -> None:
+        others = [rank for rank in self._grid.twins if rank != self._grid.rank]
+        try:
+            work = collective(*tensors, group=self._group, async_op=True, **options)
+            self._wait(purpose, lambda: [] if work.is_completed() else others)
+            work.wait()
+        except OdcError:
+            raise
+        except RuntimeError as error:  # a connection of the process group broke
+            self._meetings.lost(purpose, others, error)
+
+    def _wait(self, purpose: str, missing: Callable[[], list[int]]) -> None:
+        def missing_and_willing() -> list[int]:
+            ranks = missing()
+            if ranks:
+                broken = self._meetings.signs.seen(Word.BROKEN)
+                given_up = [rank for rank in ranks if broken[rank]]
+                if given_up and missing():
+                    self._meetings.require_alive(ranks, purpose, missing)  # whoever died is to blame
+                    raise RankLost(
+                        given_up,
+                        f"rank {self._grid.rank} was waiting for '{purpose}': ranks {given_up} have given up. Start "
+                        f"again from the last checkpoint.",
+                    )
+            return ranks
+
+        self._meetings.wait_until(purpose, missing_and_willing)

@@ -1,0 +1,366 @@
+"""Samples: records as one compact array of tokens on disk, with what is learned marked.
+
+Labels follow the convention of transformers: equal to `input_ids` where a token is a target, -100 elsewhere,
+not shifted. All tokens of a text are targets; of a prompt and its completion, the completion's and the end
+token; of a conversation, the assistant's (see `chat`). The first token of a sample, which nothing comes before,
+is never predicted: it is not counted as a target, and a sample without another one is dropped.
+
+Memory does not grow with the data: samples go to disk as they are made, and are read by memory mapping, whose
+pages all ranks of a machine share. What stays is a few bytes per sample, its lengths.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from .chat import CHARACTERS_PER_TOKEN, ChatError, Conversation, Spans, encode_heads
+from .records import DataError, Record
+from .sources import JsonLines, Source
+from .store import GrowingArrays, map_arrays, save_arrays
+from .tokenizer import TextEncoder
+
+IGNORED_LABEL = -100
+TooLong = Literal["error", "truncate", "drop"]
+
+# Text given to the tokenizer at a time; fewer records than `batch_records` if they are long.
+_BATCH_CHARACTERS = 4_000_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """How records become samples."""
+
+    max_tokens: int = field(default=2048, metadata={"help": "longest sample, in tokens, prompt and end token included"})
+    too_long: TooLong = field(
+        default="truncate",
+        metadata={
+            "help": "what to do with a sample longer than max_tokens: stop with an error, cut its end off, "
+            "or leave it out; the summary counts the last two"
+        },
+    )
+    batch_records: int = field(
+        default=1024,
+        metadata={"help": "most records given to the tokenizer at a time; changes speed and memory only"},
+    )
+
+    def __post_init__(self) -> None:
+        # A sample needs a token to predict and one to predict it from.
+        if self.max_tokens < 2:
+            raise ValueError(f"max_tokens is {self.max_tokens}; it must be at least 2 tokens")
+        if self.too_long not in get_args(TooLong):
+            raise ValueError(f"too_long is {self.too_long!r}; it must be one of {', '.join(get_args(TooLong))}")
+        if self.batch_records < 1:
+            raise ValueError(f"batch_records is {self.batch_records}; it must be at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSummary:
+    """Counts of one preparation, in samples unless named otherwise."""
+
+    records: int
+    samples: int
+    truncated: int  # samples kept, their end cut off
+    dropped_too_long: int
+    dropped_no_target: (
+        int  # nothing to learn: an empty text, no turn of the assistant, or a prompt that fills max_tokens
+    )
+    tokens: int
+    target_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.samples} samples of {self.records} records, {self.tokens} tokens, "
+            f"{self.target_tokens} of them learned; {self.truncated} truncated, "
+            f"{self.dropped_too_long} dropped as too long, "
+            f"{self.dropped_no_target} dropped with nothing to learn"
+        )
+
+
+class TokenizedDataset:
+    """Samples as flat arrays, in memory or on a file's pages: what a sampler and a collate function read.
+
+    tokens    [total] int32         all samples, one after the other
+    offsets   [samples + 1] int64   sample i is tokens[offsets[i] : offsets[i + 1]]
+    spans     [spans, 2] int64      tokens[start : end] are targets; ascending, each within one sample
+    """
+
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        spans: np.ndarray,
+        summary: DataSummary,
+        path: str | os.PathLike | None = None,
+    ) -> None:
+        """`path` is the file that the arrays lie in, if they do."""
+        self.tokens, self.offsets, self.spans = tokens, offsets, spans
+        self.summary = summary
+        self.path = None if path is None else Path(path)
+
+    @classmethod
+    def of_prompts(
+        cls, tokens: np.ndarray, offsets: np.ndarray, prompt_lengths: np.ndarray, summary: DataSummary
+    ) -> TokenizedDataset:
+        """Samples whose leading `prompt_lengths` [samples] tokens are not targets, all others are."""
+        spans = np.stack([offsets[:-1] + prompt_lengths, offsets[1:]], axis=1).astype(np.int64)
+        return cls(tokens, offsets, spans, summary)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[samples] int64: tokens of each sample, prompt included."""
+        return np.diff(self.offsets)
+
+    @property
+    def target_counts(self) -> np.ndarray:
+        """[samples] int64: tokens of each sample that are predicted and learned, so without its first one."""
+        return _target_counts(self.offsets, self.spans)
+
+    @cached_property
+    def largest_token(self) -> int:
+        """The largest token id of all samples; reads them once. Raises DataError where one is negative."""
+        step = 1 << 20
+        parts = (self.tokens[at : at + step] for at in range(0, len(self.tokens), step))
+        smallest, largest = zip(*((int(part.min()), int(part.max())) for part in parts), strict=True)
+        if min(smallest) < 0:
+            raise DataError(f"{self.path or 'the data set'} has the token {min(smallest)}; prepare it again")
+        return max(largest)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """{"input_ids", "labels"}, each [length] int64 and the caller's own to change."""
+        index = operator.index(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of a data set of {len(self)}")
+        index %= len(self)
+        begin, end = self.offsets[index : index + 2]
+        input_ids = self.tokens[begin:end].astype(np.int64)
+        labels = np.full_like(input_ids, IGNORED_LABEL)
+        first, last = np.searchsorted(self.spans[:, 0], (begin, end))
+        for start, stop in self.spans[first:last] - begin:
+            labels[start:stop] = input_ids[start:stop]
+        return {"input_ids": input_ids, "labels": labels}
+
+    def __reduce__(self) -> tuple:
+        # A worker process of a DataLoader maps the file by itself, instead of being sent a copy of all samples.
+        if self.path is not None:
+            return TokenizedDataset.load, (self.path,)
+        return TokenizedDataset, (self.tokens, self.offsets, self.spans, self.summary)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes an `.npz` file, without pickle, atomically."""
+        arrays = {"tokens": self.tokens, "offsets": self.offsets, "spans": self.spans}
+        save_arrays(path, arrays, asdict(self.summary))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, *, verify: bool = False) -> TokenizedDataset:
+        """Maps what `save` or `tokenize_source` wrote. Raises DataError for anything else.
+
+        `verify` reads the whole file once and compares its checksums: needed where the file may be damaged.
+        """
+        try:
+            arrays, meta = map_arrays(path, ("tokens", "offsets", "spans"), verify=verify)
+            summary = DataSummary(**meta)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+        except Exception as error:  # the readers of zip, npy and JSON raise a dozen kinds
+            raise DataError(f"{path} is not a prepared data set ({error}); prepare it again") from error
+        _check_arrays(path, **arrays, summary=summary)
+        return cls(*arrays.values(), summary, path)
+
+
+def tokenize_file(
+    path: str | os.PathLike,
+    encoder: TextEncoder,
+    options: DataOptions | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> TokenizedDataset:
+    """The samples of a JSON-lines file, in its order, on pages of a file of TMPDIR that is removed already.
+
+    Arguments and errors as of `tokenize_source`.
+    """
+    with TemporaryDirectory(prefix="odc-triton-data-") as folder:
+        prepared = Path(folder) / "data.npz"
+        tokenize_source(JsonLines(path), encoder, prepared, options, progress)
+        data = TokenizedDataset.load(prepared)
+    data.path = None
+    return data
+
+
+def tokenize_source(
+    source: Source,
+    encoder: TextEncoder,
+    path: str | os.PathLike,
+    options: DataOptions | None = None,
+    progress: Callable[[int, float], None] | None = None,
+) -> DataSummary:
+    """Writes the samples of `source`, in its order, for `TokenizedDataset.load`, whole or not at all.
+
+    `progress` is called after each batch with the records done and their fraction of the source.
+    Raises DataError for unusable records, for a sample too long if the options say so, and if none is left; OSError
+    where the file can't be written.
+    """
+    try:
+        return _write_samples(source, encoder, path, options or DataOptions(), progress)
+    except OSError as error:  # no space, no permission; those of reading are DataErrors already
+        raise OSError(error.errno, f"{error.strerror or error} while the samples were written", str(path)) from error
+
+
+def _write_samples(
+    source: Source,
+    encoder: TextEncoder,
+    path: str | os.PathLike,
+    options: DataOptions,
+    progress: Callable[[int, float], None] | None,
+) -> DataSummary:
+    counts = dict.fromkeys((each.name for each in fields(DataSummary)), 0)
+    spans_written = 0
+    with GrowingArrays(Path(path).parent, {"tokens": "i", "offsets": "q", "spans": "q"}) as columns:
+        columns.extend("offsets", [0])
+        for batch in _batches(source, options):
+            for record, (ids, spans) in zip(batch, encode_records(batch, encoder, options.max_tokens), strict=True):
+                counts["records"] += 1
+                too_long = len(ids) > options.max_tokens
+                if too_long:
+                    if options.too_long == "error":
+                        least = "at least " if record.characters > CHARACTERS_PER_TOKEN * options.max_tokens else ""
+                        raise DataError(
+                            f"{record.where}: {least}{len(ids)} tokens, more than max_tokens = "
+                            f"{options.max_tokens}; raise max_tokens, or set too_long to truncate or drop"
+                        )
+                    if options.too_long == "drop":
+                        counts["dropped_too_long"] += 1
+                        continue
+                    ids = ids[: options.max_tokens]
+                    spans = [(start, min(end, len(ids))) for start, end in spans if start < len(ids)]
+                targets = sum(max(end - max(start, 1), 0) for start, end in spans)
+                if targets < 1:
+                    counts["dropped_no_target"] += 1
+                    continue
+                counts["samples"] += 1
+                counts["truncated"] += too_long
+                counts["target_tokens"] += targets
+                columns.extend("tokens", ids)
+                columns.extend("spans", (counts["tokens"] + at for span in spans for at in span))
+                spans_written += len(spans)
+                counts["tokens"] += len(ids)
+                columns.extend("offsets", [counts["tokens"]])
+            if progress is not None:
+                progress(counts["records"], batch[-1].end / max(source.total(), 1))
+        summary = DataSummary(**counts)
+        if not summary.samples:
+            raise DataError(
+                f"{source.name} leaves no sample to train on: {summary}; max_tokens = {options.max_tokens}"
+                f"{_why_nothing_is_left(summary)}"
+            )
+        shapes = {"tokens": (summary.tokens,), "offsets": (summary.samples + 1,), "spans": (spans_written, 2)}
+        columns.save(path, shapes, asdict(summary))
+    return summary
+
+
+def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> Iterator[tuple[list[int], Spans]]:
+    """(token ids, which of them are learned) of each record; too long ones have more than `max_tokens` ids, and may
+    have lost their end. Raises DataError."""
+    texts = [text for each in batch if each.messages is None for text in (each.prompt, each.completion)]
+    heads = encode_heads(encoder.encode_batch, [text for text in texts if text is not None], max_tokens)
+    encoded = (ids for ids, _ in heads)
+    chats = iter(_encode_chats([each for each in batch if each.messages is not None], encoder, max_tokens))
+    for record in batch:
+        if record.messages is not None:
+            yield next(chats)
+            continue
+        if record.prompt is None:
+            head, masked = [*encoder.before_text], 0
+        else:
+            head = [*encoder.before_prompt, *next(encoded), *encoder.before_completion]
+            masked = len(head)
+        completion = next(encoded)
+        ids = [*head, *completion]
+        # A text made by a chat template may carry its end token already.
+        if not len(completion) or completion[-1] != encoder.end_id:
+            ids.append(encoder.end_id)
+        yield ids, [(masked, len(ids))]
+
+
+def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) -> list[tuple[list[int], Spans]]:
+    if not records:
+        return []
+    if encoder.chat is None:
+        raise DataError(
+            f"{records[0].where}: 'messages' need a chat template, and a bare tokenizer.json has none; give the "
+            "folder of the model's tokenizer, or render the conversations to 'prompt' and 'completion'"
+        )
+    try:
+        return encoder.chat.encode([Conversation(each.messages, each.tools) for each in records], max_tokens)
+    except ChatError as error:
+        raise DataError(f"{records[error.index].where}: {error}") from error
+
+
+def _batches(records: Iterable[Record], options: DataOptions) -> Iterator[list[Record]]:
+    batch: list[Record] = []
+    characters = 0
+    for record in records:
+        batch.append(record)
+        characters += record.characters
+        if len(batch) == options.batch_records or characters > _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _why_nothing_is_left(summary: DataSummary) -> str:
+    if summary.dropped_too_long > summary.dropped_no_target:
+        return "; raise max_tokens, or set too_long to truncate"
+    return "; is there a completion, or a turn whose role is 'assistant', and does it begin before max_tokens?"
+
+
+def _target_counts(offsets: np.ndarray, spans: np.ndarray) -> np.ndarray:
+    owner = np.searchsorted(offsets, spans[:, 0], side="right") - 1
+    starts = np.maximum(spans[:, 0], offsets[owner] + 1)
+    counts = np.zeros(len(offsets) - 1, np.int64)
+    np.add.at(counts, owner, np.maximum(spans[:, 1] - starts, 0))
+    return counts
+
+
+def _check_arrays(
+    path: str | os.PathLike, tokens: np.ndarray, offsets: np.ndarray, spans: np.ndarray, summary: DataSummary
+) -> None:
+    wanted: dict[str, tuple[np.ndarray, Any, int]] = {
+        "tokens": (tokens, np.int32, 1),
+        "offsets": (offsets, np.int64, 1),
+        "spans": (spans, np.int64, 2),
+    }
+    for name, (values, dtype, dimensions) in wanted.items():
+        if values.dtype != dtype or values.ndim != dimensions:
+            raise DataError(
+                f"{path} is not a prepared data set ({name} is {values.ndim}-d {values.dtype}, not {dimensions}-d "
+                f"{np.dtype(dtype)}); prepare it again"
+            )
+    counts = asdict(summary)
+    counted = all(type(value) is int and value >= 0 for value in counts.values())
+    same = (summary.samples, summary.tokens) == (len(offsets) - 1, len(tokens))
+    if not (counted and same and _fit(tokens, offsets, spans)):
+        raise DataError(f"{path} is not a prepared data set (its arrays do not fit together); prepare it again")
+
+
+def _fit(tokens: np.ndarray, offsets: np.ndarray, spans: np.ndarray) -> bool:
+    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(offsets[1:] <= offsets[:-1]):
+        return False
+    if spans.shape[1] != 2 or not len(spans) or spans[0, 0] < 0 or spans[-1, 1] > len(tokens):
+        return False
+    starts, ends = spans[:, 0], spans[:, 1]
+    if np.any(starts >= ends) or np.any(starts[1:] < ends[:-1]):
+        return False
+    within = np.searchsorted(offsets, starts, side="right") == np.searchsorted(offsets, ends - 1, side="right")
+    return bool(within.all() and _target_counts(offsets, spans).all())

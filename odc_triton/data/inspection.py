@@ -1,0 +1,283 @@
+"""What a data file holds, before anything is trained on it: `odc-triton data inspect`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+
+from ..base.atomic import atomic_file
+from .chat import ASSISTANT, Conversation, Spans, joined_spans
+from .dataset import IGNORED_LABEL, DataOptions, TokenizedDataset, tokenize_source
+from .records import Record, message_text
+from .sources import Source, open_source
+from .tokenizer import TextEncoder, read_tokenizer
+
+_NO_CAP = 2**31 - 1
+_PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
+_BAR = 40  # characters
+_SHOWN = 240  # characters of one part of the example, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """What a data file holds. Lengths and tokens are counted before anything is cut."""
+
+    data: str
+    unit: str  # of lengths: tokens, or bytes without a tokenizer
+    records: int
+    forms: dict[str, int]  # records of each form
+    samples: int  # records with something to learn, at any length
+    nothing_to_learn: int
+    tokens: int
+    target_tokens: int
+    lengths: dict[str, float]  # percentiles by their number, and the mean
+    histogram: list[tuple[int, int, int]]  # (shortest, longest, samples) of each bin
+    token_cap: int
+    too_long: int  # samples over the cap: "truncate" cuts them, "drop" leaves them out, "error" stops
+    tokens_over_cap: int  # that truncation cuts off
+    too_long_nothing_left: int  # of them, those that truncation leaves nothing to learn of
+    largest_token: int
+    vocabulary: int | None  # token ids that the model has
+    tokens_outside: int | None  # tokens that it has not
+    example: list[tuple[bool, str]]  # one sample of middle length: (is learned, its text), in turn
+
+
+def inspect_data(
+    source: Source, encoder: TextEncoder, *, token_cap: int, vocabulary: int | None = None, unit: str = "tokens"
+) -> tuple[Inspection, np.ndarray]:
+    """(what `source` holds, [samples] lengths). Memory does not grow with it. Raises as `tokenize_source` does."""
+    DataOptions(max_tokens=token_cap)  # its check
+    counting = _CountingForms(source)
+    with TemporaryDirectory(prefix="odc-triton-inspect-") as folder:
+        path = Path(folder) / "data.npz"
+        summary = tokenize_source(counting, encoder, path, DataOptions(max_tokens=_NO_CAP))
+        data = TokenizedDataset.load(path)
+    lengths = data.lengths
+    over = lengths > token_cap
+    inspection = Inspection(
+        data=source.name,
+        unit=unit,
+        records=summary.records,
+        forms=dict(counting.forms),
+        samples=summary.samples,
+        nothing_to_learn=summary.dropped_no_target,
+        tokens=summary.tokens,
+        target_tokens=summary.target_tokens,
+        lengths={
+            **{
+                str(at): float(value)
+                for at, value in zip(_PERCENTILES, np.percentile(lengths, _PERCENTILES), strict=True)
+            },
+            "mean": float(lengths.mean()),
+        },
+        histogram=_histogram(lengths),
+        token_cap=token_cap,
+        too_long=int(over.sum()),
+        tokens_over_cap=int((lengths[over] - token_cap).sum()),
+        too_long_nothing_left=int((over & (_targets_below(data, token_cap) == 0)).sum()),
+        largest_token=data.largest_token,
+        vocabulary=vocabulary,
+        tokens_outside=None if vocabulary is None else _count_from(data.tokens, vocabulary),
+        example=_example(data, encoder),
+    )
+    return inspection, lengths
+
+
+def main(
+    name: str,
+    *,
+    tokenizer: str | None,
+    model: str | None,
+    token_cap: int,
+    picture: str | os.PathLike | None,
+    as_json: bool,
+) -> tuple[str, bool]:
+    """(what the command prints, whether the model has all tokens); draws the lengths to `picture` if given."""
+    encoder = _bytes() if tokenizer is None else TextEncoder.of(read_tokenizer(tokenizer))
+    found, lengths = inspect_data(
+        open_source(name),
+        encoder,
+        token_cap=token_cap,
+        vocabulary=None if model is None else _vocabulary(model),
+        unit="bytes" if tokenizer is None else "tokens",
+    )
+    if picture is not None:
+        draw_lengths(lengths, found, picture)
+    return json.dumps(asdict(found), indent=2) if as_json else describe(found), not found.tokens_outside
+
+
+def describe(found: Inspection) -> str:
+    """The findings as a page of text, safe to print: what the data hold can't steer a terminal."""
+    unit, cap = found.unit, found.token_cap
+    forms = ", ".join(f"{count:,} of {form}" for form, count in found.forms.items())
+    lines = [
+        f"{found.data}: {found.records:,} records ({forms})",
+        f"{found.samples:,} samples, {found.tokens:,} {unit}, {found.target_tokens:,} of them learned "
+        f"({found.target_tokens / found.tokens:.0%})",
+    ]
+    if unit == "bytes":
+        lines.append(
+            "lengths are bytes of UTF-8, and conversations without their template: give --tokenizer for tokens"
+        )
+    if found.nothing_to_learn:
+        lines.append(f"{found.nothing_to_learn:,} records have nothing to learn and would be left out")
+    lines += ["", f"length in {unit}"]
+    names = {"0": "shortest", "50": "median", "100": "longest", "mean": "mean"}
+    lines += [f"  {names.get(at, at + '%'):>8}  {value:>10,.0f}" for at, value in found.lengths.items()]
+    lines.append("")
+    most = max(count for *_, count in found.histogram)
+    for shortest, longest, count in found.histogram:
+        mark = "  over the cap" if shortest > cap else ""
+        bar = "#" * (-(-count * _BAR // most))
+        lines.append(f"  {shortest:>9,} to {longest:>9,}  {count:>9,}  {bar:<{_BAR}}{mark}".rstrip())
+    lines += ["", _over(found)]
+    if found.tokens_outside:
+        lines.append(
+            f"{found.tokens_outside:,} tokens are outside of the model's vocabulary of {found.vocabulary:,} (the "
+            f"largest is {found.largest_token:,}): give the model's own tokenizer"
+        )
+    elif found.vocabulary is not None:
+        lines.append(f"all token ids are within the model's vocabulary of {found.vocabulary:,}")
+    text = "".join(f"«{_safe(part)}»" if learned else _safe(part) for learned, part in found.example)
+    return "\n".join([*lines, "", "one sample; «…» is learned:", text])
+
+
+def draw_lengths(lengths: np.ndarray, found: Inspection, path: str | os.PathLike) -> None:
+    """Writes a picture (PNG) of how long the samples are. Raises ImportError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('drawing needs matplotlib; run: pip install "odc-triton[plot]"') from error
+    figure = Figure(figsize=(9, 4.5), dpi=160, layout="constrained")
+    axes = figure.subplots()
+    axes.hist(lengths, bins=min(80, max(int(lengths.max() - lengths.min()), 1)), color="#4c78a8")
+    for value, label, style in (
+        (found.lengths["50"], "median", ":"),
+        (found.lengths["95"], "95%", "-."),
+        (found.token_cap, f"cap {found.token_cap:,}: {found.too_long:,} longer", "--"),
+    ):
+        # A cap far to the right of all samples would only squeeze them.
+        if value <= 1.2 * lengths.max():
+            axes.axvline(value, color="#222222", linestyle=style, linewidth=1.2, label=label)
+    axes.set(
+        xlabel=f"length in {found.unit}",
+        ylabel="samples",
+        title=f"{found.samples:,} samples of {Path(found.data).name}",
+    )
+    axes.title.set_parse_math(False)  # a file's name may hold dollar signs
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    with atomic_file(path) as file:
+        figure.savefig(file, format="png")
+
+
+class _CountingForms:
+    """A source that counts the forms of its records as they pass."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self.name = source, source.name
+        self.forms: Counter[str] = Counter()
+
+    def __iter__(self) -> Iterator[Record]:
+        for record in self._source:
+            self.forms[record.form] += 1
+            yield record
+
+    def total(self) -> int:
+        return self._source.total()
+
+    def fingerprint(self) -> str | None:
+        return self._source.fingerprint()
+
+
+class _PlainChat:
+    """Conversations without a template: their texts, one after the other."""
+
+    def encode(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
+        samples = []
+        for conversation in conversations:
+            ids: list[int] = []
+            spans = []
+            for message in conversation.messages:
+                begin = len(ids)
+                ids += message_text(message).encode()
+                if message["role"] == ASSISTANT:
+                    spans.append((begin, len(ids)))
+            samples.append((ids, joined_spans(spans)))
+        return samples
+
+
+def _bytes() -> TextEncoder:
+    return TextEncoder(
+        encode_batch=lambda texts: [list(text.encode()) for text in texts],
+        end_id=256,
+        decode=lambda ids: bytes(at for at in ids if at < 256).decode(errors="replace"),
+        chat=_PlainChat(),
+    )
+
+
+def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
+    """Bins that double: lengths of one data set span orders of magnitude."""
+    exponents = np.frexp(lengths.astype(np.float64))[1]  # 2**(e - 1) <= length < 2**e
+    low, high = int(exponents.min()), int(exponents.max())
+    counts = np.bincount(exponents - low, minlength=high - low + 1)
+    return [(2 ** (low + at - 1), 2 ** (low + at) - 1, int(count)) for at, count in enumerate(counts)]
+
+
+def _targets_below(data: TokenizedDataset, cap: int) -> np.ndarray:
+    """[samples] targets that are left of each sample's first `cap` tokens."""
+    owner = np.searchsorted(data.offsets, data.spans[:, 0], side="right") - 1
+    begin = data.offsets[owner]
+    counts = np.zeros(len(data), np.int64)
+    left = np.minimum(data.spans[:, 1], begin + cap) - np.maximum(data.spans[:, 0], begin + 1)
+    np.add.at(counts, owner, np.maximum(left, 0))
+    return counts
+
+
+def _count_from(tokens: np.ndarray, first: int) -> int:
+    step = 1 << 20
+    return sum(int((tokens[at : at + step] >= first).sum()) for at in range(0, len(tokens), step))
+
+
+def _vocabulary(model: str) -> int:
+    from ..checkpoint.pretrained import read_config
+
+    return read_config(model).get_text_config().vocab_size
+
+
+def _example(data: TokenizedDataset, encoder: TextEncoder) -> list[tuple[bool, str]]:
+    if encoder.decode is None:
+        return []
+    lengths = data.lengths
+    middle = int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
+    sample = data[middle]
+    learned = sample["labels"] != IGNORED_LABEL
+    cuts = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(learned)]
+    return [
+        (bool(learned[begin]), encoder.decode(sample["input_ids"][begin:end].tolist())) for begin, end in pairwise(cuts)
+    ]
+
+
+def _over(found: Inspection) -> str:
+    if not found.too_long:
+        return f"no sample is longer than the cap of {found.token_cap:,} {found.unit}"
+    return (
+        f"{found.too_long:,} samples ({found.too_long / found.samples:.1%}) are longer than the cap of "
+        f"{found.token_cap:,} {found.unit}: truncating cuts off {found.tokens_over_cap:,} {found.unit} and leaves "
+        f"{found.too_long_nothing_left:,} of them with nothing to learn; dropping leaves all of them out"
+    )
+
+
+def _safe(text: str) -> str:
+    """Short enough, and with control characters written out."""
+    if len(text) > _SHOWN:
+        text = f"{text[: _SHOWN // 2]} […] {text[-_SHOWN // 2 :]}"
+    return "".join(at if at == "\n" or at.isprintable() else ascii(at)[1:-1] for at in text)

@@ -1,0 +1,260 @@
+"""Text to token ids: a small byte-level BPE of our own, and one face for it and for transformers' tokenizers.
+
+Token ids of one sample, with `TextEncoder`'s parts in brackets:
+
+    text                   [before_text] text [end_id]
+    prompt + completion    [before_prompt] prompt [before_completion] completion [end_id]
+    messages               what the chat template makes of them (see `chat`)
+
+Our tokenizer marks prompt and completion by special tokens; a model's own tokenizer has no such marks, and
+its sequences begin with its beginning-of-sequence token, where it puts one. Prompt and completion are encoded
+apart, so that no token lies across the boundary of what is learned.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..base.atomic import atomic_file
+from ..base.source import reading
+from .chat import ChatTemplate
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END = "<|end|>"
+PAD = "<|pad|>"
+PROMPT = "<|prompt|>"
+COMPLETION = "<|completion|>"
+SPECIAL_TOKENS = (END, PAD, PROMPT, COMPLETION)  # ids 0 to 3
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 8192, sample_bytes: int = 16_000_000) -> Tokenizer:
+    """A byte-level BPE: every text has an encoding, and decoding gives it back.
+
+    It learns from the texts until they exceed `sample_bytes` bytes of UTF-8; the rest is not read. The
+    vocabulary of `vocab_size` tokens counts the special tokens and the 256 bytes; it comes out smaller if the
+    texts have too few pairs to merge.
+
+    Raises ImportError without the `tokenizers` library and ValueError for a vocabulary too small.
+    """
+    smallest = 256 + len(SPECIAL_TOKENS)
+    if vocab_size < smallest:
+        raise ValueError(f"vocab_size is {vocab_size} tokens; bytes and special tokens alone need {smallest}")
+    tokenizers = _import_tokenizers()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_head(texts, sample_bytes), trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike) -> None:
+    """Writes a `tokenizer.json`, atomically."""
+    with atomic_file(path) as file:
+        file.write(tokenizer.to_str().encode())
+
+
+def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
+    """Reads a `tokenizer.json`.
+
+    Raises ImportError without the `tokenizers` library, OSError and ValueError for a file that is none.
+    """
+    text = Path(path).read_bytes()
+    try:
+        return _import_tokenizers().Tokenizer.from_buffer(text)
+    except ImportError:
+        raise
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
+
+
+def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """A tokenizer of `train_tokenizer` as transformers' class, with its end and pad tokens named."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=[PROMPT, COMPLETION],
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
+    """Transformers' tokenizer of a folder or hub id, or this project's own from a tokenizer.json.
+
+    Raises OSError and ValueError for what is neither.
+    """
+    from transformers import AutoTokenizer
+
+    with reading(str(source)):
+        if Path(source).suffix == ".json":
+            tokenizer = load_tokenizer(source)
+            if tokenizer.token_to_id(END) is None:
+                raise ValueError(
+                    f"{source} has no {END} token, so this project did not make it: give the folder of its model, "
+                    f"where tokenizer_config.json names its special tokens"
+                )
+            return to_transformers(tokenizer)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoder:
+    """How samples become token ids: an encoder of texts, and the ids that stand around them.
+
+    `encode_batch` takes texts and returns their ids without special tokens of its own. Special tokens written
+    out in a text are recognised, as in transformers, so that texts made by a chat template work.
+    """
+
+    encode_batch: Callable[[list[str]], Sequence[Sequence[int]]]
+    end_id: int
+    before_text: tuple[int, ...] = ()
+    before_prompt: tuple[int, ...] = ()
+    before_completion: tuple[int, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None  # special tokens written out
+    chat: ChatTemplate | None = None
+    fingerprint: str | None = None  # changes whenever the ids of a text may; None: not known
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | PreTrainedTokenizerBase) -> TextEncoder:
+        """The encoder of any tokenizer of transformers, or of one that `train_tokenizer` made.
+
+        Raises ValueError if no end token is known, or if the tokenizer pads or truncates by itself.
+        """
+        if hasattr(tokenizer, "eos_token_id"):
+            return cls._of_transformers(tokenizer)
+        if tokenizer.padding is not None or tokenizer.truncation is not None:
+            raise ValueError(
+                f"the tokenizer has padding={tokenizer.padding}, truncation={tokenizer.truncation}; "
+                "call its no_padding() and no_truncation(): sequences are never padded here"
+            )
+        end, prompt, completion = (tokenizer.token_to_id(token) for token in (END, PROMPT, COMPLETION))
+        if end is None:
+            raise ValueError(
+                f"the tokenizer has no token {END!r}; pass transformers' AutoTokenizer, "
+                "which knows its model's end token"
+            )
+        return cls(
+            encode_batch=lambda texts: [
+                encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            ],
+            end_id=end,
+            before_prompt=() if prompt is None else (prompt,),
+            before_completion=() if completion is None else (completion,),
+            decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
+            fingerprint=_hash("tokenizers", tokenizer.to_str()),
+        )
+
+    @classmethod
+    def _of_transformers(cls, tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"{type(tokenizer).__name__} has no end-of-sequence token; set its eos_token, "
+                "so that the model learns where a completion ends"
+            )
+        bos = tokenizer.bos_token_id
+        begins = bos is not None and tokenizer("", verbose=False)["input_ids"][:1] == [bos]
+        begin = (bos,) if begins else ()
+        vocabulary = tokenizer.get_vocab()
+        marks = [(vocabulary[token],) if token in vocabulary else () for token in (PROMPT, COMPLETION)]
+
+        encodes_plainly = _encodes_plainly(tokenizer)
+
+        def encode_batch(texts: list[str]) -> Sequence[Sequence[int]]:
+            if not texts:  # transformers refuses an empty list
+                return []
+            if not encodes_plainly:
+                return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            tokenizer("", verbose=False)  # has it neither pad nor cut, whatever its file says
+            rust = tokenizer.backend_tokenizer
+            return [encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=False)]
+
+        return cls(
+            encode_batch=encode_batch,
+            end_id=tokenizer.eos_token_id,
+            before_text=begin,
+            before_prompt=begin + marks[0],
+            before_completion=marks[1],
+            decode=lambda ids: tokenizer.decode(
+                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ),
+            chat=ChatTemplate(tokenizer, encode_batch),
+            fingerprint=_fingerprint(tokenizer),
+        )
+
+
+def _encodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether transformers adds nothing to what its library in Rust does, which alone takes less time."""
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    kind = type(tokenizer)
+    return (
+        tokenizer.is_fast
+        and not tokenizer.split_special_tokens
+        and kind.__call__ is PreTrainedTokenizerBase.__call__
+        and kind._encode_plus is PreTrainedTokenizerFast._encode_plus
+    )
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    import transformers
+
+    # A slow tokenizer is Python code: its class, vocabulary and settings stand for it.
+    rules = (
+        tokenizer.backend_tokenizer.to_str()
+        if tokenizer.is_fast
+        else repr((type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items()), tokenizer.init_kwargs))
+    )
+    return _hash(
+        "transformers",
+        transformers.__version__,  # it renders the chat template
+        rules,
+        repr(tokenizer.chat_template),
+        repr(sorted(tokenizer.special_tokens_map.items())),
+        repr((tokenizer.bos_token_id, tokenizer.eos_token_id)),
+    )
+
+
+def _hash(*parts: str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        raw = part.encode("utf-8", "surrogatepass")
+        digest.update(b"%d " % len(raw) + raw)
+    return digest.hexdigest()
+
+
+def _head(texts: Iterable[str], limit_bytes: int) -> Iterator[str]:
+    for text in texts:
+        yield text
+        limit_bytes -= len(text.encode())
+        if limit_bytes < 0:
+            return
+
+
+def _import_tokenizers():
+    try:
+        import tokenizers
+        import tokenizers.decoders
+        import tokenizers.models
+        import tokenizers.pre_tokenizers
+        import tokenizers.trainers
+    except ImportError as error:
+        raise ImportError(
+            'training a tokenizer needs the `tokenizers` library: pip install "odc-triton[demo]"'
+        ) from error
+    return tokenizers

@@ -1,0 +1,114 @@
+"""The calls of a training loop on a sharded model: minibatch, publish, full_parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .engine import Engine
+from .module import ODCModule
+
+
+def engine_of(module: nn.Module) -> Engine:
+    """The engine behind a module that `fully_shard` returned."""
+    if not isinstance(module, ODCModule):
+        raise TypeError(f"{type(module).__name__} is not sharded: call fully_shard(model) first")
+    return module._odc_engine
+
+
+class minibatch:
+    """One optimizer step's microbatches of this rank, any number of them.
+
+        with minibatch(model, tokens=count(packs)) as mb:
+            for pack in packs:
+                (summed_loss(model, pack) / mb.tokens).backward()
+
+    `tokens`: this rank's target tokens; `mb.tokens` is then their sum over all ranks and gradients are summed.
+    Without it gradients are divided by the world size, as FSDP2 does, and `mb.tokens` raises RuntimeError. Give it
+    on all ranks or on none.
+
+    Enter: waits until every rank's parameters are readable and its gradient shards are zero. Exit: waits until
+    every rank's gradients have landed; `p.grad` is then this rank's shard of the sum, or None on all ranks if no
+    rank touched p. Inside, ranks never wait for each other.
+
+    Raises MinibatchFailed on every rank if a microbatch raised on any; RankLost if a peer's process is gone;
+    DeadlineExceeded if a live peer is later than the `timeout` of fully_shard.
+    """
+
+    def __init__(self, model: nn.Module, tokens: int | None = None) -> None:
+        self._engine = engine_of(model)
+        self._given = tokens
+        self._tokens: int | None = None
+        self.index: int | None = None  # the number of this minibatch, from 0, the same on every rank
+
+    def __enter__(self) -> minibatch:
+        self._tokens = self._engine.begin(self._given)
+        self.index = self._engine.minibatch
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """The target tokens of all ranks together. Raises RuntimeError where no rank gave its own, or none yet."""
+        if self._tokens is None:
+            raise RuntimeError(
+                "mb.tokens is not known: give this rank's number of target tokens, minibatch(model, tokens=…), and "
+                "read it inside the `with` block"
+            )
+        return self._tokens
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._engine.end(error)
+
+
+def begin_minibatch(model: nn.Module, tokens: int | None = None) -> minibatch:
+    """Enters a minibatch where a `with` block can't be held; `end_minibatch(model)` leaves it."""
+    return minibatch(model, tokens).__enter__()
+
+
+def end_minibatch(model: nn.Module, error: BaseException | None = None) -> None:
+    """Leaves the minibatch that `begin_minibatch` entered. `error`: what a microbatch raised, if one did."""
+    engine_of(model).end(error)
+
+
+def publish(model: nn.Module) -> None:
+    """Makes changes to the parameters readable by peers; call it on every rank.
+
+    Only needed after writing parameters by hand (an EMA, `dcp.load` in place): optimizer steps and
+    `load_state_dict` publish by themselves. See to it, by a barrier before the writing, that no other rank still
+    evaluates: fp32 parameters are read where they are written. With several replicas it is an exchange between them:
+    the others don't see before what was written.
+    """
+    engine_of(model).publish()
+
+
+def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) of every parameter, in the compute dtype, one copy at a time.
+
+    Any single rank may call it: reads are one-sided. After an optimizer step it waits, with the deadline, until
+    every owner has stepped. Raises RuntimeError if an owner steps again while this rank still reads.
+    """
+    yield from engine_of(model).full_parameters()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Has `module.method_name(...)` see whole parameters, as its forward does. FSDP2's function of that name.
+
+    A module that is not a unit is left alone, as FSDP2 leaves it.
+    """
+    if not isinstance(module, ODCModule):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise AttributeError(f"{type(module).__name__} has no method {method_name!r}")
+    setattr(module, method_name, module._odc_unit.wrap_method(method))
+
+
+def events(model: nn.Module) -> list[Any]:
+    """What this rank did since the last call: a list of `odc_triton.base.events.Event`, oldest first."""
+    return engine_of(model).events.drain()

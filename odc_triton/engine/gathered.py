@@ -1,0 +1,135 @@
+"""Whole parameters of one unit, where shards lie apart: gathered before they are needed, freed afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+import torch
+from torch.profiler import record_function
+
+from ..comm.layout import ParameterSpec, aligned
+from .streams import Copies, Streams
+
+if TYPE_CHECKING:
+    from odc_kernels.gather import Pieces
+
+_OLD = -1  # a publication that there never is
+_SMALL_BYTES = 256 * 2**10  # a tensor of at most so many crosses a link faster than the host enqueues its copies
+
+
+class GatheredParameters:
+    """One storage for all whole parameters of a unit, of which autograd may save views.
+
+    As in FSDP2 the tensors stay the same and their storage comes and goes, so what autograd saved in the forward is
+    right again as soon as the storage is filled for the backward, and no gathered weight is kept between the two.
+    Filling goes through tensors of their own version counters: it is no change of a saved weight.
+
+    `shards`: per parameter its owners' rows, in order of the owners. `whole`: the tensors, in the same order.
+    `by_kernel`: one launch copies all small tensors; else each shard is a copy of its own, as those of large ones are.
+    """
+
+    def __init__(
+        self,
+        specs: list[ParameterSpec],
+        shards: list[list[torch.Tensor]],
+        *,
+        rank: int,
+        streams: Streams,
+        by_kernel: bool = False,
+    ) -> None:
+        self._rank, self._streams = rank, streams
+        self._users: set[Hashable] = set()
+        self._filled_at: int | None = None  # the publication that the storage holds
+        self._copies: Copies | None = None  # those that filled it
+        device = shards[0][0].device
+        self._large: list[tuple[torch.Tensor, torch.Tensor]] = []  # where they go, an owner's rows
+        small: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}  # an owner's rows, the element where they go
+        offsets, self._size_bytes = [], 0
+        for spec, owners in zip(specs, shards, strict=True):
+            offsets.append(self._size_bytes)
+            self._size_bytes += aligned(math.prod(spec.shape) * owners[0].element_size())
+        flat = torch.empty(self._size_bytes, dtype=torch.uint8, device=device)
+        self._storage = flat.untyped_storage()
+        self.whole = []
+        for spec, owners, offset in zip(specs, shards, offsets, strict=True):
+            dtype = owners[0].dtype
+            stride = torch.empty(spec.shape, device="meta").stride()
+            tensor = torch.empty(0, dtype=dtype, device=device)
+            tensor.set_(self._storage, offset // dtype.itemsize, spec.shape, stride)
+            self.whole.append(tensor)
+            pieces = self._pieces(tensor.data, owners)
+            if by_kernel and tensor.nbytes <= _SMALL_BYTES:
+                small.setdefault(dtype, []).extend((rows, place.storage_offset()) for place, rows in pieces)
+            else:
+                self._large += pieces
+        self._small: list[tuple[Pieces, torch.Tensor]] = []
+        for dtype, rows in small.items():
+            from odc_kernels.gather import Pieces  # here, as importing triton takes a second
+
+            flat = torch.empty(0, dtype=dtype, device=device)
+            flat.set_(self._storage, 0, (self._size_bytes // dtype.itemsize,), (1,))
+            self._small.append((Pieces.of(*zip(*rows, strict=True)), flat))
+        self._storage.resize_(0)
+
+    def _pieces(self, whole: torch.Tensor, owners: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(where they go, an owner's rows), of all owners that have some; `whole`: of its own version counter.
+
+        The own ones come first, then the next rank's: so all ranks read different owners.
+        """
+        if not whole.shape:
+            return [(whole, owners[0])]
+        places = whole.split([len(owner) for owner in owners])
+        order = ((self._rank + step) % len(owners) for step in range(len(owners)))
+        return [(places[owner], owners[owner]) for owner in order if owners[owner].numel()]
+
+    @property
+    def is_filled(self) -> bool:
+        return self._filled_at is not None
+
+    def serves(self, user: Hashable) -> bool:
+        """Whether it is kept for `user`."""
+        return user in self._users
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in this storage."""
+        return tensor.layout == torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
+
+    def expire(self) -> None:
+        """Has the next fetch fill the storage anew, as what it holds may be old."""
+        if self.is_filled:
+            self._filled_at = _OLD
+
+    @torch.no_grad()
+    def fetch(self, user: Hashable, publication: int) -> None:
+        """Begins to fill the storage, unless it holds that publication already, and keeps it for `user`."""
+        self._users.add(user)
+        if self._filled_at == publication:
+            return
+        if self._storage.nbytes() != self._size_bytes:  # at its own size too, CUDA would allocate another and copy it
+            self._streams.allocate(self._storage, self._size_bytes)
+        self._copies = self._streams.copy(self._storage, self._fill)
+        self._filled_at = publication
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        with record_function("odc.gather"):
+            for pieces, flat in self._small:
+                from odc_kernels.gather import gather_pieces
+
+                gather_pieces(pieces=pieces, out=flat)
+            for place, rows in self._large:
+                place.copy_(rows, non_blocking=True)
+
+    def wait(self) -> None:
+        """What is computed from here on, on this stream, finds the storage filled."""
+        if self._copies is not None:
+            self._streams.wait(self._copies)
+
+    def release(self, user: Hashable) -> None:
+        """Frees the storage if `user` was the last that needs it."""
+        self._users.discard(user)
+        if not self._users and self.is_filled:
+            self._streams.free(self._storage, self._copies)
+            self._copies, self._filled_at = None, None

@@ -1,0 +1,144 @@
+"""How a rank's gradient gets into its owners' shards: under locks on the CPU, by atomic additions on a GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch.profiler import record_function
+
+from odc_kernels.peers import PeerShards
+
+from ..base.errors import DeadlineExceeded
+from ..comm.memory.shm import SharedMemoryHeap
+from ..nn.on_owners import AddRows, add_rows
+from .streams import Streams
+
+_NAP_S = 20e-6
+_LONG_WAIT_S = 1e-3  # waits for a lock that are shorter are not worth an event
+
+Waits = list[tuple[float, float]]
+
+
+class Target:
+    """Where one parameter's gradient goes. `slot`: its number in the plan; `shards`: rows per owner, in their order.
+
+    A scalar's one owner is rank 0: give its shard as one row. `near`: as in `PeerShards`.
+    """
+
+    def __init__(
+        self, *, slot: int, shards: Sequence[torch.Tensor], rank: int, near: frozenset[int] | None = None
+    ) -> None:
+        self.slot, self.shards, self._rank, self._near = slot, tuple(shards), rank, near
+
+    @cached_property
+    def peers(self) -> PeerShards:
+        """As kernels see it. Raises ValueError where the shards are not aligned, as in the CPU's joined heap."""
+        shape = (sum(len(shard) for shard in self.shards), *self.shards[0].shape[1:])
+        rank = self._rank if len(self.shards) > 1 else 0
+        return PeerShards.of(self.shards, shape=shape, rank=rank, near=self._near)
+
+
+class Accumulator(ABC):
+    """Adds whole gradients into their owners' shards while other ranks do the same."""
+
+    @abstractmethod
+    def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
+        """Adds `gradient`, whose rows are those of all shards together. `name`: the parameter's, for errors.
+
+        waited: is told the times, as (start_s, end_s), at which it could not go on because of other ranks.
+        """
+
+    @abstractmethod
+    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards | AddRows:
+        """What an operator that makes a gradient piece by piece adds it through: shards for a kernel, or a function."""
+
+
+class LockedAccumulator(Accumulator):
+    """One lock per (parameter, owner). One that is taken is left for later, so that ranks that come at the same time
+    work on different owners. Raises DeadlineExceeded with the holder's name.
+    """
+
+    def __init__(self, heap: SharedMemoryHeap, streams: Streams, timeout_s: float) -> None:
+        self._heap, self._streams, self._timeout_s = heap, streams, timeout_s
+        self._threads: dict[int, threading.Lock] = {}  # per slot; see [Note: traps of fcntl locks]
+
+    def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
+        self._streams.add(gradient, lambda gradient: waited(self._add(gradient, target, name)))
+
+    @torch.no_grad()
+    def _add(self, gradient: torch.Tensor, target: Target, name: str) -> Waits:
+        waits: Waits = []
+        rows = gradient.split([len(shard) for shard in target.shards])
+        world = len(target.shards)
+        with record_function("odc.accumulate"), self._threads.setdefault(target.slot, threading.Lock()):
+            pending = [(self._heap.rank + step) % world for step in range(world)]
+            pending = [owner for owner in pending if target.shards[owner].numel()]
+            stuck_s: float | None = None
+            while pending:
+                before_s = time.monotonic()
+                left = [owner for owner in pending if not self._try_add(rows[owner], target, owner)]
+                if len(left) < len(pending):
+                    if stuck_s is not None and before_s - stuck_s > _LONG_WAIT_S:
+                        waits.append((stuck_s, before_s))
+                    stuck_s = None
+                else:
+                    stuck_s = before_s if stuck_s is None else stuck_s
+                    self._give_up_if_late(before_s - stuck_s, target.slot, left[0], name)
+                    time.sleep(_NAP_S)
+                pending = left
+        return waits
+
+    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> AddRows:
+        @torch.no_grad()
+        def add_under_lock(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+            begin_s = stuck_until_s = time.monotonic()
+            with record_function("odc.accumulate"), self._threads.setdefault(target.slot, threading.Lock()):
+                while not self._try_add(rows, target, owner, at):
+                    self._give_up_if_late(time.monotonic() - begin_s, target.slot, owner, name)
+                    time.sleep(_NAP_S)
+                    stuck_until_s = time.monotonic()
+            if stuck_until_s - begin_s > _LONG_WAIT_S:
+                waited([(begin_s, stuck_until_s)])
+
+        return add_under_lock
+
+    def _try_add(self, rows: torch.Tensor, target: Target, owner: int, at: int | torch.Tensor = 0) -> bool:
+        if not self._heap.try_lock(target.slot, owner):
+            return False
+        try:
+            add_rows(target.shards[owner], at, rows)
+        finally:
+            self._heap.unlock(target.slot, owner)
+        return True
+
+    def _give_up_if_late(self, waited_s: float, slot: int, owner: int, name: str) -> None:
+        if waited_s > self._timeout_s:
+            holder, first = self._heap.lock_holder(slot, owner), self._heap.first
+            ranks = [] if holder is None else [first + holder]
+            raise DeadlineExceeded(
+                ranks,
+                f"rank {first + self._heap.rank} waited {waited_s:.1f} s to add its gradient of {name} to the shard of "
+                f"rank {first + owner}: its lock is held by {f'rank {ranks[0]}' if ranks else 'another process'}",
+            )
+
+
+class KernelAccumulator(Accumulator):
+    """The scatter kernel, on a stream of its own: additions are atomic, ranks never wait for each other."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
+        from odc_kernels.scatter import scatter  # here, as importing triton takes a second
+
+        peers = target.peers
+        self._streams.add(gradient.contiguous(), lambda gradient: scatter(gradient=gradient, peers=peers))
+
+    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards:
+        self._streams.computes_here()  # the kernel that adds is launched on this stream
+        return target.peers

@@ -1,0 +1,152 @@
+"""In which order a rank's device works: what is computed, what is copied from peers, what is added to them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from odc_kernels.streams import Device
+
+from ..base.errors import DeadlineExceeded
+
+_POLL_S = 50e-6
+_IN_FLIGHT_BYTES = 512 * 2**20
+
+
+class Copies:
+    """Some copies from peers. Whoever has made them can be told to wait for them."""
+
+
+class Streams:
+    """The CPU's: everything is done when the call returns, so there is nothing to order or to wait for.
+
+    `device`: whose streams they are; None for a CPU's.
+    """
+
+    device: Device | None = None
+
+    def compute(self, work: Callable[[], None]) -> None:
+        """Does `work` after all that was enqueued to be computed before."""
+        work()
+
+    def computes_here(self) -> None:
+        """Says that the caller enqueues work of its own on the current stream."""
+
+    def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        """Gives a freed storage memory again."""
+        storage.resize_(size_bytes)
+
+    def copy(self, storage: torch.UntypedStorage, work: Callable[[], None]) -> Copies:
+        """Copies from peers into `storage`, by `work`, after all that was enqueued to be computed before."""
+        work()
+        return Copies()
+
+    def wait(self, copies: Copies) -> None:
+        """What is computed from here on follows the copies."""
+
+    def free(self, storage: torch.UntypedStorage, copies: Copies) -> None:
+        """Frees memory: what is computed in it from here on follows the copies into it, and what used them."""
+        storage.resize_(0)
+
+    def add(self, gradient: torch.Tensor, work: Callable[[torch.Tensor], None]) -> None:
+        """Adds `gradient` to peers, by `work`, after all that was enqueued to be computed before."""
+        work(gradient)
+
+    def drain(self, timeout_s: float, purpose: str) -> None:
+        """Waits until the device has done all that was enqueued. Raises DeadlineExceeded."""
+
+
+@dataclass(slots=True)
+class _Copies(Copies):
+    """`home`: the stream that was current when they were begun, so that their memory was allocated on. `users`: the
+    streams that wait for them already.
+    """
+
+    home: Any
+    done: Any
+    users: list[Any]
+
+
+class DeviceStreams(Streams):
+    """A device's: copies from peers and additions to peers have streams of their own, beside the current one.
+
+    [Note: memory of side streams] The caching allocator knows one stream per block, the one that was current when
+    it was allocated. So every block that a side stream works on is allocated on the current stream, and freed only
+    when that stream follows the side stream's work: whole parameters by `free`, gradients when their addition is seen
+    to be done, or, when more than `in_flight_bytes` are held so, after the current stream was told to wait for the
+    oldest. `Tensor.record_stream` would do it too, and would keep blocks from reuse for as long as the host runs ahead.
+
+    Which stream is current is the caller's choice, and may change within a minibatch: `drain` waits for all that were.
+    """
+
+    def __init__(self, device: Device, *, in_flight_bytes: int = _IN_FLIGHT_BYTES) -> None:
+        self.device = device
+        self._copy, self._add = device.stream(), device.stream()
+        self._in_flight: deque[tuple[Any, torch.Tensor]] = deque()
+        self._in_flight_bytes, self._most_bytes = 0, in_flight_bytes
+        self._computing: dict[Any, None] = {}  # what was current since the last drain, in that order
+
+    def _current(self) -> Any:
+        stream = self.device.current()
+        self._computing[stream] = None
+        return stream
+
+    def compute(self, work: Callable[[], None]) -> None:
+        self.device.enqueue(self._current(), work)
+
+    def computes_here(self) -> None:
+        self._current()
+
+    def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
+        self.device.allocate(storage, size_bytes)
+
+    def copy(self, storage: torch.UntypedStorage, work: Callable[[], None]) -> _Copies:
+        home = self._current()
+        self._copy.wait_stream(home)
+        self.device.enqueue(self._copy, work, storage)
+        return _Copies(home=home, done=self._copy.record_event(), users=[])
+
+    def wait(self, copies: _Copies) -> None:
+        if (current := self._current()) not in copies.users:
+            current.wait_event(copies.done)
+            copies.users.append(current)
+
+    def free(self, storage: torch.UntypedStorage, copies: _Copies) -> None:
+        copies.home.wait_event(copies.done)
+        for user in copies.users:
+            if user != copies.home:
+                copies.home.wait_stream(user)
+        self.device.free(storage)
+
+    def add(self, gradient: torch.Tensor, work: Callable[[torch.Tensor], None]) -> None:
+        self._add.wait_stream(self._current())
+        self.device.enqueue(self._add, work, gradient)
+        self._in_flight.append((self._add.record_event(), gradient))
+        self._in_flight_bytes += gradient.nbytes
+        while self._in_flight and self._in_flight[0][0].query():
+            self._let_go()
+        while self._in_flight_bytes > self._most_bytes:
+            self._current().wait_event(self._in_flight[0][0])
+            self._let_go()
+
+    def _let_go(self) -> None:
+        _, gradient = self._in_flight.popleft()
+        self._in_flight_bytes -= gradient.nbytes
+
+    def drain(self, timeout_s: float, purpose: str) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        self._current()
+        for stream in (*self._computing, self._copy, self._add):
+            done = stream.record_event()
+            while not self.device.has_come(done):
+                if time.monotonic() > deadline_s:
+                    raise DeadlineExceeded([], f"{self.device} was still busy after {timeout_s:.1f} s: {purpose}")
+                time.sleep(_POLL_S)
+        self._computing.clear()
+        self._in_flight.clear()
+        self._in_flight_bytes = 0

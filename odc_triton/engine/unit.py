@@ -1,0 +1,214 @@
+"""A unit: a module whose parameters become whole together, for as long as its forward or a backward runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
+
+from .backward_end import watch_end_of_backward
+from .gathered import GatheredParameters
+from .parameter import ShardedParameter
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One place in the module tree where a parameter is registered. Tied parameters have several."""
+
+    module: nn.Module
+    attribute: str
+    parameter: ShardedParameter
+
+    def put(self, value: nn.Parameter) -> None:
+        # Modules such as nn.LSTM override __setattr__ to keep lists of their weights: they must hear of it.
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.attribute] = value
+        else:
+            setattr(self.module, self.attribute, value)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd runs a backward in this thread: a forward now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Unit:
+    """Swaps the sharded DTensors of its slots for the whole tensors and back, around the module's forward.
+
+    Swapping works on the *unit*, never on single layers, as parents read their children's weights
+    (`nn.TransformerEncoderLayer` does). It is a matter of a few dictionary entries.
+
+    `gathered`: the storages that its whole tensors lie in, those of parameters tied into other units too; none where
+    whole tensors are views of the heap. They are filled for the forward and for the backward, and free in between
+    unless `reshard_after_forward` is False; None is FSDP2's default, False for the root, which is needed again at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        module: nn.Module,
+        slots: list[Slot],
+        policy: MixedPrecisionPolicy,
+        engine: Engine,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.name, self.module, self.slots, self.policy = name, module, slots, policy
+        self.engine = engine
+        self.is_root = name == ""
+        self.reshard_after_forward = reshard_after_forward
+        storages = [slot.parameter.gathered for slot in slots if slot.parameter.gathered is not None]
+        self.gathered: list[GatheredParameters] = list(dict.fromkeys(storages))
+        self._uses = 0  # forwards of this unit that run now
+        self._held = False  # by unshard()
+        self._whole = False
+        for slot in slots:
+            slot.put(slot.parameter.sharded)
+
+    def make_whole(self) -> None:
+        if not self._whole:
+            self._whole = True
+            for slot in self.slots:
+                slot.put(slot.parameter.leaf)
+
+    def make_sharded(self) -> None:
+        """Back to DTensors, unless a forward, a backward or `unshard()` still needs the whole tensors."""
+        if self._whole and not (self._uses or self._held or self.engine.microbatches.in_backward):
+            self._whole = False
+            for slot in self.slots:
+                slot.put(slot.parameter.sharded)
+
+    def check_places(self) -> None:
+        """Raises when something registered another parameter at one of the unit's places."""
+        for slot in () if self._whole else self.slots:
+            if slot.module._parameters.get(slot.attribute) is not slot.parameter.sharded:
+                raise RuntimeError(
+                    f"{slot.parameter.name} was replaced by another parameter after fully_shard. Write its values into "
+                    f"the sharded one with copy_() instead."
+                )
+
+    def hold(self) -> None:
+        self._held = True
+        self.make_whole()
+        self.fetch()
+        self.wait()
+        for slot in self.slots:
+            slot.parameter.hold_whole()
+
+    def release(self) -> None:
+        self._held = False
+        self.make_sharded()
+        self.let_go()
+        for slot in self.slots:
+            slot.parameter.let_go()
+
+    def reset(self) -> None:
+        """Forgets `unshard()`, and uses that an interrupt between two lines left open."""
+        self._uses = 0
+        self.release()
+
+    def fetch(self) -> None:
+        """Begins to fill the whole tensors."""
+        for storage in self.gathered:
+            storage.fetch(self, self.engine.publication.number)
+
+    def expire(self) -> None:
+        """Has the whole tensors filled anew when they are needed next."""
+        for storage in self.gathered:
+            storage.expire()
+
+    def wait(self) -> None:
+        """What is computed from here on finds the whole tensors filled."""
+        for storage in self.gathered:
+            storage.wait()
+
+    def let_go(self) -> None:
+        """Frees the whole tensors, unless a forward or `unshard()` still needs them."""
+        if not (self._uses or self._held):
+            for storage in self.gathered:
+                storage.release(self)
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether it keeps whole tensors for a forward, a backward or `unshard()` already."""
+        return any(storage.serves(self) for storage in self.gathered)
+
+    @property
+    def _reshards_after_forward(self) -> bool:
+        return not self.is_root if self.reshard_after_forward is None else self.reshard_after_forward
+
+    def _own(self, value: Any) -> Any:
+        """A view of a parameter among the outputs as a tensor of its own: the parameter's memory goes."""
+        if isinstance(value, torch.Tensor) and any(storage.holds(value) for storage in self.gathered):
+            return value.clone()
+        return value
+
+    def _backward_begins(self) -> None:
+        self.engine.prefetch.needs(self, in_backward=True)
+
+    def _backward_ends(self) -> None:
+        if not torch.is_grad_enabled():  # else it makes a graph, whose own backward needs the parameters again
+            self.let_go()
+
+    def run(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """`call(*args, **kwargs)` as a forward of this unit: its parameters are whole meanwhile.
+
+        It stands around the module's `__call__` rather than in forward hooks, which an interrupt would skip.
+        """
+        self.engine.microbatches.forward_begins()
+        with self.engine.prefetch.lock:
+            self._uses += 1
+        try:
+            self.make_whole()
+            dtype = self.policy.param_dtype
+            if dtype is not None and self.policy.cast_forward_inputs:
+                args, kwargs = pytree.tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+            if self.gathered:
+                self.engine.prefetch.needs(self, in_backward=in_backward_pass())
+                if torch.is_grad_enabled() and self._uses == 1:
+                    args, values = watch_end_of_backward(self._backward_ends, (args, tuple(kwargs.values())))
+                    kwargs = dict(zip(kwargs, values, strict=True))
+            output = call(*args, **kwargs)
+            if self.policy.output_dtype is not None:
+                output = pytree.tree_map(lambda value: _cast(value, self.policy.output_dtype), output)
+            if self.gathered:
+                output = pytree.tree_map(self._own, output)
+            watched = self.engine.microbatches.watch_backward(output, self._backward_begins if self.gathered else None)
+        except BaseException as error:
+            self._leave(error, backward_follows=in_backward_pass())  # a recomputation may stop early, by an exception
+            raise
+        self._leave(None, backward_follows=watched)
+        return output
+
+    def _leave(self, error: BaseException | None, *, backward_follows: bool) -> None:
+        with self.engine.prefetch.lock:
+            self._uses -= 1
+            self.make_sharded()
+            # After a recomputation the backward through it comes right now.
+            if not (backward_follows and (in_backward_pass() or not self._reshards_after_forward)):
+                self.let_go()
+        self.engine.microbatches.forward_ends(error)
+
+    def wrap_method(self, method: Callable) -> Callable:
+        """`method` of the module, run as if it were its forward."""
+
+        @functools.wraps(method)
+        def as_forward(*args: Any, **kwargs: Any) -> Any:
+            return self.run(method, args, kwargs)
+
+        return as_forward

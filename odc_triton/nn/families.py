@@ -1,0 +1,223 @@
+"""Attention layers of transformers on the fused projection: one line of a table per family, the rest is their own."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .functional.qkv import is_fused
+from .modules import Linear, has_hooks, head_norm, leaf, project
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernel knows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A family's attention class. `module`: where it is; `norm`: whether q and k have one per head;
+    `options`: what its attention function is given beside what all families give.
+    """
+
+    module: str
+    name: str
+    norm: bool = False
+    options: Callable[[nn.Module], dict[str, Any]] = lambda attention: {}
+
+    @property
+    def attention(self) -> type[nn.Module] | None:
+        """The class, if its module was imported: else no model has it."""
+        return getattr(sys.modules.get(self.module), self.name, None)
+
+
+FAMILIES = (
+    Family(module="transformers.models.llama.modeling_llama", name="LlamaAttention"),
+    Family(
+        module="transformers.models.mistral.modeling_mistral",
+        name="MistralAttention",
+        options=lambda attention: {"sliding_window": getattr(attention.config, "sliding_window", None)},
+    ),
+    Family(
+        module="transformers.models.qwen2.modeling_qwen2",
+        name="Qwen2Attention",
+        options=lambda attention: {"sliding_window": attention.sliding_window},
+    ),
+    Family(
+        module="transformers.models.qwen3.modeling_qwen3",
+        name="Qwen3Attention",
+        norm=True,
+        options=lambda attention: {"sliding_window": attention.sliding_window},
+    ),
+)
+
+
+class FusedProjections:
+    """Mixed into a family's attention class: q, k and v come from one kernel, where that was chosen.
+
+    All else, the chosen attention function with its mask and the cache, is what the family's own forward does, and
+    where nothing is fused, that forward runs.
+    """
+
+    _odc_family: Family
+    _odc_choice: str
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if position_embeddings is None or not self._is_fused(hidden_states):
+            return super().forward(
+                hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+        norm = head_norm(self) if self._odc_family.norm else None
+        heads = project(self, hidden_states, *position_embeddings, norm=norm, choice=self._odc_choice)
+        query, key, value = (each.transpose(1, 2) for each in heads)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        home = sys.modules[self._odc_family.module]
+        attend = home.ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, home.eager_attention_forward
+        )
+        out, weights = attend(
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **self._odc_family.options(self),
+            **kwargs,
+        )
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+    def _is_fused(self, x: torch.Tensor) -> bool:
+        projections = [getattr(self, name) for name in _PROJECTIONS[:3]]
+        if not all(_is_untouched(each, Linear) for each in projections) or _unlike_norms(self, self._odc_family):
+            return False  # LoRA's, say: they must be called
+        if torch.nn.modules.module._has_any_global_hook():  # a counter of operations, say: it wants to see them called
+            return False
+        parameters = [p for each in projections for p in (leaf(each, "weight"), leaf(each, "bias")) if p is not None]
+        return is_fused(x, parameters, self._odc_choice)
+
+
+def family_of(module: nn.Module) -> Family | None:
+    """The family whose attention class the module has, or one that is derived from it."""
+    for family in FAMILIES:
+        attention = family.attention
+        if attention is not None and isinstance(module, attention):
+            return family
+    return None
+
+
+def why_not(module: nn.Module, family: Family) -> str | None:
+    """Why a module of that family is not what ours computes; None if it is."""
+    if type(module) is not family.attention:
+        return f"a {type(module).__module__}.{type(module).__name__}, derived from {family.name}"
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    wanted = {*_PROJECTIONS, *(("q_norm", "k_norm") if family.norm else ())}
+    if set(module._modules) != wanted or module._parameters or module._buffers:
+        others = sorted({*module._modules, *module._parameters, *module._buffers} ^ wanted)
+        return f"its parts differ from {family.name}'s by {', '.join(others)}"
+    for name in _PROJECTIONS:
+        part = module._modules[name]
+        if type(part) not in (nn.Linear, Linear):
+            return f"its {name} is a {type(part).__module__}.{type(part).__name__}"
+        if not _is_untouched(part, nn.Linear, Linear):
+            return f"its {name} has hooks, or another forward than its class"
+    if why := _unlike_norms(module, family):
+        return why
+    biases = {module._modules[name].bias is None for name in _PROJECTIONS[:3]}
+    if len(biases) > 1:
+        return "of q_proj, k_proj and v_proj some have a bias and some have none"
+    if module.head_dim not in HEAD_DIMS:
+        return f"its heads have {module.head_dim} elements, and the kernel's {', '.join(map(str, HEAD_DIMS))}"
+    if module.q_proj.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it is {module.q_proj.weight.dtype}"
+    return None
+
+
+def _is_untouched(part: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether it is exactly of one of these kinds and nothing of the user's runs when it is called."""
+    return type(part) in kinds and "forward" not in vars(part) and not has_hooks(part)
+
+
+def _unlike_norms(module: nn.Module, family: Family) -> str | None:
+    """Why the norms of the heads, if the family has them, are not the family's own."""
+    if not family.norm:
+        return None
+    norms = module.q_norm, module.k_norm
+    own = getattr(sys.modules[family.module], family.name.replace("Attention", "RMSNorm"))
+    if not all(_is_untouched(norm, own) for norm in norms):
+        return f"its q_norm or k_norm is no {own.__name__}, or has hooks, or another forward than its class"
+    if norms[0].variance_epsilon != norms[1].variance_epsilon:
+        return "its q_norm and k_norm have two different eps"
+    return None
+
+
+@functools.cache
+def fused_class(family: Family) -> type[nn.Module]:
+    """The family's class with `FusedProjections` in front: still an instance of it, for hooks that look for it."""
+    name = f"Fused{family.name}"
+    return type(name, (FusedProjections, family.attention), {"__module__": __name__, "_odc_family": family})
+
+
+def __getattr__(name: str) -> type[nn.Module]:
+    """`FusedLlamaAttention` and so on: where pickle looks for the class of a saved module."""
+    for family in FAMILIES:
+        if name == f"Fused{family.name}":
+            importlib.import_module(family.module)
+            return fused_class(family)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@torch.no_grad()
+def differs(module: nn.Module, family: Family) -> str | None:
+    """Tries ours on a small copy of the module's kind: what is not computed as this file does it, None if all is.
+
+    The family's own forward and ours run on the same random weights and inputs, both by plain torch, so a release of
+    transformers that changes what attention computes is noticed before anything is replaced.
+    """
+    config = copy.deepcopy(module.config)
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    for name, size in sizes.items():
+        if name != "head_dim" or hasattr(config, "head_dim"):
+            setattr(config, name, size)
+    if not hasattr(config, "head_dim"):
+        config.hidden_size = 64
+    config._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(0)
+        own = family.attention(config, module.layer_idx).float().eval()
+        fp32 = {"dtype": torch.float32}
+        for parameter in own.parameters():
+            parameter.copy_(torch.randn(parameter.shape, **fp32) / 4)
+        x = torch.randn(2, 5, config.hidden_size, **fp32)
+        cos, sin = torch.randn(2, 1, 5, own.head_dim // 2, **fp32).repeat(1, 1, 1, 2).unbind()
+        mask = torch.full((5, 5), -1e9, **fp32).triu(1)[None, None]
+        want = own(x, position_embeddings=(cos, sin), attention_mask=mask)[0]
+        own.__class__ = _always_fused(family)
+        own._odc_choice = "qkv=eager"
+        got = own(x, position_embeddings=(cos, sin), attention_mask=mask)[0]
+    error = float((got - want).norm() / want.norm())
+    return None if error <= 1e-5 else f"this transformers' {family.name} computes something else, by {error:.1e}"
+
+
+def _always_fused(family: Family) -> type[nn.Module]:
+    return type(family.name, (fused_class(family),), {"_is_fused": lambda self, x: True})

@@ -1,0 +1,229 @@
+"""Logits that are never made: what a fused head gives in training, for losses and log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+from .choice import AUTO
+from .functional import token_log_probs
+
+_REMEDY = (
+    "Take the model's own loss (labels=...), torch.nn.functional.cross_entropy, or .log_probs(targets) of them; for "
+    "the numbers themselves call model.eval(), or leave the role 'head' out of replace_layers"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogProbs:
+    """Per token, fp32, with gradients: the target's log-probability (0 where ignored), the distribution's entropy."""
+
+    logp: torch.Tensor
+    entropy: torch.Tensor
+
+
+class FusedLogits:
+    """scale · h Wᵀ as far as a loss needs to know: its shape, and cross-entropy of it.
+
+    h: [..., D], weight: [V, D]. Indexing and reshaping over tokens, `float()`, `to` and a scalar factor give another
+    one; everything else raises, naming what to do, as it would make the logits.
+    """
+
+    def __init__(self, h: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, choice: str = AUTO) -> None:
+        if h.shape[-1] != weight.shape[1]:
+            raise ValueError(
+                f"h is {tuple(h.shape)}; with a head of {tuple(weight.shape)} give [..., {weight.shape[1]}]"
+            )
+        self._h, self._weight, self._scale, self._choice = h, weight, scale, choice
+
+    # ------------------------------------------------------------------ what it looks like
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([*self._h.shape[:-1], self._weight.shape[0]])
+
+    @property
+    def ndim(self) -> int:
+        return self._h.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32  # what is made of it: logits in the compute dtype, their softmax in fp32
+
+    @property
+    def device(self) -> torch.device:
+        return self._h.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return self._h.requires_grad or self._weight.requires_grad
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"FusedLogits(shape={tuple(self.shape)}, never made)"
+
+    # ------------------------------------------------------------------ the same logits of other tokens
+
+    def _of(self, h: torch.Tensor, factor: float = 1.0) -> FusedLogits:
+        return FusedLogits(h, self._weight, self._scale * factor, self._choice)
+
+    def float(self) -> FusedLogits:
+        return self
+
+    def contiguous(self) -> FusedLogits:
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> FusedLogits:
+        kwargs.pop("copy", None)
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        elsewhere = device is not None and torch.device(device) != self.device
+        if elsewhere or dtype not in (None, torch.float32):
+            raise _refused(f"to({args or kwargs})")
+        return self
+
+    def view(self, *shape: Any) -> FusedLogits:
+        shape = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+        tokens = self._h.shape[:-1].numel()
+        if shape[-1] != self.shape[-1] and not (shape[-1] == -1 and math.prod(shape[:-1]) == tokens):
+            raise _refused(f"view{shape}")
+        return self._of(self._h.reshape(*shape[:-1], self._h.shape[-1]))
+
+    reshape = view
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> FusedLogits:
+        if end_dim % self.ndim == self.ndim - 1:
+            raise _refused(f"flatten({start_dim}, {end_dim})")
+        return self._of(self._h.flatten(start_dim, end_dim))
+
+    def squeeze(self, dim: int) -> FusedLogits:
+        if dim % self.ndim == self.ndim - 1:
+            raise _refused(f"squeeze({dim})")
+        return self._of(self._h.squeeze(dim))
+
+    def __getitem__(self, index: Any) -> FusedLogits:
+        parts = index if isinstance(index, tuple) else (index,)
+        taken = sum(_dimensions(part) for part in parts)
+        has_ellipsis = any(part is Ellipsis for part in parts)
+        if taken >= self.ndim or (has_ellipsis and parts[-1] is not Ellipsis):  # the last part is of the vocabulary
+            whole = isinstance(parts[-1], slice) and parts[-1] == slice(None)
+            if not whole or taken > self.ndim:
+                raise _refused(f"[{index}]")
+        return self._of(self._h[index])
+
+    def __mul__(self, factor: Any) -> FusedLogits:
+        if not isinstance(factor, (int, float)):
+            raise _refused("a factor that is no number")
+        return self._of(self._h, float(factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> FusedLogits:
+        if not isinstance(divisor, (int, float)):
+            raise _refused("a divisor that is no number")
+        return self._of(self._h, 1 / divisor)
+
+    def _needs_logits(self, *_: Any) -> NoReturn:
+        raise _refused("an operator on them")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __rtruediv__ = __matmul__ = __pow__ = _needs_logits
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __iter__ = _needs_logits
+
+    # ------------------------------------------------------------------ what it is for
+
+    def log_probs(self, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
+        """Log-probabilities of `targets`, int64 of this one's shape without the vocabulary, and the entropy."""
+        logp, entropy = token_log_probs(
+            self._h, self._weight, targets, ignore_index=ignore_index, scale=self._scale, choice=self._choice
+        )
+        return TokenLogProbs(logp=logp, entropy=entropy)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> torch.Tensor:
+        if function is F.cross_entropy:
+            return _cross_entropy(*args, **(kwargs or {}))
+        raise _refused(getattr(function, "__name__", str(function)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"FusedLogits has no {name}")
+        raise _refused(name)
+
+
+# So that who looks for tensors in a model's output, as the engine does to see its backward begin, finds h.
+pytree.register_pytree_node(
+    FusedLogits,
+    lambda logits: ([logits._h], (logits._weight, logits._scale, logits._choice)),
+    lambda parts, of: FusedLogits(next(iter(parts)), *of),
+)
+
+
+def log_probs(logits: torch.Tensor | FusedLogits, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
+    """Log-probabilities of `targets` [...] and the entropy under logits [..., V], made or not: in training a fused head
+    gives `FusedLogits`, in evaluation, as any other head, the numbers.
+    """
+    if isinstance(logits, FusedLogits):
+        return logits.log_probs(targets, ignore_index=ignore_index)
+    if targets.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"targets are {tuple(targets.shape)}; with logits of {tuple(logits.shape)} give {tuple(logits.shape[:-1])}"
+        )
+    every = logits.float().log_softmax(-1)
+    ignored = targets == ignore_index
+    logp = every.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1).masked_fill(ignored, 0.0)
+    return TokenLogProbs(logp=logp, entropy=-(every.exp() * every).sum(-1))
+
+
+def _cross_entropy(
+    input: FusedLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """torch.nn.functional.cross_entropy of logits [T, V] or [V] and class indices."""
+    if not isinstance(input, FusedLogits) or not isinstance(target, torch.Tensor) or target.is_floating_point():
+        raise _refused("cross_entropy with probabilities as targets")
+    given = {"weight": weight, "size_average": size_average, "reduce": reduce, "label_smoothing": label_smoothing}
+    for name, value in given.items():
+        if isinstance(value, torch.Tensor) or value:
+            raise _refused(f"cross_entropy with {name}={'a tensor' if isinstance(value, torch.Tensor) else value}")
+    if input.ndim > 2:
+        raise _refused(f"cross_entropy of {input.ndim} dimensions, whose second are the classes")
+    loss = -input.log_probs(target, ignore_index=ignore_index).logp
+    if reduction == "none":
+        return loss
+    if reduction == "sum":
+        return loss.sum()
+    if reduction != "mean":
+        raise ValueError(f"{reduction} is not a valid value for reduction; give 'none', 'mean' or 'sum'")
+    return loss.sum() / (target != ignore_index).sum()
+
+
+def _dimensions(part: Any) -> int:
+    """How many dimensions one part of an index addresses."""
+    if part is None or part is Ellipsis:
+        return 0
+    return part.ndim if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1
+
+
+def _refused(what: str) -> RuntimeError:
+    return RuntimeError(f"{what} would need logits, which the fused head does not make. {_REMEDY}.")

@@ -1,0 +1,233 @@
+"""Swaps layers of a model for those of `odc_triton.nn`, in place: names and state-dict keys stay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from ..engine.module import is_sharded
+from . import families as attention
+from .choice import AUTO, parse
+from .modules import Embedding, Linear, LMHead, has_hooks
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replaced:
+    """What `replace_layers` did: names of the modules it swapped by role, and why it left others alone."""
+
+    swapped: dict[str, list[str]] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{role}: {', '.join(_grouped(names)) or 'none'}" for role, names in self.swapped.items()]
+        for why in dict.fromkeys(self.left.values()):
+            names = _grouped([name for name, reason in self.left.items() if reason == why])
+            lines.append(f"left alone: {', '.join(names)}, {why}")
+        return "\n".join(lines)
+
+
+def _grouped(names: list[str]) -> list[str]:
+    """Names that differ in numbers only as one, with their number: `layers.*.mlp.up_proj (28)`."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), []).append(name)
+    return [group[0] if len(group) == 1 else f"{pattern} ({len(group)})" for pattern, group in groups.items()]
+
+
+class _Place(NamedTuple):
+    name: str
+    module: nn.Module
+    parent: nn.Module | None  # of the model itself none
+
+
+def replace_layers(
+    model: nn.Module,
+    *,
+    roles: Iterable[str] = ("attention", "embedding", "linear"),
+    choice: str = AUTO,
+    verbose: bool = True,
+) -> Replaced:
+    """Swaps the layers of these roles for ours. Call it before `fully_shard`; prints what it did unless told not to.
+
+    roles:
+        "attention": of Llama, Mistral, Qwen2 and Qwen3 in transformers. The chosen attention function stays.
+        "embedding", "linear": every `torch.nn.Embedding` and `torch.nn.Linear`.
+        "head": the vocabulary projection of a causal LM of transformers. In training its logits are then not made:
+            `model(input_ids=…, labels=…).loss`, or any `cross_entropy` of `outputs.logits`, goes through a chunk of the
+            vocabulary at a time, and `outputs.logits.log_probs(targets)` gives log-probabilities and entropies.
+    choice: how their operators run, see choice.py; by default as its table and the variable ODC_OPERATORS say.
+
+    A layer of another structure than ours computes is left alone, with the reason. Raises ValueError for an unknown
+    role or choice, RuntimeError for a model that is sharded already.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"replace_layers takes an nn.Module, not {model!r:.60}")
+    if any(is_sharded(module) for module in model.modules()):
+        raise RuntimeError("replace_layers comes before fully_shard: layers of a sharded model can't be swapped")
+    parse(choice)
+    if roles is None:
+        raise ValueError(f"roles is None; give some of {', '.join(_ROLES)}, or leave it out")
+    roles = [roles] if isinstance(roles, str) else list(roles)
+    unknown = [role for role in roles if role not in _ROLES]
+    if unknown:
+        raise ValueError(f"roles {unknown} are not known; known are {', '.join(_ROLES)}; give a list of them")
+    replaced = Replaced()
+    for role in _ROLES:
+        if role in roles:
+            replaced.swapped[role] = []
+            _ROLES[role](model, choice, replaced)
+    if verbose:
+        print(replaced)
+    return replaced
+
+
+def own_layers(model: nn.Module) -> int:
+    """Makes of ours what `replace_layers` found, in place; returns how many there were."""
+    count = 0
+    for module in model.modules():
+        found = isinstance(module, (Linear, Embedding, LMHead, attention.FusedProjections))
+        count += found
+        if isinstance(module, Embedding):
+            module.__class__ = nn.Embedding
+        elif isinstance(module, attention.FusedProjections):
+            module.__class__ = module._odc_family.attention
+        elif found:
+            module.__class__ = nn.Linear
+    return count
+
+
+def _places(model: nn.Module, kind: type[nn.Module]) -> list[_Place]:
+    """Every module of that kind, also derived from it, once."""
+    if isinstance(model, kind):
+        return [_Place(type(model).__name__, model, None)]
+    return [
+        _Place(f"{prefix}.{name}" if prefix else name, child, parent)
+        for prefix, parent in model.named_modules()
+        for name, child in parent.named_children()
+        if isinstance(child, kind)
+    ]
+
+
+def _replace_attention(model: nn.Module, choice: str, replaced: Replaced) -> None:
+    unlike: dict[str, str | None] = {}
+    for name, module in model.named_modules():
+        family = attention.family_of(module)
+        if family is None:
+            if _is_attention(module) and not any(name.startswith(f"{outer}.") for outer in replaced.left):
+                replaced.left[name] = f"a {type(module).__name__}, of no family that is known here"
+            continue
+        if isinstance(module, attention.FusedProjections):
+            continue
+        why = attention.why_not(module, family)
+        if why is None:
+            if family.name not in unlike:
+                unlike[family.name] = attention.differs(module, family)
+            why = unlike[family.name]
+        if why is not None:
+            replaced.left[name] = why
+            continue
+        module.__class__ = attention.fused_class(family)
+        module._odc_choice = choice
+        for projection in (module.q_proj, module.k_proj, module.v_proj, module.o_proj):
+            projection.__class__, projection.choice = Linear, choice
+            projection.operator = "linear" if projection is module.o_proj else "qkv"
+        replaced.swapped["attention"].append(name)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__module__.startswith("transformers.") and kind.__name__.endswith("Attention")
+
+
+def _replace_linear(model: nn.Module, choice: str, replaced: Replaced) -> None:
+    for name, module, parent in _places(model, nn.Linear):
+        if isinstance(module, (Linear, LMHead)):  # ours already, by another role or call
+            continue
+        why = _unlike(module, nn.Linear) or _read_by(parent)
+        if why is not None:
+            replaced.left[name] = why
+            continue
+        module.__class__, module.choice = Linear, choice
+        replaced.swapped["linear"].append(name)
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Conv1D":  # GPT-2's: what it multiplies by is a weight transposed
+            replaced.left[name] = "a Conv1D and no Linear"
+
+
+def _replace_embedding(model: nn.Module, choice: str, replaced: Replaced) -> None:
+    for name, module, parent in _places(model, nn.Embedding):
+        if isinstance(module, Embedding):
+            continue
+        why = _unlike(module, nn.Embedding) or _read_by(parent)
+        if why is None and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
+            why = "it has max_norm, scale_grad_by_freq or sparse gradients"
+        if why is not None:
+            replaced.left[name] = why
+            continue
+        module.__class__, module.choice = Embedding, choice
+        replaced.swapped["embedding"].append(name)
+
+
+def _unlike(module: nn.Module, kind: type[nn.Module]) -> str | None:
+    if type(module) is not kind:
+        return f"a {type(module).__module__}.{type(module).__name__} and no plain {kind.__name__}"
+    if "forward" in vars(module):
+        return "its forward was replaced"
+    return None
+
+
+def _read_by(parent: nn.Module | None) -> str | None:
+    if parent is not None and type(parent).__module__.startswith("torch.nn.") and not isinstance(parent, _CONTAINERS):
+        return f"part of a {type(parent).__name__}, which reads its weight without calling it"
+    return None
+
+
+def _replace_head(model: nn.Module, choice: str, replaced: Replaced) -> None:
+    names = {id(module): name for name, module in model.named_modules()}
+    get_head = getattr(model, "get_output_embeddings", None)
+    head = get_head() if callable(get_head) else None
+    if head is None:
+        replaced.left[type(model).__name__] = "it has no output embeddings"
+        return
+    if isinstance(head, LMHead):
+        return
+    why = _unlike_a_head(head) or _changes_logits(model)
+    if why:
+        replaced.left[names[id(head)]] = why
+        return
+    head.__class__, head.choice = LMHead, choice
+    replaced.swapped["head"].append(names[id(head)])
+
+
+def _changes_logits(model: nn.Module) -> str | None:
+    config = getattr(model, "config", None)
+    if config is not None and getattr(config.get_text_config(), "final_logit_softcapping", None):
+        return f"{type(model).__name__} caps its logits by a tanh, which needs them"
+    return None
+
+
+def _unlike_a_head(head: nn.Module) -> str | None:
+    if head.__class__ is not Linear and (why := _unlike(head, nn.Linear)):
+        return why
+    if head.bias is not None:
+        return "it has a bias"
+    if head.weight.dtype not in _DTYPES:
+        return f"it is {head.weight.dtype}, and not of {', '.join(map(str, _DTYPES))}"
+    return "it has hooks" if has_hooks(head) else None
+
+
+# In this order: what an earlier role took, a later one leaves.
+_ROLES: dict[str, Callable[[nn.Module, str, Replaced], None]] = {
+    "attention": _replace_attention,
+    "head": _replace_head,
+    "embedding": _replace_embedding,
+    "linear": _replace_linear,
+}

@@ -1,0 +1,181 @@
+"""Tables that `odc-triton tune` measured: where they lie, for which machine each is, what `fully_shard` takes of them.
+
+A table is one JSON file for a kind of processor, what joins the ranks' devices and the number of ranks, below
+ODC_TUNED, by default ~/.cache/odc-triton/tuned (or XDG_CACHE_HOME's). ODC_TUNED=off has none read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import warnings
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from odc_kernels import tiles
+
+from ..base.atomic import write_file
+from .choice import TABLE, WORDS, Choice, Entry, as_choice
+from .choice import VARIABLE as OPERATORS
+
+VARIABLE = "ODC_TUNED"
+OFF = "off"
+_FORMAT = 1
+_VERSIONS_OF = ("odc-triton", "torch", "triton")
+_TILES = {kind.__name__: kind for kind in (tiles.LinearTile, tiles.WgradTile)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """What a measurement holds for. `processor`: name of the GPU or CPU; `topology`: see `Topology.key`."""
+
+    backend: str
+    processor: str
+    topology: str
+    ranks: int
+
+    @property
+    def file_name(self) -> str:
+        words = f"{self.backend} {self.processor} {self.topology} {self.ranks} ranks"
+        return re.sub(r"[^a-z0-9+.]+", "-", words.lower()) + ".json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One measured choice: for weights of that shape and dtype and for so many tokens, None for any more.
+
+    seconds: of every candidate that was measured, by its words, forward and backward.
+    """
+
+    operator: str
+    shape: tuple[int, ...]
+    dtype: str
+    tokens: int | None
+    choice: Choice
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tuned:
+    """The tables in force. `digest`: the same on all ranks that read the same file, empty where there is none.
+
+    unused: why there is a file, and it is not used.
+    """
+
+    lines: tuple[Line, ...] = ()
+    digest: str = ""
+    unused: str | None = None
+
+    def table(self, dtype: str) -> tuple[Entry, ...]:
+        """For weights of a dtype ("bfloat16"): what was measured, and behind it what is shipped."""
+        own = [line for line in self.lines if line.dtype == dtype]
+        if not own:
+            return TABLE
+        entries = [Entry(operator=o.operator, shape=o.shape, tokens=o.tokens, choice=o.choice) for o in own]
+        return (*entries, *TABLE)
+
+
+def default_folder() -> Path | None:
+    """Where tables are looked for and written to; None where they are switched off."""
+    told = os.environ.get(VARIABLE, "")
+    if told == OFF:
+        return None
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(told) if told else Path(cache) / "odc-triton" / "tuned"
+
+
+def load(place: Place, folder: Path | None) -> Tuned:
+    """What was measured for this place; nothing, with the reason, if by other versions, or it can't be read."""
+    if folder is None or not (path := folder / place.file_name).exists():
+        return Tuned()
+    try:
+        data = path.read_bytes()
+        content = json.loads(data)
+        if (content["format"], content["place"]) != (_FORMAT, asdict(place)):
+            raise ValueError(f"it is of format {content['format']} for {content['place']}")
+        if content["versions"] != versions():
+            return _unused(path, f"it was measured with {content['versions']}, and here are {versions()}")
+        lines = tuple(_read_line(line) for line in content["lines"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return _unused(path, f"it can't be read ({type(error).__name__}: {error})")
+    return Tuned(lines=lines, digest=hashlib.sha256(data).hexdigest())
+
+
+def _unused(path: Path, why: str) -> Tuned:
+    remedy = f"Run `odc-triton tune` again, remove it, or set {VARIABLE}={OFF}"
+    return Tuned(unused=f"{path} is not used: {why}. {remedy}")
+
+
+def warn_of_untuned(backend: str, tuned: Tuned) -> None:
+    """Says on a GPU, once, that replaced layers run as they are shipped; not if somebody chose otherwise."""
+    chosen = tuned.digest or tuned.unused or default_folder() is None or OPERATORS in os.environ
+    if backend == "cuda" and not chosen:
+        warnings.warn(
+            "replaced layers run as they are shipped: nothing was measured on this kind of GPU. `odc-triton tune` "
+            "measures the fused ways here, in about a minute for each shape of layer (an estimate). "
+            f"{VARIABLE}={OFF} silences this",
+            stacklevel=3,
+        )
+
+
+def save(place: Place, lines: list[Line], folder: Path) -> Path:
+    """Writes the table of this place; lines of other shapes and dtypes that it had stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    former = load(place, folder).lines
+    new = {(line.operator, line.shape, line.dtype) for line in lines}
+    kept = [line for line in former if (line.operator, line.shape, line.dtype) not in new]
+    content = {
+        "format": _FORMAT,
+        "place": asdict(place),
+        "versions": versions(),
+        "lines": [_write_line(line) for line in [*kept, *lines]],
+    }
+    path = folder / place.file_name
+    write_file(path, (json.dumps(content, indent=1) + "\n").encode())
+    return path
+
+
+def versions() -> dict[str, str]:
+    """What a measurement depends on beside the machine."""
+    found = {}
+    for name in _VERSIONS_OF:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:  # the checkout, not installed
+            found[name] = "not installed"
+    return found
+
+
+def _write_line(line: Line) -> dict[str, Any]:
+    given = [
+        {"kernel": kernel, "kind": type(tile).__name__, "sizes": asdict(tile)} for kernel, tile in line.choice.tiles
+    ]
+    return {
+        "operator": line.operator,
+        "shape": list(line.shape),
+        "dtype": line.dtype,
+        "tokens": line.tokens,
+        "choice": line.choice.words,
+        "tiles": given,
+        "seconds": line.seconds,
+    }
+
+
+def _read_line(content: dict[str, Any]) -> Line:
+    choice = as_choice(content["choice"])
+    unknown = {choice.backend, choice.strategy, choice.wgrad} - WORDS[content["operator"]]
+    if unknown and content["operator"] != "log_probs":
+        raise ValueError(f"{content['operator']} does not know {', '.join(sorted(unknown))}")
+    given = tuple((each["kernel"], _TILES[each["kind"]](**each["sizes"])) for each in content["tiles"])
+    return Line(
+        operator=content["operator"],
+        shape=tuple(content["shape"]),
+        dtype=content["dtype"],
+        tokens=content["tokens"],
+        choice=Choice(backend=choice.backend, strategy=choice.strategy, wgrad=choice.wgrad, tiles=given),
+        seconds=content["seconds"],
+    )

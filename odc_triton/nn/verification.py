@@ -1,0 +1,137 @@
+"""Whether a model computes with our layers what it computes with its own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.errors import OdcError
+from ..engine.module import is_sharded
+from .local_shards import LocalShards
+from .modules import LMHead
+from .on_owners import ReadsOnDemand
+from .replace import own_layers
+
+_OWNERS = 2
+# Of the gradient's norm: sums in another order, in the precision of what is summed.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What `verify` measured. `worst`: name and relative difference of the gradient that differs most."""
+
+    loss: float
+    plain_loss: float
+    worst: tuple[str, float]
+    gradients: int
+
+    def __str__(self) -> str:
+        name, difference = self.worst
+        if difference == 0:
+            return f"loss {self.loss:.6g} and all {self.gradients} gradients as with its own layers, bit for bit"
+        return (
+            f"loss {self.loss:.6g}, with its own layers {self.plain_loss:.6g}; of {self.gradients} gradients the most "
+            f"different is {name}, by {difference:.1e}"
+        )
+
+
+def verify(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    *,
+    loss: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor] | None = None,
+) -> Verified:
+    """Compares the loss and every gradient of a model that `replace_layers` changed with those of its own layers.
+
+    Call it before `fully_shard`, on a batch as the model takes it, `labels` included; `loss(model, batch)` where the
+    loss is not the model's own. Our layers read their weights from two owners in this process and add the gradients to
+    them, by the operators that `fully_shard` would have them use. Both run with the same random numbers. Nothing of
+    the model is changed, its gradients neither; a second copy of it is made meanwhile, and two of our layers' weights.
+
+    Raises OdcError that names the first difference, ValueError where there is nothing to compare.
+    """
+    if any(is_sharded(module) for module in model.modules()):
+        raise ValueError("verify comes before fully_shard: it needs whole parameters")
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"batch is a {type(batch).__name__}; give a mapping such as {{'input_ids': …, 'labels': …}}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("verify needs weights with values: the model is on meta; load or initialise it first")
+    for name, module in model.named_modules():
+        if isinstance(module, LMHead) and not module.training:
+            raise ValueError(
+                f"the head {name} is in evaluation, where it makes plain logits and nothing of it is verified: call "
+                f"model.train() first (from_pretrained returns a model in evaluation)"
+            )
+    plain = copy.deepcopy(model)
+    if own_layers(plain) == 0:
+        raise ValueError("none of the model's layers is replaced: call replace_layers first")
+    measure = loss or _own_loss
+    with contextlib.ExitStack() as stack:
+        local = {
+            name: stack.enter_context(LocalShards(parameter, _OWNERS)) for name, parameter in _on_demand(model).items()
+        }
+        value, gradients = _gradients(model, batch, measure)
+    for name, shards in local.items():
+        if shards.gradient is not None:
+            gradients[name] = shards.gradient + gradients.get(name, 0.0)
+    plain_value, plain_gradients = _gradients(plain, batch, measure)
+    worst = ("", 0.0)
+    floor = 1e-6 * max((float(gradient.norm()) for gradient in plain_gradients.values()), default=0.0)
+    tolerance = max(_TOLERANCE.get(parameter.dtype, 1e-4) for parameter in model.parameters())
+    if not abs(value - plain_value) <= tolerance * max(abs(plain_value), 1.0):
+        raise OdcError(f"the loss is {value:.8g}, with the model's own layers {plain_value:.8g}")
+    for name, want in plain_gradients.items():
+        got = gradients.get(name)
+        if got is None:
+            raise OdcError(f"{name} has no gradient, with the model's own layers it has one")
+        difference = float((got.float() - want.float()).norm()) / max(float(want.float().norm()), floor, 1e-30)
+        if not difference <= tolerance:
+            raise OdcError(
+                f"the gradient of {name} differs by {difference:.1e} of its norm, allowed are {tolerance:.0e}; loss "
+                f"{value:.8g}, with the model's own layers {plain_value:.8g}"
+            )
+        worst = max(worst, (name, difference), key=lambda pair: pair[1])
+    if more := gradients.keys() - plain_gradients.keys():
+        raise OdcError(f"{sorted(more)[0]} has a gradient, with the model's own layers it has none")
+    return Verified(loss=value, plain_loss=plain_value, worst=worst, gradients=len(plain_gradients))
+
+
+def _on_demand(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that our layers may read from their owners, by name."""
+    ours = {
+        id(p) for module in model.modules() if isinstance(module, ReadsOnDemand) for p in module._parameters.values()
+    }
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in ours}
+
+
+def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    loss = getattr(model(**batch), "loss", None)
+    if loss is None:
+        raise ValueError(f"the model gave no loss for {sorted(batch)}; add labels, or give loss=")
+    return loss
+
+
+def _gradients(
+    model: nn.Module, batch: Mapping[str, Any], measure: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not named:
+        raise ValueError("none of the model's parameters trains: there is no gradient to compare")
+    devices = {parameter.device for parameter in named.values() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=list(devices)):
+        torch.manual_seed(0)
+        loss = measure(model, batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ValueError(f"loss= gave {shape}; give a scalar tensor")
+    if not loss.isfinite():
+        raise ValueError(f"the loss is {loss.item()}: has the batch a label that is not ignored?")
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return float(loss.detach()), {name: g for name, g in zip(named, found, strict=True) if g is not None}

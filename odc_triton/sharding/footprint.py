@@ -1,0 +1,373 @@
+"""What a model will take on each rank, in bytes, before anything is allocated; FSDP2's part by the same sums.
+
+[Note: what a plan counts] Sizes come from shapes and dtypes alone, so a model on the meta device is planned
+like a real one. The rank described is rank 0: dim 0 is dealt as `torch.chunk` deals it, so no rank holds
+more. Parts that don't peak together (unsharded parameters, whole gradients, activations) are added up. Not
+counted: the allocator's rounding and caches, workspaces of kernels, the runtime (CUDA context, Python).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ..comm.layout import ALIGNMENT_BYTES, ParameterSpec, find_units, make_plan, shard_rows
+from .activations import activation_bytes_per_token
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+SCHEMES = ("odc", "fsdp2", "fsdp2_no_reshard")
+BACKENDS = ("cpu", "cuda")
+# Per trainable parameter: tensors of the master's shape and dtype that are kept, and bytes of scalars.
+OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "none": (0, 0)}
+ROOT = ""  # the unit of every parameter that lies in no block, as in plan.py
+
+
+class PrecisionPolicy(Protocol):
+    """What a plan reads of `torch.distributed.fsdp.MixedPrecisionPolicy`."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes on the fullest rank (rank 0) and, where the name begins with `job_`, of all ranks together.
+
+    `print(plan)` shows it in GB (10^9 bytes). See [Note: what a plan counts].
+    """
+
+    scheme: str
+    backend: str
+    world: int
+    """Ranks that share the compute and gradient shards: all, or with replicas those of each."""
+    replicas: int
+    parameters: int
+    """Elements in the whole model, tied ones once."""
+    compute_shard_bytes: int
+    """Peer-readable shard in the compute dtype; without a `param_dtype` the master itself. 0 for FSDP2."""
+    gradient_shard_bytes: int
+    """Peer-addable shard in the reduce dtype (ODC), or `.grad` in the master's dtype (FSDP2)."""
+    master_shard_bytes: int
+    """Private shard in the parameter's own dtype; 0 where the compute shard is the master."""
+    optimizer_state_bytes: int
+    gradient_cast_bytes: int
+    """`.grad` in the master's dtype where the reduce dtype is another: from exit to the next entry."""
+    buffer_bytes: int
+    """The module's buffers, whole on every rank."""
+    gathered_bytes: int
+    """Unsharded parameters at their peak, in the compute dtype; 0 where gathering is a view."""
+    transient_gradient_bytes: int
+    """Upper bound of whole (unsharded) gradients alive at once in a backward."""
+    activation_bytes_per_token: int | None
+    """Estimate of what a token of a microbatch keeps for backward, logits included; None: not known."""
+    tokens_per_microbatch: int
+    job_shared_bytes: int
+    """Shared memory of the whole job, alignment included: on the CPU backend what PSS shows, counted once."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """This rank's part of the memory that peers read and add to; 0 for FSDP2."""
+        return self.compute_shard_bytes + self.gradient_shard_bytes if self.scheme == "odc" else 0
+
+    @property
+    def persistent_private_bytes(self) -> int:
+        """Private bytes that stay: master, optimizer states, buffers; with FSDP2 also `.grad`."""
+        kept = self.master_shard_bytes + self.optimizer_state_bytes + self.buffer_bytes
+        return kept if self.scheme == "odc" else kept + self.gradient_shard_bytes
+
+    @property
+    def transient_bytes(self) -> int:
+        """Private bytes that come and go within a minibatch, each part at its peak; activations apart."""
+        return self.gathered_bytes + self.transient_gradient_bytes + self.gradient_cast_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one microbatch; 0 where no estimate is known."""
+        return self.tokens_per_microbatch * (self.activation_bytes_per_token or 0)
+
+    @property
+    def private_bytes(self) -> int:
+        return self.persistent_private_bytes + self.transient_bytes + self.activation_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.shared_bytes + self.private_bytes
+
+    @property
+    def job_bytes(self) -> int:
+        """All ranks together, each as full as rank 0 in its private memory."""
+        return self.job_shared_bytes + self.world * self.replicas * self.private_bytes
+
+    def __str__(self) -> str:
+        return side_by_side(self)
+
+
+_ROWS = (
+    ("parameter shard, compute dtype", "compute_shard_bytes"),
+    ("parameter shard, master", "master_shard_bytes"),
+    ("gradient shard", "gradient_shard_bytes"),
+    ("gradient cast to the master's dtype", "gradient_cast_bytes"),
+    ("optimizer states", "optimizer_state_bytes"),
+    ("buffers", "buffer_bytes"),
+    ("unsharded parameters, peak", "gathered_bytes"),
+    ("whole gradients, peak", "transient_gradient_bytes"),
+    ("activations (estimate)", "activation_bytes"),
+    ("total", "total_bytes"),
+    ("of it readable by peers", "shared_bytes"),
+    ("whole job, shared memory", "job_shared_bytes"),
+)
+
+
+def side_by_side(*plans: MemoryPlan) -> str:
+    """An aligned text table of plans, a column each (scheme/backend/world), in GB (10^9 bytes) per rank."""
+
+    def cell(plan: MemoryPlan, name: str) -> str:
+        if name == "activation_bytes" and plan.activation_bytes_per_token is None:
+            return "unknown"
+        return f"{getattr(plan, name) / 1e9:.3f}"
+
+    rows = [["GB per rank", *(_title(plan) for plan in plans)]]
+    rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in _ROWS]
+    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "\n".join(
+        "  ".join([label.ljust(first), *(cell.rjust(n) for cell, n in zip(cells, others, strict=True))])
+        for label, *cells in rows
+    )
+
+
+def _title(plan: MemoryPlan) -> str:
+    ranks = f"{plan.replicas}x{plan.world}" if plan.replicas > 1 else plan.world
+    return f"{plan.scheme}/{plan.backend}/{ranks}"
+
+
+def memory_plan(
+    model: nn.Module,
+    world: int,
+    *,
+    replicas: int = 1,
+    scheme: str = "odc",
+    mp_policy: PrecisionPolicy | None = None,
+    optimizer: str = "adamw",
+    backend: str = "cpu",
+    tokens_per_microbatch: int = 0,
+    gradient_checkpointing: bool = False,
+) -> MemoryPlan:
+    """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated; it may be on meta.
+
+    `replicas`: of `world` ranks each, as `fully_shard` makes them of a mesh ("replicate", "shard"): what peers read and
+    add to is split over `world` ranks, masters and optimizer states over `world * replicas`. Of ODC only.
+
+    `scheme` is "odc" (this library), "fsdp2" (`fully_shard` with its defaults: blocks resharded after
+    forward, the root not) or "fsdp2_no_reshard" (`reshard_after_forward=False`, gradients reduced on the last
+    microbatch only). All three are given the same units and dtypes; a `reduce_dtype` of None is fp32 for all
+    three, although FSDP2 itself reads it as the param_dtype. `optimizer` is "adamw", "sgd" (no momentum) or
+    "none". `backend` matters to ODC only: on "cpu" gathering is a view, on "cuda" the strategies `gathered`
+    and `split` run, but for what `replace_layers` changed: what its layers read from the owners by themselves, an
+    embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
+    `activation_bytes_per_token`.
+
+    Raises ValueError for world or replicas < 1, replicas of FSDP2, negative tokens, an unknown name, or a model
+    without parameters.
+    """
+    if not isinstance(world, int) or world < 1:
+        raise ValueError(f"world is {world}; give the number of ranks, at least 1")
+    if not isinstance(replicas, int) or replicas < 1 or (replicas > 1 and scheme != "odc"):
+        raise ValueError(f"replicas is {replicas} for {scheme!r}; give at least 1, and more than 1 for 'odc' only")
+    if tokens_per_microbatch < 0:
+        raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; give 0 to leave activations out")
+    for name, value, known in (
+        ("scheme", scheme, SCHEMES),
+        ("optimizer", optimizer, tuple(OPTIMIZER_STATES)),
+        ("backend", backend, BACKENDS),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}")
+    specs = parameter_specs(model, mp_policy)
+    if not specs:
+        raise ValueError(f"{type(model).__name__} has no parameters; plan the model that will be trained")
+
+    sizes, split = _Sizes(specs, world), _Sizes(specs, world, replicas)
+    trained = [spec for spec in specs if spec.reduce_dtype is not None]
+    trained_masters = split.shards(trained, "master_dtype")
+    state_tensors, scalar_bytes = OPTIMIZER_STATES[optimizer]
+    if scheme == "odc":
+        # On CUDA each rank allocates its own region, of one size on all ranks, every shard aligned in it.
+        # On the CPU there is one mapping, in which the shards of a parameter lie side by side.
+        alignment = ALIGNMENT_BYTES if backend == "cuda" else 1
+        compute_shard = sizes.shards(specs, "compute_dtype", alignment)
+        gradient_shard = sizes.shards(trained, "reduce_dtype", alignment)
+        job_shared = (
+            world * (compute_shard + gradient_shard)
+            if backend == "cuda"
+            else make_plan(specs, world=world, itemsizes=sizes.itemsizes).size_bytes
+        ) * replicas
+        master_shard = split.shards([spec for spec in specs if spec.has_own_master], "master_dtype")
+        gradient_cast = split.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype")
+        on_demand = _read_on_demand(model, backend)
+        whole = [spec for spec in specs if not on_demand.issuperset(spec.names)]
+        gathered = 0 if backend == "cpu" else _gathered_bytes(sizes.units(whole, "compute_dtype"))
+        whole_gradients = _whole_gradient_bytes(sizes, [spec for spec in whole if spec.reduce_dtype is not None])
+    else:
+        resharded = scheme == "fsdp2"
+        compute_shard = job_shared = gradient_cast = 0
+        gradient_shard = trained_masters
+        master_shard = sizes.shards(specs, "master_dtype")
+        units = sizes.units(specs, "compute_dtype")
+        gathered = _gathered_bytes(units) if resharded else sum(units.values())
+        whole_gradients = _fsdp2_whole_gradient_bytes(sizes, trained, resharded=resharded, gathered_bytes=gathered)
+    largest = max(specs, key=lambda spec: math.prod(spec.shape))
+    return MemoryPlan(
+        scheme=scheme,
+        backend=backend,
+        world=world,
+        replicas=replicas,
+        parameters=sum(math.prod(spec.shape) for spec in specs),
+        compute_shard_bytes=compute_shard,
+        gradient_shard_bytes=gradient_shard,
+        master_shard_bytes=master_shard,
+        optimizer_state_bytes=state_tensors * trained_masters + scalar_bytes * len(trained),
+        gradient_cast_bytes=gradient_cast,
+        buffer_bytes=sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
+        gathered_bytes=gathered,
+        transient_gradient_bytes=whole_gradients,
+        activation_bytes_per_token=activation_bytes_per_token(
+            model,
+            itemsize=sizes.itemsizes[largest.compute_dtype],
+            gradient_checkpointing=gradient_checkpointing,
+        ),
+        tokens_per_microbatch=tokens_per_microbatch,
+        job_shared_bytes=job_shared,
+    )
+
+
+class _Sizes:
+    """Bytes of specs: rank 0's shards and whole units, in the dtype that the named field of a spec gives.
+
+    `replicas`: over which shards are split once more.
+    """
+
+    def __init__(self, specs: Sequence[ParameterSpec], world: int, replicas: int = 1) -> None:
+        import torch
+
+        self.world, self.replicas = world, replicas
+        dtypes = {d for s in specs for d in (s.master_dtype, s.compute_dtype, s.reduce_dtype) if d is not None}
+        self.itemsizes = {dtype: getattr(torch, dtype).itemsize for dtype in dtypes}
+
+    def shards(self, specs: Iterable[ParameterSpec], dtype_field: str, alignment_bytes: int = 1) -> int:
+        total = 0
+        for spec in specs:
+            rows: tuple[int, ...] = ()
+            if not spec.is_scalar:
+                _, in_shard = shard_rows(spec.shape[0], self.world, 0)
+                rows = shard_rows(in_shard, self.replicas, 0)[1:]
+            n_bytes = math.prod((*rows, *spec.shape[1:])) * self.itemsizes[getattr(spec, dtype_field)]
+            total += -(-n_bytes // alignment_bytes) * alignment_bytes
+        return total
+
+    def units(self, specs: Iterable[ParameterSpec], dtype_field: str) -> dict[str, int]:
+        """Bytes of each unit's whole parameters, by the unit's name; the root is always there."""
+        units: dict[str, int] = defaultdict(int, {ROOT: 0})
+        for spec in specs:
+            units[spec.unit] += math.prod(spec.shape) * self.itemsizes[getattr(spec, dtype_field)]
+        return units
+
+
+def _copies_gradient(spec: ParameterSpec) -> bool:
+    """Whether `.grad` is a tensor of its own. A scalar's is: every rank scales and steps its own copy."""
+    return spec.is_scalar or spec.reduce_dtype != spec.master_dtype
+
+
+def _gathered_bytes(units: dict[str, int]) -> int:
+    """Unsharded parameters: the root's stay for the whole pass, blocks go through two buffers."""
+    blocks = [n_bytes for name, n_bytes in units.items() if name != ROOT]
+    return units[ROOT] + min(2, len(blocks)) * max(blocks, default=0)
+
+
+def _whole_gradient_bytes(sizes: _Sizes, trained: Sequence[ParameterSpec]) -> int:
+    """ODC adds a gradient to its owners as soon as autograd has made it: between one and a unit's are alive.
+
+    The unit's are taken. A tied parameter's first part waits for its second use: it is counted on top.
+    """
+    made = sizes.units(trained, "compute_dtype")
+    waiting = sizes.units([spec for spec in trained if len(spec.names) > 1], "compute_dtype")
+    return sum(waiting.values()) + max(made.values())
+
+
+def _fsdp2_whole_gradient_bytes(
+    sizes: _Sizes, trained: Sequence[ParameterSpec], *, resharded: bool, gathered_bytes: int
+) -> int:
+    """What FSDP2's whole gradients add to its unsharded parameters and gradient shards when all are largest.
+
+    It holds a unit's gradients until the last one is there, frees the unit's parameters, then copies the
+    gradients into the reduce-scatter's input, in the reduce dtype (FSDP2's _fsdp_param_group.py,
+    `post_backward`). So while blocks run backward, the gradients of the root's later parameters (head, last
+    norm, tied ones) are there too; when the root itself is reduced, nothing is unsharded any more. Without a
+    sync per microbatch the whole model's gradients add up unsharded in the reduce dtype, and shards appear
+    only as these go.
+    """
+    made = sizes.units(trained, "compute_dtype")
+    reduced = sizes.units(trained, "reduce_dtype")
+    blocks = [unit for unit in made if unit != ROOT]
+    # The root's parameters that are registered before the first block get their gradients after the blocks.
+    first_block = next((i for i, spec in enumerate(trained) if spec.unit != ROOT), 0)
+    late = [spec for i, spec in enumerate(trained) if i >= first_block or len(spec.names) > 1]
+    late_root = sizes.units(late, "compute_dtype")[ROOT]
+    if resharded:
+        in_blocks = late_root + max((made[unit] + reduced[unit] for unit in blocks), default=0)
+        return max(in_blocks, made[ROOT] + reduced[ROOT] - gathered_bytes)
+    in_microbatch = max(made[ROOT], late_root + max((made[unit] for unit in blocks), default=0))
+    return max(0, sum(reduced.values()) + in_microbatch - sizes.shards(trained, "master_dtype"))
+
+
+def parameter_specs(model: nn.Module, mp_policy: PrecisionPolicy | None = None) -> list[ParameterSpec]:
+    """One spec per parameter of `model`, tied ones once, in the order of `model.parameters()`.
+
+    As in FSDP2, `param_dtype` leaves parameters alone that are not floating-point. Gradients are summed in
+    fp32, or the parameter's dtype if that is wider, unless `reduce_dtype` says otherwise.
+    """
+    import torch
+
+    param_dtype = mp_policy.param_dtype if mp_policy else None
+    reduce_dtype = mp_policy.reduce_dtype if mp_policy else None
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    units = find_units(model)
+    specs = []
+    for name, parameter in model.named_parameters():
+        master = parameter.dtype
+        compute = param_dtype if param_dtype and master.is_floating_point else master
+        accumulated = reduce_dtype or torch.promote_types(torch.float32, master)
+        specs.append(
+            ParameterSpec(
+                names=tuple(names[id(parameter)]),
+                shape=tuple(parameter.shape),
+                master_dtype=_name(master),
+                compute_dtype=_name(compute),
+                reduce_dtype=_name(accumulated) if parameter.requires_grad else None,
+                unit=next((unit for unit in units if name.startswith(f"{unit}.")), ROOT),
+            )
+        )
+    return specs
+
+
+def _read_on_demand(model: nn.Module, topology: str) -> set[str]:
+    """Names of the parameters that their layers read from the owners by themselves, by every place they stand at."""
+    from ..nn.on_owners import ReadsOnDemand
+
+    return {
+        f"{name}.{attribute}" if name else attribute
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, ReadsOnDemand)
+        for attribute in module.reads_on_demand(topology)
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,295 @@
+"""The first values of the shards: rank 0's tensors, or each module's own initialisation, run once for all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.errors import RanksDiffer
+from ..comm.meeting import Meetings
+from ..comm.memory.heap import SymmetricHeap
+from ..comm.relay import Relay
+from ..comm.replicas import Replicas
+from ..engine.module import is_sharded
+from ..engine.parameter import ShardedParameter
+from ..engine.unit import Slot
+from .collect import FoundParameter, dtype_name
+
+_PURPOSE = "initial values"
+
+
+def write_initial_values(
+    root: nn.Module,
+    found: list[FoundParameter],
+    parameters: list[ShardedParameter],
+    meetings: Meetings,
+    replicas: Replicas,
+    token: str,
+    heap: SymmetricHeap,
+) -> None:
+    """Fills all shards and masters, and drops the tensors that they were filled from. Collective.
+
+    All buffers are on the heap's device afterwards. `token`: of this replica. With several, each one's rank 0 gets what
+    the first one's has, parameter by parameter, and hands it on.
+
+    Rank 0's values count for all ranks; no other rank's do. What rank 0 has on the meta device is initialised by the
+    module that owns it: in a transformers model by the nearest model's `_init_weights`, elsewhere by
+    `reset_parameters`. Rank 0 does so unit by unit, children first, so that random numbers are drawn in the order of
+    `model.initialize_weights()`, and the weights don't depend on the number of ranks. Private memory grows by one
+    unit and the root's own parameters at most. Buffers that any rank has on the meta device get rank 0's values there.
+
+    What no initialiser knows is NaN until something is loaded, and a warning names it.
+
+    Raises OdcError on every rank if an initialiser raised, RanksDiffer if buffers differ.
+    """
+    buffers = {name: (module, key) for name, module, key in _buffers(root)}
+    rng_before = torch.get_rng_state()
+    messages = meetings.meet(
+        f"{_PURPOSE}: what is on the meta device",
+        {
+            "buffers": {name: _describe(module._buffers[key]) for name, (module, key) in buffers.items()},
+            "rng": hashlib.sha256(rng_before.numpy().tobytes()).hexdigest(),
+        },
+    )
+    wanted = _buffers_to_send([theirs["buffers"] for theirs in messages])
+    sizes = [p.leaf.numel() * p.master.dtype.itemsize for p in parameters if p.spec.has_own_master]
+    sizes += [module._buffers[key].nbytes for module, key in map(buffers.__getitem__, wanted)]
+    relay = Relay(purpose=_PURPOSE, sizes=sizes, token=token, meetings=meetings, rank=heap.rank, world=heap.world)
+    source = _Source(
+        is_first=meetings.rank == 0,
+        replicas=replicas if heap.rank == 0 else None,
+        relay=relay,
+        several=replicas.count > 1,
+    )
+    try:
+        writer = _Writer(root, found, parameters, relay, source)
+        writer.write()
+        if wanted:
+            source.meet()
+        for name in wanted:
+            _send_buffer(*buffers[name], relay, source)
+        for module, key in buffers.values():
+            module._buffers[key] = module._buffers[key].to(heap.device)
+        relay.finish()
+        # Ranks with one random state stay so: rank 0 has drawn for all of them.
+        rng = torch.get_rng_state().numpy().tobytes().hex() if meetings.rank == 0 else None
+        after = relay.meet({"rng": rng})[0]["rng"]
+        if messages[meetings.rank]["rng"] == messages[0]["rng"]:
+            torch.set_rng_state(torch.frombuffer(bytearray.fromhex(after), dtype=torch.uint8))
+    except Exception as error:
+        relay.fail(error)
+        raise
+    finally:
+        relay.close()
+    if writer.without_initialiser:
+        names = writer.without_initialiser
+        warnings.warn(
+            f"{len(names)} tensors hold NaN until loaded, as their modules have no initialiser here: "
+            f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}. Load a checkpoint; or give the modules a "
+            f"reset_parameters(); or, for a transformers model, call fully_shard once on the whole model.",
+            stacklevel=3,
+        )
+
+
+def _buffers(root: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for prefix, module in root.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                yield f"{prefix}.{key}" if prefix else key, module, key
+
+
+def _describe(buffer: torch.Tensor) -> list[Any]:
+    return [list(buffer.shape), dtype_name(buffer.dtype), buffer.is_meta]
+
+
+def _buffers_to_send(described: list[dict[str, list[Any]]]) -> list[str]:
+    """Names of the buffers that some rank has on the meta device, in one order on all ranks."""
+    wanted = sorted({name for theirs in described for name, (_, _, is_meta) in theirs.items() if is_meta})
+    for name in wanted:
+        first = described[0].get(name)
+        for rank, theirs in enumerate(described):
+            if first is None or name not in theirs or theirs[name][:2] != first[:2]:
+                raise RanksDiffer(f"buffer {name}: {first} on rank 0 and {theirs.get(name)} on rank {rank}")
+    return wanted
+
+
+def _send_buffer(module: nn.Module, key: str, relay: Relay, source: _Source) -> None:
+    buffer = module._buffers[key]
+    take = None
+    if buffer.is_meta:
+        module._buffers[key] = buffer = torch.empty(buffer.shape, dtype=buffer.dtype)
+        flat = buffer.view(-1)
+
+        def take(first: int, values: torch.Tensor) -> None:
+            flat[first : first + len(values)].copy_(values)
+
+    relay.send(buffer.shape, buffer.dtype, source.of(buffer, buffer.shape, buffer.dtype), take)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where this replica's values come from: its rank 0, which has them from the first replica's.
+
+    `is_first`: this is rank 0 of all; `replicas`: set on each replica's rank 0.
+    """
+
+    is_first: bool
+    replicas: Replicas | None
+    relay: Relay
+    several: bool
+
+    def meet(self) -> None:
+        """Before values go from one replica to others: nobody waits in there for a rank that failed."""
+        if self.several:
+            self.relay.meet()
+
+    def of(self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        """Rank 0's `value`, on each replica's rank 0; else None."""
+        return None if self.replicas is None else self.replicas.broadcast(value, shape, dtype)
+
+
+@dataclass(slots=True)
+class _Group:
+    """A unit's parameters: by the place where each is registered, and those whose first place is here."""
+
+    places: dict[tuple[int, str], tuple[Slot, FoundParameter]] = field(default_factory=dict)
+    owned: list[tuple[FoundParameter, ShardedParameter]] = field(default_factory=list)
+
+
+class _Writer:
+    """Walks the module tree, children first and unit by unit, the same way on every rank.
+
+    While a unit is initialised its modules hold private stand-ins, in the master's dtype. Only what was on the meta
+    device is taken from them, so that an initialiser can't change what rank 0 has already. A tied parameter counts
+    where it is registered first; its other places draw their random numbers too, as they do before they are tied.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        found: list[FoundParameter],
+        parameters: list[ShardedParameter],
+        relay: Relay,
+        source: _Source,
+    ) -> None:
+        self._root, self._relay, self._source = root, relay, source
+        self._is_source = source.is_first
+        self._groups: dict[str, _Group] = {"": _Group()}
+        self._drawn: dict[int, nn.Parameter] = {}  # stand-ins that count, by id of their entry
+        self._on_meta: set[int] = set()  # modules with tensors of their own on the meta device
+        self._visited: set[int] = set()
+        self.without_initialiser: list[str] = []
+        for entry, parameter in zip(found, parameters, strict=True):
+            self._group(entry.places[0][2]).owned.append((entry, parameter))
+            for module, attribute, unit in entry.places:
+                self._group(unit).places.setdefault(
+                    (id(module), attribute), (Slot(module, attribute, parameter), entry)
+                )
+                if entry.value.is_meta:
+                    self._on_meta.add(id(module))
+        self._on_meta |= {id(module) for _, module, key in _buffers(root) if module._buffers[key].is_meta}
+        # A block of a transformers model: its initialiser lies in the PreTrainedModel above, out of reach, and
+        # nn.Linear's own would be a wrong one.
+        modules = list(root.modules())
+        self._out_of_reach = not any(hasattr(module, "_initialize_weights") for module in modules) and any(
+            type(module).__module__.startswith("transformers.models.") for module in modules
+        )
+
+    def _group(self, unit: str) -> _Group:
+        return self._groups.setdefault(unit, _Group())
+
+    def write(self) -> None:
+        self._stand_in("")
+        self._visit(self._root, "", None)
+        self._hand_over("")
+
+    def _visit(self, module: nn.Module, path: str, model: Any) -> None:
+        """`model`: the nearest PreTrainedModel from here upward."""
+        if is_sharded(module) or id(module) in self._visited:
+            return
+        self._visited.add(id(module))
+        if hasattr(module, "_initialize_weights"):
+            model = module
+        is_unit = path != "" and path in self._groups
+        if is_unit:
+            self._stand_in(path)
+        for name, child in module._modules.items():
+            if child is not None:
+                self._visit(child, f"{path}.{name}" if path else name, model)
+        if self._is_source and any(id(below) in self._on_meta for below in module.modules()):
+            self._initialise(module, path, model)
+        if is_unit:
+            self._hand_over(path)
+
+    def _stand_in(self, unit: str) -> None:
+        places = self._groups[unit].places.values()
+        if not self._is_source or not any(id(slot.module) in self._on_meta for slot, _ in places):
+            return
+        for slot, entry in places:
+            if entry.value is None:  # tied into a unit that is done
+                continue
+            stand_in = nn.Parameter(_mapped_like(entry.value), requires_grad=False)
+            first_module, first_attribute, _ = entry.places[0]
+            if entry.value.is_meta and (slot.module, slot.attribute) == (first_module, first_attribute):
+                self._drawn[id(entry)] = stand_in.fill_(torch.nan)
+            slot.put(stand_in)
+
+    @torch.no_grad()
+    def _initialise(self, module: nn.Module, path: str, model: Any) -> None:
+        own = dict(module._buffers)
+        for key, buffer in own.items():
+            if buffer is not None:
+                stand_in = torch.empty_like(buffer, device="cpu")
+                module._buffers[key] = stand_in.fill_(torch.nan if stand_in.is_floating_point() else 0)
+        if model is not None:
+            module._is_hf_initialized = False
+            model._initialize_weights(module)
+        elif not self._out_of_reach:
+            method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+            if callable(method):
+                method()
+        for key, buffer in own.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[key] = buffer
+            elif buffer is not None and _has_nan(module._buffers[key]):
+                self.without_initialiser.append(f"{path}.{key}" if path else key)
+
+    def _hand_over(self, unit: str) -> None:
+        """Writes the unit's values into the heap and lets go of the tensors that held them."""
+        group = self._groups[unit]
+        self._source.meet()
+        for entry, parameter in group.owned:
+            value = None
+            if self._is_source:
+                value = self._drawn.pop(id(entry), entry.value).detach()
+                if entry.value.is_meta and _has_nan(value):
+                    self.without_initialiser.append(entry.name)
+            value = self._source.of(value, parameter.leaf.shape, parameter.master.dtype)
+            if value is not None:
+                parameter.fill(value)
+            if parameter.spec.has_own_master:
+                self._relay.send(parameter.leaf.shape, parameter.master.dtype, value, parameter.adopt)
+            parameter.original = weakref.ref(entry.value)
+            entry.value = None
+        for slot, _ in group.places.values():
+            slot.put(slot.parameter.leaf)
+
+
+def _mapped_like(value: torch.Tensor) -> torch.Tensor:
+    """A private tensor in a mapping of its own: malloc would keep much of what one unit frees from the next."""
+    if value.numel() == 0:
+        return torch.empty(value.shape, dtype=value.dtype)
+    memory = mmap.mmap(-1, value.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
+
+
+def _has_nan(value: torch.Tensor) -> bool:
+    return bool(value.sum().isnan())

@@ -1,0 +1,325 @@
+"""`fully_shard`: from a module to shards in the heap, an engine, and units with hooks."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ..comm.grid import grid_of, refuse_mesh
+from ..comm.layout import ParameterSpec, Plan, find_units, make_plan
+from ..comm.memory.heap import SymmetricHeap
+from ..comm.replicas import Replicas
+from ..engine.engine import Engine
+from ..engine.gathered import GatheredParameters
+from ..engine.module import attach, is_sharded
+from ..engine.parameter import ShardedParameter
+from ..engine.streams import Streams
+from ..engine.unit import Slot, Unit
+from ..nn.choice import Entry
+from ..nn.on_owners import ReadsOnDemand
+from ..nn.staging import Staging
+from ..nn.tuned import default_folder, warn_of_untuned
+from ..nn.tuned import load as load_tuned
+from .backend import CpuBackend, backend_of
+from .collect import SHARDABLE_DTYPES, FoundParameter, dtype_name, find_parameters, refuse_unshardable
+from .default_mesh import default_mesh
+from .handshake import AGREEING, PEERS, agree, compare_surroundings, open_meetings, refuse, show_life
+from .initialize import write_initial_values
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def fully_shard(
+    module: Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    backend: str = "auto",
+    timeout: timedelta = timedelta(minutes=30),
+    debug: bool = False,
+    shard_placement_fn: Any = None,
+    offload_policy: Any = None,
+    dp_mesh_dims: Any = None,
+) -> Module:
+    """Shards `module` in place over the ranks of `mesh` and returns it. Collective.
+
+    Call it once on the root (units are found: `_no_split_modules`, else the longest ModuleList) or on blocks and
+    then on the root, as with FSDP2. Parameters become DTensors, Shard(0), over this rank's rows; create the
+    optimizer afterwards. Initial values are rank 0's; other ranks may hold the model on the meta device, and if all
+    do, every module's own initialisation runs once. How the module computes is not changed.
+
+    mesh: by default all ranks, with a copy of the model per host (`default_mesh`); without a process group a world of
+        one is made (or torchrun's). The ranks of one dimension share memory, so they are of one host. With two,
+        ("replicate", "shard"), those of the second do, and masters and optimizer states are sharded over all:
+        docs/memory.md, "Several nodes".
+    mp_policy: as in FSDP2, but `reduce_dtype=None` means fp32 accumulation.
+    reshard_after_forward: as in FSDP2: whether whole parameters are freed between forward and backward; by default in
+        all units but the root. An int counts as True. On the CPU backend, where whole parameters are views: no effect.
+    ignored_params: stay as they are on every rank.
+    backend: "cpu", "cuda", or "auto": by the mesh, and without one CUDA if there is a GPU. To look for a
+        fault: "cpu-apart" lays memory out on the CPU as on CUDA, "cpu-interpreter" runs Triton's kernels too.
+    timeout: how late a live rank may be at a meeting; from the first shared memory on, a dead one is named within
+        seconds.
+    debug: catch collectives inside a minibatch.
+    shard_placement_fn, offload_policy, dp_mesh_dims: FSDP2's, refused.
+
+    Raises ValueError, TypeError, NotImplementedError or RuntimeError for models and options that can't be sharded,
+    RanksDiffer when the ranks' differ, with the first difference, DeadlineExceeded when a rank does not come.
+    """
+    _check_options(module, mp_policy, reshard_after_forward, timeout)
+    for name, value in (
+        ("shard_placement_fn", shard_placement_fn),
+        ("offload_policy", offload_policy),
+        ("dp_mesh_dims", dp_mesh_dims),
+    ):
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} is not supported, leave it out: parameters are split on dim 0, in memory"
+            )
+    for parameter in ignored_params or ():
+        if not isinstance(parameter, nn.Parameter):
+            raise TypeError(f"ignored_params holds {parameter!r}; give the parameters themselves, not their names")
+    policy = mp_policy or MixedPrecisionPolicy()
+    mesh = mesh if mesh is not None else default_mesh(timeout, backend)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh, see init_device_mesh")
+    device = backend_of(backend, mesh)
+    _check_mesh(mesh, device)
+    grid = grid_of(mesh)
+    meetings = open_meetings(grid, timeout)
+    try:
+        inner = _inner_engines(module, grid.mesh)
+        unit_names = [] if inner else find_units(module)
+        known = {id(original): parameter for engine in inner for original, parameter in engine.originals()}
+        found = find_parameters(module, unit_names, ignored_params or set())
+        tied_to_inner = [entry for entry in found if id(entry.value) in known]
+        found = [entry for entry in found if id(entry.value) not in known]
+        if not found and not inner:
+            raise ValueError(f"{type(module).__name__} has no parameters to shard")
+        for entry in found:
+            refuse_unshardable(entry.name, entry.value, device.mesh_device)
+        specs = [_spec(entry, policy) for entry in found]
+        device.check(specs)
+    except Exception as error:
+        refuse(meetings, AGREEING, error)
+        raise
+    plan = make_plan(
+        specs,
+        world=grid.shards,
+        itemsizes={dtype_name(dtype): dtype.itemsize for dtype in SHARDABLE_DTYPES},
+        apart=device.apart,
+    )
+    options = {"policy": str(policy), "debug": debug, "timeout": str(timeout), "backend": device.name}
+    options |= {"world": grid.world, "replicas": grid.replicas}
+    token, devices, indices = agree(meetings, grid, plan, options, device)
+    try:
+        problem = device.unusable_peers(devices)
+        tuned = load_tuned(device.place(devices), default_folder())
+        tables = [tuned.table(spec.compute_dtype) for spec in specs]
+        readers = enumerate(zip(found, tables, strict=True))
+        on_demand = {slot for slot, (entry, table) in readers if _is_read_on_demand(entry, device, table)}
+        for entry in tied_to_inner:
+            inner_one = known[id(entry.value)]
+            if inner_one.is_never_whole and not _is_read_on_demand(entry, device, inner_one.table):
+                raise NotImplementedError(
+                    f"{entry.name} is tied to a weight that was sharded on its own and is never whole: call "
+                    f"fully_shard on what holds both, not on the tied layer"
+                )
+    except Exception as error:
+        refuse(meetings, PEERS, error)
+        raise
+    compare_surroundings(meetings, problem, tuned)
+    if grid.rank == 0 and any(isinstance(each, ReadsOnDemand) for each in module.modules()):
+        warn_of_untuned(device.name, tuned)
+    shared = min(len(set(devices)), len(set(indices))) < grid.shards
+    replica_token = f"{token}-{grid.replica}"
+    heap = device.open_heap(plan, grid.shard_mesh, token=replica_token, timeout_s=meetings.timeout_s, shared=shared)
+    heap.near = frozenset(rank for rank, theirs in enumerate(devices) if theirs == devices[heap.rank])
+    show_life(meetings, grid, heap, token)
+    replicas = Replicas(grid, meetings, heap.device)
+
+    streams = device.streams()
+    accumulator = device.accumulator(heap, streams, meetings.timeout_s)
+    staging = Staging(streams.device)
+    wholes = _whole_tensors(plan, heap, streams, on_demand, by_kernel=device.gathers_by_kernel)
+    places = zip(plan.parameters, plan.compute, plan.gradient, wholes, tables, strict=True)
+    parameters = [
+        ShardedParameter(
+            spec=spec,
+            slot=slot,
+            compute=compute,
+            gradient=gradient,
+            heap=heap,
+            grid=grid,
+            whole=whole,
+            gathered=gathered,
+            accumulator=accumulator,
+            staging=staging,
+            table=table,
+        )
+        for slot, (spec, compute, gradient, (whole, gathered), table) in enumerate(places)
+    ]
+    write_initial_values(module, found, parameters, meetings, replicas, token=f"{replica_token}-initial", heap=heap)
+    _warn_of_low_precision_masters(plan, grid.rank)
+
+    engine = Engine(
+        grid=grid, heap=heap, signs=meetings.signs, replicas=replicas, streams=streams, meetings=meetings, debug=debug
+    )
+    by_unit: dict[str, list[Slot]] = {name: [] for name in [*unit_names, ""]}
+    for entry, parameter in zip(found, parameters, strict=True):
+        for owner, attribute, unit in entry.places:
+            by_unit[unit].append(Slot(owner, attribute, parameter))
+    for entry in tied_to_inner:
+        for owner, attribute, unit in entry.places:
+            by_unit[unit].append(Slot(owner, attribute, known[id(entry.value)]))
+    for name, slots in by_unit.items():
+        owner = module.get_submodule(name)
+        reshard = None if reshard_after_forward is None else bool(reshard_after_forward)
+        unit = Unit(name=name, module=owner, slots=slots, policy=policy, engine=engine, reshard_after_forward=reshard)
+        attach(owner, unit)
+        engine.units.append(unit)
+    engine.add(parameters)
+    engine.ignored |= {id(parameter): parameter for parameter in ignored_params or ()}
+    for other in inner:
+        engine.ignored |= other.ignored
+        engine.absorb(other)
+    engine.name_parameters(module)
+    del found, tied_to_inner
+    engine.publish()
+    meetings.meet("sharded", {})
+    return module
+
+
+def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, timeout: timedelta) -> None:
+    if sys.platform != "linux":
+        raise OSError(f"odc-triton shares memory between ranks by Linux's memfd and does not run on {sys.platform}")
+    if isinstance(module, (list, tuple)):
+        raise NotImplementedError("fully_shard takes one module; call it on each, or on their common parent")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard takes an nn.Module, not a {type(module).__name__}")
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        raise ValueError(f"{type(module).__name__} has no forward; call fully_shard on its parent or its children")
+    if is_sharded(module):
+        raise ValueError(f"{type(module).__name__} is sharded already: call fully_shard once per module, blocks first")
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy is a {type(mp_policy).__name__}; give a MixedPrecisionPolicy")
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # there is none before torch 2.15
+        raise NotImplementedError(
+            "mp_policy has a param_dtype_override_fn, which is not supported, leave it out: param_dtype is that of all "
+            "parameters"
+        )
+    for name in ("param_dtype", "reduce_dtype") if mp_policy is not None else ():
+        dtype = getattr(mp_policy, name)
+        if dtype is not None and dtype not in SHARDABLE_DTYPES:
+            names = ", ".join(dtype_name(each) for each in SHARDABLE_DTYPES)
+            raise ValueError(f"mp_policy has {name}={dtype}; it must be one of {names}")
+    if not isinstance(reshard_after_forward, (bool, int, type(None))):
+        raise TypeError(f"reshard_after_forward is {reshard_after_forward!r}; it must be a bool, an int or None")
+    if not isinstance(timeout, timedelta) or timeout <= timedelta():
+        raise ValueError(f"timeout is {timeout!r}; it must be a positive timedelta")
+    if torch.are_deterministic_algorithms_enabled():
+        raise RuntimeError(
+            "torch.use_deterministic_algorithms(True) can't be kept: gradients are added in the order of their arrival"
+        )
+
+
+def _check_mesh(mesh: DeviceMesh, backend: CpuBackend) -> None:
+    refuse_mesh(mesh)
+    if mesh.device_type != backend.mesh_device:
+        raise ValueError(
+            f"mesh is on {mesh.device_type!r} and backend is {backend.name!r}; leave backend out, or give "
+            f"init_device_mesh({backend.mesh_device!r}, …)"
+        )
+
+
+def _inner_engines(module: nn.Module, mesh: DeviceMesh) -> list[Engine]:
+    """Engines of the submodules that were sharded before their root."""
+    inner: dict[int, Engine] = {}
+    below = {id(child) for child in module.modules()}
+    for name, child in module.named_modules():
+        if not is_sharded(child) or id(child._odc_engine) in inner:
+            continue
+        engine = child._odc_engine
+        outside = [unit.name for unit in engine.units if id(unit.module) not in below]
+        if outside:
+            raise ValueError(
+                f"{name} belongs to another sharded model, whose {outside[0] or 'root'} is not part of this "
+                f"{type(module).__name__}: a module can have one engine only. Shard the model that holds both."
+            )
+        for parameter in engine.parameters[:1]:
+            theirs = parameter.sharded.device_mesh
+            if theirs.mesh.tolist() != mesh.mesh.tolist():
+                raise NotImplementedError(f"{name} was sharded over {theirs}, its root over {mesh}: use one mesh")
+        inner[id(engine)] = engine
+    return list(inner.values())
+
+
+def _spec(entry: FoundParameter, policy: MixedPrecisionPolicy) -> ParameterSpec:
+    value = entry.value
+    return ParameterSpec(
+        names=tuple(entry.names),
+        shape=tuple(value.shape),
+        master_dtype=dtype_name(value.dtype),
+        compute_dtype=dtype_name(policy.param_dtype or value.dtype),
+        reduce_dtype=_reduce_dtype(value, policy) if value.requires_grad else None,
+        unit=entry.places[0][2],
+    )
+
+
+def _is_read_on_demand(entry: FoundParameter, device: CpuBackend, table: tuple[Entry, ...]) -> bool:
+    """Whether everything that has this parameter reads its owners by itself, so that it need not be whole."""
+    return all(
+        isinstance(owner, ReadsOnDemand) and attribute in owner.reads_on_demand(device.mesh_device, table)
+        for owner, attribute, _ in entry.places
+    )
+
+
+def _whole_tensors(
+    plan: Plan, heap: SymmetricHeap, streams: Streams, on_demand: set[int], *, by_kernel: bool
+) -> list[tuple[torch.Tensor, GatheredParameters | None]]:
+    """Every parameter's whole tensor: a view of the heap, or one of its unit's that are gathered together.
+
+    `on_demand`: slots of those that are never gathered: tensors without memory.
+    """
+    if not heap.apart:
+        return [(heap.whole(region), None) for region in plan.compute]
+    found: dict[int, tuple[torch.Tensor, GatheredParameters | None]] = {}
+    for slot in on_demand:
+        region = plan.compute[slot]
+        empty = torch.empty(region.shape, dtype=getattr(torch, region.dtype), device=heap.device)
+        empty.untyped_storage().resize_(0)
+        found[slot] = empty, None
+    for unit in dict.fromkeys(spec.unit for spec in plan.parameters):
+        slots = [slot for slot, spec in enumerate(plan.parameters) if spec.unit == unit and slot not in on_demand]
+        if not slots:
+            continue
+        specs = [plan.parameters[slot] for slot in slots]
+        shards = [[heap.shard(plan.compute[slot], owner) for owner in range(heap.world)] for slot in slots]
+        gathered = GatheredParameters(specs, shards, rank=heap.rank, streams=streams, by_kernel=by_kernel)
+        found |= {slot: (whole, gathered) for slot, whole in zip(slots, gathered.whole, strict=True)}
+    return [found[slot] for slot in range(len(plan.parameters))]
+
+
+def _reduce_dtype(value: nn.Parameter, policy: MixedPrecisionPolicy) -> str:
+    if policy.reduce_dtype is not None:
+        return dtype_name(policy.reduce_dtype)
+    return "float64" if value.dtype == torch.float64 else "float32"
+
+
+def _warn_of_low_precision_masters(plan: Plan, rank: int) -> None:
+    low = [s for s in plan.parameters if s.reduce_dtype is not None and s.master_dtype in ("bfloat16", "float16")]
+    if low and rank == 0:
+        warnings.warn(
+            f"{len(low)} trainable parameters are {low[0].master_dtype} ({low[0].name}, …): small updates are lost to "
+            f"rounding. Load the model in fp32 and pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16).",
+            stacklevel=3,
+        )
