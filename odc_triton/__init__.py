@@ -5,8 +5,9 @@ Names are resolved on first use, so that `import odc_triton` costs next to nothi
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from .base.lazy import keep_importable, lazy_names
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
@@ -38,24 +39,24 @@ _API = (
 )
 _ERRORS = ("DeadlineExceeded", "MinibatchFailed", "OdcError", "RankLost", "RanksDiffer")
 _HOME = {
-    **dict.fromkeys(_API, "odc_triton.engine.api"),
-    **dict.fromkeys(_ERRORS, "odc_triton.base.errors"),
-    "MixedPrecisionPolicy": "torch.distributed.fsdp",
-    "fully_shard": "odc_triton.sharding.shard",
-    "log_probs": "odc_triton.nn.head",
-    "memory_plan": "odc_triton.sharding.footprint",
-    "replace_layers": "odc_triton.nn.replace",
-    "verify": "odc_triton.nn.verification",
+    **dict.fromkeys(_API, "engine.api"),
+    **dict.fromkeys(_ERRORS, "base.errors"),
+    "MixedPrecisionPolicy": "sharding.shard",
+    "fully_shard": "sharding.shard",
+    "log_probs": "nn.head",
+    "memory_plan": "sharding.footprint",
+    "replace_layers": "nn.replace",
+    "verify": "nn.verification",
 }
-__all__ = sorted(_HOME)
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)
 __version__ = "0.1.0"
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'odc_triton' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+# Where these were before, and still can be imported from.
+keep_importable(
+    {
+        "odc_triton.footprint": "odc_triton.sharding.footprint",
+        "odc_triton.options": "odc_triton.base.options",
+        "odc_triton.train.options": "odc_triton.train.sft_options",
+        "odc_triton.train.tokenizer": "odc_triton.data.tokenizer",
+    }
+)

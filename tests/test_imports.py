@@ -14,35 +14,15 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "odc_triton"
 
-# Neither torch nor triton.
-PURE = (
-    *("plan", "balance", "events", "trace", "errors", "order", "choice", "breakdown", "simulate", "source"),
-    *("topology", "unusable", "nvml", "nvml_snapshot", "atomic", "activations", "greetings"),
+# Each folder may import from itself and from those after it.
+FLOORS = (
+    *("cli", "train", "rl", "hf", "simulate", "sharding", "checkpoint", "sequence", "fsdp2", "optim"),
+    *("engine", "balance", "data", "comm", "nn", "machine", "base"),
 )
+# Neither torch nor triton: folders, and modules of others.
+PURE = ("base", "machine", "balance", "simulate", "comm.layout", "nn.choice", "sharding.activations", "engine.order")
 HEAVY = {"torch", "triton", "transformers", "odc_kernels"}
-NEEDS_TORCH = ("balance.collate", "balance.counter")
-# Each module may import those of lower floors and of its own. What is not named stands on top of all.
-FLOORS = [
-    {"errors", "plan", "events", "balance", "trace", "options", "order", "choice", "breakdown", "source"}
-    | {"topology", "unusable", "probe", "nvml", "nvml_snapshot", "cuda_devices", "atomic", "activations"}
-    | {"greetings"},
-    {"on_owners", "handles", "staging", "tuned"},
-    {"memory", "footprint", "report", "streams", "simulated_device", "local_shards", "grid"},
-    {"lifelines", "replicas", "meeting", "debug", "relay", "accumulate", "gathered", "backward_end", "process_group"}
-    | {"pending_gradient", "local_store"},
-    {"sharded_param"},
-    {"unit", "engine", "microbatch", "prefetch", "optimizer_watch", "hyperparameters", "functions", "foreach"}
-    | {"publication"},
-    {"head"},
-    {"nn"},
-    {"attention"},
-    {"module", "collect", "initialize", "backend"},
-    {"default_mesh"},
-    {"handshake"},
-    {"sharding", "api"},
-    {"hf", "checkpoint", "launch", "replace", "verification"},
-    {"train"},
-]
+NEEDS_TORCH = ("balance.collate", "balance.counter", "machine.cuda_devices", "machine.probe")
 
 
 def _modules() -> Iterator[tuple[str, Path]]:
@@ -53,15 +33,10 @@ def _modules() -> Iterator[tuple[str, Path]]:
             yield ".".join(parts).removesuffix(".__init__"), path
 
 
-def imported(source: str, package: str, *, type_checking: bool = False) -> set[str]:
-    """Absolute names of all modules that `source`, in `package`, imports anywhere but under TYPE_CHECKING."""
+def imported(source: str, package: str) -> set[str]:
+    """Absolute names of all modules that `source`, in `package`, imports anywhere."""
     names: set[str] = set()
-
-    def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") and not type_checking:
-            for child in node.orelse:
-                visit(child)
-            return
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -69,10 +44,6 @@ def imported(source: str, package: str, *, type_checking: bool = False) -> set[s
             base = ".".join(part for part in (above, node.module) if part)
             names.add(base)
             names.update(f"{base}.{alias.name}" for alias in node.names)
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(source))
     return names
 
 
@@ -81,37 +52,42 @@ def _imports_of(name: str, path: Path) -> set[str]:
     return imported(path.read_text(), package)
 
 
+def _ours(name: str, path: Path) -> set[str]:
+    """Modules of the package, below odc_triton, that this one imports, also for type checkers and in functions."""
+    modules = {name for name, _ in _modules()}
+    return {each.removeprefix("odc_triton.") for each in _imports_of(name, path)} & modules - {name}
+
+
 def test_the_reader_of_imports() -> None:
     source = (
         "import torch.nn as nn\nfrom .plan import Plan\nfrom ..errors import OdcError\nfrom . import api\n"
         "if TYPE_CHECKING:\n    from .engine import Engine\ndef f():\n    import kernels\n"
     )
-    names = imported(source, "odc_triton.comm.memory")
-    assert {
-        "torch.nn",
-        "odc_triton.comm.memory.plan",
-        "odc_triton.base.errors",
-        "odc_triton.comm.memory.api",
-        "kernels",
-    } <= names
-    assert not any("engine" in name for name in names)
+    names = imported(source, "odc_triton.memory")
+    assert {"torch.nn", "odc_triton.memory.plan", "odc_triton.errors", "odc_triton.memory.api", "kernels"} <= names
+    assert "odc_triton.memory.engine" in names
 
 
 def test_pure_modules() -> None:
     for name, path in _modules():
-        if name.split(".")[0] in PURE and name not in NEEDS_TORCH:
+        if (name in PURE or name.split(".")[0] in PURE) and name not in NEEDS_TORCH:
             heavy = {top for top in (each.split(".")[0] for each in _imports_of(name, path)) if top in HEAVY}
             assert not heavy, f"{name} is pure and imports {heavy}"
 
 
 def test_floors() -> None:
-    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    assert {name.split(".")[0] for name, _ in _modules()} <= set(FLOORS)
     for name, path in _modules():
-        own = floor.get(name.split(".")[0], len(FLOORS))
-        for other in _imports_of(name, path):
-            if other.startswith("odc_triton."):
-                theirs = floor.get(other.split(".")[1], len(FLOORS))
-                assert theirs <= own, f"{name} imports {other}, of a higher floor"
+        for other in _ours(name, path):
+            mine, theirs = name.split(".")[0], other.split(".")[0]
+            assert FLOORS.index(mine) <= FLOORS.index(theirs), f"{name} imports {other}, of a higher floor"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {name: _ours(name, path) for name, path in _modules()}
+    while free := {name for name, others in graph.items() if not others & graph.keys()}:
+        graph = {name: others for name, others in graph.items() if name not in free}
+    assert not graph, f"each of these imports another of them: {sorted(graph)}"
 
 
 def test_nothing_imports_the_folder_of_kernels_by_its_own_name() -> None:

@@ -4,9 +4,7 @@ Usable without the rest of the library, also under plain FSDP2. Names are resolv
 `counter` (see `_HOME`) import torch, and nothing here needs a device.
 """
 
-from __future__ import annotations
-
-import importlib
+from ..base.lazy import lazy_names
 
 _HOME = {
     "BALANCES": "strategies",
@@ -31,14 +29,4 @@ _HOME = {
     "store_counter": "counter",
     "to_device": "collate",
 }
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'odc_triton.balance' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

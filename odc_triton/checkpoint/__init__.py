@@ -1,7 +1,21 @@
 """Sharded models in and out of files: torch's distributed checkpoints, Hugging Face folders."""
 
-from .adapter import with_adapter
-from .export import save_pretrained
-from .pretrained import load_causal_lm, load_pretrained_shards, meta_causal_lm
+from typing import TYPE_CHECKING
 
-__all__ = ["load_causal_lm", "load_pretrained_shards", "meta_causal_lm", "save_pretrained", "with_adapter"]
+from ..base.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from .adapter import with_adapter as with_adapter
+    from .export import save_pretrained as save_pretrained
+    from .pretrained import load_causal_lm as load_causal_lm
+    from .pretrained import load_pretrained_shards as load_pretrained_shards
+    from .pretrained import meta_causal_lm as meta_causal_lm
+
+_HOME = {
+    "load_causal_lm": "pretrained",
+    "load_pretrained_shards": "pretrained",
+    "meta_causal_lm": "pretrained",
+    "save_pretrained": "export",
+    "with_adapter": "adapter",
+}
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

@@ -23,8 +23,9 @@ from torch import nn
 from ..base.errors import CheckpointCorrupt, CheckpointDiffers
 from ..base.source import reading
 from ..engine.api import engine_of, publish
-from ..engine.module import is_sharded, plain_class
+from ..engine.module import plain_class
 from ..engine.parameter import ShardedParameter
+from ..nn.on_owners import is_sharded
 from .together import together
 from .values import sharded_parameters
 

@@ -1,0 +1,3 @@
+"""The `odc-triton` command."""
+
+from .command import main as main

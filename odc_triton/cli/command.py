@@ -336,7 +336,3 @@ def _simulate(wanted: SimulateOptions) -> int:
     from ..simulate.command import main as predict
 
     return predict(wanted)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..nn.on_owners import is_sharded
 from .engine import Engine
 from .unit import Unit
 
@@ -37,6 +38,7 @@ class ODCModule:
     """Mixed into the class of every module that `fully_shard` was called on, and of the units it found."""
 
     _odc_unit: Unit
+    _odc_is_sharded = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
         """Makes a module of the original class, as FSDP2 does: slicing an nn.Sequential calls its own class."""
@@ -235,10 +237,6 @@ def _save_pretrained(model: nn.Module, folder: Any, *args: Any, **kwargs: Any) -
 
 def _is_whole(value: Any, sharded: nn.Parameter) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == sharded.shape
-
-
-def is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, ODCModule)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

@@ -5,30 +5,26 @@ shape [1, T]; positions restart at every document) and `labels` (int64, [1, T]; 
 predicted, hence at the first token of every document, which no earlier token may predict).
 """
 
-from __future__ import annotations
-
-import importlib
 from typing import TYPE_CHECKING
 
-from .attention import PackingUnsupported, packed_attention, packed_mask
-from .loss import model_inputs, summed_loss
-from .packing import enable_packing
+from ..base.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from .attention import PackingUnsupported as PackingUnsupported
+    from .attention import packed_attention as packed_attention
+    from .attention import packed_mask as packed_mask
+    from .loss import model_inputs as model_inputs
+    from .loss import summed_loss as summed_loss
+    from .packing import enable_packing as enable_packing
     from .trainer import ODCTrainer as ODCTrainer
 
-__all__ = [
-    "ODCTrainer",
-    "PackingUnsupported",
-    "enable_packing",
-    "model_inputs",
-    "packed_attention",
-    "packed_mask",
-    "summed_loss",
-]
-
-
-def __getattr__(name: str) -> object:
-    if name != "ODCTrainer":  # on first use: transformers' Trainer takes a second to import, and needs accelerate
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.trainer").ODCTrainer
+_HOME = {
+    "ODCTrainer": "trainer",
+    "PackingUnsupported": "attention",
+    "enable_packing": "packing",
+    "model_inputs": "loss",
+    "packed_attention": "attention",
+    "packed_mask": "attention",
+    "summed_loss": "loss",
+}
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

@@ -35,7 +35,7 @@ from ..checkpoint import save_pretrained
 from ..checkpoint.dcp import METADATA
 from ..checkpoint.folder import load_checkpoint, write_checkpoint
 from ..engine.api import engine_of, minibatch
-from ..engine.module import is_sharded
+from ..nn.on_owners import is_sharded
 from .loss import summed_loss
 from .packing import ATTENTION_NAME
 

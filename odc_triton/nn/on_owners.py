@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from odc_kernels.peers import PeerShards
 from odc_kernels.staged import StagedWeight
@@ -74,3 +75,8 @@ class ReadsOnDemand(Protocol):
 
     def reads_on_demand(self, topology: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         """The attributes that hold them, where shards lie as `topology` says and operators run as `table` does."""
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` gave this module the methods of a sharded one."""
+    return getattr(type(module), "_odc_is_sharded", False)

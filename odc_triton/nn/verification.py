@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from ..base.errors import OdcError
-from ..engine.module import is_sharded
 from .local_shards import LocalShards
 from .modules import LMHead
-from .on_owners import ReadsOnDemand
+from .on_owners import ReadsOnDemand, is_sharded
 from .replace import own_layers
 
 _OWNERS = 2

@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from ..engine.module import is_sharded
 from ..engine.parameter import has_gradient_hooks
+from ..nn.on_owners import is_sharded
 
 SHARDABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -18,9 +18,9 @@ from ..comm.meeting import Meetings
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.relay import Relay
 from ..comm.replicas import Replicas
-from ..engine.module import is_sharded
 from ..engine.parameter import ShardedParameter
 from ..engine.unit import Slot
+from ..nn.on_owners import is_sharded
 from .collect import FoundParameter, dtype_name
 
 _PURPOSE = "initial values"

@@ -18,12 +18,12 @@ from ..comm.memory.heap import SymmetricHeap
 from ..comm.replicas import Replicas
 from ..engine.engine import Engine
 from ..engine.gathered import GatheredParameters
-from ..engine.module import attach, is_sharded
+from ..engine.module import attach
 from ..engine.parameter import ShardedParameter
 from ..engine.streams import Streams
 from ..engine.unit import Slot, Unit
 from ..nn.choice import Entry
-from ..nn.on_owners import ReadsOnDemand
+from ..nn.on_owners import ReadsOnDemand, is_sharded
 from ..nn.staging import Staging
 from ..nn.tuned import default_folder, warn_of_untuned
 from ..nn.tuned import load as load_tuned

@@ -3,9 +3,7 @@
 Names are resolved on first use. docs/simulator.md says what is modelled and what is not.
 """
 
-from __future__ import annotations
-
-import importlib
+from ..base.lazy import lazy_names
 
 _HOME = {
     "DEVICES": "devices",
@@ -23,14 +21,4 @@ _HOME = {
     "rank_settings": "study",
     "simulate": "job",
 }
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module 'odc_triton.simulate' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)
