@@ -24,8 +24,17 @@ from bench.harness import Minibatch, PeakMemory, gather, open_job, train_minibat
 from bench.provenance import gpu
 from bench.variants import Setting, Variant
 from odc_triton.balance import CostModel
-from odc_triton.base.breakdown import ACCUMULATE, GATHER, IDLE, MEETINGS, Span, category_of_kernel, overlapping
-from odc_triton.base.trace import excerpt, idle_fraction
+from odc_triton.base.trace import (
+    ACCUMULATE,
+    GATHER,
+    IDLE,
+    MEETINGS,
+    Span,
+    category_of_kernel,
+    excerpt,
+    idle_fraction,
+    overlapping,
+)
 
 _NO_COMPUTE = (ACCUMULATE, GATHER, MEETINGS, IDLE)
 

@@ -26,7 +26,7 @@ from bench.harness import (
 from bench.provenance import commit, hardware, versions
 from bench.stdlib_corpus import build_corpus
 from bench.variants import Fsdp2, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Variant
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.base.report import save_html, save_timeline, table
 from odc_triton.base.trace import excerpt, idle_fraction, save_trace, timeline_text
 from odc_triton.comm.launch import launch

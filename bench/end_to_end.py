@@ -21,7 +21,7 @@ from bench.demo import CONFIG, RANKS, prepare
 from bench.harness import Measured, Work, bootstrap_ratio, compare, single_thread_environment
 from bench.provenance import commit, hardware, versions
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.base.trace import excerpt, idle_fraction
 from odc_triton.comm.launch import launch

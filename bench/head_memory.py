@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from bench.provenance import commit, hardware, versions
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.nn import LMHead
 

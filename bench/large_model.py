@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from bench.provenance import commit, hardware, versions
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.comm.launch import launch
 
 TOKENS = 16

@@ -17,7 +17,7 @@ from bench.demo import CONFIG, EQUAL_LENGTHS, TOKEN_CAP
 from bench.harness import Work, balanced, single_thread_environment
 from bench.provenance import commit, hardware, versions
 from bench.variants import Odc, OdcLayers, OdcLayersFused, OdcLayersSplit, Unsharded
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 

@@ -24,7 +24,7 @@ from bench.lengths_report import ALIKE, COLUMNS, Amounts, Result, as_data, faste
 from bench.peaks import peak_flops
 from bench.provenance import commit, hardware, versions
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting, Variant
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.cli.bench import BenchOptions
 from odc_triton.comm.launch import launch

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from bench.links_report import Call, Link, as_data, text_of
 from bench.provenance import commit, hardware, versions
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.comm.launch import launch
 from odc_triton.comm.layout import Region, aligned
 from odc_triton.comm.local_store import rendezvous_url

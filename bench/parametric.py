@@ -13,12 +13,10 @@ from pathlib import Path
 
 from odc_triton.balance import assign_one
 from odc_triton.base.report import CURVES, FAINT, INK, table
-from odc_triton.simulate.dealing import queue_packs
-from odc_triton.simulate.devices import DEVICES
-from odc_triton.simulate.job import simulate
-from odc_triton.simulate.lengths import NAMED, draw, named_lengths
+from odc_triton.simulate.hardware import DEVICES
+from odc_triton.simulate.job import queue_packs, simulate
 from odc_triton.simulate.models import Model
-from odc_triton.simulate.study import SETTINGS, make_job, usual_links
+from odc_triton.simulate.study import NAMED, SETTINGS, draw, make_job, named_lengths, usual_links
 
 # Where one setting is varied, the others are these.
 MODEL, DATA, GPUS, SAMPLES = "qwen2.5-14b", "longalign", 8, 4

@@ -21,11 +21,11 @@ from pathlib import Path
 from bench.provenance import commit, hardware, versions
 from bench.sleeping import FORWARD_SHARE, Cell, Costs, Measured, Way, main_of_rank, together
 from odc_triton.balance import CostModel
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 from odc_triton.simulate import draw, named_lengths
-from odc_triton.simulate.lengths import NAMED
+from odc_triton.simulate.study import NAMED
 
 # Fixed before anything was measured.
 WAYS = tuple(

@@ -44,7 +44,7 @@ from bench.operators.targets import TARGETS, wanted_first
 from bench.operators.timing import interleaved, median_interval, quantiles, warm_up
 from bench.provenance import commit, hardware, source_digest, versions
 from bench.roofline import Machine
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 
 # In the order of interest, for a run may end early.

@@ -22,7 +22,7 @@ from bench.demo import CONFIG, TOKEN_CAP, VOCABULARY
 from bench.harness import single_thread_environment
 from bench.provenance import commit, hardware, versions
 from bench.stdlib_corpus import build_corpus
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
@@ -38,7 +38,7 @@ def measure(options: SftOptions) -> dict[str, Any]:
     import torch.distributed as dist
 
     from odc_triton.checkpoint.steps import Checkpoints
-    from odc_triton.sharding.default_mesh import default_mesh
+    from odc_triton.sharding.agree import default_mesh
     from odc_triton.sharding.shard import fully_shard
     from odc_triton.train.prepare import build_model, precision, prepare
     from odc_triton.train.run import SftRun

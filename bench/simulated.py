@@ -23,12 +23,12 @@ from bench.harness import Work, deal, gather, open_job, single_thread_environmen
 from bench.provenance import commit, hardware, versions
 from bench.variants import Pack, Variant
 from odc_triton.balance.collate import count_target_tokens, pack_collate
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import IGNORED_LABEL, TokenizedDataset
 from odc_triton.simulate.job import simulate
-from odc_triton.simulate.measured import SequenceTime, from_measured
+from odc_triton.simulate.study import SequenceTime, from_measured
 
 # Tokens of a sequence, and how often a minibatch has it: once for what lengths cost, twice for what a microbatch does.
 POINTS = ((128, 1), (256, 1), (512, 1), (1024, 1), (2048, 1), (128, 2), (512, 2))

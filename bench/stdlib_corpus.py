@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from odc_triton.base.atomic import atomic_file
+from odc_triton.base.files import atomic_file
 
 SKIPPED_FOLDERS = frozenset(
     {"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests", "turtledemo"}

@@ -18,10 +18,10 @@ from pathlib import Path
 from bench.protocol_scale import MEAN_SAMPLE_S, POPULATION, Begun, about, make_cells, measure
 from bench.sleeping import Measured, Way
 from odc_triton.balance import CostModel, assign, queue_packs
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.simulate import draw, named_lengths
-from odc_triton.simulate.lengths import NAMED
+from odc_triton.simulate.study import NAMED
 
 # Fixed before anything was measured.
 WAYS = (Way(schedule="odc", balance="mini"), Way(schedule="odc", balance="queue"))

@@ -270,7 +270,7 @@ def _unsharded(setup: Setup) -> Trained:
 @contextlib.contextmanager
 def _one_minibatch(model: nn.Module, tokens: int) -> Iterator[int]:
     from odc_triton import minibatch
-    from odc_triton.nn.on_owners import is_sharded
+    from odc_triton.nn.operand import is_sharded
 
     if not is_sharded(model):
         yield tokens

@@ -15,7 +15,7 @@ from odc_triton.comm.memory.shm import SharedMemoryHeap
 from odc_triton.engine import gradients as accumulate
 from odc_triton.engine.gradients import LockedAccumulator, Target
 from odc_triton.engine.streams import Streams
-from odc_triton.nn.on_owners import add_rows
+from odc_triton.nn.operand import add_rows
 
 SLOW_S = 60.0
 Add = Callable[[], None]

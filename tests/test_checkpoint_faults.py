@@ -221,7 +221,7 @@ def test_a_changed_bit_in_any_file_is_found(tmp_path: Path) -> None:
 
 def test_a_manifest_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No folder of a finished checkpoint's name without one."""
-    from odc_triton.checkpoint import manifest
+    from odc_triton.checkpoint import folder as manifest
 
     model, optimizer, checkpoints = saved_twice(tmp_path)
 

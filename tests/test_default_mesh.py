@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from odc_triton.base.errors import RanksDiffer
-from odc_triton.sharding.default_mesh import default_mesh, even_hosts
+from odc_triton.sharding.agree import default_mesh, even_hosts
 
 from . import ranks
 

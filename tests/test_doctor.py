@@ -14,14 +14,11 @@ from typing import Any
 import pytest
 
 from odc_triton.cli.doctor import examine, main
-from odc_triton.cli.doctor.findings import NOTE, OK, PROBLEM, Report
 from odc_triton.cli.doctor.machine import Software
-from odc_triton.cli.doctor.rendering import as_json, render
+from odc_triton.cli.doctor.report import NOTE, OK, PROBLEM, WIDTH, Report, as_json, render
 from odc_triton.cli.doctor.versions import TESTED
-from odc_triton.cli.doctor.words import WIDTH
-from odc_triton.machine.cuda_devices import CudaDevice
-from odc_triton.machine.nvml_snapshot import SnapshotNvml
-from odc_triton.machine.probe import read_topology
+from odc_triton.machine.nvml import SnapshotNvml
+from odc_triton.machine.probe import CudaDevice, read_topology
 from odc_triton.machine.topology import Topology
 
 from .test_topology import load, seen, topology

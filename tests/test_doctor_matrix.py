@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from odc_triton.cli.doctor import draw_matrix, examine
-from odc_triton.cli.doctor.rendering import render
-from odc_triton.cli.doctor.words import WIDTH
-from odc_triton.machine.nvml_snapshot import SnapshotNvml
+from odc_triton.cli.doctor.report import WIDTH, render
+from odc_triton.machine.nvml import SnapshotNvml
 from odc_triton.machine.probe import read_topology
 
 from .test_doctor import NO_GPU, Machine

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from odc_triton import fully_shard, minibatch, register_fsdp_forward_method
-from odc_triton.nn.on_owners import is_sharded
+from odc_triton.nn.operand import is_sharded
 
 from . import ranks
 from .kernels.place import DEVICE, INTERPRETED

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from odc_triton.comm.memory.greetings import _MOST_SILENT, greetings
+from odc_triton.comm.memory.rendezvous import _MOST_SILENT, greetings
 
 from . import ranks
 

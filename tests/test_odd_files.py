@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from odc_triton.base.errors import CheckpointCorrupt
-from odc_triton.checkpoint.manifest import Manifest
+from odc_triton.checkpoint.folder import Manifest
 from odc_triton.data.dataset import TokenizedDataset
 from odc_triton.data.lengths import read_lengths
 from odc_triton.data.records import DataError

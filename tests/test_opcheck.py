@@ -17,7 +17,7 @@ from odc_triton import fully_shard, minibatch
 from odc_triton import nn as odc_nn
 from odc_triton.nn.functional import embedding, linear, qkv, token_log_probs
 from odc_triton.nn.functional.qkv import HeadNorm
-from odc_triton.nn.local_shards import LocalShards
+from odc_triton.nn.verification import LocalShards
 
 OPS = torch.ops.odc
 N, K, HEAD_DIM = 7, 8, 16

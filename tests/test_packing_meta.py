@@ -10,8 +10,7 @@ import transformers
 from torch import nn
 
 from odc_triton.hf import PackingUnsupported, enable_packing
-from odc_triton.hf.packing import ATTENTION_NAME
-from odc_triton.hf.stand_in import stand_in
+from odc_triton.hf.enable import ATTENTION_NAME, stand_in
 
 from .models import build
 

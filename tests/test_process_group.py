@@ -133,7 +133,7 @@ def test_a_rank_without_a_gpu_is_told_to_all() -> None:
 
 
 def _users_group(rank: int, world: int) -> tuple[float, bool]:
-    from odc_triton.sharding.default_mesh import default_mesh
+    from odc_triton.sharding.agree import default_mesh
 
     mesh = default_mesh(timedelta(minutes=1), "cpu")
     return _one_step(), mesh.get_group() is dist.group.WORLD

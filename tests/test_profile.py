@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odc_triton.base.breakdown import (
+from odc_triton.base.trace import (
     ACCUMULATE,
     ATTENTION,
     CATEGORIES,

@@ -14,7 +14,7 @@ from bench.gate import Gate
 from bench.protocol_scale import BASELINE, OURS, RANKS, SAMPLES, WAYS, expected_s, in_words, make_cells, rows_of
 from bench.sleeping import Cell, Costs, Measured, Ran, Sleeper, Way, run_cells, together
 from odc_triton.balance import CostModel
-from odc_triton.simulate.lengths import NAMED
+from odc_triton.simulate.study import NAMED
 
 from . import ranks
 

@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from odc_triton.base.atomic import write_file
 from odc_triton.base.events import BUSY_KINDS, Event
+from odc_triton.base.files import write_file
 from odc_triton.base.report import COLOURS, loss_figure, save_html, save_timeline, table, timeline_figure
 from odc_triton.base.trace import (
     STATES,

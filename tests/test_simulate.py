@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, assign
 from odc_triton.base.trace import idle_fraction, meetings, segments
-from odc_triton.simulate.dealing import deal, queue_packs
-from odc_triton.simulate.job import SCHEDULES, Job, simulate
-from odc_triton.simulate.links import Links
+from odc_triton.simulate.hardware import Links
+from odc_triton.simulate.job import SCHEDULES, Job, deal, queue_packs, simulate
 from odc_triton.simulate.models import Model
 
 COST = CostModel(quadratic=1e-8, linear=1e-4)

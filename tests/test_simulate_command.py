@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from odc_triton.cli.command import main
-from odc_triton.simulate.devices import DEVICES
-from odc_triton.simulate.lengths import named_lengths
+from odc_triton.simulate.hardware import DEVICES
 from odc_triton.simulate.models import Model
-from odc_triton.simulate.study import SETTINGS, Row, make_job, rank_settings, usual_links, verdict
+from odc_triton.simulate.study import SETTINGS, Row, make_job, named_lengths, rank_settings, usual_links, verdict
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 Say = Callable[..., tuple[int, str, str]]

@@ -9,15 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from odc_triton.machine.nvml_snapshot import SnapshotNvml
+from odc_triton.machine.nvml import SnapshotNvml
 from odc_triton.machine.probe import read_topology
 from odc_triton.machine.topology import Topology
-from odc_triton.simulate.devices import DEVICES, find_device
-from odc_triton.simulate.lengths import NAMED, draw, lengths_of_file, log_normal, named_lengths
-from odc_triton.simulate.links import Links
-from odc_triton.simulate.memory import peak_bytes, state_bytes
-from odc_triton.simulate.models import MODELS, Model
-from odc_triton.simulate.ports import read_seconds, slowdown
+from odc_triton.simulate.hardware import DEVICES, Links, find_device, read_seconds, slowdown
+from odc_triton.simulate.models import MODELS, Model, peak_bytes, state_bytes
+from odc_triton.simulate.study import NAMED, draw, lengths_of_file, log_normal, named_lengths
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 

@@ -13,7 +13,7 @@ from bench.simulated import measure, predict
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import DataSummary, TokenizedDataset
 from odc_triton.simulate.job import simulate
-from odc_triton.simulate.measured import SequenceTime, from_measured
+from odc_triton.simulate.study import SequenceTime, from_measured
 
 CONFIG = {
     "vocab_size": 97,

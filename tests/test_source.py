@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton.base.source import reading, require_source
+from odc_triton.base.files import reading, require_source
 
 
 def test_paths_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from odc_triton.machine.cuda_devices import CudaDevice, visible_names
-from odc_triton.machine.nvml_snapshot import SnapshotNvml
-from odc_triton.machine.probe import read_topology
+from odc_triton.machine.nvml import SnapshotNvml
+from odc_triton.machine.probe import CudaDevice, read_topology, visible_names
 from odc_triton.machine.topology import P2P, PciePath, Topology
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"

@@ -11,8 +11,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from odc_triton.machine.nvml import DriverNvml, LinkAnswers, PairAnswers
-from odc_triton.machine.nvml_snapshot import Recorder, SnapshotNvml
+from odc_triton.machine.nvml import DriverNvml, LinkAnswers, PairAnswers, Recorder, SnapshotNvml
 from odc_triton.machine.probe import read_topology
 from odc_triton.machine.topology import P2P, Topology
 from odc_triton.machine.unusable import unusable_pairs

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from odc_triton.machine.cuda_devices import CudaDevice
-from odc_triton.machine.nvml_snapshot import SnapshotNvml
-from odc_triton.machine.probe import read_topology
+from odc_triton.machine.nvml import SnapshotNvml
+from odc_triton.machine.probe import CudaDevice, read_topology
 from odc_triton.machine.topology import P2P
 from odc_triton.machine.unusable import by_reason, refuse_unusable, unusable_pairs, usable_groups
 

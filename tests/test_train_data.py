@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.base.atomic import atomic_file
+from odc_triton.base.files import atomic_file
 from odc_triton.data.dataset import DataOptions, DataSummary, TokenizedDataset, tokenize_file
 from odc_triton.data.records import DataError, read_records
 from odc_triton.data.tokenizer import TextEncoder

@@ -13,8 +13,7 @@ from torch import nn
 
 from odc_triton.base.events import Event
 from odc_triton.cli.command import main
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
-from odc_triton.data.split import SampleSubset, split_samples
+from odc_triton.data.dataset import DataOptions, SampleSubset, TokenizedDataset, split_samples, tokenize_file
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.outcome import write_report

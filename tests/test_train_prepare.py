@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from odc_triton.sharding.default_mesh import default_mesh
+from odc_triton.sharding.agree import default_mesh
 from odc_triton.train import prepare
 from odc_triton.train.folder import RunFolder
 from odc_triton.train.sft_options import SftOptions

@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from odc_triton.balance import MinibatchSampler
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file, tokenize_source
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, split_samples, tokenize_file, tokenize_source
 from odc_triton.data.prepared import FOLDER, default_folder, prepare_data
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import Rows
-from odc_triton.data.split import split_samples
 from odc_triton.data.tokenizer import TextEncoder
 
 from .chats import CHATML, MARKED, make_tokenizer

@@ -15,7 +15,7 @@ from torch import nn
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
-from odc_triton.train.schedule import warmup_cosine
+from odc_triton.train.run import warmup_cosine
 from odc_triton.train.sft_options import SftOptions
 
 from . import ranks

@@ -9,7 +9,7 @@ from typing import Any
 
 from bench.device import WARNING
 from bench.lines import read
-from odc_triton.base.atomic import write_file
+from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 
 from .ledger import LINES, Found, found_of

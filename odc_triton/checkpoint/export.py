@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..base.aside import folder_aside
+from ..base.files import folder_aside
 from ..comm.layout import find_units
 from ..engine.api import engine_of
-from ..nn.on_owners import is_sharded
+from ..nn.operand import is_sharded
 from .adapter import write_adapter
 from .pretrained import empty_copy, transformers_part
 from .values import read_whole, sharded_parameters

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from ..base.errors import CheckpointCorrupt, CheckpointDiffers
-from ..base.source import reading
+from ..base.files import reading
 from ..engine.api import engine_of, publish
 from ..engine.module import plain_class
 from ..engine.parameter import ShardedParameter
-from ..nn.on_owners import is_sharded
+from ..nn.operand import is_sharded
 from .together import together
 from .values import sharded_parameters
 

@@ -25,8 +25,7 @@ from torch.optim import Optimizer
 from ..base.errors import CheckpointCorrupt
 from ..comm.memory.locks import ByteLocks
 from ..engine.api import engine_of
-from .folder import load_checkpoint, unfinished, verify, write_checkpoint
-from .manifest import Manifest
+from .folder import Manifest, load_checkpoint, unfinished, verify, write_checkpoint
 
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.(step-\d{8,})\.[0-9a-f]+\.(saving|removing|replaced)")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from .. import __version__
 
 if TYPE_CHECKING:
-    from ..simulate.options import SimulateOptions
+    from ..simulate.command import SimulateOptions
     from ..train.sft_options import SftOptions
     from .bench import BenchOptions
     from .export import ExportOptions
@@ -163,7 +163,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 def _train_sft(ranks: int, wanted: SftOptions) -> int:
     with _importing():  # the check imports too
         from ..comm.launch import launch, warn_of_few_cores
-        from ..train.preflight import check_before_start
+        from ..train.prepare import check_before_start
         from ..train.sft import run_sft
 
         check_before_start(wanted)
@@ -321,7 +321,7 @@ def _topo(options: argparse.Namespace) -> int:
 
 
 def _add_simulate(commands: argparse._SubParsersAction) -> None:
-    from ..simulate.options import SimulateOptions
+    from ..simulate.command import SimulateOptions
 
     simulate = commands.add_parser(
         "simulate",

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..base.breakdown import (
+from ..base.trace import (
     CATEGORIES,
     MEETINGS,
     OTHER,
@@ -120,7 +120,7 @@ def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
     from ..checkpoint import load_causal_lm
     from ..hf import enable_packing
     from ..nn.replace import replace_layers
-    from ..sharding.default_mesh import default_mesh
+    from ..sharding.agree import default_mesh
     from ..sharding.shard import fully_shard
 
     mesh = default_mesh(timedelta(minutes=30))
@@ -221,7 +221,7 @@ def _draw(tracks: dict[str, list], out: Path) -> None:
 
 def report(options: ProfileOptions, of_ranks: list[dict[str, Any]]) -> str:
     """Writes profile.json and returns the table: seconds and shares of the mean rank, and the extremes."""
-    from ..base.atomic import write_file
+    from ..base.files import write_file
     from ..base.report import table
 
     wall_s = max(of["wall_s"] for of in of_ranks)

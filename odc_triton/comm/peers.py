@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from ..base.errors import DeadlineExceeded
 from .meeting import Meetings
-from .memory.greetings import greetings
 from .memory.heap import SymmetricHeap, Word
+from .memory.rendezvous import greetings
 
 _WORD = struct.Struct("<iq")  # word, value
 _GREETING = struct.Struct("<32si")  # the job's secret, rank

@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from ..base.atomic import atomic_file
+from ..base.files import atomic_file
 from .chat import ASSISTANT, Conversation, Spans, joined_spans
 from .dataset import IGNORED_LABEL, DataOptions, TokenizedDataset, tokenize_source
 from .records import Record, message_text

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..base.atomic import atomic_file
+from ..base.files import atomic_file
 
 _CHUNK = 1 << 20  # bytes copied, or kept in memory, at a time
 _ALIGN = 64

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..base.atomic import atomic_file
-from ..base.source import reading
+from ..base.files import atomic_file, reading
 from .chat import ChatTemplate
 
 if TYPE_CHECKING:

@@ -32,14 +32,12 @@ from ..comm.meeting import Meetings
 from ..comm.memory.heap import Signs, SymmetricHeap, Word
 from ..comm.replicas import Replicas
 from ..nn.staging import Staging
-from .foreach import clear_gradients, copy_masters, land_gradients
 from .gradients import Waits
-from .hyperparameters import Hyperparameters
-from .optimizer_watch import OptimizerWatch
+from .optimizer_watch import Hyperparameters, OptimizerWatch
 from .parameter import ShardedParameter
 from .passes import Microbatches
 from .prefetch import Prefetch
-from .publication import Publication
+from .publication import Publication, clear_gradients, copy_masters, land_gradients
 from .streams import Streams
 from .unit import Unit
 

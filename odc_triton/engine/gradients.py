@@ -15,7 +15,7 @@ from odc_kernels.peers import PeerShards
 
 from ..base.errors import DeadlineExceeded
 from ..comm.memory.shm import SharedMemoryHeap
-from ..nn.on_owners import AddRows, add_rows
+from ..nn.operand import AddRows, add_rows
 from .streams import Streams
 
 _NAP_S = 20e-6

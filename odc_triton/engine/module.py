@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..nn.on_owners import is_sharded
+from ..nn.operand import is_sharded
 from .engine import Engine
 from .unit import Unit
 

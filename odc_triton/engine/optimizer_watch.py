@@ -1,15 +1,73 @@
-"""Listens to optimizers that step an engine's parameters, as a user should not have to call anything for it."""
+"""Listens to optimizers that step an engine's parameters, as a user should not have to call anything for it.
+
+Learning rates and the like: each rank steps its own shards with its own, so all ranks must have them alike.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..base.errors import RanksDiffer
 
 if TYPE_CHECKING:
     from .engine import Engine
+
+
+COMPARED = ("lr", "momentum", "betas", "eps", "weight_decay")
+
+
+class Hyperparameters:
+    """Those of this rank's optimizer steps since the last minibatch began.
+
+    Numbers only: a tensor may lie on a device, and reading it would wait for that. And only these names, as some
+    optimizers keep running sums of their own shards in their groups.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[list[dict[str, list[float]]]] = []
+
+    def note(self, optimizer: Optimizer) -> None:
+        groups = [{name: _numbers(group.get(name)) for name in COMPARED} for group in optimizer.param_groups]
+        self._steps.append(groups)
+
+    def digest(self) -> str | None:
+        """Few words for peers, however many groups there are; None where nothing was stepped."""
+        return hashlib.sha256(repr(self._steps).encode()).hexdigest()[:16] if self._steps else None
+
+    def compare(self, digests: list[str | None], meet: Callable[[str, dict[str, Any]], list[dict[str, Any]]]) -> None:
+        """Forgets the steps. `digests`: all ranks'; where they differ the ranks `meet` once more.
+
+        Raises RanksDiffer, on all ranks, with the first difference.
+        """
+        steps, self._steps = self._steps, []
+        if len({digest for digest in digests if digest is not None}) < 2:
+            return
+        messages = meet("compare the optimizers' hyperparameters", {"steps": steps})
+        stepped = {rank: theirs["steps"] for rank, theirs in enumerate(messages) if theirs["steps"]}
+        for at in zip(*stepped.values(), strict=False):
+            for number, groups in enumerate(zip(*at, strict=False)):
+                for name in COMPARED:
+                    ranks: dict[str, list[int]] = {}
+                    for rank, group in zip(stepped, groups, strict=True):
+                        ranks.setdefault(", ".join(map(str, group[name])), []).append(rank)
+                    if len(ranks) > 1:
+                        said = "; ".join(f"{value} on ranks {those}" for value, those in ranks.items())
+                        raise RanksDiffer(
+                            f"the optimizer's {name} (parameter group {number}) is {said}. Each rank steps its own "
+                            f"shards with its own: give all ranks the same, and start again from the last checkpoint"
+                        )
+
+
+def _numbers(value: Any) -> list[float]:
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return list(values) if all(isinstance(each, (int, float)) for each in values) else []
 
 
 class OptimizerWatch:

@@ -20,8 +20,7 @@ from ..comm.grid import Grid
 from ..comm.layout import ParameterSpec, Region, shard_rows
 from ..comm.memory.heap import SymmetricHeap
 from ..nn.choice import TABLE, Entry
-from ..nn.handles import handle_of, resolve
-from ..nn.on_owners import AddRows
+from ..nn.operand import AddRows, handle_of, resolve
 from ..nn.staging import Staging
 from .gathered import GatheredParameters
 from .gradients import Accumulator, Target, Waits

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from .attention import PackingUnsupported as PackingUnsupported
     from .attention import packed_attention as packed_attention
     from .attention import packed_mask as packed_mask
+    from .enable import enable_packing as enable_packing
     from .loss import model_inputs as model_inputs
     from .loss import summed_loss as summed_loss
-    from .packing import enable_packing as enable_packing
     from .trainer import ODCTrainer as ODCTrainer
 
 _HOME = {
     "ODCTrainer": "trainer",
     "PackingUnsupported": "attention",
-    "enable_packing": "packing",
+    "enable_packing": "enable",
     "model_inputs": "loss",
     "packed_attention": "attention",
     "packed_mask": "attention",

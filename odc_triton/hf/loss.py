@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attention import PREPARED_MASK
-from .packing import innermost, takes_prepared_mask
+from .enable import innermost, takes_prepared_mask
 
 IGNORED_LABEL = -100
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")

@@ -35,9 +35,9 @@ from ..checkpoint import save_pretrained
 from ..checkpoint.dcp import METADATA
 from ..checkpoint.folder import load_checkpoint, write_checkpoint
 from ..engine.api import engine_of, minibatch
-from ..nn.on_owners import is_sharded
+from ..nn.operand import is_sharded
+from .enable import ATTENTION_NAME
 from .loss import summed_loss
-from .packing import ATTENTION_NAME
 
 SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, see checkpoint/folder.py
 SAMPLER = "odc_sampler.json"  # in checkpoints whose SHARDS is only torch.distributed.checkpoint's

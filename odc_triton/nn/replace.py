@@ -13,7 +13,7 @@ from torch import nn
 from . import families as attention
 from .choice import AUTO, parse
 from .modules import Embedding, Linear, LMHead, has_hooks
-from .on_owners import is_sharded
+from .operand import is_sharded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)

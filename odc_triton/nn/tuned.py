@@ -18,7 +18,7 @@ from typing import Any
 
 from odc_kernels import tiles
 
-from ..base.atomic import write_file
+from ..base.files import write_file
 from .choice import TABLE, WORDS, Choice, Entry, as_choice
 from .choice import VARIABLE as OPERATORS
 

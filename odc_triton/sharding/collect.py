@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from ..engine.parameter import has_gradient_hooks
-from ..nn.on_owners import is_sharded
+from ..nn.operand import is_sharded
 
 SHARDABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

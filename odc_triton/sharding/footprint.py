@@ -359,7 +359,7 @@ def parameter_specs(model: nn.Module, mp_policy: PrecisionPolicy | None = None) 
 
 def _read_on_demand(model: nn.Module, topology: str) -> set[str]:
     """Names of the parameters that their layers read from the owners by themselves, by every place they stand at."""
-    from ..nn.on_owners import ReadsOnDemand
+    from ..nn.operand import ReadsOnDemand
 
     return {
         f"{name}.{attribute}" if name else attribute

@@ -20,7 +20,7 @@ from ..comm.relay import Relay
 from ..comm.replicas import Replicas
 from ..engine.parameter import ShardedParameter
 from ..engine.unit import Slot
-from ..nn.on_owners import is_sharded
+from ..nn.operand import is_sharded
 from .collect import FoundParameter, dtype_name
 
 _PURPOSE = "initial values"

@@ -23,14 +23,13 @@ from ..engine.parameter import ShardedParameter
 from ..engine.streams import Streams
 from ..engine.unit import Slot, Unit
 from ..nn.choice import Entry
-from ..nn.on_owners import ReadsOnDemand, is_sharded
+from ..nn.operand import ReadsOnDemand, is_sharded
 from ..nn.staging import Staging
 from ..nn.tuned import default_folder, warn_of_untuned
 from ..nn.tuned import load as load_tuned
+from .agree import AGREEING, PEERS, agree, compare_surroundings, default_mesh, open_meetings, refuse, show_life
 from .backend import CpuBackend, backend_of
 from .collect import SHARDABLE_DTYPES, FoundParameter, dtype_name, find_parameters, refuse_unshardable
-from .default_mesh import default_mesh
-from .handshake import AGREEING, PEERS, agree, compare_surroundings, open_meetings, refuse, show_life
 from .initialize import write_initial_values
 
 Module = TypeVar("Module", bound=nn.Module)

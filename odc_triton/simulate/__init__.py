@@ -6,18 +6,18 @@ Names are resolved on first use. docs/simulator.md says what is modelled and wha
 from ..base.lazy import lazy_names
 
 _HOME = {
-    "DEVICES": "devices",
+    "DEVICES": "hardware",
     "Job": "job",
-    "Links": "links",
+    "Links": "hardware",
     "MODELS": "models",
     "Model": "models",
-    "Outcome": "outcome",
+    "Outcome": "lanes",
     "SETTINGS": "study",
-    "draw": "lengths",
-    "lengths_of_file": "lengths",
-    "SequenceTime": "measured",
-    "from_measured": "measured",
-    "named_lengths": "lengths",
+    "draw": "study",
+    "lengths_of_file": "study",
+    "SequenceTime": "study",
+    "from_measured": "study",
+    "named_lengths": "study",
     "rank_settings": "study",
     "simulate": "job",
 }

@@ -1,4 +1,7 @@
-"""One setting simulated: a schedule and a balance, on given links, over given minibatches."""
+"""One setting simulated: a schedule and a balance, on given links, over given minibatches.
+
+Which packs each rank computes, or, of a queue, which there are to take.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,29 @@ from functools import cached_property
 import numpy as np
 
 from ..balance.cost import CostModel
-from .dealing import ALL_BALANCES, QUEUE, Packs, deal, queue_packs
-from .lanes import Clock, Lanes, last_rank
-from .links import Links
-from .memory import peak_bytes
-from .models import Model
-from .outcome import Outcome
-from .recorder import Recorder
+from ..balance.queue import QUEUE
+from ..balance.queue import queue_packs as balance_queue_packs
+from ..balance.strategies import BALANCES, assign
+from .hardware import Links
+from .lanes import Clock, Lanes, Outcome, Recorder, last_rank
+from .models import Model, peak_bytes
+
+ALL_BALANCES = (*BALANCES, QUEUE)
+
+Packs = list[list[int]]  # of one rank: per microbatch the tokens of its documents
+
+
+def deal(lengths: Sequence[int], *, ranks: int, token_cap: int, balance: str, cost: CostModel) -> list[Packs]:
+    """Each rank's packs in lengths, not indices. Raises as `assign`."""
+    dealt = assign(lengths, ranks=ranks, token_cap=token_cap, balance=balance, cost=cost)
+    return [[[lengths[i] for i in members] for members in packs] for packs in dealt]
+
+
+def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel) -> Packs:
+    """Packs to be taken at run time, in lengths, in the order of `balance.queue_packs`. Raises as that."""
+    packs = balance_queue_packs(lengths, ranks=ranks, token_cap=token_cap, cost=cost)
+    return [[lengths[i] for i in members] for members in packs]
+
 
 SCHEDULES = ("fsdp", "fsdp-no-reshard", "odc")
 _COMPUTE_BYTES, _REDUCE_BYTES = 2, 4  # bf16 is read, fp32 is added

@@ -12,14 +12,21 @@ earlier ends, so a pass over the units in order is the whole discrete-event simu
 
 With reads and adds of no time and neither prefetch nor overlap, collectives give the paper's sum over units of
 max over ranks, and their absence the max over ranks of the sum.
+
+What a simulated minibatch's ranks did when, in the form of a measured run's events.
+
+What a simulation says.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from ..base.events import Event
 
 Clock = Any  # seconds: an array (trials, ranks), or a float, of one rank
 Meet = Callable[[Clock], Clock]
@@ -96,3 +103,97 @@ class Lanes:
         self.waited = self.waited + (wait - exposed)
         if self._record:
             self._record("wait", start, end, label)
+
+
+class Recorder:
+    """The first trial's spans as events. Neighbouring spans of one kind and microbatch become one."""
+
+    def __init__(self, ranks: int, entry_s: float) -> None:
+        self.events: list[Event] = []
+        self.microbatch = 0
+        self._entry_s = entry_s
+        self._open: list[Event | None] = [None] * ranks
+        if entry_s:
+            for rank in range(ranks):
+                self._add(rank, "wait", -entry_s, 0.0, "enter")
+
+    def of_all(self, kind: str, start: Clock, end: Clock, label: str) -> None:
+        shape = len(self._open)
+        starts, ends = (np.broadcast_to(np.atleast_2d(each)[0], shape).tolist() for each in (start, end))
+        for rank, (start_s, end_s) in enumerate(zip(starts, ends, strict=True)):
+            self._add(rank, kind, start_s, end_s, label)
+
+    def of_rank(self, rank: int) -> Callable[[str, Clock, Clock, str], None]:
+        return lambda kind, start, end, label: self._add(rank, kind, start, end, label)
+
+    def finish(self, over: np.ndarray, last: float, meeting_s: float, tail_s: float) -> None:
+        """The exit meeting, and what follows it."""
+        self.microbatch = -1
+        for rank, own in enumerate(over.tolist()):
+            self._add(rank, "wait", own, last + meeting_s, "exit", always=True)
+            if tail_s:
+                self._add(rank, "step", last + meeting_s, last + meeting_s + tail_s, "")
+            self._close(rank)
+
+    def _add(self, rank: int, kind: str, start_s: float, end_s: float, label: str, always: bool = False) -> None:
+        start_s, end_s = start_s + self._entry_s, end_s + self._entry_s
+        if end_s <= start_s and not always:
+            return
+        last = self._open[rank]
+        microbatch = -1 if label in ("enter", "exit", "scatter at the end") else self.microbatch
+        key = (kind, microbatch, label)
+        if last is not None and (last.kind, last.microbatch, last.label) == key and last.end_s == start_s:
+            start_s = last.start_s
+        else:
+            self._close(rank)
+        self._open[rank] = Event(
+            rank=rank, kind=kind, start_s=start_s, end_s=end_s, minibatch=0, microbatch=microbatch, label=label
+        )
+
+    def _close(self, rank: int) -> None:
+        if self._open[rank] is not None:
+            self.events.append(self._open[rank])
+            self._open[rank] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of one setting over several minibatches (trials). Seconds; arrays (trials,) or (trials, ranks).
+
+    Of a rank's minibatch `seconds` = `busy_s` (computing) + `exposed_s` (its compute waits while its own bytes move)
+    + `waited_s` (for other ranks: at meetings, in collectives, at the end) + `tail_s` (the optimizer step, publishing,
+    and what crosses the nodes at the end: the same on every rank).
+    """
+
+    schedule: str
+    balance: str
+    seconds: np.ndarray
+    busy_s: np.ndarray
+    exposed_s: np.ndarray
+    waited_s: np.ndarray
+    tail_s: float
+    microbatches: list[list[int]]
+    """Per trial, of each rank."""
+    peak_bytes: int | None
+    """Of the fullest rank, activations of its largest microbatch included; None where the model is not given."""
+    events: list[Event] = field(default_factory=list)
+    """The first trial's timeline, where it was asked for, in the form of the engine's."""
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a minibatch."""
+        return float(self.seconds.mean())
+
+    @property
+    def idle(self) -> np.ndarray:
+        """Share of the time in which each rank neither computes nor steps, 0 to 1, (ranks,)."""
+        return 1 - (self.busy_s.sum(axis=0) + self.tail_s * len(self.seconds)) / self.seconds.sum()
+
+    @property
+    def idle_share(self) -> float:
+        return float(self.idle.mean())
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of the ranks' time in which compute waits for its own bytes."""
+        return float(self.exposed_s.sum() / (self.seconds.sum() * self.exposed_s.shape[1]))

@@ -1,18 +1,28 @@
-"""All settings over the same minibatches, ranked; and the words and table that `odc-triton simulate` prints."""
+"""All settings over the same minibatches, ranked; and the words and table that `odc-triton simulate` prints.
+
+A job from measured times of single sequences, for a prediction that can be held against a measured run.
+
+Sequence lengths: of a file, or drawn from a distribution that stands for a published data set.
+"""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
 
-from .dealing import QUEUE, deal
-from .devices import GpuKind
-from .job import Job, simulate
-from .lengths import draw
-from .links import Links
+import numpy as np
+
+from ..balance.cost import CostModel, nonnegative_least_squares
+from ..data.lengths import LEAST, read_lengths
+from ..data.records import Record, message_text
+from .hardware import GpuKind, Links
+from .job import QUEUE, Job, deal, simulate
+from .lanes import Outcome
 from .models import Model
-from .outcome import Outcome
 
 SETTINGS = {
     "FSDP2 + LocalSort": ("fsdp", "local"),
@@ -176,3 +186,158 @@ def verdict(rows: Sequence[Row]) -> str:
             word = f"{ratio:.2f}x as fast as" if abs(ratio - 1) >= 0.02 else "as fast as"
             lines.append(head + f"{odc.name} is {word} the fastest FSDP2 that fits, {fsdp.name}")
     return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceTime:
+    """`seconds` of a minibatch in which every rank ran `microbatches` times one sequence of `tokens` tokens."""
+
+    tokens: int
+    microbatches: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"SequenceTime.{name} is {getattr(self, name)}: give 1 or more")
+        if not 0 < self.seconds < float("inf"):
+            raise ValueError(f"SequenceTime.seconds is {self.seconds}: drop measurements that failed")
+
+
+def from_measured(
+    sequence_seconds: Sequence[SequenceTime],
+    *,
+    ranks: int,
+    layers: int,
+    cost: CostModel | None = None,
+    slow: Mapping[int, float] | None = None,
+) -> Job:
+    """A job whose times are `step + microbatches (launch + linear s + quadratic s²)`, fitted to the measured ones.
+
+    All ranks ran the same, so nobody waited, and whatever was communicated is in these numbers: links take no more
+    time. Transfers block, as on the CPU. `cost`: what balancing believes; by default what was fitted. One transport's
+    measurements predict that transport's schedules only.
+
+    Raises ValueError with fewer than three lengths, or with one number of microbatches only, as step and launch can't
+    be told apart then; and where times don't grow with lengths.
+    """
+    lengths = {each.tokens for each in sequence_seconds}
+    repeats = {each.microbatches for each in sequence_seconds}
+    if len(lengths) < 3 or len(repeats) < 2:
+        raise ValueError(
+            f"from_measured: {len(lengths)} lengths and {len(repeats)} numbers of microbatches: measure at least three "
+            "lengths, each in minibatches of one and of more microbatches"
+        )
+    table = np.array(
+        [[1, m.microbatches, m.microbatches * m.tokens, m.microbatches * m.tokens**2] for m in sequence_seconds]
+    )
+    seconds = np.array([m.seconds for m in sequence_seconds])
+    # Of times that differ much, the relative error counts.
+    weighted = table / seconds[:, None]
+    scale = weighted.max(axis=0)
+    step, launch, linear, quadratic = nonnegative_least_squares(weighted / scale, np.ones(len(seconds))) / scale
+    fitted = CostModel(quadratic=float(quadratic), linear=float(linear), microbatch=float(launch))
+    return Job(
+        links=Links.none(ranks),
+        seconds=fitted.pack,
+        cost=cost or fitted,
+        layers=layers,
+        prefetch=False,
+        overlap=False,
+        step_s=float(step),
+        slow=slow or {},
+    )
+
+
+_OVER = 0.01  # the share of an untruncated distribution beyond its longest sequence: an assumption, see `Lengths`
+_BYTES_PER_TOKEN = 4  # of English text and code under tokenizers of 100,000 and more tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """A log-normal distribution of tokens per sequence, cut off at `longest`.
+
+    Its mean is the published one. A mean and a maximum don't fix a shape, so one thing is assumed: 1% of the
+    distribution lies beyond the maximum before it is cut off.
+    """
+
+    mean: float
+    longest: int
+    source: str
+
+
+NAMED = {
+    "longalign": Lengths(mean=16_500, longest=65_536, source="mean and longest (64K): arXiv 2601.19362"),
+    "swe-smith": Lengths(mean=34_700, longest=131_072, source="mean: arXiv 2601.19362; longest (128K): assumed"),
+    "aime": Lengths(mean=9_000, longest=32_768, source="mean (about 9K): arXiv 2601.19362; longest (32K): assumed"),
+}
+
+
+def named_lengths(name: str, count: int, *, seed: int = 0) -> list[int]:
+    """`count` lengths in tokens of `NAMED[name]`. Raises ValueError for another name or a count below 1."""
+    if name not in NAMED:
+        raise ValueError(f"lengths {name!r} are not known: give one of {', '.join(NAMED)}, or a file")
+    if count < 1:
+        raise ValueError(f"count is {count}: draw 1 length or more")
+    mu, sigma = log_normal(NAMED[name])
+    normal, longest = NormalDist(mu, sigma), NAMED[name].longest
+    generator = random.Random(seed)
+    inside = normal.cdf(math.log(longest))
+    return [
+        max(1, min(longest, round(math.exp(normal.inv_cdf(generator.uniform(1e-12, inside)))))) for _ in range(count)
+    ]
+
+
+def log_normal(lengths: Lengths) -> tuple[float, float]:
+    """Mean and standard deviation of the logarithm that fulfil what `Lengths` says."""
+    top, z = math.log(lengths.longest), NormalDist().inv_cdf(1 - _OVER)
+
+    def mean(sigma: float) -> float:
+        mu = top - z * sigma
+        return math.exp(mu + sigma**2 / 2) * NormalDist().cdf(z - sigma) / (1 - _OVER)
+
+    low, high = 1e-3, 3.0  # the mean falls as sigma grows
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean(middle) > lengths.mean else (low, middle)
+    return top - z * low, low
+
+
+def lengths_of_file(path: str | Path) -> tuple[list[int], str]:
+    """Tokens of each sequence of a file, as `read_lengths` reads it, and in words where they are from.
+
+    Of a text they are estimated: a token for every 4 bytes of UTF-8. Raises as `read_lengths`.
+    """
+    texts = 0
+
+    def estimate(record: Record) -> int:
+        nonlocal texts
+        texts += 1
+        parts = [message_text(each) for each in record.messages or ()] + [record.prompt or "", record.completion]
+        size = sum(len(part.encode()) for part in parts)
+        return max(-(-size // _BYTES_PER_TOKEN), LEAST) if size else 0
+
+    lengths = read_lengths(path, count_tokens=estimate)
+    how = f"{len(lengths)} sequences of {path}"
+    if texts:
+        how += f", estimated at {_BYTES_PER_TOKEN} bytes a token (give `length` per line to have them exact)"
+    return lengths, how
+
+
+def draw(lengths: Sequence[int], *, samples: int, minibatches: int, seed: int = 0) -> list[list[int]]:
+    """`minibatches` lists of `samples` lengths each, without repetition within one, from shuffled passes.
+
+    Raises ValueError where there are fewer lengths than `samples`.
+    """
+    if len(lengths) < samples:
+        raise ValueError(
+            f"{len(lengths)} sequences cannot fill a minibatch of {samples} (ranks x samples per rank): give more "
+            "sequences, fewer --gpus, or a smaller --minibatch"
+        )
+    generator = random.Random(seed)
+    drawn: list[list[int]] = []
+    while len(drawn) < minibatches:
+        order = list(lengths)
+        generator.shuffle(order)
+        drawn += [order[i : i + samples] for i in range(0, len(order) - samples + 1, samples)]
+    return drawn[:minibatches]

@@ -1,4 +1,11 @@
-"""What a run needs before its first step: folder, tokenizer, samples, a sharded model."""
+"""What a run needs before its first step: folder, tokenizer, samples, a sharded model.
+
+Low-rank adapters by PEFT: the model's own weights are frozen and have no gradient shards.
+
+What can be known to be wrong before the ranks start: the model, the data's first records, the folder to write to.
+
+Ranks take a while to start, and tokenising a large file takes longer: what a run needs after that is looked at first.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,18 +24,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..balance import CostModel
-from ..checkpoint import meta_causal_lm
+from ..checkpoint import meta_causal_lm, with_adapter
+from ..checkpoint.pretrained import require_weights
 from ..comm.grid import grid_of
-from ..data.dataset import DataOptions, TokenizedDataset
+from ..data.dataset import DataOptions, TokenizedDataset, encode_records, split_samples
 from ..data.prepared import prepare_data
 from ..data.records import DataError
-from ..data.split import split_samples
+from ..data.sources import open_source
 from ..data.store import contents
 from ..data.tokenizer import TextEncoder, read_tokenizer
 from ..hf import enable_packing
-from ..sharding.handshake import patient_meetings
+from ..sharding.agree import patient_meetings
 from .folder import RunFolder
-from .lora import add_adapters, require_peft
 from .run import Samples
 from .sft_options import SftOptions
 
@@ -203,3 +211,50 @@ def check_fit(model: nn.Module, longest: int, largest_token: int) -> None:
             f"the longest sample has {longest} tokens and the model is made for {places} "
             f"(max_position_embeddings): set --token-cap {places} and --truncate, which cuts longer samples off"
         )
+
+
+def require_peft() -> Any:
+    """The peft package. Raises ImportError with the remedy."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError('--lora-rank needs peft; run: pip install "odc-triton[peft]"') from error
+    return peft
+
+
+def add_adapters(model: nn.Module, *, rank: int, alpha: float | None, targets: str) -> nn.Module:
+    """The transformers model below PEFT's wrapping, with adapters; the rest is frozen.
+
+    `targets`: "all-linear", or names of layers with commas between. Raises ImportError without peft, ValueError for
+    names that no layer has.
+    """
+    peft = require_peft()
+    names = [name.strip() for name in targets.split(",") if name.strip()]
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        target_modules="all-linear" if names == ["all-linear"] else names,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return with_adapter(model, config)
+    except ValueError as error:
+        raise ValueError(f"--lora-targets {targets}: {error}") from error
+
+
+_RECORDS = 16  # of each source
+
+
+def check_before_start(options: SftOptions) -> None:
+    """Raises OSError and ValueError for what would end the run later. Leaves nothing but the folder `out`."""
+    model = meta_causal_lm(model=options.model, init=options.init)
+    if options.model is not None and Path(options.model).is_dir():
+        require_weights(options.model)
+    encoder = TextEncoder.of(load_any_tokenizer(options))
+    for name in (options.data, options.eval_data):
+        if name is not None:
+            head = encode_records(list(islice(open_source(name), _RECORDS)), encoder, options.token_cap)
+            check_fit(model, longest=0, largest_token=max(max(ids, default=0) for ids, _ in head))
+    folder = RunFolder(options.out)
+    folder.lock(resume=options.resume)
+    folder.release()

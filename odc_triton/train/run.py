@@ -1,4 +1,18 @@
-"""One rank's side of a training run: one step, one evaluation, and what must be saved of it."""
+"""One rank's side of a training run: one step, one evaluation, and what must be saved of it.
+
+Where a training run stands: all that a resumed run needs beside the model's and the optimizer's shards.
+
+The learning rate over the steps: linear warm-up, then a cosine down to a fraction of the peak. Pure.
+
+Clipping by the norm of all shards' gradients, without a collective: the parts are summed at a meeting.
+
+torch's `clip_grad_norm_` reduces over gloo or NCCL, where a dead peer has no name and a stopped one no deadline.
+
+What the ranks tell each other once a step, when all gradients have landed: one meeting, no collective.
+
+So every rank knows the same numbers and comes to the same decisions: whether the step is taken, whether a checkpoint is
+saved, whether the run stops.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +20,135 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..balance import CostModel, MinibatchSampler, QueuedPacks, store_counter
 from ..balance.collate import Pack, count_target_tokens, pack_collate, to_device
 from ..balance.queue import QUEUE, Counter
 from ..balance.strategies import assign
 from ..base.events import Event, total_s
-from ..data.dataset import TokenizedDataset
-from ..data.split import SampleSubset
+from ..data.dataset import SampleSubset, TokenizedDataset
 from ..engine.api import engine_of, minibatch
+from ..engine.engine import Engine
 from ..hf import summed_loss
-from .agreement import Agreed, Told, agree
-from .clipping import clip, own_gradients, square_norm
 from .folder import require_same
-from .schedule import warmup_cosine
 from .sft_options import SftOptions
-from .state import RunState
+
+
+@dataclass(kw_only=True)
+class RunState:
+    """The same on every rank. Saving a run is saving this, the shards and each rank's random numbers.
+
+    The learning rate is a function of `step`; the samples' order is a function of the sampler's seed and position.
+    """
+
+    step: int = 0  # optimizer steps taken, skipped ones counted
+    tokens: int = 0  # targets learned so far, all ranks
+    skipped: int = 0  # steps whose loss or gradient was not finite
+    sampler: dict[str, int] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> RunState:
+        """Raises TypeError for other fields than `as_json` has."""
+        return cls(**saved)
+
+
+def warmup_cosine(step: int, *, steps: int, warmup_steps: int, floor: float) -> float:
+    """The factor of the peak learning rate at `step`, counted from 0, of `steps`; `floor` is reached at the end."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if steps <= warmup_steps:
+        return 1.0
+    progress = min((step - warmup_steps) / (steps - warmup_steps), 1.0)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def own_gradients(parameters: Iterable[nn.Parameter], rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(this rank's gradients, those of them that count in the norm here): what is replicated counts on rank 0 only."""
+    local, counted = [], []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad
+        replicated = isinstance(gradient, DTensor) and all(place.is_replicate() for place in gradient.placements)
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        local.append(gradient)
+        if rank == 0 or not replicated:
+            counted.append(gradient)
+    return local, counted
+
+
+def square_norm(gradients: list[torch.Tensor]) -> float:
+    """Sum of squares of all elements: norms in the gradients' dtype, their squares summed in fp64."""
+    gradients = [each for each in gradients if each.numel()]
+    if not gradients:
+        return 0.0
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum().item()
+
+
+@torch.no_grad()
+def clip(gradients: list[torch.Tensor], *, norm: float, largest: float) -> None:
+    """Scales gradients of the whole model's `norm` to `largest`, in place, as torch's `clip_grad_norm_` does."""
+    factor = largest / (norm + 1e-6)
+    if factor < 1 and gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def whole_norm(squares: Iterable[float]) -> float:
+    """The norm from every rank's `square_norm`."""
+    return math.sqrt(sum(squares))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """One rank's part."""
+
+    loss_sum: float
+    square_norm: float  # of its gradients
+    waited_s: float  # since the last agreement
+    passed_s: float
+    stop: int | None  # the signal that it was asked to stop by
+    save: bool  # its clock says that a checkpoint is due; rank 0's counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """All ranks together, the same on every rank."""
+
+    loss_sum: float
+    norm: float
+    idle: float  # share of the ranks' time, 0 to 1
+    stop: int | None
+    save: bool
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss_sum) and math.isfinite(self.norm)
+
+
+def agree(engine: Engine, told: Told) -> Agreed:
+    """Meets the other ranks. Raises RankLost and DeadlineExceeded."""
+    messages: list[dict[str, Any]] = engine.meet(f"sum up minibatch {engine.minibatch}", vars(told))
+    passed_s = sum(each["passed_s"] for each in messages)
+    return Agreed(
+        loss_sum=sum(each["loss_sum"] for each in messages),
+        norm=whole_norm(each["square_norm"] for each in messages),
+        idle=min(sum(each["waited_s"] for each in messages) / passed_s, 1.0) if passed_s else 0.0,
+        stop=next((each["stop"] for each in messages if each["stop"] is not None), None),
+        save=messages[0]["save"],
+    )
+
 
 Samples = TokenizedDataset | SampleSubset
 SHOWN_MINIBATCHES = 3  # in the report's timeline

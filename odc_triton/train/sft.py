@@ -22,12 +22,11 @@ from ..base.options import add_arguments, read_options
 from ..checkpoint import load_pretrained_shards
 from ..checkpoint.steps import Checkpoints
 from ..comm.launch import Interrupted, die_with_parent, end_process, status_of
-from ..sharding.default_mesh import default_mesh
+from ..sharding.agree import default_mesh
 from ..sharding.shard import fully_shard
-from .metrics import Metrics, MetricsFile
+from .metrics import Metrics, MetricsFile, Progress
 from .outcome import gather_events, save_model, write_report
 from .prepare import Prepared, build_model, precision, prepare
-from .progress import Progress
 from .run import SftRun, TooManySkipped
 from .sft_options import SftOptions
 from .stop import StopWish

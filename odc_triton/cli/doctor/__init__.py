@@ -10,13 +10,21 @@ from json import dumps
 
 from ...machine.probe import read_topology
 from ...machine.topology import Topology
-from .exchange import check_allocator, check_sockets, check_stale_sockets, check_symmetric_memory
-from .findings import Report
-from .gpus import check_gpus, check_links, check_peers
-from .host import check_cpus, check_locked_memory, check_memory, check_ptrace, check_shared_memory, check_shm
+from .gpus import check_gpus, check_links, check_peers, draw_matrix
+from .host import (
+    check_allocator,
+    check_cpus,
+    check_locked_memory,
+    check_memory,
+    check_ptrace,
+    check_shared_memory,
+    check_shm,
+    check_sockets,
+    check_stale_sockets,
+    check_symmetric_memory,
+)
 from .machine import System, ThisMachine
-from .matrix import draw_matrix
-from .rendering import as_json, render
+from .report import Report, as_json, render
 from .versions import check_tested, check_torch, check_triton
 
 __all__ = ["draw_matrix", "examine", "main"]

@@ -1,13 +1,17 @@
-"""The host: shared memory, memory, CPUs and limits."""
+"""The host: shared memory, memory, CPUs and limits.
+
+By what ranks map each other's GPU memory: torch's symmetric memory, its sockets, and the allocator beside it.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 
-from .findings import NOTE, OK, PROBLEM, Finding
-from .machine import System, cgroup_cpus, cgroup_memory
-from .words import count, size
+from ...machine.topology import Topology
+from .machine import Software, System, cgroup_cpus, cgroup_memory, file_system
+from .report import NOTE, OK, PROBLEM, Finding, count, size
 
 _GIB = 1 << 30
 
@@ -88,3 +92,81 @@ def check_ptrace(system: System) -> Iterator[Finding]:
     if scope:
         text = f"scope {scope}; no matter: ranks hand over GPU memory through sockets, not by pidfd_getfd"
         yield Finding(OK, "ptrace", text)
+
+
+_SOCKET_PATH_BYTES = 108  # sizeof(sockaddr_un.sun_path), the final zero included
+_TMP_VARIABLES = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in torch's order: IpcChannel::get_socket_name
+_NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "fuse.sshfs", "afs")
+
+
+def check_symmetric_memory(software: Software, visible: Topology, environment: Mapping[str, str]) -> Iterator[Finding]:
+    if not visible.devices:
+        return
+    backend = environment.get("TORCH_SYMMMEM")
+    settings = sorted(name for name in environment if name.startswith(("TORCH_SYMM_MEM", "TORCH_SYMMMEM")))
+    said = f" ({', '.join(f'{name}={environment[name]}' for name in settings)})" if settings else ""
+    if software.symmetric_memory_error is not None:
+        text = f"can't be imported: {software.symmetric_memory_error}"
+        yield Finding(PROBLEM, "symm. memory", text, "install a CUDA build of torch 2.11 to 2.13")
+    elif backend not in (None, "CUDA"):
+        text = f"TORCH_SYMMMEM={backend}: tried with torch's own CUDA backend only"
+        yield Finding(NOTE, "symm. memory", text, "unset TORCH_SYMMMEM")
+    else:
+        yield Finding(OK, "symm. memory", f"torch has it{said}")
+
+
+def _folder(environment: Mapping[str, str]) -> tuple[str | None, str]:
+    """Where torch puts the sockets, and the variable that says so."""
+    name = next((each for each in _TMP_VARIABLES if each in environment), None)
+    return name, "/tmp" if name is None else environment[name]
+
+
+def check_sockets(visible: Topology, system: System) -> Iterator[Finding]:
+    """The folder of the sockets through which torch's symmetric memory hands GPU memory from rank to rank."""
+    name, folder = _folder(system.environment)
+    said = f"{name}={folder}" if name else folder
+    bad = PROBLEM if visible.devices else NOTE
+    change = "set TMPDIR to a short local folder, the same on all ranks: TMPDIR=/tmp"
+    largest_pid = int((system.read("/proc/sys/kernel/pid_max") or "4194304").strip()) - 1
+    over = len(f"{folder}/symm_mem-{largest_pid}".encode()) - _SOCKET_PATH_BYTES + 1
+    if over > 0:
+        text = f"{said} is {over} bytes too long for the sockets over which ranks exchange GPU memory"
+        yield Finding(bad, "TMPDIR", text, change)
+        return
+    error = system.try_socket(f"{folder}/odc-doctor-{os.getpid()}")
+    kind = file_system(system, folder)
+    if error is not None:
+        text = f"no socket can be made in {said}, over which ranks exchange GPU memory: {error}"
+        yield Finding(bad, "TMPDIR", text, change)
+    elif kind in _NETWORK_FILE_SYSTEMS:
+        yield Finding(NOTE, "TMPDIR", f"{said} is on {kind}: sockets there are seen by one host", change)
+    else:
+        yield Finding(OK, "TMPDIR", f"{said}: writable, short enough for sockets{f', {kind}' * bool(kind)}")
+
+
+def check_stale_sockets(system: System) -> Iterator[Finding]:
+    _, folder = _folder(system.environment)
+    left = [each for each in system.names(folder) if re.fullmatch(r"symm_mem-\d+", each)]
+    dead = [each for each in left if system.read(f"/proc/{each.split('-')[1]}/stat") is None]
+    if dead:
+        yield Finding(
+            NOTE,
+            "TMPDIR",
+            f"{count(len(dead), 'socket')} of killed ranks in {folder}: a rank that gets the same process number "
+            f"fails with `Failed to bind socket`",
+            f"rm {' '.join(f'{folder}/{each}' for each in dead[:2])}{' ...' * (len(dead) > 2)}",
+        )
+
+
+def check_allocator(visible: Topology, environment: Mapping[str, str]) -> Iterator[Finding]:
+    if not visible.devices or environment.get("TORCH_SYMMMEM_IMPLICIT_POOL", "1") != "1":
+        return
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        value = environment.get(name, "")
+        if "expandable_segments:true" in value.lower().replace(" ", ""):
+            yield Finding(
+                PROBLEM,
+                "allocator",
+                f"{name}={value}: expandable segments conflict with symmetric memory's pool",
+                "unset it, or set TORCH_SYMMMEM_IMPLICIT_POOL=0",
+            )

@@ -87,8 +87,8 @@ def run_tune(options: TuneOptions) -> str | None:
     import torch.distributed as dist
 
     from ...nn.tuned import save
+    from ...sharding.agree import default_mesh
     from ...sharding.backend import backend_of
-    from ...sharding.default_mesh import default_mesh
     from .trial import Trial
     from .workload import workloads_of
 

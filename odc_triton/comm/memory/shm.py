@@ -3,6 +3,8 @@
 The mapping is a memfd: it has no name in any file system, so nothing stays behind however the ranks end, and its
 size is not bound by /dev/shm. Its mode is 0600 and its size is sealed. A parameter's shards lie side by side, so
 `whole` is one contiguous tensor: gathering costs nothing.
+
+The CPU's heap laid out as a GPU's: every rank's shards in a part of their own.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ import fcntl
 import mmap
 import os
 from multiprocessing.util import Finalize
+from typing import Any
 
 import torch
 
-from ..layout import Region
+from ..layout import Region, aligned
 from .heap import WORDS, SymmetricHeap, Word
 from .locks import ByteLocks
 from .rendezvous import receive_files, send_files
@@ -121,3 +124,23 @@ class SharedMemoryHeap(SymmetricHeap):
     def close(self) -> None:
         """Says that this rank left, and lets its locks go. Tensors over the heap stay valid until dropped."""
         self._close()
+
+
+class ApartHeap(SharedMemoryHeap):
+    """For tests, and to look for a fault without a GPU: whole tensors are gathered and freed as they are on CUDA.
+
+    `size_bytes`: of one rank's part. Locks, words and errors as in `SharedMemoryHeap`.
+    """
+
+    apart = True
+
+    def __init__(self, *, world: int, size_bytes: int, **options: Any) -> None:
+        self._part_bytes = aligned(size_bytes)
+        super().__init__(world=world, size_bytes=world * self._part_bytes, **options)
+
+    def whole(self, region: Region) -> torch.Tensor:
+        raise NotImplementedError("the shards lie apart: gather them")
+
+    def shard(self, region: Region, owner: int) -> torch.Tensor:
+        own = region.own_shard(self.world, owner)
+        return self._tensor(own, part=owner * self._part_bytes)

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from odc_kernels.peers import PeerShards
 
 from ..choice import AUTO, Choice, choose
-from ..handles import resolve
-from ..on_owners import OnOwners
+from ..operand import OnOwners, resolve
 from .whole import handle, operand, read_whole, whole_weight
 
 

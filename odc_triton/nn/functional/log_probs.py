@@ -9,8 +9,7 @@ import torch
 from odc_kernels.peers import PeerShards
 
 from ..choice import AUTO, TABLE, choose
-from ..handles import resolve
-from ..on_owners import add_rows
+from ..operand import add_rows, resolve
 
 
 def token_log_probs(

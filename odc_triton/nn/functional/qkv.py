@@ -11,8 +11,7 @@ import torch
 from odc_kernels.peers import PeerShards
 
 from ..choice import AUTO, Choice, choose, is_by_kernel
-from ..handles import resolve
-from ..on_owners import OnOwners
+from ..operand import OnOwners, resolve
 from .linear import linear, matrix
 from .whole import operand, table_of
 

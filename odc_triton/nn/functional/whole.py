@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..choice import TABLE, Entry
-from ..handles import resolve
+from ..operand import resolve
 
 # Attributes of a tensor that show its elements; all others are known without memory, as these methods are.
 _VIEWS = frozenset(("H", "T", "data", "imag", "mH", "mT", "real"))

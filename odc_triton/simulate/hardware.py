@@ -1,14 +1,125 @@
-"""How long reads, adds and collectives take on what joins the GPUs: latency, bandwidth, shared ports, nodes."""
+"""How long reads, adds and collectives take on what joins the GPUs: latency, bandwidth, shared ports, nodes.
+
+GPUs as their data sheets have them: what a simulation needs of one.
+
+Readers that share ports, event by event: how much longer a read takes when all ranks read at once.
+"""
 
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 from ..machine.topology import Topology
-from .ports import slowdown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuKind:
+    """Dense bf16 (V100: fp16) TFLOP/s, GB of memory, GB/s of memory, GB/s to each other per direction.
+
+    `nic_gbs`: GB/s per GPU between nodes, of the usual cluster of its time (one 200 or 400 Gb/s port per GPU).
+    """
+
+    tflops: float
+    memory_gb: float
+    memory_gbs: float
+    link_gbs: float
+    nic_gbs: float
+
+
+DEVICES = {
+    "v100": GpuKind(tflops=125, memory_gb=32, memory_gbs=900, link_gbs=150, nic_gbs=12.5),
+    "a100": GpuKind(tflops=312, memory_gb=80, memory_gbs=2039, link_gbs=300, nic_gbs=25),
+    "a6000": GpuKind(tflops=155, memory_gb=48, memory_gbs=768, link_gbs=31.5, nic_gbs=12.5),
+    "l40s": GpuKind(tflops=362, memory_gb=48, memory_gbs=864, link_gbs=31.5, nic_gbs=25),
+    "h100": GpuKind(tflops=989, memory_gb=80, memory_gbs=3350, link_gbs=450, nic_gbs=50),
+    "h200": GpuKind(tflops=989, memory_gb=141, memory_gbs=4800, link_gbs=450, nic_gbs=50),
+    "b200": GpuKind(tflops=2250, memory_gb=180, memory_gbs=7700, link_gbs=900, nic_gbs=50),
+}
+
+
+def find_device(name: str) -> GpuKind:
+    """By a word of the name, as `NVIDIA H100 80GB HBM3` has `h100`. Raises ValueError naming those that are known."""
+    found = [kind for word, kind in DEVICES.items() if word in name.lower()]
+    if len(found) != 1:
+        raise ValueError(f"the GPU {name!r} is not known: give --gpu one of {', '.join(DEVICES)}")
+    return found[0]
+
+
+def read_seconds(
+    pair_gbs: Sequence[Sequence[float]],
+    port_gbs: Sequence[float],
+    shard_bytes: float,
+    *,
+    starts_s: Sequence[float],
+    rounds: int = 1,
+    latency_s: float = 0.0,
+    rotated: bool = True,
+) -> list[list[float]]:
+    """Seconds that each reader's each round takes: [readers][rounds].
+
+    Reader r starts at `starts_s[r]` and pulls `shard_bytes` from one owner after the other (rank + 1, rank + 2, ...;
+    0, 1, 2, ... unless `rotated`), `rounds` times without pause. Owner o sends reader r at most `pair_gbs[o][r]`, and
+    to n readers at once `port_gbs[o] / n` each. Each pull begins with `latency_s`. GB/s are 10^9 bytes per second.
+    """
+    ranks = len(port_gbs)
+    order = [[(r + k) % ranks for k in range(1, ranks)] for r in range(ranks)]
+    if not rotated:
+        order = [sorted(owners) for owners in order]
+    place = [0] * ranks  # pulls begun
+    total = rounds * (ranks - 1)
+    left = [float(shard_bytes)] * ranks
+    opens_s = [start + latency_s for start in starts_s]  # when the pull's bytes begin to flow
+    began_s = list(starts_s)
+    took: list[list[float]] = [[] for _ in range(ranks)]
+    now_s = 0.0
+    while any(p < total for p in place):
+        flowing = [r for r in range(ranks) if place[r] < total and opens_s[r] <= now_s]
+        at = {r: order[r][place[r] % (ranks - 1)] for r in flowing}
+        readers = [0] * ranks
+        for owner in at.values():
+            readers[owner] += 1
+        rate = {r: 1e9 * min(pair_gbs[o][r], port_gbs[o] / readers[o]) for r, o in at.items()}
+        next_s = min(
+            [opens_s[r] for r in range(ranks) if place[r] < total and opens_s[r] > now_s]
+            + [now_s + left[r] / rate[r] for r in flowing]
+        )
+        for r in flowing:
+            left[r] -= rate[r] * (next_s - now_s)
+            if left[r] <= 1e-9 * shard_bytes:
+                place[r] += 1
+                left[r] = float(shard_bytes)
+                opens_s[r] = next_s + latency_s
+                if place[r] % (ranks - 1) == 0:
+                    took[r].append(next_s - began_s[r])
+                    began_s[r] = next_s
+        now_s = next_s
+    return took
+
+
+def slowdown(
+    pair_gbs: Sequence[Sequence[float]], port_gbs: Sequence[float], *, rounds: int = 3, seed: int = 0
+) -> float:
+    """How many times longer a read takes, on average, when all ranks read all the time than alone; 1 or more.
+
+    Readers start at random moments of the first read, as under ODC nobody keeps them in step.
+    """
+    ranks = len(port_gbs)
+    if ranks < 3:
+        return 1.0  # one reader a port
+    quick = 1e9
+    alone = [
+        sum(quick / (1e9 * min(pair_gbs[o][r], port_gbs[o])) for o in range(ranks) if o != r) for r in range(ranks)
+    ]
+    generator = random.Random(seed)
+    starts_s = [generator.random() * max(alone) for _ in range(ranks)]
+    took = read_seconds(pair_gbs, port_gbs, quick, starts_s=starts_s, rounds=rounds)
+    return max(1.0, sum(map(sum, took)) / (rounds * sum(alone)))
+
 
 Engine = Literal["copy", "sms"]
 

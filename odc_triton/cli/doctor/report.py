@@ -1,13 +1,65 @@
-"""A report as a table, and for programs."""
+"""The doctor's findings, and the report that shows them."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import textwrap
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...machine.topology import Pair
-from .findings import NOTE, Report
-from .words import count, wrap
+from ...machine.topology import Pair, Topology
+from .machine import Software
+
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at. Only a problem changes the command's exit status."""
+
+    level: str
+    topic: str
+    text: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `examine` found."""
+
+    topology: Topology
+    software: Software
+    findings: tuple[Finding, ...]
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.level == PROBLEM)
+
+
+WIDTH = 100
+
+
+def dotted(compute_capability: tuple[int, int] | None) -> str:
+    return ".".join(map(str, compute_capability or ("?",)))
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def count_devices(topology: Topology) -> str:
+    return count(len(topology.devices), "MIG slice" if any(device.parent for device in topology.devices) else "GPU")
+
+
+def size(number: float) -> str:
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.3g} {unit}"
+        number /= 1024
+    return f"{number:.3g} TiB"
+
+
+def wrap(text: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
 
 def render(report: Report) -> str:
