@@ -43,7 +43,7 @@ def model(request: pytest.FixtureRequest) -> Iterator[Late]:
     if request.param == "on demand":
         replace_layers(layer, roles=["linear"], choice="eager/direct/fused", verbose=False)
     model = fully_shard(layer, backend="cpu-apart")
-    model.device = model._odc_engine._streams[0].device
+    model.device = model._odc_engine.streams.first.device
     assert model.device.kind == "late"
     return model
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from odc_triton import full_parameters, fully_shard, minibatch
-from odc_triton.engine.order import StepOrder
+from odc_triton.engine.unit import StepOrder
 
 from . import ranks
 from .kernels.place import DEVICE, INTERPRETED

@@ -149,7 +149,7 @@ def write_checkpoint(
     write: nothing is left of it then. RankLost and DeadlineExceeded as meetings do: `unfinished` says what is left.
     """
     engine = engine_of(model)
-    if engine.phase.name == "OPEN":
+    if engine.is_open:
         raise RuntimeError("save inside a minibatch: gradients have not landed; save after the optimizer's step")
     purpose = f"save {Path(*final.parts[-2:])}"
     aside: Path | None = None
@@ -217,7 +217,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
     optimizer's, CheckpointFailed, all on every rank.
     """
     engine, path = engine_of(model), Path(path)
-    if engine.phase.name == "OPEN":
+    if engine.is_open:
         raise RuntimeError("load inside a minibatch: peers are reading the parameters")
     purpose = f"load {Path(*path.parts[-2:])}"
     with together(engine, purpose):

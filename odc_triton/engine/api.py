@@ -47,7 +47,7 @@ class minibatch:
 
     def __enter__(self) -> minibatch:
         self._tokens = self._engine.begin(self._given)
-        self.index = self._engine.minibatch
+        self.index = self._engine.state.number
         return self
 
     @property

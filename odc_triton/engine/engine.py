@@ -1,52 +1,35 @@
 """The minibatch protocol: what one rank may do when, and the two meetings that keep the ranks together.
 
-    READY --begin()--> OPEN --end()--> LANDED --optimizer step--> READY
-      ^                  |                |
-      |   (a microbatch raised: on all    |
-      +---------- ranks) ----------+      +--begin(): without a step--> OPEN
-
-READY   parameters readable, no gradients
-OPEN    inside a minibatch: shards are only read, gradient shards only added to
-LANDED  every rank's gradients are in the owners' shards; `p.grad` is set
-BROKEN  a meeting failed: a peer is gone or too late, this job can't go on
+The phases are in state.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import operator
-import os
 import time
 import warnings
 from collections.abc import Iterator
-from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer, describe
-from ..base.events import EventLog
 from ..comm.grid import Grid
 from ..comm.meeting import Meetings
 from ..comm.memory.heap import Signs, SymmetricHeap, Word
 from ..comm.replicas import Replicas
-from ..nn.staging import Staging
 from .gradients import Waits
 from .optimizer_watch import Hyperparameters, OptimizerWatch
 from .parameter import ShardedParameter
-from .passes import Microbatches
-from .prefetch import Prefetch
+from .passes import Passes
 from .publication import Publication, clear_gradients, copy_masters, land_gradients
-from .streams import Streams
-from .unit import Unit
-
-
-class Phase(IntEnum):
-    READY = 0
-    OPEN = 1
-    LANDED = 2
-    BROKEN = 3
+from .state import MinibatchState, Phase
+from .streams import AllStreams, Streams
+from .unit import Prefetch, Unit
 
 
 def _checked_tokens(tokens: Any) -> int | None:
@@ -78,45 +61,47 @@ class Engine:
     ) -> None:
         self.grid, self.heap, self.signs, self.replicas = grid, heap, signs, replicas
         self.meetings, self.debug = meetings, debug
-        self._streams = [streams]
-        self._stagings: set[Staging] = set()
-        self.prefetch = Prefetch()
+        self.streams = AllStreams(streams, timeout_s=meetings.timeout_s)
         self.publication = Publication(heap, meetings)
         self.rank, self.world = grid.rank, grid.world
+        self.state = MinibatchState(rank=self.rank, signs=signs, meetings=meetings, publication=self.publication)
+        self.events = self.state.events
         self.units: list[Unit] = []
         self.parameters: list[ShardedParameter] = []
-        self.events = EventLog(self.rank)
-        self.phase = Phase.READY
-        self.minibatch = -1  # number of the minibatch that is open or was last
+        self.prefetch = Prefetch()
+        self.passes = Passes(
+            self.state,
+            self.streams,
+            self.units,
+            owners=range(grid.first, grid.first + grid.shards),
+            nothing_follows=self.prefetch.expect_nothing,
+        )
         self.divide_factor: float | None = None  # set_gradient_divide_factor
         self._tokens: int | None = None
-        self._failure: str | None = None
         self._step_start_s = 0.0
         self._stepping = False  # an optimizer's step runs now
-        self._pid = os.getpid()
         self.ignored: dict[int, nn.Parameter] = {}  # what fully_shard was told to leave alone, by id
         self._warned: set[str] = set()
         self._scope = contextlib.ExitStack()
         self.hyperparameters = Hyperparameters()
         self._optimizers = OptimizerWatch(self)
-        self.microbatches = Microbatches(self)
 
     # ------------------------------------------------------------------ parameters
 
     def add(self, parameters: list[ShardedParameter]) -> None:
         for parameter in parameters:
             self.parameters.append(parameter)
-            self._stagings.add(parameter.staging)
+            self.streams.watch(parameter.staging)
             if parameter.trains:
                 parameter.listen(self)
 
     def absorb(self, inner: Engine) -> None:
         """Takes over a submodule that was sharded before its root; its parameters stay where they are."""
         for unit in inner.units:
-            unit.reset()
-            unit.engine, unit.is_root = self, False
+            unit.join(self.passes, self.prefetch)
+            unit.module._odc_engine = self
         self.units += inner.units
-        self._streams += inner._streams
+        self.streams.join(inner.streams)
         self.add(inner.parameters)
         inner.retire()
 
@@ -134,7 +119,7 @@ class Engine:
                 yield original, parameter
 
     def gradient_comes(self, parameter: ShardedParameter) -> None:
-        self.microbatches.backward_begins(self.minibatch)
+        self.passes.backward_begins(self.state.number)
 
     def waited(self, parameter: ShardedParameter, waits: Waits) -> None:
         for start_s, end_s in waits:
@@ -150,10 +135,10 @@ class Engine:
 
         Raises RankLost, DeadlineExceeded, MinibatchFailed (another rank could not enter).
         """
-        self.refuse_in_child("a minibatch")
-        if self.phase is Phase.OPEN:
-            raise RuntimeError(f"minibatch {self.minibatch} is still open: minibatches don't nest")
-        if self.phase is Phase.BROKEN:
+        self.state.refuse_in_child("a minibatch")
+        if self.state.is_open:
+            raise RuntimeError(f"minibatch {self.state.number} is still open: minibatches don't nest")
+        if self.state.is_broken:
             raise RuntimeError("an earlier meeting of this model's ranks failed; start again from the last checkpoint")
         error: BaseException | None = None
         try:
@@ -161,7 +146,7 @@ class Engine:
             self._prepare()
         except Exception as raised:
             error = raised
-        number = self.minibatch + 1
+        number = self.state.number + 1
         message = {
             "tokens": None if error else tokens,
             "published": self.publication.number,
@@ -169,7 +154,7 @@ class Engine:
         }
         self.events.minibatch, self.events.microbatch = number, -1
         messages = self._meet(f"enter minibatch {number}", message, error)
-        self.minibatch = number
+        self.state.number = number
         self._settle(messages, error)
         given = [theirs["tokens"] for theirs in messages]
         missing = [rank for rank, count in enumerate(given) if count is None]
@@ -183,21 +168,19 @@ class Engine:
             raise
         self._tokens = None if missing else sum(given)
         self.publication.agree(max(theirs["published"] for theirs in messages))
-        self.microbatches.count, self._failure = 0, None
+        self.passes.count, self.state.failure = 0, None
         for unit in self.units:
             unit.expire()
-        self._enter_phase(Phase.OPEN)
+        self.state.enter(Phase.OPEN)
         for parameter in self.trainable():
             parameter.expect_gradient()
         if self.debug:
-            from .debug import RefuseCollectives
-
             self._scope.enter_context(RefuseCollectives())
         return self._tokens
 
     def _prepare(self) -> None:
         """This rank's side of entering: gradient shards are zero, masters are published."""
-        if self.microbatches.in_forward:
+        if self.passes.in_forward:
             raise RuntimeError("a minibatch can't begin inside a forward of the model")
         if self._stepping:
             raise RuntimeError(
@@ -214,27 +197,27 @@ class Engine:
         self._refuse_added()
         for parameter in self.parameters:
             parameter.follow_requires_grad()
-        if self.phase is Phase.LANDED and any(p.sharded.grad is not None for p in self.parameters):
+        if self.state.phase is Phase.LANDED and any(p.sharded.grad is not None for p in self.parameters):
             self._warn_once(
                 "dropped",
-                f"the gradients of minibatch {self.minibatch} are dropped: no optimizer step followed it. "
+                f"the gradients of minibatch {self.state.number} are dropped: no optimizer step followed it. "
                 f"Put all microbatches of a step into one minibatch.",
             )
         if self.heap.rank == 0 and any(parameter.spec.is_scalar for parameter in self.trainable()):
             # Every rank of the replica takes a scalar's gradient from here, a slow one maybe not yet.
             self.meetings.wait_until(
-                f"the scalars' gradients of minibatch {self.minibatch} to be taken",
+                f"the scalars' gradients of minibatch {self.state.number} to be taken",
                 lambda: [
                     rank
                     for rank, count in enumerate(self.heap.seen(Word.LANDED), self.heap.first)
-                    if count <= self.minibatch
+                    if count <= self.state.number
                 ],
             )
-        clear_gradients(self.trainable(), self._streams[0])
+        clear_gradients(self.trainable(), self.streams.first)
         for parameter in self.parameters:
             parameter.check_memory()
         if self.replicas.count == 1:  # else what was written by hand takes an exchange: publish(model)
-            copy_masters(self.parameters, self._streams[0])
+            copy_masters(self.parameters, self.streams.first)
         self.drain("clearing gradients and publishing before a minibatch")
 
     def end(self, error: BaseException | None = None) -> None:
@@ -242,43 +225,45 @@ class Engine:
 
         `error`: what a microbatch raised. Raises MinibatchFailed on every rank if any rank failed.
         """
-        self.refuse_in_child("the end of a minibatch")
-        if self.phase is not Phase.OPEN:
-            raise RuntimeError(f"no minibatch is open (the engine is {self.phase.name}): call begin_minibatch first")
+        self.state.refuse_in_child("the end of a minibatch")
+        if not self.state.is_open:
+            raise RuntimeError(
+                f"no minibatch is open (the engine is {self.state.phase.name}): call begin_minibatch first"
+            )
         self._scope.close()
-        self.microbatches.stop()
+        self.passes.stop()
         for parameter in self.trainable():
             parameter.sharded.grad = None
         for unit in self.units:
             unit.reset()
-        purpose = f"leave minibatch {self.minibatch}"
+        purpose = f"leave minibatch {self.state.number}"
         lost = isinstance(error, (RankLost, DeadlineExceeded))
         if lost or (error is not None and not isinstance(error, Exception)):
             # A peer is lost or too late, or a wish to stop (Ctrl-C, exit): peers are told, nobody is waited for.
-            self._enter_phase(Phase.BROKEN)
+            self.state.enter(Phase.BROKEN)
             with contextlib.suppress(torch.distributed.DistError):  # the store may be what was lost
                 self.meetings.tell(purpose, {"error": describe(error)})
             return
         try:
-            self.drain(f"the microbatches of minibatch {self.minibatch}")
+            self.drain(f"the microbatches of minibatch {self.state.number}")
         except Exception as raised:
             error = error or raised
-        if error is None and self._failure is not None:
-            error = RuntimeError(self._failure)
+        if error is None and self.state.failure is not None:
+            error = RuntimeError(self.state.failure)
         touched = [index for index, parameter in enumerate(self.parameters) if parameter.touched]
-        message = {"touched": touched, "microbatches": self.microbatches.count}
+        message = {"touched": touched, "microbatches": self.passes.count}
         messages = self._meet(purpose, message, error)
         self.events.microbatch = -1
         self._settle(messages, error)
         with self._together():
             self._land({index for theirs in messages for index in theirs["touched"]})
-        self.heap.show(Word.LANDED, self.minibatch + 1)
-        self._enter_phase(Phase.LANDED)
+        self.heap.show(Word.LANDED, self.state.number + 1)
+        self.state.enter(Phase.LANDED)
         counts = [theirs["microbatches"] for theirs in messages]
         if self._tokens is None and len(set(counts)) > 1:
             self._warn_once(
                 "counts",
-                f"ranks ran {counts} microbatches in minibatch {self.minibatch} and gradients are divided by the "
+                f"ranks ran {counts} microbatches in minibatch {self.state.number} and gradients are divided by the "
                 f"number of ranks; give tokens= to minibatch() and divide the loss by mb.tokens",
             )
 
@@ -291,7 +276,7 @@ class Engine:
             if self.replicas.count > 1:
                 scope.enter_context(self.events.span("wait", label="sum over replicas", microbatch=-1))
             parameters = [self.parameters[index] for index in sorted(touched)]
-            land_gradients(parameters, factor, self.replicas, self._streams[0])
+            land_gradients(parameters, factor, self.replicas, self.streams.first)
         self.drain("taking the landed gradients")
 
     def _refuse_added(self) -> None:
@@ -305,14 +290,6 @@ class Engine:
                         f"would drift apart: add it before (first get_peft_model, then fully_shard), or freeze it"
                     )
 
-    def refuse_in_child(self, what: str) -> None:
-        """Raises in a process that was forked from this rank's, which has its shared memory and is no rank."""
-        if os.getpid() != self._pid:
-            raise RuntimeError(
-                f"{what} in process {os.getpid()}, forked from rank {self.rank} (process {self._pid}): it would write "
-                f"into the memory that the ranks share. A forked process may run the model forward, nothing else"
-            )
-
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
         """Around what replicas do together: whoever leaves it early lets the others know."""
@@ -320,7 +297,7 @@ class Engine:
             yield
         except BaseException:
             if self.replicas.count > 1:
-                self._enter_phase(Phase.BROKEN)
+                self.state.enter(Phase.BROKEN)
             raise
 
     def _meet(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
@@ -329,7 +306,7 @@ class Engine:
             with self.events.span("wait", label=purpose, microbatch=-1):
                 return self.meetings.meet(purpose, message)
         except BaseException:
-            self._enter_phase(Phase.BROKEN)
+            self.state.enter(Phase.BROKEN)
             raise
 
     def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
@@ -337,30 +314,18 @@ class Engine:
 
         Raises RankLost, DeadlineExceeded.
         """
-        if self.phase is Phase.BROKEN:
+        if self.state.is_broken:
             raise RuntimeError("an earlier meeting of this model's ranks failed; start again from the last checkpoint")
         return self._meet(purpose, message, None)
 
     def require_peers(self, purpose: str) -> None:
         """Raises RankLost at once if a peer's process is gone. `purpose`: what this rank needs them for."""
-        self._require(list(range(self.world)), purpose)
-
-    def require_replica(self, purpose: str) -> None:
-        """As `require_peers`, of the ranks of this replica only: a few microseconds."""
-        self._require(list(range(self.grid.first, self.grid.first + self.grid.shards)), purpose)
-
-    def _require(self, ranks: list[int], purpose: str) -> None:
-        try:
-            self.meetings.require_alive(ranks, purpose, lambda: ranks)
-        except RankLost:
-            if self.phase is not Phase.OPEN:  # else the minibatch ends by it
-                self._enter_phase(Phase.BROKEN)
-            raise
+        self.state.require_alive(range(self.world), purpose)
 
     def give_up(self, error: BaseException) -> None:
         """Tells peers that this rank's training loop ended by `error`, outside of a minibatch; waits for nobody."""
-        if self.phase is not Phase.BROKEN:
-            self._enter_phase(Phase.BROKEN)
+        if not self.state.is_broken:
+            self.state.enter(Phase.BROKEN)
             with contextlib.suppress(torch.distributed.DistError):  # the store may be gone
                 self.meetings.give_up(describe(error))
 
@@ -372,38 +337,21 @@ class Engine:
                 parameter.sharded.grad = None
                 parameter.dirty = True
             self._stay_outside()
-            raise MinibatchFailed(self.minibatch, failed) from error
+            raise MinibatchFailed(self.state.number, failed) from error
 
     def _stay_outside(self) -> None:
         """The minibatch is over before it was open, or without gradients."""
-        self.heap.show(Word.LANDED, self.minibatch + 1)
-        self._enter_phase(Phase.READY)
+        self.heap.show(Word.LANDED, self.state.number + 1)
+        self.state.enter(Phase.READY)
 
     def drain(self, purpose: str) -> None:
         """Waits until this rank's device has done what was enqueued: peers are told so next."""
-        for streams in self._streams:
-            streams.drain(self.meetings.timeout_s, purpose)
-        for staging in self._stagings:
-            staging.check()
-
-    def computes_here(self) -> None:
-        """Says that modules compute on the current stream: what they read of peers is to be waited for."""
-        for streams in self._streams:
-            streams.computes_here()
-
-    def _enter_phase(self, phase: Phase) -> None:
-        self.phase = phase
-        self.signs.show(Word.BROKEN, phase is Phase.BROKEN)
-        self.signs.show(Word.MINIBATCH, self.minibatch)
+        self.streams.drain(purpose)
 
     @property
     def is_open(self) -> bool:
         """Whether a minibatch is open."""
-        return self.phase is Phase.OPEN
-
-    def fail(self, reason: str) -> None:
-        """Marks the open minibatch as failed; every rank hears of it at the exit."""
-        self._failure = self._failure or reason
+        return self.state.is_open
 
     # ------------------------------------------------------------------ publishing
 
@@ -413,15 +361,15 @@ class Engine:
         With replicas all ranks call it, as each has a part of every replica's shards. `stepped`: by an optimizer's
         step, so frozen parameters are as they were.
         """
-        self.refuse_in_child("publish")
-        if self.phase is Phase.OPEN:
+        self.state.refuse_in_child("publish")
+        if self.state.is_open:
             raise RuntimeError("parameters can't be published inside a minibatch: peers are reading them")
         self.publication.announce()  # before the copies
         with self.events.span("publish", microbatch=-1):
             for parameter in self.parameters:
                 parameter.check_memory()
             if self.replicas.count == 1:
-                copy_masters(self.parameters, self._streams[0])
+                copy_masters(self.parameters, self.streams.first)
             else:
                 with self._together():
                     self._copy_between_replicas(self.trainable() if stepped else self.parameters)
@@ -429,7 +377,7 @@ class Engine:
         self.publication.complete()
 
     def _copy_between_replicas(self, parameters: list[ShardedParameter]) -> None:
-        copy_masters(parameters, self._streams[0])
+        copy_masters(parameters, self.streams.first)
         self.drain("publishing the own part of the parameters")
         self.replicas.gather_parts([each.compute_parts() for each in parameters if not each.spec.is_scalar])
 
@@ -438,11 +386,11 @@ class Engine:
         takes part."""
         published = self.publication.number
         for parameter in self.parameters if some is None else some:
-            if self.phase is not Phase.OPEN:
+            if not self.state.is_open:
                 self.publication.wait_readable()
             value = parameter.read()
             self.drain("reading whole parameters")
-            if self.phase is not Phase.OPEN:
+            if not self.state.is_open:
                 self.publication.check_not_torn()
             if self.publication.number != published:
                 raise RuntimeError("the parameters were stepped or published during this walk: start a new one")
@@ -451,13 +399,13 @@ class Engine:
     # ------------------------------------------------------------------ optimizers
 
     def step_begins(self) -> None:
-        self.refuse_in_child("an optimizer step")
-        if self.phase is Phase.OPEN:
+        self.state.refuse_in_child("an optimizer step")
+        if self.state.is_open:
             raise RuntimeError(
                 "optimizer step inside a minibatch: gradients have not landed and peers are reading the parameters. "
                 "Step after the `with minibatch(...)` block."
             )
-        if self.phase is Phase.BROKEN:
+        if self.state.is_broken:
             raise RuntimeError("the ranks have lost each other; this step would use partial gradients")
         self._step_start_s = time.monotonic()
         self._stepping = True
@@ -466,7 +414,7 @@ class Engine:
     def step_ends(self) -> None:
         self.events.add("step", self._step_start_s, time.monotonic(), microbatch=-1)
         self._stepping = False
-        self._enter_phase(Phase.READY)
+        self.state.enter(Phase.READY)
         self.publish(stepped=True)
 
     # ------------------------------------------------------------------ odds
@@ -479,3 +427,34 @@ class Engine:
     def retire(self) -> None:
         """Stops listening: another engine drives these parameters from now on."""
         self._optimizers.stop()
+
+
+_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+_HARMLESS = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+class RefuseCollectives(TorchDispatchMode):
+    """`fully_shard(..., debug=True)`: raises at any collective over more than one rank, where some may never come."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if DTensor in types:  # let DTensor go first: it issues its collectives under this mode
+            return NotImplemented
+        if func.namespace in _NAMESPACES and func._opname not in _HARMLESS and self._ranks_of(args) != 1:
+            raise RuntimeError(
+                f"collective {func._opname} inside a minibatch: ranks may run different numbers of microbatches, so "
+                f"some would never come. Reduce metrics after the minibatch instead."
+            )
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _ranks_of(args: tuple) -> int | None:
+        import torch.distributed as dist
+
+        for argument in reversed(args):  # the group comes last among the strings, after the reduction's name
+            if isinstance(argument, str):  # functional collectives name their group
+                return dist.distributed_c10d._resolve_process_group(argument).size()
+            try:
+                return dist.ProcessGroup.unbox(argument).size()
+            except (AttributeError, RuntimeError, TypeError):
+                continue
+        return None

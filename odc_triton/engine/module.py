@@ -38,6 +38,7 @@ class ODCModule:
     """Mixed into the class of every module that `fully_shard` was called on, and of the units it found."""
 
     _odc_unit: Unit
+    _odc_engine: Engine
     _odc_is_sharded = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
@@ -47,10 +48,6 @@ class ODCModule:
         made.__init__(*args, **kwargs)
         return made
 
-    @property
-    def _odc_engine(self) -> Engine:
-        return self._odc_unit.engine
-
     # ---- done
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -59,7 +56,7 @@ class ODCModule:
         On a GPU `reshard()` frees their memory: what was computed from them meanwhile must have had its backward, and
         no view of them may be used afterwards.
         """
-        if self._odc_engine.phase.name != "OPEN":
+        if not self._odc_engine.is_open:
             self._odc_engine.publication.wait_readable()
         self._odc_unit.hold()
         return UnshardHandle() if async_op else None
@@ -200,7 +197,7 @@ class ODCModule:
         """
         if assign:
             raise RuntimeError("load_state_dict(assign=True) would replace the heap's memory; leave assign out")
-        if self._odc_engine.phase.name == "OPEN":
+        if self._odc_engine.is_open:
             raise RuntimeError("load_state_dict inside a minibatch: peers are reading the parameters")
         for unit in self._odc_engine.units:  # `unshard()` shows whole tensors, which are no place to load into
             unit.reset()
@@ -253,7 +250,7 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     return type(f"ODC{cls.__name__}", (ODCModule, cls), members)
 
 
-def attach(module: nn.Module, unit: Unit) -> None:
+def attach(module: nn.Module, unit: Unit, engine: Engine) -> None:
     """Gives `module` the methods of ODCModule, as FSDP2 does: by a class made of both."""
     module.__class__ = _sharded_class(type(module))
-    module._odc_unit = unit
+    module._odc_unit, module._odc_engine = unit, engine

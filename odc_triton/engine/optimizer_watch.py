@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..base.errors import RanksDiffer
-
-if TYPE_CHECKING:
-    from .engine import Engine
-
+from .parameter import ShardedParameter
 
 COMPARED = ("lr", "momentum", "betas", "eps", "weight_decay")
 
@@ -70,6 +68,19 @@ def _numbers(value: Any) -> list[float]:
     return list(values) if all(isinstance(each, (int, float)) for each in values) else []
 
 
+class Stepped(Protocol):
+    """Whose parameters are stepped: an engine."""
+
+    parameters: Sequence[ShardedParameter]
+    hyperparameters: Hyperparameters
+
+    def originals(self) -> Iterable[tuple[nn.Parameter, ShardedParameter]]: ...
+
+    def step_begins(self) -> None: ...
+
+    def step_ends(self) -> None: ...
+
+
 class OptimizerWatch:
     """Tells `engine` before and after each step of an optimizer that holds its parameters.
 
@@ -77,7 +88,7 @@ class OptimizerWatch:
     nobody reads any more, and say nothing.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Stepped) -> None:
         watched = weakref.ref(engine)
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -99,12 +110,12 @@ class OptimizerWatch:
             unhook()
 
 
-def _steps(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
+def _steps(optimizer: torch.optim.Optimizer, engine: Stepped) -> bool:
     mine = {id(parameter.sharded) for parameter in engine.parameters}
     return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
 
-def _refuse_originals(optimizer: torch.optim.Optimizer, engine: Engine) -> None:
+def _refuse_originals(optimizer: torch.optim.Optimizer, engine: Stepped) -> None:
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for original, parameter in engine.originals():
         if id(original) in stepped:

@@ -14,17 +14,15 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor, Replicate
 
 from odc_kernels.peers import PeerShards
-from odc_kernels.staged import StagedWeight
+from odc_kernels.staged import StagedWeight, Staging
 
 from ..comm.grid import Grid
 from ..comm.layout import ParameterSpec, Region, shard_rows
 from ..comm.memory.heap import SymmetricHeap
 from ..nn.choice import TABLE, Entry
 from ..nn.operand import AddRows, handle_of, resolve
-from ..nn.staging import Staging
 from .gathered import GatheredParameters
-from .gradients import Accumulator, Target, Waits
-from .pending_gradient import PendingGradient
+from .gradients import Accumulator, PendingGradient, Target, Waits
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:

@@ -1,31 +1,57 @@
-"""The microbatches of one rank: when a forward or a backward of its model runs, and of which minibatch it is."""
+"""Forwards and backwards of one rank's model: when one runs, of which minibatch it is, and where a unit's ends."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..base.errors import describe
-from .backward_end import tensors_in
-from .unit import in_backward_pass
-
-if TYPE_CHECKING:
-    from .engine import Engine
+from .state import MinibatchState
+from .streams import AllStreams
 
 
-class Microbatches:
-    """What units and parameters report of forwards and backwards; `count` of them ended in this minibatch.
+def in_backward_pass() -> bool:
+    """Whether autograd runs a backward in this thread: a forward now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Unshards(Protocol):
+    """What holds parameters that are whole while a forward or a backward runs: a unit."""
+
+    def make_whole(self) -> None: ...
+
+    def make_sharded(self) -> None: ...
+
+    def let_go(self) -> None: ...
+
+
+class Passes:
+    """What units and parameters report of forwards and backwards; `count` microbatches ended in this minibatch.
 
     A forward outside of a minibatch waits for what the owners publish, a backward there is refused. What can't be
     right in the end fails the minibatch. Each microbatch looks whether the ranks of this replica live, so that a death
     is known long before the exit.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        state: MinibatchState,
+        streams: AllStreams,
+        units: Sequence[Unshards],
+        *,
+        owners: Sequence[int],
+        nothing_follows: Callable[[], None],
+    ) -> None:
+        """`units`: all that a backward may need, also those that come later. `owners`: the ranks of this replica.
+        `nothing_follows` is called when a microbatch is over.
+        """
+        self.state, self._streams, self._units, self._owners = state, streams, units, owners
+        self._nothing_follows = nothing_follows
         self.count = 0
         self.in_backward = False
         self._graph_is_kept = False  # the backward makes a graph, for one of its own
@@ -38,41 +64,41 @@ class Microbatches:
         return self._forwards > 0
 
     def forward_begins(self) -> None:
-        engine = self._engine
+        state = self.state
         self._forwards += 1
         if self._forwards > 1 or in_backward_pass():  # a nested unit, or a recomputation of checkpointing
             return
         if self.in_backward:
             self._stop_early()
         try:
-            if engine.is_open:
-                engine.events.microbatch = self.count
-                engine.require_replica(f"the shards of all ranks in minibatch {engine.minibatch}")
+            if state.is_open:
+                state.events.microbatch = self.count
+                state.require_alive(self._owners, f"the shards of all ranks in minibatch {state.number}")
             else:
-                engine.publication.wait_readable()
+                state.publication.wait_readable()
         except BaseException:
             self._forwards -= 1
             raise
-        engine.computes_here()
+        self._streams.computes_here()
         self._forward_start_s = time.monotonic()
 
     def forward_ends(self, error: BaseException | None) -> None:
-        engine = self._engine
+        state = self.state
         self._forwards -= 1
         if self._forwards or in_backward_pass():
             return
         now_s = time.monotonic()
-        engine.events.add("forward", self._forward_start_s, now_s)
-        backward_follows = engine.is_open and torch.is_grad_enabled() and error is None
+        state.events.add("forward", self._forward_start_s, now_s)
+        backward_follows = state.is_open and torch.is_grad_enabled() and error is None
         self._loss_start_s = now_s if backward_follows else None
         if not backward_follows:
-            engine.prefetch.expect_nothing()
+            self._nothing_follows()
         if error is not None:
-            if engine.is_open:
-                engine.fail(describe(error))
-        elif not engine.is_open:
-            engine.drain("reading the parameters")
-            engine.publication.check_not_torn()
+            if state.is_open:
+                state.fail(describe(error))
+        elif not state.is_open:
+            self._streams.drain("reading the parameters")
+            state.publication.check_not_torn()
 
     def watch_backward(self, output: Any, of_unit: Callable[[], None] | None) -> bool:
         """Has the output's tensors say when their backward begins; `of_unit` is then called too.
@@ -81,7 +107,7 @@ class Microbatches:
         """
         if not torch.is_grad_enabled():
             return False
-        number = self._engine.minibatch if self._engine.is_open else None
+        number = self.state.number if self.state.is_open else None
 
         def begins(_: torch.Tensor) -> None:
             self.backward_begins(number)
@@ -92,34 +118,34 @@ class Microbatches:
         watched = [value for value in tensors_in(output) if value.grad_fn is not None]
         for value in watched:
             value.register_hook(begins)
-        return bool(watched) and (self._engine.is_open or in_backward_pass())
+        return bool(watched) and (self.state.is_open or in_backward_pass())
 
     def backward_begins(self, number: int | None) -> None:
         """A backward that belongs to a forward of minibatch `number` runs; None: of none."""
-        engine = self._engine
-        engine.refuse_in_child("a backward")
+        state = self.state
+        state.refuse_in_child("a backward")
         self._graph_is_kept = torch.is_grad_enabled()
         if self.in_backward:
             return
-        if not engine.is_open:
+        if not state.is_open:
             raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
-        if number != engine.minibatch:
-            engine.fail("a backward belonged to a forward outside of the minibatch")
+        if number != state.number:
+            state.fail("a backward belonged to a forward outside of the minibatch")
             raise RuntimeError(
-                f"this backward belongs to a forward outside of minibatch {engine.minibatch}: the parameters have "
+                f"this backward belongs to a forward outside of minibatch {state.number}: the parameters have "
                 f"changed since. Run forward and backward of a microbatch in one minibatch."
             )
         self.in_backward = True
         self._backward_start_s = time.monotonic()
         if self._loss_start_s is not None:
-            engine.events.add("forward", self._loss_start_s, self._backward_start_s, label="loss")
+            state.events.add("forward", self._loss_start_s, self._backward_start_s, label="loss")
             self._loss_start_s = None
-        for unit in engine.units:  # checkpointing may recompute any part of any unit
+        for unit in self._units:  # checkpointing may recompute any part of any unit
             unit.make_whole()
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        torch.autograd.Variable._execution_state.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
-        self._engine.events.add("backward", self._backward_start_s, time.monotonic())
+        self.state.events.add("backward", self._backward_start_s, time.monotonic())
         self.count += 1
         self._stop_backward()
 
@@ -132,13 +158,82 @@ class Microbatches:
         self._forwards = 0
 
     def _stop_early(self) -> None:
-        self._engine.fail("a backward began and did not end")
+        self.state.fail("a backward began and did not end")
         self._stop_backward()
 
     def _stop_backward(self) -> None:
         self.in_backward = False
-        self._engine.prefetch.expect_nothing()
-        for unit in self._engine.units:
+        self._nothing_follows()
+        for unit in self._units:
             unit.make_sharded()
             if not self._graph_is_kept:
                 unit.let_go()
+
+
+_Kinds = tuple[type, ...]
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """Passes a unit's inputs through; its backward runs when the unit's is over.
+
+    Autograd runs what was made later first, of all that is ready, and this is made before everything in the unit. So
+    whatever of the unit's backward is left then waits for a gradient that comes from outside of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ended: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.ended = ended
+        ctx.set_materialize_grads(False)  # an input that was not used has no gradient, not one of zeros
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.ended()
+        return None, *gradients
+
+
+@torch._disable_dynamo  # which would trace the containers, in vain
+def watch_end_of_backward(ended: Callable[[], None], arguments: Any) -> Any:
+    """The same arguments, with those that get a gradient passed through `_EndOfBackward`; `ended` is then called.
+
+    Lists and dicts, to which a unit may write, stay themselves if a tensor outside of them gets a gradient. Where none
+    does (token ids), nobody is told.
+    """
+    for kept in ((list, dict), ()):
+        inputs = {id(tensor): tensor for tensor in tensors_in(arguments, kept) if tensor.requires_grad}
+        if inputs:
+            passed = _EndOfBackward.apply(ended, *inputs.values())
+            return _replace(arguments, dict(zip(inputs, passed, strict=True)), kept)
+    return arguments
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def tensors_in(value: Any, kept: _Kinds = ()) -> Iterator[torch.Tensor]:
+    """The tensors in tuples, dataclasses and other containers, but for those of the `kept` kinds."""
+    for part in pytree.tree_leaves(value, is_leaf=lambda part: isinstance(part, kept)):
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif _is_dataclass(part):
+            yield from tensors_in(tuple(getattr(part, field.name) for field in dataclasses.fields(part)), kept)
+
+
+def _replace(value: Any, tensors: dict[int, torch.Tensor], kept: _Kinds) -> Any:
+    """`value` with other tensors in it, by id of the old; a container that holds none of them stays itself."""
+    if isinstance(value, torch.Tensor):
+        return tensors.get(id(value), value)
+    if isinstance(value, kept):
+        return value
+    if _is_dataclass(value):
+        old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        new = {name: _replace(part, tensors, kept) for name, part in old.items()}
+        return value if all(new[name] is old[name] for name in old) else dataclasses.replace(value, **new)
+    parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+    if spec.is_leaf():
+        return value
+    replaced = [_replace(part, tensors, kept) for part in parts]
+    if all(new is old for new, old in zip(replaced, parts, strict=True)):
+        return value
+    return pytree.tree_unflatten(replaced, spec)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from odc_kernels.staged import Staging
 from odc_kernels.streams import Device
 
 from ..base.errors import DeadlineExceeded
@@ -150,3 +151,33 @@ class DeviceStreams(Streams):
         self._computing.clear()
         self._in_flight.clear()
         self._in_flight_bytes = 0
+
+
+class AllStreams:
+    """The streams of an engine, and of those that it absorbed, with the staged copies that run on them."""
+
+    def __init__(self, first: Streams, *, timeout_s: float) -> None:
+        self.first, self._timeout_s = first, timeout_s
+        self._all = [first]
+        self._stagings: list[Staging] = []
+
+    def join(self, other: AllStreams) -> None:
+        self._all += other._all
+        self._stagings += other._stagings
+
+    def watch(self, staging: Staging) -> None:
+        """A drain says when a kernel waited in vain for what was copied here."""
+        if staging not in self._stagings:
+            self._stagings.append(staging)
+
+    def computes_here(self) -> None:
+        """Says that modules compute on the current stream: what they read of peers is to be waited for."""
+        for streams in self._all:
+            streams.computes_here()
+
+    def drain(self, purpose: str) -> None:
+        """Waits until this rank's device has done what was enqueued. Raises DeadlineExceeded."""
+        for streams in self._all:
+            streams.drain(self._timeout_s, purpose)
+        for staging in self._stagings:
+            staging.check()

@@ -1,23 +1,26 @@
-"""A unit: a module whose parameters become whole together, for as long as its forward or a backward runs."""
+"""A unit: a module whose parameters become whole together, for as long as its forward or a backward runs.
+
+And which unit is fetched ahead, as it came next in the last microbatch.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils import _pytree as pytree
 
-from .backward_end import watch_end_of_backward
 from .gathered import GatheredParameters
 from .parameter import ShardedParameter
+from .passes import Passes, in_backward_pass, watch_end_of_backward
 
-if TYPE_CHECKING:
-    from .engine import Engine
+Step = TypeVar("Step", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,59 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return value
 
 
-def in_backward_pass() -> bool:
-    """Whether autograd runs a backward in this thread: a forward now is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+class StepOrder(Generic[Step]):
+    """Tells, as each step begins, which step followed it last time. A wrong guess costs time, not correctness."""
+
+    def __init__(self) -> None:
+        self._followed_by: dict[Step, Step] = {}
+        self._last: Step | None = None
+
+    def begin(self, step: Step) -> Step | None:
+        """Notes that `step` begins now; returns the step that came after it before, None when it is not known."""
+        if self._last is not None and self._last != step:
+            self._followed_by[self._last] = step
+        self._last = step
+        return self._followed_by.get(step)
+
+    def end(self) -> None:
+        """The steps so far were one microbatch's: what comes next does not follow them."""
+        self._last = None
+
+
+class Prefetch:
+    """Fills a unit that is needed, and begins to fill the one that came after it in the last microbatch.
+
+    `lock` is of which units are whole: evaluations may run in several threads.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._order: StepOrder[tuple[bool, Unit]] = StepOrder()
+        self._ahead: Unit | None = None  # fetched, though nobody needs it yet
+
+    def needs(self, unit: Unit, *, in_backward: bool) -> None:
+        """What is computed from here on finds the whole tensors of `unit` filled."""
+        with self.lock:
+            unit.fetch()
+            if self._ahead is unit:
+                self._ahead = None
+            self._let_go_ahead()
+            following = self._order.begin((in_backward, unit))
+            unit.wait()
+            if following is not None and not following[1].is_fetched:
+                self._ahead = following[1]
+                self._ahead.fetch()
+
+    def _let_go_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.let_go()
+
+    def expect_nothing(self) -> None:
+        """A microbatch is over: what comes next does not follow its last unit."""
+        with self.lock:
+            self._let_go_ahead()
+            self._order.end()
 
 
 class Unit:
@@ -65,11 +118,12 @@ class Unit:
         module: nn.Module,
         slots: list[Slot],
         policy: MixedPrecisionPolicy,
-        engine: Engine,
+        passes: Passes,
+        prefetch: Prefetch,
         reshard_after_forward: bool | None,
     ) -> None:
         self.name, self.module, self.slots, self.policy = name, module, slots, policy
-        self.engine = engine
+        self._passes, self._prefetch = passes, prefetch
         self.is_root = name == ""
         self.reshard_after_forward = reshard_after_forward
         storages = [slot.parameter.gathered for slot in slots if slot.parameter.gathered is not None]
@@ -80,6 +134,11 @@ class Unit:
         for slot in slots:
             slot.put(slot.parameter.sharded)
 
+    def join(self, passes: Passes, prefetch: Prefetch) -> None:
+        """A module around this one's was sharded: it is a root no more."""
+        self.reset()
+        self._passes, self._prefetch, self.is_root = passes, prefetch, False
+
     def make_whole(self) -> None:
         if not self._whole:
             self._whole = True
@@ -88,7 +147,7 @@ class Unit:
 
     def make_sharded(self) -> None:
         """Back to DTensors, unless a forward, a backward or `unshard()` still needs the whole tensors."""
-        if self._whole and not (self._uses or self._held or self.engine.microbatches.in_backward):
+        if self._whole and not (self._uses or self._held or self._passes.in_backward):
             self._whole = False
             for slot in self.slots:
                 slot.put(slot.parameter.sharded)
@@ -125,7 +184,7 @@ class Unit:
     def fetch(self) -> None:
         """Begins to fill the whole tensors."""
         for storage in self.gathered:
-            storage.fetch(self, self.engine.publication.number)
+            storage.fetch(self, self._passes.state.publication.number)
 
     def expire(self) -> None:
         """Has the whole tensors filled anew when they are needed next."""
@@ -159,7 +218,7 @@ class Unit:
         return value
 
     def _backward_begins(self) -> None:
-        self.engine.prefetch.needs(self, in_backward=True)
+        self._prefetch.needs(self, in_backward=True)
 
     def _backward_ends(self) -> None:
         if not torch.is_grad_enabled():  # else it makes a graph, whose own backward needs the parameters again
@@ -170,8 +229,8 @@ class Unit:
 
         It stands around the module's `__call__` rather than in forward hooks, which an interrupt would skip.
         """
-        self.engine.microbatches.forward_begins()
-        with self.engine.prefetch.lock:
+        self._passes.forward_begins()
+        with self._prefetch.lock:
             self._uses += 1
         try:
             self.make_whole()
@@ -179,7 +238,7 @@ class Unit:
             if dtype is not None and self.policy.cast_forward_inputs:
                 args, kwargs = pytree.tree_map(lambda value: _cast(value, dtype), (args, kwargs))
             if self.gathered:
-                self.engine.prefetch.needs(self, in_backward=in_backward_pass())
+                self._prefetch.needs(self, in_backward=in_backward_pass())
                 if torch.is_grad_enabled() and self._uses == 1:
                     args, values = watch_end_of_backward(self._backward_ends, (args, tuple(kwargs.values())))
                     kwargs = dict(zip(kwargs, values, strict=True))
@@ -188,7 +247,7 @@ class Unit:
                 output = pytree.tree_map(lambda value: _cast(value, self.policy.output_dtype), output)
             if self.gathered:
                 output = pytree.tree_map(self._own, output)
-            watched = self.engine.microbatches.watch_backward(output, self._backward_begins if self.gathered else None)
+            watched = self._passes.watch_backward(output, self._backward_begins if self.gathered else None)
         except BaseException as error:
             self._leave(error, backward_follows=in_backward_pass())  # a recomputation may stop early, by an exception
             raise
@@ -196,13 +255,13 @@ class Unit:
         return output
 
     def _leave(self, error: BaseException | None, *, backward_follows: bool) -> None:
-        with self.engine.prefetch.lock:
+        with self._prefetch.lock:
             self._uses -= 1
             self.make_sharded()
             # After a recomputation the backward through it comes right now.
             if not (backward_follows and (in_backward_pass() or not self._reshards_after_forward)):
                 self.let_go()
-        self.engine.microbatches.forward_ends(error)
+        self._passes.forward_ends(error)
 
     def wrap_method(self, method: Callable) -> Callable:
         """`method` of the module, run as if it were its forward."""

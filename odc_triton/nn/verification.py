@@ -15,14 +15,13 @@ import torch
 from torch import nn
 
 from odc_kernels.peers import PeerShards, split
-from odc_kernels.staged import StagedWeight
+from odc_kernels.staged import StagedWeight, Staging
 
 from ..base.errors import OdcError
 from .choice import TABLE
 from .modules import LMHead
 from .operand import AddRows, ReadsOnDemand, add_rows, handle_of, is_sharded
 from .replace import own_layers
-from .staging import Staging
 
 _OWNERS = 2
 # Of the gradient's norm: sums in another order, in the precision of what is summed.

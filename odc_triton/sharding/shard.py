@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from odc_kernels.staged import Staging
+
 from ..comm.grid import grid_of, refuse_mesh
 from ..comm.layout import ParameterSpec, Plan, find_units, make_plan
 from ..comm.memory.heap import SymmetricHeap
@@ -24,7 +26,6 @@ from ..engine.streams import Streams
 from ..engine.unit import Slot, Unit
 from ..nn.choice import Entry
 from ..nn.operand import ReadsOnDemand, is_sharded
-from ..nn.staging import Staging
 from ..nn.tuned import default_folder, warn_of_untuned
 from ..nn.tuned import load as load_tuned
 from .agree import AGREEING, PEERS, agree, compare_surroundings, default_mesh, open_meetings, refuse, show_life
@@ -183,8 +184,16 @@ def fully_shard(
     for name, slots in by_unit.items():
         owner = module.get_submodule(name)
         reshard = None if reshard_after_forward is None else bool(reshard_after_forward)
-        unit = Unit(name=name, module=owner, slots=slots, policy=policy, engine=engine, reshard_after_forward=reshard)
-        attach(owner, unit)
+        unit = Unit(
+            name=name,
+            module=owner,
+            slots=slots,
+            policy=policy,
+            passes=engine.passes,
+            prefetch=engine.prefetch,
+            reshard_after_forward=reshard,
+        )
+        attach(owner, unit, engine)
         engine.units.append(unit)
     engine.add(parameters)
     engine.ignored |= {id(parameter): parameter for parameter in ignored_params or ()}

@@ -139,7 +139,7 @@ class Agreed:
 
 def agree(engine: Engine, told: Told) -> Agreed:
     """Meets the other ranks. Raises RankLost and DeadlineExceeded."""
-    messages: list[dict[str, Any]] = engine.meet(f"sum up minibatch {engine.minibatch}", vars(told))
+    messages: list[dict[str, Any]] = engine.meet(f"sum up minibatch {engine.state.number}", vars(told))
     passed_s = sum(each["passed_s"] for each in messages)
     return Agreed(
         loss_sum=sum(each["loss_sum"] for each in messages),

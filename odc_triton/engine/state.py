@@ -1,0 +1,85 @@
+"""Where a rank stands in the minibatch protocol: what each part of the engine asks before it does anything.
+
+    READY --begin()--> OPEN --end()--> LANDED --optimizer step--> READY
+      ^                  |                |
+      |   (a microbatch raised: on all    |
+      +---------- ranks) ----------+      +--begin(): without a step--> OPEN
+
+READY   parameters readable, no gradients
+OPEN    inside a minibatch: shards are only read, gradient shards only added to
+LANDED  every rank's gradients are in the owners' shards; `p.grad` is set
+BROKEN  a meeting failed: a peer is gone or too late, this job can't go on
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from enum import IntEnum
+
+from ..base.errors import RankLost
+from ..base.events import EventLog
+from ..comm.meeting import Meetings
+from ..comm.memory.heap import Signs, Word
+from .publication import Publication
+
+
+class Phase(IntEnum):
+    READY = 0
+    OPEN = 1
+    LANDED = 2
+    BROKEN = 3
+
+
+class MinibatchState:
+    """One rank's phase, the number of its minibatch and why that failed; what happened in it; what may be read.
+
+    `number`: of the minibatch that is open or was last, -1 before the first.
+    """
+
+    def __init__(self, *, rank: int, signs: Signs, meetings: Meetings, publication: Publication) -> None:
+        self.rank, self._signs, self._meetings = rank, signs, meetings
+        self.publication = publication
+        self.events = EventLog(rank)
+        self.phase = Phase.READY
+        self.number = -1
+        self.failure: str | None = None
+        self._pid = os.getpid()
+
+    @property
+    def is_open(self) -> bool:
+        return self.phase is Phase.OPEN
+
+    @property
+    def is_broken(self) -> bool:
+        return self.phase is Phase.BROKEN
+
+    def enter(self, phase: Phase) -> None:
+        """Goes to `phase`, and shows peers what they need to know of it."""
+        self.phase = phase
+        self._signs.show(Word.BROKEN, self.is_broken)
+        self._signs.show(Word.MINIBATCH, self.number)
+
+    def fail(self, reason: str) -> None:
+        """Marks the open minibatch as failed; every rank hears of it at the exit."""
+        self.failure = self.failure or reason
+
+    def refuse_in_child(self, what: str) -> None:
+        """Raises in a process that was forked from this rank's, which has its shared memory and is no rank."""
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"{what} in process {os.getpid()}, forked from rank {self.rank} (process {self._pid}): it would write "
+                f"into the memory that the ranks share. A forked process may run the model forward, nothing else"
+            )
+
+    def require_alive(self, ranks: Sequence[int], purpose: str) -> None:
+        """Raises RankLost at once if one of these ranks' processes is gone; a few microseconds.
+
+        `purpose`: what this rank needs them for.
+        """
+        try:
+            self._meetings.require_alive(ranks, purpose, lambda: ranks)
+        except RankLost:
+            if not self.is_open:  # else the minibatch ends by it
+                self.enter(Phase.BROKEN)
+            raise
