@@ -142,7 +142,7 @@ class Passes:
             self._loss_start_s = None
         for unit in self._units:  # checkpointing may recompute any part of any unit
             unit.make_whole()
-        torch.autograd.Variable._execution_state.queue_callback(self._backward_ends)
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
 
     def _backward_ends(self) -> None:
         self.state.events.add("backward", self._backward_start_s, time.monotonic())
