@@ -22,6 +22,7 @@ from torch import nn
 
 from ..base.errors import CheckpointCorrupt, CheckpointDiffers
 from ..base.files import reading
+from ..data.tokenizer import read_config
 from ..engine.api import engine_of, publish
 from ..engine.module import plain_class
 from ..engine.parameter import ShardedParameter
@@ -35,19 +36,6 @@ if TYPE_CHECKING:
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHOWN = 5  # names that a message lists
 _ADAPTER = re.compile(r"\.(lora_|modules_to_save\.)")
-
-
-def read_config(source: str) -> Any:
-    """Transformers' config of a folder, a config.json or a hub id. Raises OSError and ValueError."""
-    from transformers import AutoConfig
-
-    with reading(source):
-        try:
-            return AutoConfig.from_pretrained(source, trust_remote_code=False)
-        except OSError:
-            raise
-        except Exception as error:  # checks of its fields raise classes of other libraries
-            raise ValueError(f"{source} is no config of a model that transformers knows: {error}") from error
 
 
 def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:

@@ -18,7 +18,7 @@ from .chat import ASSISTANT, Conversation, Spans, joined_spans
 from .dataset import IGNORED_LABEL, DataOptions, TokenizedDataset, tokenize_source
 from .records import Record, message_text
 from .sources import Source, open_source
-from .tokenizer import TextEncoder, read_tokenizer
+from .tokenizer import TextEncoder, read_config, read_tokenizer
 
 _NO_CAP = 2**31 - 1
 _PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
@@ -248,8 +248,6 @@ def _count_from(tokens: np.ndarray, first: int) -> int:
 
 
 def _vocabulary(model: str) -> int:
-    from ..checkpoint.pretrained import read_config
-
     return read_config(model).get_text_config().vocab_size
 
 

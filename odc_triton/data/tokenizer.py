@@ -1,5 +1,7 @@
 """Text to token ids: a small byte-level BPE of our own, and one face for it and for transformers' tokenizers.
 
+A model's config is read here too, for its vocabulary.
+
 Token ids of one sample, with `TextEncoder`'s parts in brackets:
 
     text                   [before_text] text [end_id]
@@ -18,7 +20,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..base.files import atomic_file, reading
 from .chat import ChatTemplate
@@ -257,3 +259,16 @@ def _import_tokenizers():
             'training a tokenizer needs the `tokenizers` library: pip install "odc-triton[demo]"'
         ) from error
     return tokenizers
+
+
+def read_config(source: str) -> Any:
+    """Transformers' config of a folder, a config.json or a hub id. Raises OSError and ValueError."""
+    from transformers import AutoConfig
+
+    with reading(source):
+        try:
+            return AutoConfig.from_pretrained(source, trust_remote_code=False)
+        except OSError:
+            raise
+        except Exception as error:  # checks of its fields raise classes of other libraries
+            raise ValueError(f"{source} is no config of a model that transformers knows: {error}") from error

@@ -122,7 +122,7 @@ def _shapes(options: TuneOptions) -> nn.Module:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from ...checkpoint.pretrained import read_config
+    from ...data.tokenizer import read_config
     from ...nn.replace import replace_layers
 
     with torch.device("meta"):
