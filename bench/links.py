@@ -113,7 +113,7 @@ def copies(shape: Shape, heap: SymmetricHeap) -> Operators:
     halves = out.split(shape.rows // 2)
 
     def copy() -> None:
-        for step in range(2):  # the own shard first, as in gathered.py
+        for step in range(2):  # the own shard first, as in engine/gathered.py
             owner = (heap.rank + step) % 2
             halves[owner].copy_(shards[owner], non_blocking=True)
 

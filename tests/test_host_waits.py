@@ -20,8 +20,8 @@ from .host_waits import HostWaits
 LAYERS = ("attention", "embedding", "linear")
 # What only the CPU does, at which nothing can wait there: places, and why.
 ON_THE_CPU_ONLY = {
-    "functions/embedding.py": "rows are summed by plain torch; on CUDA a kernel does it, as shards take kernels only",
-    "functions/log_probs.py": "targets are checked; on CUDA a wrong one gives NaN",
+    "functional/embedding.py": "rows are summed by plain torch; on CUDA a kernel does it, as shards take kernels only",
+    "functional/log_probs.py": "targets are checked; on CUDA a wrong one gives NaN",
 }
 _PACKS = [(7, 1, 12), (5,), (3, 3, 3, 3), (2, 18)]
 

@@ -110,7 +110,7 @@ def test_a_failure_after_a_wish_to_stop(tmp_path: Path) -> None:
 
 _SCRIPT = """
 import sys
-from odc_triton.launch import Interrupted, launch
+from odc_triton.comm.launch import Interrupted, launch
 from tests.test_launch import _work
 if __name__ == "__main__":
     try:

@@ -435,8 +435,8 @@ def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
 def test_import_needs_neither_torch_nor_matplotlib_and_drawing_no_pyplot(tmp_path):
     code = """
 import sys
-from odc_triton import report, trace
-from odc_triton.events import Event
+from odc_triton.base import report, trace
+from odc_triton.base.events import Event
 assert not {"torch", "triton", "transformers", "matplotlib"} & set(sys.modules)
 event = Event(rank=0, kind="step", start_s=0.0, end_s=1.0, minibatch=0)
 report.save_timeline({"a": [event]}, sys.argv[1])

@@ -1,6 +1,6 @@
 """A run's checkpoints: written aside and renamed, the last few kept, each with its files' digests.
 
-    folder/step-00000010/   what is in it: checkpoint/folder.py
+    folder/step-00000010/   what is in it: folder.py
 
 What is not finished is called `.step-….saving`, `.step-….removing` or `.step-….replaced`. Who holds the lock of
 `folder/.lock`, as rank 0 does for as long as it lives, owns these: it may take away what a killed run has left.

@@ -73,7 +73,7 @@ def enable_packing(model: nn.Module) -> None:
     documents' boundaries, that a document's logits do not change with its neighbour's tokens, and (for fp32
     weights) that they are what the model's former attention gives for it alone. State-space, linear-attention
     and convolution mixers carry state across documents: refused. Of a model on the meta device a small one of
-    its class and config is probed, with random weights (stand_in.py).
+    its class and config is probed, with random weights (enable.py).
 
     Raises PackingUnsupported where that is not so; the model then has its former attention again.
     """

@@ -76,7 +76,7 @@ class CpuBackend:
 class ApartBackend(CpuBackend):
     """CUDA's ways on the CPU: shards apart, whole tensors gathered and freed, streams that are as late as they may.
 
-    With ODC_SIMULATED_STREAMS=early they do everything at once: see simulated_device.py.
+    With ODC_SIMULATED_STREAMS=early they do everything at once: see engine/simulated_device.py.
     """
 
     name = "cpu-apart"

@@ -25,7 +25,7 @@ SCHEMES = ("odc", "fsdp2", "fsdp2_no_reshard")
 BACKENDS = ("cpu", "cuda")
 # Per trainable parameter: tensors of the master's shape and dtype that are kept, and bytes of scalars.
 OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "none": (0, 0)}
-ROOT = ""  # the unit of every parameter that lies in no block, as in plan.py
+ROOT = ""  # the unit of every parameter that lies in no block, as in comm/layout.py
 
 
 class PrecisionPolicy(Protocol):

@@ -36,7 +36,7 @@ def linear(
     the weight trains, and the handles; W is read again. A second derivative, and autocast where the parameters have
     another dtype, go through plain torch on the whole weight, which is then saved.
 
-    choice: how it runs, see choice.py. Raises ValueError for one that is not known or can't run here.
+    choice: how it runs, see nn/choice.py. Raises ValueError for one that is not known or can't run here.
     """
     ready = operand(x, weight, bias)
     if ready is None:
