@@ -95,7 +95,7 @@ def write_initial_values(
             f"{len(names)} tensors hold NaN until loaded, as their modules have no initialiser here: "
             f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}. Load a checkpoint; or give the modules a "
             f"reset_parameters(); or, for a transformers model, call fully_shard once on the whole model.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
