@@ -280,11 +280,11 @@ def test_inside_the_operators_addresses_are_the_heaps(compiler: str, engine: str
     in_blocks = {(slot, where) for slot, where in read if slot in blocks}
     assert counters["stats"]["unique_graphs"] > 0
     if engine == "cpu":  # a view of all owners' rows, which lie side by side
-        assert in_blocks == {(slot, (p.compute_shards[0].data_ptr(),)) for slot, p in blocks.items()}
+        assert in_blocks == {(slot, (p.storage.compute_shards[0].data_ptr(),)) for slot, p in blocks.items()}
     else:
-        assert in_blocks == {(slot, _addresses(p.compute_shards)) for slot, p in blocks.items()}
+        assert in_blocks == {(slot, _addresses(p.storage.compute_shards)) for slot, p in blocks.items()}
     assert {each for each in added if each[0] in blocks} == {
-        (slot, p.gradient_shard.data_ptr()) for slot, p in blocks.items()
+        (slot, p.storage.gradient_shard.data_ptr()) for slot, p in blocks.items()
     }
 
 
@@ -303,10 +303,10 @@ def _at_once(rank: int, world: int, setup: Setup, folder: str) -> tuple[dict, di
     def waits(method: Callable) -> Callable:
         def held_once(self: ShardedParameter, *args: object) -> object:
             if not held and self.name.startswith("model.layers"):
-                held.append(float(self.gradient_shard.norm()))
+                held.append(float(self.storage.gradient_shard.norm()))
                 inside.touch()
                 _wait_for(added)
-                held.append(float(self.gradient_shard.norm()))
+                held.append(float(self.storage.gradient_shard.norm()))
             return method(self, *args)
 
         return held_once

@@ -13,8 +13,8 @@ from torch import nn
 
 from odc_triton import full_parameters, fully_shard, minibatch
 from odc_triton.engine.gradients import KernelAccumulator, Target
-from odc_triton.engine.parameter import ShardedParameter
 from odc_triton.engine.simulated_device import SimulatedDevice
+from odc_triton.engine.storage import Storage
 from odc_triton.engine.streams import DeviceStreams
 from odc_triton.nn.replace import replace_layers
 
@@ -68,15 +68,15 @@ def test_an_evaluation_has_read_when_it_looks_whether_it_was_torn(model: Late) -
 
 
 def test_whole_parameters_have_been_read(model: Late, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = ShardedParameter.read
+    read = Storage.read
 
-    def reads_late(self: ShardedParameter) -> torch.Tensor:
+    def reads_late(self: Storage) -> torch.Tensor:
         value = read(self)
         late = torch.full_like(value, torch.nan)
         model.device.enqueue(model.device.current(), lambda: late.copy_(value))
         return late
 
-    monkeypatch.setattr(ShardedParameter, "read", reads_late)
+    monkeypatch.setattr(Storage, "read", reads_late)
     for _, value in full_parameters(model):
         assert value.isfinite().all()
 

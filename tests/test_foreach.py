@@ -81,8 +81,8 @@ def _bitwise(rank: int, world: int, policy: str, masters: torch.dtype) -> list[s
     def looked_at(touched: set[int]) -> None:
         want = {}
         for parameter in engine.parameters:
-            whole = parameter.gradient_shard.clone()
-            want[parameter.name] = whole.div_(world).to(parameter.master.dtype)
+            whole = parameter.storage.gradient_shard.clone()
+            want[parameter.name] = whole.div_(world).to(parameter.storage.master.dtype)
         land(touched)
         for parameter in engine.parameters:
             got = parameter.sharded.grad.to_local()
@@ -97,11 +97,11 @@ def _bitwise(rank: int, world: int, policy: str, masters: torch.dtype) -> list[s
                 case.loss(model, inputs).backward()
         optimizer.step()
         for parameter in engine.parameters:
-            own = parameter.compute_shards[rank]
-            if own.numel() and not torch.equal(own, parameter.master.to(own.dtype).view_as(own)):
+            own = parameter.storage.compute_shards[rank]
+            if own.numel() and not torch.equal(own, parameter.storage.master.to(own.dtype).view_as(own)):
                 differ.append(f"shard of {parameter.name}")
     engine._prepare()
-    differ += [f"old gradient of {p.name}" for p in engine.parameters if rank == 0 and p.gradient_shard.any()]
+    differ += [f"old gradient of {p.name}" for p in engine.parameters if rank == 0 and p.storage.gradient_shard.any()]
     return differ
 
 

@@ -184,7 +184,7 @@ def _two_threads(rank: int, world: int) -> list[float]:
 
     model = fully_shard(nn.Linear(768, 768, bias=False))
     (parameter,) = model._odc_engine.parameters
-    accumulator, target = parameter._accumulator, parameter._target
+    accumulator, target = parameter._accumulator, parameter.storage.target
 
     def add() -> None:
         for _ in range(ROUNDS // 8):
@@ -196,7 +196,7 @@ def _two_threads(rank: int, world: int) -> list[float]:
     for thread in threads:
         thread.join()
     dist.barrier()
-    return parameter.gradient_shard.unique().tolist()
+    return parameter.storage.gradient_shard.unique().tolist()
 
 
 def test_threads_add_exactly() -> None:

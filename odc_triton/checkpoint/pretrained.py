@@ -319,6 +319,6 @@ def _values(target: str, source: _Source, files: _Files, model: nn.Module) -> It
 
 def _fill(place: Place, value: _Rows) -> None:
     if isinstance(place, ShardedParameter) and not place.spec.is_scalar:
-        place.master.copy_(value.rows(*place.master_rows))
+        place.storage.master.copy_(value.rows(*place.storage.master_rows))
     else:
-        (place.master if isinstance(place, ShardedParameter) else place).copy_(value.whole())
+        (place.storage.master if isinstance(place, ShardedParameter) else place).copy_(value.whole())

@@ -173,7 +173,7 @@ class Engine:
             unit.expire()
         self.state.enter(Phase.OPEN)
         for parameter in self.trainable():
-            parameter.expect_gradient()
+            parameter.landing.expect_gradient()
         if self.debug:
             self._scope.enter_context(RefuseCollectives())
         return self._tokens
@@ -215,7 +215,7 @@ class Engine:
             )
         clear_gradients(self.trainable(), self.streams.first)
         for parameter in self.parameters:
-            parameter.check_memory()
+            parameter.landing.check_memory(parameter.name)
         if self.replicas.count == 1:  # else what was written by hand takes an exchange: publish(model)
             copy_masters(self.parameters, self.streams.first)
         self.drain("clearing gradients and publishing before a minibatch")
@@ -250,7 +250,7 @@ class Engine:
             error = error or raised
         if error is None and self.state.failure is not None:
             error = RuntimeError(self.state.failure)
-        touched = [index for index, parameter in enumerate(self.parameters) if parameter.touched]
+        touched = [index for index, parameter in enumerate(self.parameters) if parameter.landing.touched]
         message = {"touched": touched, "microbatches": self.passes.count}
         messages = self._meet(purpose, message, error)
         self.events.microbatch = -1
@@ -271,7 +271,7 @@ class Engine:
         factor = self.divide_factor or (self.world if self._tokens is None else 1)
         for index, parameter in enumerate(self.parameters):
             if parameter.trains and index not in touched:
-                parameter.land(None)
+                parameter.landing.land(None)
         with contextlib.ExitStack() as scope:
             if self.replicas.count > 1:
                 scope.enter_context(self.events.span("wait", label="sum over replicas", microbatch=-1))
@@ -335,7 +335,7 @@ class Engine:
         if failed:
             for parameter in self.trainable():
                 parameter.sharded.grad = None
-                parameter.dirty = True
+                parameter.landing.dirty = True
             self._stay_outside()
             raise MinibatchFailed(self.state.number, failed) from error
 
@@ -367,7 +367,7 @@ class Engine:
         self.publication.announce()  # before the copies
         with self.events.span("publish", microbatch=-1):
             for parameter in self.parameters:
-                parameter.check_memory()
+                parameter.landing.check_memory(parameter.name)
             if self.replicas.count == 1:
                 copy_masters(self.parameters, self.streams.first)
             else:
@@ -379,7 +379,7 @@ class Engine:
     def _copy_between_replicas(self, parameters: list[ShardedParameter]) -> None:
         copy_masters(parameters, self.streams.first)
         self.drain("publishing the own part of the parameters")
-        self.replicas.gather_parts([each.compute_parts() for each in parameters if not each.spec.is_scalar])
+        self.replicas.gather_parts([each.storage.compute_parts() for each in parameters if not each.spec.is_scalar])
 
     def full_parameters(self, some: list[ShardedParameter] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, a copy of the whole tensor in the compute dtype), one at a time, of all or `some`; no other rank
@@ -388,7 +388,7 @@ class Engine:
         for parameter in self.parameters if some is None else some:
             if not self.state.is_open:
                 self.publication.wait_readable()
-            value = parameter.read()
+            value = parameter.storage.read()
             self.drain("reading whole parameters")
             if not self.state.is_open:
                 self.publication.check_not_torn()

@@ -208,7 +208,7 @@ class ODCModule:
         for name, sharded in self.named_parameters(remove_duplicate=False):
             value = local.get(name)
             if id(sharded) in parameters and _is_whole(value, sharded):
-                local[name] = parameters[id(sharded)].own_part(value)
+                local[name] = parameters[id(sharded)].storage.own_part(value)
         self._odc_engine.drain("what still reads the parameters")
         self._odc_engine.meetings.meet("load_state_dict", {})
         result = super().load_state_dict(local, strict=strict)

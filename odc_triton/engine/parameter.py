@@ -1,28 +1,40 @@
-"""One parameter between its owners: the master to step, the copy to read, the gradient to add to."""
+"""One parameter between its owners, as operators see it.
+
+Its tensors, of a parameter of shape [N, ...] that the R ranks of a replica share, n = ceil(N / R) rows each:
+
+compute shard   [n, ...] of each owner, in the heap, in the compute dtype: what every rank reads
+gradient shard  [n, ...] of each owner, in the heap, in the reduce dtype: what every rank adds to
+part            this rank's rows of its shard; fewer than the shard has only where there are several replicas
+master          this rank's part in the master dtype: what the optimizer steps. It is the compute shard's part itself
+                where the dtypes agree
+whole, leaf     [N, ...] in the compute dtype: what modules compute with; where it lies: `Residency`
+sharded         a DTensor over the master, Shard(0) (a scalar: Replicate): what optimizers and checkpoints see
+landed          this rank's part of the summed gradient, as a DTensor: `sharded.grad` after a minibatch
+"""
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterator
-from functools import cached_property
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.distributed.tensor import DTensor, Replicate
 
 from odc_kernels.peers import PeerShards
 from odc_kernels.staged import StagedWeight, Staging
 
 from ..comm.grid import Grid
-from ..comm.layout import ParameterSpec, Region, shard_rows
+from ..comm.layout import ParameterSpec, Region
 from ..comm.memory.heap import SymmetricHeap
 from ..nn.choice import TABLE, Entry
 from ..nn.operand import AddRows, handle_of, resolve
 from .gathered import GatheredParameters
-from .gradients import Accumulator, PendingGradient, Target, Waits
+from .gradients import Accumulator, Waits
+from .landing import Landing
+from .storage import Storage
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
@@ -50,18 +62,19 @@ def sharded_parameter(weight: torch.Tensor) -> ShardedParameter | None:
     return None if handle is None else resolve(handle)
 
 
+class Residency(Enum):
+    """Where a parameter's whole tensor lies."""
+
+    VIEW = "in the heap, whose shards lie side by side"
+    GATHERED = "in a storage of its unit's, filled for as long as it is needed"
+    ON_DEMAND = "nowhere: its modules read the owners by themselves"
+
+
 class ShardedParameter:
-    """What operators see of it is `OnOwners`. Three views of one parameter of shape [N, ...]:
+    """What operators see is `nn.operand.OnOwners`. `storage`: its memory. `landing`: what the optimizer gets.
 
-    - `sharded`: nn.Parameter over a DTensor, Shard(0) (a scalar: Replicate). What optimizers and checkpoints see.
-      Its local tensor is this rank's master shard, which is also its compute shard where the dtypes agree; with
-      replicas, its part of that.
-    - `leaf`: nn.Parameter over the whole compute tensor: a view of the heap, or gathered for as long as it is needed.
-      What modules compute with.
-    - the gradient region [N, ...] in the heap, to which every rank adds and from which each owner reads.
-
-    `whole`: the tensor under `leaf`; `gathered`: its storage, None where it is a view of the heap. `accumulator`: how
-    gradients are added.
+    `whole`: the tensor under `leaf`; `gathered`: its unit's storage, None where it is a view or never whole.
+    `accumulator`: how gradients are added. `table`: how operators on it run.
     """
 
     def __init__(
@@ -79,51 +92,25 @@ class ShardedParameter:
         staging: Staging,
         table: tuple[Entry, ...] = TABLE,
     ) -> None:
-        self.spec, self.slot = spec, slot
-        self.name = spec.name
-        self._heap = heap  # on a GPU, tensors of peers' memory don't keep it mapped
-        self._rank, self._world = heap.rank, heap.world
-        self.compute_shards = [heap.shard(compute, owner) for owner in range(self._world)]
-        self._compute_shard = self.compute_shards[self._rank]
-        self._grid = grid
-        own = self._part_of(self._compute_shard)
-        if spec.has_own_master:
-            shape = () if spec.is_scalar else own.shape
-            master = torch.empty(shape, dtype=getattr(torch, spec.master_dtype), device=heap.device)
-        else:
-            master = own
-        self.master = master
+        self.spec, self.slot, self.name = spec, slot, spec.name
+        self.storage = Storage(spec=spec, slot=slot, compute=compute, gradient=gradient, heap=heap, grid=grid)
         trains = gradient is not None
-        self.sharded = nn.Parameter(self._as_dtensor(master), requires_grad=trains)
-        self._outer_storage = self.sharded.untyped_storage()  # of the DTensor's shell: empty, but `.data = …` swaps it
+        self.sharded = nn.Parameter(self.storage.as_dtensor(self.storage.master), requires_grad=trains)
+        self.landing = Landing(self.sharded, self.storage)
+        self.gathered, self.staging, self._accumulator = gathered, staging, accumulator
+        if not heap.apart:
+            self.residency = Residency.VIEW
+        else:
+            self.residency = Residency.ON_DEMAND if gathered is None else Residency.GATHERED
         self.leaf = nn.Parameter(whole, requires_grad=trains)
         self.leaf._odc_handle = handle_of(self)
-        self.table = table
-        self.gathered = gathered
         self.leaf._odc_never_whole = self.is_never_whole
-        self.gradient_shard: torch.Tensor | None = None
-        self._accumulator = accumulator
-        self.staging = staging
-        if trains:
-            shards = [heap.shard(gradient, owner) for owner in range(self._world)]
-            self.gradient_shard = shards[0 if spec.is_scalar else self._rank]
-            self._own_gradient = self._part_of(self.gradient_shard)
-            rows = [shards[0].view(1)] if spec.is_scalar else shards
-            self._target = Target(slot=slot, shards=rows, rank=self._rank, near=heap.near)
-        self._rows = [
-            (0, 1) if spec.is_scalar else shard_rows(spec.shape[0], self._world, owner) for owner in range(self._world)
-        ]
-        start, stop = self._rows[self._rank]
-        part, end = shard_rows(stop - start, grid.replicas, grid.replica)
-        # First and one-past-last row of the whole that this rank has a master of.
-        self.master_rows = (0, 1) if spec.is_scalar else (start + part, start + end)
+        self.table = table
+        self._rank = heap.rank
         self._accumulation: Node | None = None  # autograd's node that its gradient comes to
-        self._landed: DTensor | None = None
         self._hook: Any = None
         self._listener: weakref.ref[Listener] | None = None
         self.original: weakref.ref[nn.Parameter] | None = None  # what it was before sharding
-        self.touched = False  # this rank added to it in this minibatch
-        self.dirty = False  # somebody added to it since it was zeroed
 
     @torch.no_grad()
     def hold_whole(self) -> None:
@@ -137,100 +124,28 @@ class ShardedParameter:
         if self.is_never_whole:
             self.leaf.untyped_storage().resize_(0)
 
-    def _as_dtensor(self, local: torch.Tensor) -> DTensor:
-        shape = torch.Size(self.spec.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        placements = [Replicate() if self.spec.is_scalar else each for each in self._grid.placements]
-        return DTensor.from_local(local, self._grid.mesh, placements, run_check=False, shape=shape, stride=stride)
-
-    def _parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """An own shard's rows as the replicas have masters of them: split once more, as `torch.chunk` does."""
-        replicas = self._grid.replicas
-        return [shard[slice(*shard_rows(len(shard), replicas, replica))] for replica in range(replicas)]
-
-    def _part_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """What this rank has masters of. Of one replica that is the shard itself."""
-        if self.spec.is_scalar or self._grid.replicas == 1:
-            return shard
-        return self._parts_of(shard)[self._grid.replica]
-
-    def gradient_parts(self) -> list[torch.Tensor]:
-        """The own gradient shard by replica, to sum over them; not of a scalar."""
-        return self._parts_of(self.gradient_shard)
-
-    def compute_parts(self) -> list[torch.Tensor]:
-        """The own shard to read by replica, of which each publishes a part; not of a scalar."""
-        return self._parts_of(self._compute_shard)
-
-    @torch.no_grad()
-    def fill(self, value: torch.Tensor) -> None:
-        """Writes the whole tensor [N, ...] into all owners' compute shards; the masters `adopt` it."""
-        if self.spec.is_scalar:
-            self.compute_shards[0].copy_(value)
-            return
-        for shard, (start, stop) in zip(self.compute_shards, self._rows, strict=True):
-            shard.copy_(value[start:stop])
-
-    @torch.no_grad()
-    def read(self) -> torch.Tensor:
-        """A copy of the whole tensor [N, ...] in the compute dtype, read from its owners as they are now."""
-        if self.spec.is_scalar:
-            return self.compute_shards[0].clone()
-        whole = self.compute_shards[0].new_empty(self.spec.shape)
-        for rows, shard in zip(whole.split([len(s) for s in self.compute_shards]), self.compute_shards, strict=True):
-            rows.copy_(shard)  # torch.cat would obey autocast
-        return whole
-
-    @torch.no_grad()
-    def adopt(self, first: int, values: torch.Tensor) -> None:
-        """Takes what this rank owns of `values`, elements `first`, `first` + 1, … of the whole, into its master."""
-        row = math.prod(self.spec.shape[1:])
-        start, stop = (rows * row for rows in self.master_rows)
-        low, high = max(first, start), min(first + len(values), stop)
-        if low < high:
-            self.master.view(-1)[low - start : high - start].copy_(values[low - first : high - first])
-
-    def own_part(self, whole: torch.Tensor) -> DTensor:
-        """The whole tensor [N, ...], of which every rank has a copy, as a DTensor split like `sharded`."""
-        start, stop = self.master_rows
-        return self._as_dtensor(whole if self.spec.is_scalar else whole[start:stop])
-
-    def to_publish(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(own part to read, master) where the first is a copy of the second, to be made again after each step.
-
-        None where they are one, and where another rank publishes: a scalar's copy is rank 0's.
-        """
-        if not self.spec.has_own_master or (self.spec.is_scalar and self._rank != 0):
-            return None
-        return self._part_of(self._compute_shard), self.master
-
     @property
     def is_never_whole(self) -> bool:
         """Whether `leaf` has no memory ever: only modules that read the owners by themselves may have it."""
-        return self._heap.apart and self.gathered is None
+        return self.residency is Residency.ON_DEMAND
 
-    @cached_property
+    @property
     def compute_peers(self) -> PeerShards:
-        """The shards to read, as kernels see them; not for a scalar.
+        return self.storage.compute_peers
 
-        Plain torch may read them too, where kernels could not: side by side, shards are aligned as their rows are.
-        """
-        return PeerShards.of(
-            self.compute_shards,
-            shape=self.spec.shape,
-            rank=self._rank,
-            aligned=self._heap.apart,
-            near=self._heap.near,
-        )
+    def read(self) -> torch.Tensor:
+        return self.storage.read()
 
     def parts(self, strategy: str) -> list[torch.Tensor]:
-        """As `OnOwners` says; where the heap's shards lie side by side, all but a staged copy is a view."""
-        if not self._heap.apart and strategy != "staged":
+        """As `OnOwners` says; where the whole tensor is a view, all but a staged copy is one."""
+        if strategy == "staged":
+            return [self.read()]
+        if self.residency is Residency.VIEW:
             return [self.leaf.detach()]
         if strategy == "direct":
-            return self.compute_shards
+            return self.storage.compute_shards
         # Not filled in a backward that the unit did not hear of: of an output that is no tensor, or of an inner one.
-        if strategy == "staged" or self.gathered is None or not self.gathered.is_filled:
+        if self.gathered is None or not self.gathered.is_filled:
             return [self.read()]
         self.gathered.wait()
         return [self.leaf.detach()]
@@ -246,7 +161,7 @@ class ShardedParameter:
 
     @property
     def world(self) -> int:
-        return self._world
+        return self.storage.world
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -257,16 +172,16 @@ class ShardedParameter:
         return self.leaf.dtype
 
     def pull(self) -> StagedWeight:
-        return self.staging.pull(self.compute_peers)
+        return self.staging.pull(self.storage.compute_peers)
 
     def owners_from_own(self) -> Iterator[int]:
-        for step in range(self._world):
-            owner = (self._rank + step) % self._world
-            if self._rows[owner][0] < self._rows[owner][1]:
+        for step in range(self.storage.world):
+            owner = (self._rank + step) % self.storage.world
+            if self.storage.rows[owner][0] < self.storage.rows[owner][1]:
                 yield owner
 
     def first_row(self, owner: int) -> int:
-        return self._rows[owner][0] if owner < self._world else self._rows[-1][1]
+        return self.storage.rows[owner][0] if owner < self.storage.world else self.storage.rows[-1][1]
 
     def listen(self, listener: Listener) -> None:
         """Has `listener` told whenever a backward has made a gradient, and adds it to the owners.
@@ -310,21 +225,12 @@ class ShardedParameter:
 
     def open_sink(self) -> PeerShards | AddRows:
         self._touch()
-        return self._accumulator.sink(self._target, name=self.name, waited=self._report)
+        return self._accumulator.sink(self.storage.target, name=self.name, waited=self._report)
 
     def _touch(self) -> None:
         self.gradient_comes()
-        self.touched = True
-        self.expect_gradient()  # again, as zero_grad() inside a minibatch sets p.grad to None
-
-    def expect_gradient(self) -> None:
-        """Inside a minibatch: whoever uses `p.grad` too early is told so."""
-        if self.sharded.grad is None and self.sharded.requires_grad:
-            self.sharded.grad = self._pending
-
-    @cached_property
-    def _pending(self) -> PendingGradient:
-        return PendingGradient(self.sharded)
+        self.landing.touched = True
+        self.landing.expect_gradient()  # again, as zero_grad() inside a minibatch sets p.grad to None
 
     def _report(self, waits: Waits) -> None:
         if waits and self._listener is not None and (listener := self._listener()) is not None:
@@ -340,12 +246,12 @@ class ShardedParameter:
         self._touch()
         with torch.no_grad():
             rows = gradient.view(1) if self.spec.is_scalar else gradient
-            self._accumulator.add(rows, self._target, name=self.name, waited=self._report)
+            self._accumulator.add(rows, self.storage.target, name=self.name, waited=self._report)
 
     @property
     def trains(self) -> bool:
         """Whether it has a gradient, as it was said when it was sharded."""
-        return self.gradient_shard is not None
+        return self.storage.gradient_shard is not None
 
     def follow_requires_grad(self) -> None:
         """Has modules make a gradient of it where the user wants one now. Raises RuntimeError where there can't be."""
@@ -363,40 +269,7 @@ class ShardedParameter:
             if self.leaf.requires_grad and self._accumulation is None:
                 self._accumulation = get_gradient_edge(self.leaf).node
 
-    def own_gradient(self) -> torch.Tensor:
-        """This rank's part of the landed gradient, to divide and to step with: in its shard, until that is cleared."""
-        if self.spec.is_scalar:
-            # Every rank steps its own copy of a scalar, so each needs a gradient of its own to clip and scale.
-            return self.gradient_shard.clone()
-        return self._own_gradient
-
-    def land(self, gradient: torch.Tensor | None) -> None:
-        """Hands the landed gradient, of the master's dtype, to the optimizer; None if no rank contributed."""
-        self.touched = False
-        self.dirty = self.dirty or gradient is not None
-        if gradient is None or gradient is not self._own_gradient:
-            self.sharded.grad = None if gradient is None else self._as_dtensor(gradient)
-            return
-        if self._landed is None:
-            self._landed = self._as_dtensor(gradient)
-        self.sharded.grad = self._landed
-
     def to_clear(self) -> torch.Tensor | None:
-        """Drops what the optimizer was handed; returns the own gradient shard if it is to be zeroed."""
-        self.sharded.grad = None
+        """Drops its gradient; returns the own gradient shard if this rank is to zero it."""
         self.leaf.grad = None
-        dirty, self.touched, self.dirty = self.dirty, False, False
-        return self.gradient_shard if dirty and not (self.spec.is_scalar and self._rank != 0) else None
-
-    def check_memory(self) -> None:
-        """Raises when something replaced the memory under the parameter, as `.data = …` or `.double()` do."""
-        local = self.sharded._local_tensor
-        if (
-            local.data_ptr() != self.master.data_ptr()
-            or local.dtype != self.master.dtype
-            or self.sharded.untyped_storage()._cdata != self._outer_storage._cdata
-        ):
-            raise RuntimeError(
-                f"{self.name} no longer lies in the shared heap: something replaced its storage "
-                f"(.data = …, .to(dtype) on a submodule, assign=True). Write into it with copy_() instead."
-            )
+        return self.landing.to_clear()

@@ -83,7 +83,7 @@ def _by_kind(rows: Iterable[tuple[torch.Tensor, ...]]) -> list[tuple[list[torch.
 @torch.no_grad()
 def copy_masters(parameters: Sequence[ShardedParameter], streams: Streams) -> None:
     """Makes all masters readable: a cast where the copy to read is of another dtype, nothing where they are one."""
-    for compute, masters in _by_kind(filter(None, (parameter.to_publish() for parameter in parameters))):
+    for compute, masters in _by_kind(filter(None, (parameter.storage.to_publish() for parameter in parameters))):
         streams.compute(partial(torch._foreach_copy_, compute, masters))
 
 
@@ -101,19 +101,19 @@ def land_gradients(
     """Hands the landed gradients, summed over the replicas, divided by `divisor` and in their masters' dtypes, to the
     optimizer.
     """
-    gradients = [parameter.own_gradient() for parameter in parameters]
+    gradients = [parameter.landing.own_gradient() for parameter in parameters]
     if replicas.count > 1:
-        replicas.sum_parts([p.gradient_parts() for p in parameters if not p.spec.is_scalar])
+        replicas.sum_parts([p.storage.gradient_parts() for p in parameters if not p.spec.is_scalar])
         replicas.sum_whole([own for p, own in zip(parameters, gradients, strict=True) if p.spec.is_scalar])
     if divisor != 1:
         for (own,) in _by_kind((gradient,) for gradient in gradients):
             streams.compute(partial(torch._foreach_div_, own, divisor))
     casts = []
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient.dtype != parameter.master.dtype:
-            cast = torch.empty_like(gradient, dtype=parameter.master.dtype)
+        if gradient.dtype != parameter.storage.master.dtype:
+            cast = torch.empty_like(gradient, dtype=parameter.storage.master.dtype)
             casts.append((cast, gradient))
             gradient = cast
-        parameter.land(gradient)
+        parameter.landing.land(gradient)
     for cast, own in _by_kind(casts):
         streams.compute(partial(torch._foreach_copy_, cast, own))

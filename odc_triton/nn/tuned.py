@@ -118,7 +118,7 @@ def warn_of_untuned(backend: str, tuned: Tuned) -> None:
             "replaced layers run as they are shipped: nothing was measured on this kind of GPU. `odc-triton tune` "
             "measures the fused ways here, in about a minute for each shape of layer (an estimate). "
             f"{VARIABLE}={OFF} silences this",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -86,12 +86,17 @@ def patient_meetings(grid: Grid, timeout: timedelta) -> Iterator[Meetings]:
         heap.close()
 
 
-def refuse(meetings: Meetings, purpose: str, error: Exception) -> None:
-    """The other ranks, whose models may be fine, must not wait for this one."""
-    meetings.tell(purpose, {"refused": describe(error)})
+@contextmanager
+def refusing(meetings: Meetings, purpose: str) -> Iterator[None]:
+    """Around what is done before the meeting `purpose`: an error is told to the ranks that wait there."""
+    try:
+        yield
+    except Exception as error:
+        meetings.tell(purpose, {"refused": describe(error)})
+        raise
 
 
-def agree(
+def agree_on_plan(
     meetings: Meetings, grid: Grid, plan: Plan, options: dict[str, Any], device: CpuBackend
 ) -> tuple[str, list[str | None], list[int | None]]:
     """All ranks compare their plans; returns a secret name for the heaps, made by rank 0, and the devices of this
@@ -144,7 +149,7 @@ def compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned) 
             f"or ODC_TUNED=off"
         )
     if tuned.unused is not None and meetings.rank == 0:
-        warnings.warn(tuned.unused, stacklevel=3)
+        warnings.warn(tuned.unused, stacklevel=4)
 
 
 def _raise_refusal(messages: list[dict[str, Any]]) -> None:

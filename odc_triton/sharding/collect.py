@@ -1,4 +1,4 @@
-"""Finds the parameters of a module tree: which are tied, where they are registered, which can't be sharded."""
+"""What is to be sharded of a module: its parameters, which are tied, where they are registered; what can't be."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from ..engine.parameter import has_gradient_hooks
-from ..nn.operand import is_sharded
+from ..comm.layout import ParameterSpec, find_units
+from ..engine.engine import Engine
+from ..engine.parameter import ShardedParameter, has_gradient_hooks
+from ..nn.choice import Entry
+from ..nn.operand import ReadsOnDemand, is_sharded
 
 SHARDABLE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,6 +31,13 @@ class FoundParameter:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def is_read_on_demand(self, device_type: str, table: tuple[Entry, ...]) -> bool:
+        """Whether all modules that have it read its owners by themselves, so that it need not be whole."""
+        return all(
+            isinstance(module, ReadsOnDemand) and attribute in module.reads_on_demand(device_type, table)
+            for module, attribute, _ in self.places
+        )
 
 
 def refuse_unshardable(name: str, parameter: nn.Parameter, home: str) -> None:
@@ -89,3 +101,100 @@ def find_parameters(root: nn.Module, unit_names: list[str], ignored: set[nn.Para
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@dataclass(slots=True, kw_only=True)
+class Description:
+    """What is to be sharded of a module. `specs`: of the parameters `found`, in their order."""
+
+    found: list[FoundParameter]
+    specs: list[ParameterSpec]
+    unit_names: list[str]
+    inner: list[Engine]  # of the submodules that were sharded before
+    tied: list[tuple[FoundParameter, ShardedParameter]]  # places of parameters that these have sharded
+    ignored: set[nn.Parameter]
+
+    def read_on_demand(self, device_type: str, tables: list[tuple[Entry, ...]]) -> set[int]:
+        """Which of `found` need not be whole, as all layers that have them read the owners by themselves.
+
+        `tables`: how operators run, by parameter. Raises NotImplementedError for a tie that needs a whole parameter
+        where there never is one.
+        """
+        for entry, parameter in self.tied:
+            if parameter.is_never_whole and not entry.is_read_on_demand(device_type, parameter.table):
+                raise NotImplementedError(
+                    f"{entry.name} is tied to a weight that was sharded on its own and is never whole: call "
+                    f"fully_shard on what holds both, not on the tied layer"
+                )
+        readers = enumerate(zip(self.found, tables, strict=True))
+        return {slot for slot, (entry, table) in readers if entry.is_read_on_demand(device_type, table)}
+
+    def forget(self) -> None:
+        """Drops the tensors that were found: nothing else may hold them."""
+        self.found, self.tied = [], []
+
+
+def describe(
+    module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter], *, home: str
+) -> Description:
+    """Finds what is to be sharded of `module`, and its units. `home`: the type of the device where shards lie.
+
+    Raises ValueError, NotImplementedError for what can't be sharded, with its name and the remedy.
+    """
+    inner = _inner_engines(module, mesh)
+    unit_names = [] if inner else find_units(module)
+    known = {id(original): parameter for engine in inner for original, parameter in engine.originals()}
+    all_found = find_parameters(module, unit_names, ignored)
+    found = [entry for entry in all_found if id(entry.value) not in known]
+    if not found and not inner:
+        raise ValueError(f"{type(module).__name__} has no parameters to shard")
+    for entry in found:
+        refuse_unshardable(entry.name, entry.value, home)
+    return Description(
+        found=found,
+        specs=[_spec(entry, policy) for entry in found],
+        unit_names=unit_names,
+        inner=inner,
+        tied=[(entry, known[id(entry.value)]) for entry in all_found if id(entry.value) in known],
+        ignored=ignored,
+    )
+
+
+def _inner_engines(module: nn.Module, mesh: DeviceMesh) -> list[Engine]:
+    """Engines of the submodules that were sharded before their root."""
+    inner: dict[int, Engine] = {}
+    below = {id(child) for child in module.modules()}
+    for name, child in module.named_modules():
+        if not is_sharded(child) or id(child._odc_engine) in inner:
+            continue
+        engine = child._odc_engine
+        outside = [unit.name for unit in engine.units if id(unit.module) not in below]
+        if outside:
+            raise ValueError(
+                f"{name} belongs to another sharded model, whose {outside[0] or 'root'} is not part of this "
+                f"{type(module).__name__}: a module can have one engine only. Shard the model that holds both."
+            )
+        for parameter in engine.parameters[:1]:
+            theirs = parameter.sharded.device_mesh
+            if theirs.mesh.tolist() != mesh.mesh.tolist():
+                raise NotImplementedError(f"{name} was sharded over {theirs}, its root over {mesh}: use one mesh")
+        inner[id(engine)] = engine
+    return list(inner.values())
+
+
+def _spec(entry: FoundParameter, policy: MixedPrecisionPolicy) -> ParameterSpec:
+    value = entry.value
+    return ParameterSpec(
+        names=tuple(entry.names),
+        shape=tuple(value.shape),
+        master_dtype=dtype_name(value.dtype),
+        compute_dtype=dtype_name(policy.param_dtype or value.dtype),
+        reduce_dtype=_reduce_dtype(value, policy) if value.requires_grad else None,
+        unit=entry.places[0][2],
+    )
+
+
+def _reduce_dtype(value: nn.Parameter, policy: MixedPrecisionPolicy) -> str:
+    if policy.reduce_dtype is not None:
+        return dtype_name(policy.reduce_dtype)
+    return "float64" if value.dtype == torch.float64 else "float32"

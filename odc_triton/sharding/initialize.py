@@ -60,7 +60,7 @@ def write_initial_values(
         },
     )
     wanted = _buffers_to_send([theirs["buffers"] for theirs in messages])
-    sizes = [p.leaf.numel() * p.master.dtype.itemsize for p in parameters if p.spec.has_own_master]
+    sizes = [p.leaf.numel() * p.storage.master.dtype.itemsize for p in parameters if p.spec.has_own_master]
     sizes += [module._buffers[key].nbytes for module, key in map(buffers.__getitem__, wanted)]
     relay = Relay(purpose=_PURPOSE, sizes=sizes, token=token, meetings=meetings, rank=heap.rank, world=heap.world)
     source = _Source(
@@ -95,7 +95,7 @@ def write_initial_values(
             f"{len(names)} tensors hold NaN until loaded, as their modules have no initialiser here: "
             f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}. Load a checkpoint; or give the modules a "
             f"reset_parameters(); or, for a transformers model, call fully_shard once on the whole model.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -272,11 +272,11 @@ class _Writer:
                 value = self._drawn.pop(id(entry), entry.value).detach()
                 if entry.value.is_meta and _has_nan(value):
                     self.without_initialiser.append(entry.name)
-            value = self._source.of(value, parameter.leaf.shape, parameter.master.dtype)
+            value = self._source.of(value, parameter.leaf.shape, parameter.storage.master.dtype)
             if value is not None:
-                parameter.fill(value)
+                parameter.storage.fill(value)
             if parameter.spec.has_own_master:
-                self._relay.send(parameter.leaf.shape, parameter.master.dtype, value, parameter.adopt)
+                self._relay.send(parameter.leaf.shape, parameter.storage.master.dtype, value, parameter.storage.adopt)
             parameter.original = weakref.ref(entry.value)
             entry.value = None
         for slot, _ in group.places.values():

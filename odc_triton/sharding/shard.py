@@ -1,9 +1,14 @@
-"""`fully_shard`: from a module to shards in the heap, an engine, and units with hooks."""
+"""`fully_shard`: from a module to shards in the heap, an engine, and units.
+
+In four steps: `describe` what is to be sharded; `agree` on it with the other ranks; `allocate` memory and fill it;
+`attach` engine and units to the module.
+"""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,13 +19,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc_kernels.staged import Staging
 
-from ..comm.grid import grid_of, refuse_mesh
-from ..comm.layout import ParameterSpec, Plan, find_units, make_plan
+from ..comm.grid import Grid, grid_of, refuse_mesh
+from ..comm.layout import Plan, make_plan
+from ..comm.meeting import Meetings
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.replicas import Replicas
 from ..engine.engine import Engine
 from ..engine.gathered import GatheredParameters
-from ..engine.module import attach
+from ..engine.module import attach as attach_unit
 from ..engine.parameter import ShardedParameter
 from ..engine.streams import Streams
 from ..engine.unit import Slot, Unit
@@ -28,12 +34,53 @@ from ..nn.choice import Entry
 from ..nn.operand import ReadsOnDemand, is_sharded
 from ..nn.tuned import default_folder, warn_of_untuned
 from ..nn.tuned import load as load_tuned
-from .agree import AGREEING, PEERS, agree, compare_surroundings, default_mesh, open_meetings, refuse, show_life
+from .agree import (
+    AGREEING,
+    PEERS,
+    agree_on_plan,
+    compare_surroundings,
+    default_mesh,
+    open_meetings,
+    refusing,
+    show_life,
+)
 from .backend import CpuBackend, backend_of
-from .collect import SHARDABLE_DTYPES, FoundParameter, dtype_name, find_parameters, refuse_unshardable
+from .collect import SHARDABLE_DTYPES, Description, describe, dtype_name
 from .initialize import write_initial_values
 
 Module = TypeVar("Module", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Job:
+    """Which ranks shard together, on what, and how."""
+
+    grid: Grid
+    device: CpuBackend
+    meetings: Meetings
+    policy: MixedPrecisionPolicy
+    timeout: timedelta
+    debug: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Agreement:
+    """What all ranks know before anything is allocated."""
+
+    plan: Plan
+    token: str  # a secret name for what these ranks open
+    devices: list[str | None]  # of this replica's ranks
+    shares_device: bool  # two of them have one, or number theirs alike
+    tables: list[tuple[Entry, ...]]  # how operators run, by parameter
+    on_demand: set[int]  # slots of the parameters that are never whole
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shards:
+    heap: SymmetricHeap
+    replicas: Replicas
+    streams: Streams
+    parameters: list[ShardedParameter]
 
 
 def fully_shard(
@@ -75,20 +122,8 @@ def fully_shard(
     Raises ValueError, TypeError, NotImplementedError or RuntimeError for models and options that can't be sharded,
     RanksDiffer when the ranks' differ, with the first difference, DeadlineExceeded when a rank does not come.
     """
-    _check_options(module, mp_policy, reshard_after_forward, timeout)
-    for name, value in (
-        ("shard_placement_fn", shard_placement_fn),
-        ("offload_policy", offload_policy),
-        ("dp_mesh_dims", dp_mesh_dims),
-    ):
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} is not supported, leave it out: parameters are split on dim 0, in memory"
-            )
-    for parameter in ignored_params or ():
-        if not isinstance(parameter, nn.Parameter):
-            raise TypeError(f"ignored_params holds {parameter!r}; give the parameters themselves, not their names")
-    policy = mp_policy or MixedPrecisionPolicy()
+    _check_options(module, mp_policy, reshard_after_forward, timeout, ignored_params)
+    _refuse_given(shard_placement_fn=shard_placement_fn, offload_policy=offload_policy, dp_mesh_dims=dp_mesh_dims)
     mesh = mesh if mesh is not None else default_mesh(timeout, backend)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh, see init_device_mesh")
@@ -96,62 +131,64 @@ def fully_shard(
     _check_mesh(mesh, device)
     grid = grid_of(mesh)
     meetings = open_meetings(grid, timeout)
-    try:
-        inner = _inner_engines(module, grid.mesh)
-        unit_names = [] if inner else find_units(module)
-        known = {id(original): parameter for engine in inner for original, parameter in engine.originals()}
-        found = find_parameters(module, unit_names, ignored_params or set())
-        tied_to_inner = [entry for entry in found if id(entry.value) in known]
-        found = [entry for entry in found if id(entry.value) not in known]
-        if not found and not inner:
-            raise ValueError(f"{type(module).__name__} has no parameters to shard")
-        for entry in found:
-            refuse_unshardable(entry.name, entry.value, device.mesh_device)
-        specs = [_spec(entry, policy) for entry in found]
-        device.check(specs)
-    except Exception as error:
-        refuse(meetings, AGREEING, error)
-        raise
+    policy = mp_policy or MixedPrecisionPolicy()
+    job = _Job(grid=grid, device=device, meetings=meetings, policy=policy, timeout=timeout, debug=debug)
+
+    with refusing(meetings, AGREEING):
+        described = describe(module, grid.mesh, policy, ignored_params or set(), home=device.mesh_device)
+        device.check(described.specs)
+    agreement = _agree(job, module, described)
+    shards = _allocate(job, module, described, agreement)
+    _attach(job, module, described, shards, reshard_after_forward)
+    return module
+
+
+def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
+    """Compares models, options and devices of all ranks. Raises RanksDiffer, RuntimeError on all of them."""
+    grid, device, meetings = job.grid, job.device, job.meetings
     plan = make_plan(
-        specs,
+        described.specs,
         world=grid.shards,
         itemsizes={dtype_name(dtype): dtype.itemsize for dtype in SHARDABLE_DTYPES},
         apart=device.apart,
     )
-    options = {"policy": str(policy), "debug": debug, "timeout": str(timeout), "backend": device.name}
+    options = {"policy": str(job.policy), "debug": job.debug, "timeout": str(job.timeout), "backend": device.name}
     options |= {"world": grid.world, "replicas": grid.replicas}
-    token, devices, indices = agree(meetings, grid, plan, options, device)
-    try:
+    token, devices, indices = agree_on_plan(meetings, grid, plan, options, device)
+    with refusing(meetings, PEERS):
         problem = device.unusable_peers(devices)
         tuned = load_tuned(device.place(devices), default_folder())
-        tables = [tuned.table(spec.compute_dtype) for spec in specs]
-        readers = enumerate(zip(found, tables, strict=True))
-        on_demand = {slot for slot, (entry, table) in readers if _is_read_on_demand(entry, device, table)}
-        for entry in tied_to_inner:
-            inner_one = known[id(entry.value)]
-            if inner_one.is_never_whole and not _is_read_on_demand(entry, device, inner_one.table):
-                raise NotImplementedError(
-                    f"{entry.name} is tied to a weight that was sharded on its own and is never whole: call "
-                    f"fully_shard on what holds both, not on the tied layer"
-                )
-    except Exception as error:
-        refuse(meetings, PEERS, error)
-        raise
+        tables = [tuned.table(spec.compute_dtype) for spec in described.specs]
+        on_demand = described.read_on_demand(device.mesh_device, tables)
     compare_surroundings(meetings, problem, tuned)
     if grid.rank == 0 and any(isinstance(each, ReadsOnDemand) for each in module.modules()):
         warn_of_untuned(device.name, tuned)
-    shared = min(len(set(devices)), len(set(indices))) < grid.shards
-    replica_token = f"{token}-{grid.replica}"
-    heap = device.open_heap(plan, grid.shard_mesh, token=replica_token, timeout_s=meetings.timeout_s, shared=shared)
-    heap.near = frozenset(rank for rank, theirs in enumerate(devices) if theirs == devices[heap.rank])
-    show_life(meetings, grid, heap, token)
-    replicas = Replicas(grid, meetings, heap.device)
+    return _Agreement(
+        plan=plan,
+        token=token,
+        devices=devices,
+        shares_device=min(len(set(devices)), len(set(indices))) < grid.shards,
+        tables=tables,
+        on_demand=on_demand,
+    )
 
+
+def _allocate(job: _Job, module: nn.Module, described: Description, agreement: _Agreement) -> _Shards:
+    """Opens the heap and fills it with rank 0's values. The tensors that `described` found are dropped on the way."""
+    grid, device, meetings, plan = job.grid, job.device, job.meetings, agreement.plan
+    token = f"{agreement.token}-{grid.replica}"
+    heap = device.open_heap(
+        plan, grid.shard_mesh, token=token, timeout_s=meetings.timeout_s, shared=agreement.shares_device
+    )
+    here = agreement.devices[heap.rank]
+    heap.near = frozenset(rank for rank, theirs in enumerate(agreement.devices) if theirs == here)
+    show_life(meetings, grid, heap, agreement.token)
+    replicas = Replicas(grid, meetings, heap.device)
     streams = device.streams()
     accumulator = device.accumulator(heap, streams, meetings.timeout_s)
     staging = Staging(streams.device)
-    wholes = _whole_tensors(plan, heap, streams, on_demand, by_kernel=device.gathers_by_kernel)
-    places = zip(plan.parameters, plan.compute, plan.gradient, wholes, tables, strict=True)
+    wholes = _whole_tensors(plan, heap, streams, agreement.on_demand, by_kernel=device.gathers_by_kernel)
+    places = zip(plan.parameters, plan.compute, plan.gradient, wholes, agreement.tables, strict=True)
     parameters = [
         ShardedParameter(
             spec=spec,
@@ -168,46 +205,56 @@ def fully_shard(
         )
         for slot, (spec, compute, gradient, (whole, gathered), table) in enumerate(places)
     ]
-    write_initial_values(module, found, parameters, meetings, replicas, token=f"{replica_token}-initial", heap=heap)
+    found = described.found
+    write_initial_values(module, found, parameters, meetings, replicas, token=f"{token}-initial", heap=heap)
     _warn_of_low_precision_masters(plan, grid.rank)
+    return _Shards(heap=heap, replicas=replicas, streams=streams, parameters=parameters)
 
+
+def _attach(
+    job: _Job, module: nn.Module, described: Description, shards: _Shards, reshard_after_forward: bool | int | None
+) -> None:
+    """Makes the engine and the units; submodules that were sharded before join it. Publishes the first values."""
     engine = Engine(
-        grid=grid, heap=heap, signs=meetings.signs, replicas=replicas, streams=streams, meetings=meetings, debug=debug
+        grid=job.grid,
+        heap=shards.heap,
+        signs=job.meetings.signs,
+        replicas=shards.replicas,
+        streams=shards.streams,
+        meetings=job.meetings,
+        debug=job.debug,
     )
-    by_unit: dict[str, list[Slot]] = {name: [] for name in [*unit_names, ""]}
-    for entry, parameter in zip(found, parameters, strict=True):
+    by_unit: dict[str, list[Slot]] = {name: [] for name in [*described.unit_names, ""]}
+    for entry, parameter in [*zip(described.found, shards.parameters, strict=True), *described.tied]:
         for owner, attribute, unit in entry.places:
             by_unit[unit].append(Slot(owner, attribute, parameter))
-    for entry in tied_to_inner:
-        for owner, attribute, unit in entry.places:
-            by_unit[unit].append(Slot(owner, attribute, known[id(entry.value)]))
     for name, slots in by_unit.items():
         owner = module.get_submodule(name)
-        reshard = None if reshard_after_forward is None else bool(reshard_after_forward)
         unit = Unit(
             name=name,
             module=owner,
             slots=slots,
-            policy=policy,
+            policy=job.policy,
             passes=engine.passes,
             prefetch=engine.prefetch,
-            reshard_after_forward=reshard,
+            reshard_after_forward=None if reshard_after_forward is None else bool(reshard_after_forward),
         )
-        attach(owner, unit, engine)
+        attach_unit(owner, unit, engine)
         engine.units.append(unit)
-    engine.add(parameters)
-    engine.ignored |= {id(parameter): parameter for parameter in ignored_params or ()}
-    for other in inner:
+    engine.add(shards.parameters)
+    engine.ignored |= {id(parameter): parameter for parameter in described.ignored}
+    for other in described.inner:
         engine.ignored |= other.ignored
         engine.absorb(other)
     engine.name_parameters(module)
-    del found, tied_to_inner
+    described.forget()
     engine.publish()
-    meetings.meet("sharded", {})
-    return module
+    job.meetings.meet("sharded", {})
 
 
-def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, timeout: timedelta) -> None:
+def _check_options(
+    module: Any, mp_policy: Any, reshard_after_forward: Any, timeout: timedelta, ignored_params: Any
+) -> None:
     if sys.platform != "linux":
         raise OSError(f"odc-triton shares memory between ranks by Linux's memfd and does not run on {sys.platform}")
     if isinstance(module, (list, tuple)):
@@ -238,6 +285,17 @@ def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, time
         raise RuntimeError(
             "torch.use_deterministic_algorithms(True) can't be kept: gradients are added in the order of their arrival"
         )
+    for parameter in ignored_params or ():
+        if not isinstance(parameter, nn.Parameter):
+            raise TypeError(f"ignored_params holds {parameter!r}; give the parameters themselves, not their names")
+
+
+def _refuse_given(**options: Any) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} is not supported, leave it out: parameters are split on dim 0, in memory"
+            )
 
 
 def _check_mesh(mesh: DeviceMesh, backend: CpuBackend) -> None:
@@ -247,48 +305,6 @@ def _check_mesh(mesh: DeviceMesh, backend: CpuBackend) -> None:
             f"mesh is on {mesh.device_type!r} and backend is {backend.name!r}; leave backend out, or give "
             f"init_device_mesh({backend.mesh_device!r}, …)"
         )
-
-
-def _inner_engines(module: nn.Module, mesh: DeviceMesh) -> list[Engine]:
-    """Engines of the submodules that were sharded before their root."""
-    inner: dict[int, Engine] = {}
-    below = {id(child) for child in module.modules()}
-    for name, child in module.named_modules():
-        if not is_sharded(child) or id(child._odc_engine) in inner:
-            continue
-        engine = child._odc_engine
-        outside = [unit.name for unit in engine.units if id(unit.module) not in below]
-        if outside:
-            raise ValueError(
-                f"{name} belongs to another sharded model, whose {outside[0] or 'root'} is not part of this "
-                f"{type(module).__name__}: a module can have one engine only. Shard the model that holds both."
-            )
-        for parameter in engine.parameters[:1]:
-            theirs = parameter.sharded.device_mesh
-            if theirs.mesh.tolist() != mesh.mesh.tolist():
-                raise NotImplementedError(f"{name} was sharded over {theirs}, its root over {mesh}: use one mesh")
-        inner[id(engine)] = engine
-    return list(inner.values())
-
-
-def _spec(entry: FoundParameter, policy: MixedPrecisionPolicy) -> ParameterSpec:
-    value = entry.value
-    return ParameterSpec(
-        names=tuple(entry.names),
-        shape=tuple(value.shape),
-        master_dtype=dtype_name(value.dtype),
-        compute_dtype=dtype_name(policy.param_dtype or value.dtype),
-        reduce_dtype=_reduce_dtype(value, policy) if value.requires_grad else None,
-        unit=entry.places[0][2],
-    )
-
-
-def _is_read_on_demand(entry: FoundParameter, device: CpuBackend, table: tuple[Entry, ...]) -> bool:
-    """Whether everything that has this parameter reads its owners by itself, so that it need not be whole."""
-    return all(
-        isinstance(owner, ReadsOnDemand) and attribute in owner.reads_on_demand(device.mesh_device, table)
-        for owner, attribute, _ in entry.places
-    )
 
 
 def _whole_tensors(
@@ -317,17 +333,11 @@ def _whole_tensors(
     return [found[slot] for slot in range(len(plan.parameters))]
 
 
-def _reduce_dtype(value: nn.Parameter, policy: MixedPrecisionPolicy) -> str:
-    if policy.reduce_dtype is not None:
-        return dtype_name(policy.reduce_dtype)
-    return "float64" if value.dtype == torch.float64 else "float32"
-
-
 def _warn_of_low_precision_masters(plan: Plan, rank: int) -> None:
     low = [s for s in plan.parameters if s.reduce_dtype is not None and s.master_dtype in ("bfloat16", "float16")]
     if low and rank == 0:
         warnings.warn(
             f"{len(low)} trainable parameters are {low[0].master_dtype} ({low[0].name}, …): small updates are lost to "
             f"rounding. Load the model in fp32 and pass mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16).",
-            stacklevel=3,
+            stacklevel=4,
         )

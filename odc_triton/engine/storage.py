@@ -1,0 +1,147 @@
+"""One parameter's memory: the copy to read, the master to step, the gradient to add to; and who owns which rows."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from odc_kernels.peers import PeerShards
+
+from ..comm.grid import Grid
+from ..comm.layout import ParameterSpec, Region, shard_rows
+from ..comm.memory.heap import SymmetricHeap
+from .gradients import Target
+
+
+class Storage:
+    """Its tensors have the names of the glossary in parameter.py. `rows`: (first, end) of each owner's."""
+
+    def __init__(
+        self,
+        *,
+        spec: ParameterSpec,
+        slot: int,
+        compute: Region,
+        gradient: Region | None,
+        heap: SymmetricHeap,
+        grid: Grid,
+    ) -> None:
+        self.spec, self._heap, self._grid = spec, heap, grid
+        self._rank, self.world = heap.rank, heap.world
+        self.compute_shards = [heap.shard(compute, owner) for owner in range(self.world)]
+        self._compute_shard = self.compute_shards[self._rank]
+        own = self._part_of(self._compute_shard)
+        if spec.has_own_master:
+            shape = () if spec.is_scalar else own.shape
+            self.master = torch.empty(shape, dtype=getattr(torch, spec.master_dtype), device=heap.device)
+        else:
+            self.master = own
+        self.gradient_shard: torch.Tensor | None = None
+        if gradient is not None:
+            shards = [heap.shard(gradient, owner) for owner in range(self.world)]
+            self.gradient_shard = shards[0 if spec.is_scalar else self._rank]
+            self.gradient_part = self._part_of(self.gradient_shard)
+            rows = [shards[0].view(1)] if spec.is_scalar else shards
+            self.target = Target(slot=slot, shards=rows, rank=self._rank, near=heap.near)
+        self.rows = [
+            (0, 1) if spec.is_scalar else shard_rows(spec.shape[0], self.world, owner) for owner in range(self.world)
+        ]
+        start, stop = self.rows[self._rank]
+        part, end = shard_rows(stop - start, grid.replicas, grid.replica)
+        # First and one-past-last row of the whole that this rank has a master of.
+        self.master_rows = (0, 1) if spec.is_scalar else (start + part, start + end)
+
+    @property
+    def is_cleared_here(self) -> bool:
+        """Whether this rank zeroes its gradient shard. All ranks take a scalar's from rank 0's."""
+        return not (self.spec.is_scalar and self._rank != 0)
+
+    @property
+    def lies_apart(self) -> bool:
+        """Whether each owner's rows lie in memory of its own, so that the whole tensor is no view of it."""
+        return self._heap.apart
+
+    def as_dtensor(self, local: torch.Tensor) -> DTensor:
+        """This rank's part of a tensor [N, ...], as a DTensor split like `sharded`."""
+        shape = torch.Size(self.spec.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        placements = [Replicate() if self.spec.is_scalar else each for each in self._grid.placements]
+        return DTensor.from_local(local, self._grid.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def _parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+        """An own shard's rows as the replicas have masters of them: split once more, as `torch.chunk` does."""
+        replicas = self._grid.replicas
+        return [shard[slice(*shard_rows(len(shard), replicas, replica))] for replica in range(replicas)]
+
+    def _part_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """What this rank has masters of. Of one replica that is the shard itself."""
+        if self.spec.is_scalar or self._grid.replicas == 1:
+            return shard
+        return self._parts_of(shard)[self._grid.replica]
+
+    def gradient_parts(self) -> list[torch.Tensor]:
+        """The own gradient shard by replica, to sum over them; not of a scalar."""
+        return self._parts_of(self.gradient_shard)
+
+    def compute_parts(self) -> list[torch.Tensor]:
+        """The own shard to read by replica, of which each publishes a part; not of a scalar."""
+        return self._parts_of(self._compute_shard)
+
+    @torch.no_grad()
+    def fill(self, value: torch.Tensor) -> None:
+        """Writes the whole tensor [N, ...] into all owners' compute shards; the masters `adopt` it."""
+        if self.spec.is_scalar:
+            self.compute_shards[0].copy_(value)
+            return
+        for shard, (start, stop) in zip(self.compute_shards, self.rows, strict=True):
+            shard.copy_(value[start:stop])
+
+    @torch.no_grad()
+    def read(self) -> torch.Tensor:
+        """A copy of the whole tensor [N, ...] in the compute dtype, read from its owners as they are now."""
+        if self.spec.is_scalar:
+            return self.compute_shards[0].clone()
+        whole = self.compute_shards[0].new_empty(self.spec.shape)
+        for rows, shard in zip(whole.split([len(s) for s in self.compute_shards]), self.compute_shards, strict=True):
+            rows.copy_(shard)  # torch.cat would obey autocast
+        return whole
+
+    @torch.no_grad()
+    def adopt(self, first: int, values: torch.Tensor) -> None:
+        """Takes what this rank owns of `values`, elements `first`, `first` + 1, … of the whole, into its master."""
+        row = math.prod(self.spec.shape[1:])
+        start, stop = (rows * row for rows in self.master_rows)
+        low, high = max(first, start), min(first + len(values), stop)
+        if low < high:
+            self.master.view(-1)[low - start : high - start].copy_(values[low - first : high - first])
+
+    def own_part(self, whole: torch.Tensor) -> DTensor:
+        """The whole tensor [N, ...], of which every rank has a copy, as a DTensor split like `sharded`."""
+        start, stop = self.master_rows
+        return self.as_dtensor(whole if self.spec.is_scalar else whole[start:stop])
+
+    def to_publish(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(own part to read, master) where the first is a copy of the second, to be made again after each step.
+
+        None where they are one, and where another rank publishes: a scalar's copy is rank 0's.
+        """
+        if not self.spec.has_own_master or (self.spec.is_scalar and self._rank != 0):
+            return None
+        return self._part_of(self._compute_shard), self.master
+
+    @cached_property
+    def compute_peers(self) -> PeerShards:
+        """The shards to read, as kernels see them; not for a scalar.
+
+        Plain torch may read them too, where kernels could not: side by side, shards are aligned as their rows are.
+        """
+        return PeerShards.of(
+            self.compute_shards,
+            shape=self.spec.shape,
+            rank=self._rank,
+            aligned=self._heap.apart,
+            near=self._heap.near,
+        )
