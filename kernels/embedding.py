@@ -155,6 +155,8 @@ def embedding_grad_long_kernel(
 def embedding(*, ids: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: EmbeddingTile = EMBEDDING) -> None:
     """Writes the rows of `weight` [N, K] that `ids` [T] names into `out` [T, K], of the weight's dtype.
 
+    Two ranks own [[10, 11], [20, 21]] and [[30, 31]]. ids = [2, 0, 2] gives out = [[30, 31], [10, 11], [30, 31]].
+
     Only these rows cross the link, one for each token. `ids`: int64 or int32; T may be 0. An id outside 0..N-1 can't
     be refused without waiting for the device: it reads nothing, and its row of `out` becomes NaN. Raises ValueError
     for other shapes, dtypes, devices or layouts, before a launch.
@@ -188,6 +190,9 @@ def embedding_grad(
     tile: EmbeddingGradTile = EMBEDDING_GRAD,
 ) -> None:
     """Adds scale * the rows of `dy` [T, K] into the rows of `weight` [N, K] (fp32 shards) that `ids` [T] names.
+
+    Two ranks own two rows and one. ids = [2, 0, 2] and dy = [[1, 1], [2, 2], [3, 3]] add [2, 2] to row 0, on rank 0,
+    and [4, 4] to row 2, on rank 1, in one addition.
 
     Rows of equal ids are summed in fp32 first: each distinct id is added to its owner once. `dy`: fp32, bf16 or fp16;
     `ids`: int64 or int32; T may be 0. `padding_idx` has no gradient, as in `torch.nn.Embedding`; ids outside 0..N-1 add

@@ -61,6 +61,9 @@ def gather_kernel(
 def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096, num_warps: int = 4) -> None:
     """Writes the whole tensor [N, ...] of `peers` into `out`, cast to its dtype.
 
+    Two ranks hold [[1], [2]] and [[3]] of N = 3 rows. Both get out = [[1], [2], [3]]; rank 0 reads rank 1's row first
+    and then its own, rank 1 the other way round.
+
     Raises ValueError when `out` has another shape or device, or is not contiguous.
     """
     if tuple(out.shape) != peers.shape or not out.is_contiguous():

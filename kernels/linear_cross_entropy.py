@@ -120,6 +120,9 @@ def linear_cross_entropy(
 ) -> HeadOutput:
     """Log-probabilities of `targets` under the head `weight`.
 
+    Two ranks own W = [[1], [0]] and [[0]]. h = [[ln 2]] has the logits [ln 2, 0 | 0], so the probabilities
+    [1/2, 1/4 | 1/4]: for the target 0, logp = ln 1/2 = -0.693 and the entropy is 1.040.
+
     h: [T, D], contiguous; weight: [V, D], of h's dtype (fp32, bf16, fp16); targets: int64 [T].
 
     `chunk`: rows of the vocabulary at a time, a multiple of 16; `chunk_rows` by default. `eager`: the softmax by plain
@@ -169,6 +172,9 @@ def linear_cross_entropy_grad(
     tile: SoftmaxTile = ONLINE_SOFTMAX,
 ) -> None:
     """Writes the gradient of h into `dh` and adds that of the weight into `gradient`; None where it is frozen.
+
+    In the example of `linear_cross_entropy`, g_logp = [1] makes the gradient of the logits [1/2, -1/4 | -1/4]. Times
+    h = ln 2 it is added to the shards: [[0.347], [-0.173]] to rank 0's, [[-0.173]] to rank 1's. dh = [[1/2]].
 
     `output` is what `linear_cross_entropy` gave for the same arguments; g_logp, g_entropy: fp32 [T], the loss's
     gradient with respect to its fields. gradient: [V, D] in fp32, other ranks may add at the same time, or a function

@@ -212,6 +212,9 @@ def linear_staged(
 ) -> None:
     """Writes y = x Wᵀ + b into `out`, waiting for the rows of `weight` as they arrive.
 
+    With W as in `linear`, rank 0 computes columns 0 and 1 of [[2, 5, 7]] while row 2 is still on its way from rank 1.
+    If that never comes, out is [[2, 5, nan]].
+
     x: [T, K], weight: [N, K] as `pull` returned it, bias: [N], out: [T, N], all of one dtype; T may be 0. After
     `spins` looks at an owner's flag the kernel gives up: outputs from its rows are NaN and `check` raises. Raises
     ValueError for other shapes, dtypes, devices or layouts, before a launch.
@@ -250,6 +253,8 @@ def linear_dx_staged(
     spins: int = SPINS,
 ) -> None:
     """Writes dx = dy W into `out`, waiting for the rows of `weight` as they arrive.
+
+    With W as in `linear`, dy = [[1, 1, 1]] gives out = [[2, 2]] when row 2 has come from rank 1, else [[nan, nan]].
 
     dy: [T, N], weight: [N, K] as `pull` returned it, out: [T, K], all of one dtype. If an owner's rows don't come, all
     of `out` is NaN; else as `linear_staged`.

@@ -205,6 +205,9 @@ def online_softmax(
 ) -> None:
     """Takes the columns `first` .. of the logits into `state`. logits: [T, count], targets: int64 [T], contiguous.
 
+    Logits [ln 2, 0 | 0] of two ranks come in two calls. After the first the maximum is ln 2 and the sum of
+    exp(z - maximum) is 1.5; after the second, with first = 2, the sum is 2: logsumexp = ln 2 + ln 2.
+
     Rows of the logits must begin at multiples of 16 elements and have memory up to the next such multiple behind
     `count`; ValueError otherwise. What is in fp32 logits afterwards is undefined. `eager`: by plain torch.
     """
@@ -249,6 +252,9 @@ def softmax_grad(
     tile: SoftmaxTile = ONLINE_SOFTMAX,
 ) -> None:
     """Overwrites the columns `first` .. of the logits by their gradient; rows and `eager` as in `online_softmax`.
+
+    For the target 0 and g_logp = [1] of that example the columns 0 and 1 become [1/2, -1/4], and column 2, in the call
+    with first = 2, becomes [-1/4].
 
     lse, entropy, g_logp, g_entropy: fp32 [T], contiguous. A target that is neither in 0..vocabulary-1 nor
     `ignore_index` makes the token's gradient NaN, as its log-probability is.

@@ -255,6 +255,9 @@ def qkv(
 ) -> None:
     """Writes q [T, Hq, D], k and v [T, Hkv, D] of x [T, K], all of the weights' dtype; T may be 0.
 
+    Two ranks own a query head of D = 16 each, K = 1: all rows of wq are 1 on rank 0 and 3 on rank 1. x = [[2]] at
+    position 0, where nothing is rotated, gives 2 in all places of q[0, 0] and 6 in those of q[0, 1].
+
     With a norm, give `q_pre` and `k_pre`, shaped as q and k, if a backward follows: the projections before the norm are
     written there for `qkv_grad` (see [Note: saved] in qkv_grad.py). D is a power of two from 16 to 256. Raises
     ValueError for other shapes, dtypes, devices or layouts, before a launch.

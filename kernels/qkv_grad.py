@@ -186,6 +186,9 @@ def qkv_grad(
 ) -> None:
     """Writes and adds the gradients that `out` names; `scale` is a factor of what is added to shards, and of no other.
 
+    In the example of `qkv`, dq = 1 everywhere and dk = dv = 0 add 2 to each row of wq's shards, on both ranks, and
+    dx = [[16 * 1 + 16 * 3]] = [[64]].
+
     dq: [T, Hq, D], dk and dv: [T, Hkv, D], x: [T, K], of the weights' dtype; T may be 0. weights, rope, norm, q_pre and
     k_pre as in the forward. What was added is complete when this rank's stream is drained. Raises ValueError for other
     shapes, dtypes, devices or layouts, before a launch.

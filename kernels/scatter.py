@@ -53,6 +53,9 @@ def scatter(
 ) -> None:
     """Adds scale * `gradient` [N, ...], in bf16, fp16 or fp32, into the fp32 shards of `peers`.
 
+    Two ranks own two rows and one of N = 3. Rank 0 adds [[1], [2], [3]] and rank 1 [[10], [20], [30]]. In whatever
+    order the additions come, the shards have grown by [[11], [22]] and [[33]].
+
     Other ranks may add to the same shards at the same time. What was added is complete when this rank's stream is
     drained. Raises ValueError for another shape, device, dtype or layout.
     """

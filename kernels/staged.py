@@ -99,6 +99,9 @@ class StagedWeight:
 def pull(*, peers: PeerShards, staged: StagedWeight) -> StagedWeight:
     """Fetches the shards of `peers` into the buffer of `staged`, own first; returns the weight that a kernel waits for.
 
+    Rank 0 of two, which owns the rows 0 and 1 of three, copies these into the buffer and raises its own flag; then it
+    copies row 2 from rank 1 and raises rank 1's.
+
     On a GPU everything is enqueued when this returns, so a kernel launched afterwards can wait for far owners' rows
     without starving them; what is computed from here on finds the near ones' ([Note: near and far]). The copies wait
     for the kernels that read the buffer before, and for nothing else: the shards must be readable now. On the CPU

@@ -4,7 +4,7 @@
     db_o[i]    += scale * sum_t dy[t, o n + i]
 
 T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. One program makes one
-tile [BLOCK_N, BLOCK_K] of one owner's rows over all tokens. Programs of a rank begin at the owner behind it.
+tile [BLOCK_N, BLOCK_K] of one owner's rows over all tokens. A rank begins with the next rank's rows.
 
 On sm_90 and newer a tile leaves by one bulk reduction (`descriptor.atomic_add`) where all owners are near, else by
 relaxed atomics: see [Note: bulk reductions] in device.py. The bias's gradient, whole in one program per row tile, is
@@ -95,6 +95,10 @@ def wgrad(
     tile: WgradTile | None = None,
 ) -> None:
     """Adds scale * dyᵀ x into the fp32 shards of `weight` [N, K], and scale * sum(dy) into those of `bias` [N].
+
+    Two ranks own two rows and one of a weight [3, 2]. Rank 0, with dy = [[1, 0, 2]] and x = [[3, 4]], adds
+    [[3, 4], [0, 0]] to its own shard and [[6, 8]] to rank 1's; rank 1, with dy = [[0, 1, 1]] and x = [[1, 1]], adds
+    [[0, 0], [1, 1]] and [[1, 1]]. In the end the shards have grown by [[3, 4], [1, 1]] and [[7, 9]].
 
     dy: [T, N], x: [T, K], of one dtype (fp32, bf16, fp16), contiguous; T may be 0. Raises ValueError for anything
     else, before a launch.
