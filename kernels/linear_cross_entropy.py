@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from .online_softmax import COLUMN_MULTIPLE, SoftmaxState, online_softmax, softmax_grad
-from .peers import PeerShards, check_alike, join
+from .peers import PeerShards, check_alike, join, rows_per_owner
 from .scatter import scatter
 from .streams import Device, device_of
 from .tiles import ONLINE_SOFTMAX, SoftmaxTile
@@ -101,7 +101,7 @@ def chunk_rows(
     per_row = extra_bytes(chunk=1, **sizes) - fixed
     most = (tokens * vocabulary * element_bytes // 8 - fixed) // per_row // _CHUNK_MULTIPLE * _CHUNK_MULTIPLE
     most = min(max(most, _CHUNK_LEAST), _CHUNK_MOST)
-    owned = -(-vocabulary // world)
+    owned = rows_per_owner(vocabulary, world)
     even = -(-owned // -(-owned // most))
     return -(-even // _CHUNK_MULTIPLE) * _CHUNK_MULTIPLE
 

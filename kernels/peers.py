@@ -11,6 +11,11 @@ import torch
 ALIGNMENT_BYTES = 16  # of every shard's address: what a vector load or a cp.async of 16 bytes wants
 
 
+def rows_per_owner(rows: int, world: int) -> int:
+    """n = ceil(rows / world): as `torch.chunk` deals them, the last owners have fewer or none."""
+    return -(-rows // world)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerShards:
     """The shards of one tensor [N, ...], split on dim 0 as `torch.chunk` splits: `rows_per_owner` each, the last fewer.
@@ -37,7 +42,7 @@ class PeerShards:
 
     @property
     def rows_per_owner(self) -> int:
-        return -(-self.shape[0] // self.world)
+        return rows_per_owner(self.shape[0], self.world)
 
     @property
     def row_elements(self) -> int:
@@ -123,7 +128,7 @@ def check_alike(
 
 def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
     """The owners' shards of a whole tensor [N, ...], as copies with addresses of their own."""
-    each = -(-whole.shape[0] // world)
+    each = rows_per_owner(whole.shape[0], world)
     return [whole[owner * each : (owner + 1) * each].clone().contiguous() for owner in range(world)]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .peers import PeerShards, check_alike
+from .peers import PeerShards, check_alike, rows_per_owner
 from .streams import Device, device_of
 
 _LAST_EPOCH = 2**31 - 1
@@ -49,7 +49,7 @@ class StagedWeight:
 
     @property
     def rows_per_owner(self) -> int:
-        return -(-self.shape[0] // self.world)
+        return rows_per_owner(self.shape[0], self.world)
 
     @property
     def dtype(self) -> torch.dtype:

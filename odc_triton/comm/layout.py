@@ -92,7 +92,7 @@ class Region:
         """What it takes of the memory of all ranks, or, `apart`, of each rank's."""
         if not apart or not self.shape:
             return self.size_bytes
-        return -(-self.shape[0] // world) * self.row_bytes
+        return shard_rows(self.shape[0], world, 0)[1] * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from odc_kernels.peers import PeerShards, split
+from odc_kernels.peers import PeerShards, rows_per_owner, split
 from odc_kernels.staged import StagedWeight, Staging
 
 from ..base.errors import OdcError
@@ -156,7 +156,7 @@ class LocalShards:
         self._shards = split(leaf.detach(), world)
         wide = torch.promote_types(leaf.dtype, torch.float32)
         self._gradient_shards = split(torch.zeros_like(leaf, dtype=wide, requires_grad=False), world)
-        self._each = -(-self.shape[0] // world)
+        self._each = rows_per_owner(self.shape[0], world)
         self._staging = Staging()
         self._by_kernels = leaf.is_cuda if by_kernels is None else by_kernels
         self._touched = False
