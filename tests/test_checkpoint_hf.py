@@ -48,6 +48,8 @@ def _saved(rank: int, world: int, name: str, folder: Path) -> torch.Tensor:
         RuntimeError, match=r"odc_triton\.checkpoint\.save_pretrained\(model, folder, tokenizer\) on rank 0"
     ):
         model.save_pretrained(folder / "own")
+    with pytest.raises(NotImplementedError, match="call it before fully_shard"):
+        model.resize_token_embeddings(300)
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
         model.save_pretrained(folder / "own", state_dict=state)

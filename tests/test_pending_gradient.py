@@ -75,6 +75,29 @@ def test_a_gradient_is_not_used_before_the_end(used, name: str) -> None:
             assert "Clip, scale and read gradients after the `with minibatch(...)` block" in said[f"{name} {when}"]
 
 
+def _assigned(rank: int, world: int) -> list[str]:
+    from odc_triton import MinibatchFailed, fully_shard, minibatch
+
+    model = fully_shard(nn.Linear(3, 2))
+    said = []
+    for rank_that_assigns in (0, None):
+        try:
+            with minibatch(model):
+                model(torch.ones(1, 3)).sum().backward()
+                if rank == rank_that_assigns:
+                    model.weight.grad = torch.ones_like(model.weight)
+            said.append("nothing was raised")
+        except MinibatchFailed as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_gradient_that_would_be_lost_is_refused() -> None:
+    for first, second in ranks.run(_assigned, 2):
+        assert "rank 0: RuntimeError: p.grad of weight was assigned inside the minibatch" in first
+        assert second == "nothing was raised"
+
+
 def test_it_is_gone_after_the_minibatch(used) -> None:
     for _, seen in used:
         assert seen["shape"]

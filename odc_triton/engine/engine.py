@@ -232,8 +232,12 @@ class Engine:
             )
         self._scope.close()
         self.passes.stop()
-        for parameter in self.trainable():
-            parameter.sharded.grad = None
+        given = [parameter.name for parameter in self.trainable() if parameter.landing.expect_no_more()]
+        if given:
+            self.state.fail(
+                f"p.grad of {given[0]} was assigned inside the minibatch, where the ranks' sum takes its place at the "
+                f"end: assign it after the `with minibatch(...)` block"
+            )
         for unit in self.units:
             unit.reset()
         purpose = f"leave minibatch {self.state.number}"

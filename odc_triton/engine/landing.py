@@ -65,6 +65,11 @@ class Landing:
         if self.sharded.grad is None and self.sharded.requires_grad:
             self.sharded.grad = self._pending
 
+    def expect_no_more(self) -> bool:
+        """The minibatch ends. Returns whether somebody gave `p.grad` a value inside it, which is dropped."""
+        given, self.sharded.grad = self.sharded.grad, None
+        return given is not None and given is not self._pending
+
     @cached_property
     def _pending(self) -> PendingGradient:
         return PendingGradient(self.sharded)

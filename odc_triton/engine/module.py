@@ -232,6 +232,11 @@ def _save_pretrained(model: nn.Module, folder: Any, *args: Any, **kwargs: Any) -
         model.__class__.__name__ = name
 
 
+def _resize_token_embeddings(model: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    """transformers' and PEFT's; shards can't grow."""
+    raise NotImplementedError("resize_token_embeddings of a sharded model: call it before fully_shard")
+
+
 def _is_whole(value: Any, sharded: nn.Parameter) -> bool:
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == sharded.shape
 
@@ -245,8 +250,9 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     """One class for all modules of a kind: `torch.compile` makes a graph for each class that it meets."""
     members: dict[str, Any] = {"__module__": cls.__module__}
-    if hasattr(cls, "save_pretrained"):
-        members["save_pretrained"] = _save_pretrained
+    for name, ours in (("save_pretrained", _save_pretrained), ("resize_token_embeddings", _resize_token_embeddings)):
+        if hasattr(cls, name):
+            members[name] = ours
     return type(f"ODC{cls.__name__}", (ODCModule, cls), members)
 
 
