@@ -118,7 +118,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _from_bench(name: str) -> ModuleType:
     """The module bench/`name`.py. The baselines are no part of the package: they lie in the repository, beside it."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / "bench" / f"{name}.py").exists():
         raise RuntimeError(
             "the baselines lie in the repository's bench/, which this installation lacks: clone the repository and "

@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..base.options import (
+    REQUIRED,
+    option,
+    require_at_least,
+    require_files,
+    require_one_model,
+    require_token_cap,
+)
 from ..base.trace import (
     CATEGORIES,
     MEETINGS,
@@ -30,39 +38,30 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
     """Where the time of a few minibatches goes."""
 
-    out: str = field(metadata={"help": "folder for profile.json, timeline.png, trace.json and torch's traces"})
-    model: str | None = _option(None, "a transformers causal LM: local folder or hub id")
-    init: str | None = _option(None, "config.json of a model with random weights, instead of --model")
-    lengths: str | None = _option(None, "file of lengths, one a line or JSON lines; by default all are --token-cap")
-    token_cap: int = _option(2048, "most tokens in one pack, which is one microbatch")
-    samples_per_rank: int = _option(4, "samples per rank and minibatch")
-    minibatches: int = _option(3, "minibatches to measure, after one to warm up")
-    balance: Literal["mini", "micro", "global", "local"] = _option("mini", "how samples are dealt to the ranks")
-    dtype: Literal["fp32", "bf16"] = _option("fp32", "dtype of compute")
-    replace_layers: bool = _option(False, "attention, embedding and linear layers read and add on their owners")
-    fused_head: bool = _option(False, "never make the logits")
-    gradient_checkpointing: bool = _option(False, "recompute activations in backward")
-    seed: int = _option(0, "of the random weights, tokens and the samples' order")
+    out: str = option(REQUIRED, "folder for profile.json, timeline.png, trace.json and torch's traces")
+    model: str | None = option(None, "a transformers causal LM: local folder or hub id")
+    init: str | None = option(None, "config.json of a model with random weights, instead of --model")
+    lengths: str | None = option(None, "file of lengths, one a line or JSON lines; by default all are --token-cap")
+    token_cap: int = option(2048, "most tokens in one pack, which is one microbatch")
+    samples_per_rank: int = option(4, "samples per rank and minibatch")
+    minibatches: int = option(3, "minibatches to measure, after one to warm up")
+    balance: Literal["mini", "micro", "global", "local"] = option("mini", "how samples are dealt to the ranks")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
+    replace_layers: bool = option(False, "attention, embedding and linear layers read and add on their owners")
+    fused_head: bool = option(False, "never make the logits")
+    gradient_checkpointing: bool = option(False, "recompute activations in backward")
+    seed: int = option(0, "of the random weights, tokens and the samples' order")
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.init is None):
-            raise ValueError("give either --model (pretrained) or --init (random weights)")
-        for name in ("samples_per_rank", "minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
-        if self.token_cap < 2:
-            raise ValueError(f"token_cap is {self.token_cap}; a sample needs a token to predict and one before it: 2")
-        for name, path in (("init", self.init), ("lengths", self.lengths)):
-            if path is not None and not Path(path).exists():
-                raise ValueError(f"{name} is {path}: there is no such file")
+        require_one_model(self)
+        require_at_least(self, 1, "samples_per_rank", "minibatches")
+        require_token_cap(self)
+        require_files(self, "lengths")
+        require_files(self, "init", or_folders=True)
         if self.lengths is not None:
             read_lengths(self.lengths, self.token_cap)
         if Path(self.out).exists() and (not Path(self.out).is_dir() or any(Path(self.out).iterdir())):

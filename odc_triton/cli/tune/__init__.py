@@ -9,10 +9,12 @@ import contextlib
 import os
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from ...base.options import REQUIRED, option, require_files, require_one_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,32 +25,26 @@ if TYPE_CHECKING:
 TIMEOUT = timedelta(minutes=30)
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
     """Measure the ways to run a model's layers, and keep the fastest."""
 
-    tokens: str = field(metadata={"help": "numbers of tokens in a microbatch to measure with: 512,4096,16384"})
-    model: str | None = _option(None, "a transformers causal LM: local folder or hub id; only its shapes count")
-    init: str | None = _option(None, "config.json of a model, instead of --model")
-    dtype: Literal["fp32", "bf16"] = _option("fp32", "dtype of compute")
-    operators: str = _option("linear,qkv,embedding,log_probs", "which operators, joined by commas")
-    rounds: int = _option(7, "measurements of each way; medians count")
-    tiles: int = _option(4, "tiles to try for each kernel that runs, the best predicted first; on a GPU only")
-    backend: Literal["auto", "cpu", "cuda", "cpu-apart", "cpu-interpreter"] = _option("auto", "as in fully_shard")
-    folder: str | None = _option(None, "where tables lie; by default $ODC_TUNED, or ~/.cache/odc-triton/tuned")
+    tokens: str = option(REQUIRED, "numbers of tokens in a microbatch to measure with: 512,4096,16384")
+    model: str | None = option(None, "a transformers causal LM: local folder or hub id; only its shapes count")
+    init: str | None = option(None, "config.json of a model, instead of --model")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
+    operators: str = option("linear,qkv,embedding,log_probs", "which operators, joined by commas")
+    rounds: int = option(7, "measurements of each way; medians count")
+    tiles: int = option(4, "tiles to try for each kernel that runs, the best predicted first; on a GPU only")
+    backend: Literal["auto", "cpu", "cuda", "cpu-apart", "cpu-interpreter"] = option("auto", "as in fully_shard")
+    folder: str | None = option(None, "where tables lie; by default $ODC_TUNED, or ~/.cache/odc-triton/tuned")
 
     def __post_init__(self) -> None:
         from ...nn.choice import VARIABLE, WORDS
         from ...nn.tuned import default_folder
 
-        if (self.model is None) == (self.init is None):
-            raise ValueError("give either --model or --init (a config.json)")
-        if self.init is not None and not Path(self.init).exists():
-            raise ValueError(f"init is {self.init}: there is no such file")
+        require_one_model(self)
+        require_files(self, "init", or_folders=True)
         if self.rounds < 1 or self.tiles < 0:
             raise ValueError(f"rounds is {self.rounds} and tiles {self.tiles}; give at least 1 and 0")
         if unknown := set(self.wanted) - set(WORDS):
