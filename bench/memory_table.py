@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from odc_triton.sharding.activations import activation_bytes_per_token
+from odc_triton.sharding.peaks import activation_bytes_per_token
 from odc_triton.sharding.footprint import MemoryPlan, memory_plan
 
 BEGIN = "<!-- begin: python -m bench.memory_table -->"

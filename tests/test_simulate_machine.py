@@ -193,10 +193,10 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is neither known nor a file"):
         Model.find(str(tmp_path))  # a folder without a config
     for text, message in (
-        ("nothing", "is no JSON"),
+        ("nothing", "is not valid JSON"),
         ("[1]", "holds a list"),
         ("{}", "config.json can't be simulated: the model's config has hidden_size=None"),
-        ('{"architectures": ["BertForMaskedLM"]}', "is of a BertForMaskedLM, no causal LM"),
+        ('{"architectures": ["BertForMaskedLM"]}', "describes a BertForMaskedLM, not a causal LM"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
