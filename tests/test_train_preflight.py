@@ -53,7 +53,7 @@ def started(*_: object, **__: object) -> None:
         ({"--data": "chats.jsonl"}, "chats.jsonl, line 1: 'messages' need a tokenizer with a chat template"),
         ({"--data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
         ({"--eval-data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
-        ({"--init": "small.json"}, r"made token \d+ and the model knows 50"),
+        ({"--init": "small.json"}, r"made token \d+ and the model has only 50"),
         ({"--out": "file"}, r"file can't be written to \(it is a file\): give another --out"),
         ({"--out": "file/below"}, r"below can't be written to \(Not a directory\): give another --out"),
         ({"--out": "used"}, "used holds another run: continue it with --resume auto, or give another --out"),

@@ -193,7 +193,7 @@ def test_schedule() -> None:
 
 @pytest.mark.parametrize(
     ("config", "words"),
-    [({"vocab_size": 50}, "the model knows 50"), ({"max_position_embeddings": 16}, "the model is made for 16")],
+    [({"vocab_size": 50}, "the model has only 50"), ({"max_position_embeddings": 16}, "the model takes at most 16")],
 )
 def test_samples_that_the_model_cannot_take(folder: Path, config: dict, words: str) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -20,8 +20,7 @@ from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import RanksDiffer
 from odc_triton.cli.command import main
 from odc_triton.cli.tune import TuneOptions
-from odc_triton.cli.tune.candidates import tiles, ways
-from odc_triton.cli.tune.decision import decide
+from odc_triton.cli.tune.candidates import decide, tiles, ways
 from odc_triton.cli.tune.workload import Workload, workloads_of
 from odc_triton.engine.api import engine_of
 from odc_triton.nn.choice import TABLE, as_choice, choose

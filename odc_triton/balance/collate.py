@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+from ..data.records import IGNORED
 from .queue import QueuedPacks
-
-IGNORED = -100  # the label that torch's and transformers' losses leave out
 
 
 class PackedDataset(torch.utils.data.Dataset):

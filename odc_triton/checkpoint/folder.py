@@ -28,7 +28,7 @@ from ..base.files import put_in_place, sync_folder
 from ..engine.api import engine_of, publish
 from . import dcp, training_state
 from .dcp import DigestedFiles, Written
-from .together import together
+from .sharded import all_or_none
 
 MANIFEST, _STATE = "manifest.json", "state.json"
 _FORMAT = 1
@@ -146,7 +146,7 @@ def write_checkpoint(
     purpose = f"save {Path(*final.parts[-2:])}"
     aside: Path | None = None
     try:
-        with together(engine, purpose) as shared:
+        with all_or_none(engine, purpose) as shared:
             if engine.rank == 0:
                 prepare()
                 aside = unfinished(final, "saving")
@@ -154,14 +154,14 @@ def write_checkpoint(
                 shared["aside"] = aside.name
             engine.drain("saving a checkpoint")
         part = final.with_name(shared.all[0]["aside"])
-        with together(engine, purpose) as shared:
+        with all_or_none(engine, purpose) as shared:
             files = dcp.write_part(part, engine.rank, training_state.to_save(model, optimizer))
             files |= _write_json(part / f"random-{engine.rank}.json", random_state())
             if engine.rank == 0:
                 files |= _write_json(part / _STATE, state)
             shared["files"] = {file: [entry.size_bytes, entry.sha256] for file, entry in files.items()}
         written = [theirs["files"] for theirs in shared.all]
-        with together(engine, purpose):
+        with all_or_none(engine, purpose):
             if engine.rank == 0:
                 _finish(part, final, step=step, number=number(), written=written)
     except BaseException:
@@ -201,7 +201,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
     if engine.is_open:
         raise RuntimeError("load inside a minibatch: peers are reading the parameters")
     purpose = f"load {Path(*path.parts[-2:])}"
-    with together(engine, purpose):
+    with all_or_none(engine, purpose):
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is no checkpoint: there is no such folder")
         saved = _manifest(path)
@@ -210,10 +210,10 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
             saved.check_digests(path, engine.rank, engine.world)
         metadata = dcp.read_metadata(path)
         state = read_state(path)
-    with together(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
+    with all_or_none(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
         wanted = training_state.to_load(model, optimizer, metadata)
         engine.drain("loading a checkpoint")
-    with together(engine, purpose):
+    with all_or_none(engine, purpose):
         dcp.read_into(path, metadata, wanted)
         training_state.take(model, optimizer, wanted, metadata)
         if saved is not None:

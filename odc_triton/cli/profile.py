@@ -69,24 +69,24 @@ class ProfileOptions:
 
 
 def run_profile(options: ProfileOptions) -> dict[str, Any]:
-    """On one rank: runs and measures the minibatches; returns seconds by category, wall time and tokens.
+    """Runs and measures the minibatches on this rank; returns seconds by category, wall time and tokens.
 
-    Every rank of the job calls it. Ranks write torch's own trace each, rank 0 the picture and the events' trace.
+    Every rank of the job calls it. Each writes torch's own trace, rank 0 also the picture and the events' trace.
     """
     import torch
-    import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
+    from ..base.events import Event
     from ..engine.api import engine_of
 
     model, packs = _prepare(options)
     engine = engine_of(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
     _minibatch(model, optimizer, packs[0])
-    engine.events.drain()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if engine.heap.device.type == "cuda" else [])
     engine.drain("warming up")
-    dist.barrier()
+    engine.meet("start measuring", {})
+    engine.events.drain()
     with profile(activities=activities) as record:
         start_s, start_ns = time.monotonic(), time.time_ns()
         for own in packs[1:]:
@@ -100,11 +100,10 @@ def run_profile(options: ProfileOptions) -> dict[str, Any]:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     record.export_chrome_trace(str(out / f"torch-{engine.rank}.json"))
-    gathered: list[Any] = [None] * engine.world
-    dist.all_gather_object(gathered, events)
+    messages = engine.meet("collect the timelines", {"events": [event.as_row() for event in events]})
     if engine.rank == 0:
-        _draw({"ODC": [event for of_rank in gathered for event in of_rank]}, out)
-    dist.barrier()
+        _draw({"ODC": [Event.of_row(row) for theirs in messages for row in theirs["events"]]}, out)
+    engine.meet("the timelines are drawn", {})
     tokens = sum(pack["input_ids"].numel() for own in packs[1:] for pack in own)
     return {"seconds": seconds, "wall_s": end_s - start_s, "tokens": tokens, "device": engine.heap.device.type}
 
@@ -169,7 +168,7 @@ def _minibatch(model: nn.Module, optimizer: torch.optim.Optimizer, packs: list[P
 
 
 def _spans(record: Any, start_ns: int, engine: Engine) -> tuple[list[Span], Any]:
-    """What ran, in seconds since `start_ns`, and the function that sums it up."""
+    """What ran, in seconds since `start_ns`, and the function that sums it up by category."""
     from torch.autograd import DeviceType
 
     events = record.profiler.kineto_results.events()
@@ -214,7 +213,7 @@ def _draw(tracks: dict[str, list], out: Path) -> None:
     try:
         save_timeline(tracks, out / "timeline.png", title="Where the ranks' time goes")
     except ImportError:
-        print("timeline.png needs matplotlib: pip install 'odc-triton[plot]'")
+        print("timeline.png was not drawn: it needs matplotlib; run: pip install 'odc-triton[plot]'")
     print(timeline_text(tracks))
 
 
@@ -233,5 +232,5 @@ def report(options: ProfileOptions, of_ranks: list[dict[str, Any]]) -> str:
             rows.append([category, f"{mean:.3f}", f"{mean / wall_s:.1%}", f"{min(seconds):.3f} to {max(seconds):.3f}"])
     about = {"options": asdict(options), "ranks": of_ranks, "tokens_per_s": tokens / wall_s}
     write_file(Path(options.out) / "profile.json", (json.dumps(about, indent=1) + "\n").encode())
-    rate = f"{tokens} tokens in {wall_s:.2f} s, {tokens / wall_s:.0f} a second, the profiler's own time included"
+    rate = f"{tokens} tokens in {wall_s:.2f} s, {tokens / wall_s:.0f} tokens/s, including the profiler's own time"
     return f"{table(rows, ('', 'seconds, mean rank', 'share', 'all ranks'))}\n{rate}; written to {options.out}"

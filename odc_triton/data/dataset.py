@@ -29,12 +29,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from .chat import CHARACTERS_PER_TOKEN, ChatError, Conversation, Spans, encode_heads
-from .records import DataError, Record
+from .records import IGNORED, DataError, Record
 from .sources import JsonLines, Source
 from .store import GrowingArrays, map_arrays, save_arrays
 from .tokenizer import TextEncoder
 
-IGNORED_LABEL = -100
+IGNORED_LABEL = IGNORED  # its former name here
 TooLong = Literal["error", "truncate", "drop"]
 
 # Text given to the tokenizer at a time; fewer records than `batch_records` if they are long.
@@ -151,7 +151,7 @@ class TokenizedDataset:
         index %= len(self)
         begin, end = self.offsets[index : index + 2]
         input_ids = self.tokens[begin:end].astype(np.int64)
-        labels = np.full_like(input_ids, IGNORED_LABEL)
+        labels = np.full_like(input_ids, IGNORED)
         first, last = np.searchsorted(self.spans[:, 0], (begin, end))
         for start, stop in self.spans[first:last] - begin:
             labels[start:stop] = input_ids[start:stop]

@@ -15,8 +15,8 @@ import numpy as np
 
 from ..base.files import atomic_file
 from .chat import ASSISTANT, Conversation, Spans, joined_spans
-from .dataset import IGNORED_LABEL, DataOptions, TokenizedDataset, tokenize_source
-from .records import Record, message_text
+from .dataset import DataOptions, TokenizedDataset, tokenize_source
+from .records import IGNORED, Record, message_text
 from .sources import Source, open_source
 from .tokenizer import TextEncoder, read_config, read_tokenizer
 
@@ -257,7 +257,7 @@ def _example(data: TokenizedDataset, encoder: TextEncoder) -> list[tuple[bool, s
     lengths = data.lengths
     middle = int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
     sample = data[middle]
-    learned = sample["labels"] != IGNORED_LABEL
+    learned = sample["labels"] != IGNORED
     cuts = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(learned)]
     return [
         (bool(learned[begin]), encoder.decode(sample["input_ids"][begin:end].tolist())) for begin, end in pairwise(cuts)

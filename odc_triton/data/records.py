@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from . import foreign
 
+IGNORED = -100  # the label that torch's and transformers' losses leave out
 Form = Literal["text", "prompt and completion", "messages"]
 FORMS = "'text', or both 'prompt' and 'completion', or 'messages'"
 # Its text takes about a hundred times as many bytes while it is tokenised whole.

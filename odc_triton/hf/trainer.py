@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -224,13 +223,9 @@ class ODCTrainer(Trainer):
                 loss = self.compute_loss(model, self._prepare_inputs(pack), num_items_in_batch=tokens)
                 loss.backward()
                 loss_sum += loss.detach()
-        dist.all_reduce(loss_sum, group=self._group)
+        told = self._engine.meet(f"sum up minibatch {mb.index}", {"loss_sum": loss_sum.item()})
         self._target_tokens += mb.tokens
-        return loss_sum.float()
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        return self._engine.grid.group
+        return torch.tensor(sum(each["loss_sum"] for each in told), dtype=torch.float32, device=self.args.device)
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -290,8 +285,9 @@ class ODCTrainer(Trainer):
                     sums[0] += self.compute_loss(self.model, self._prepare_inputs(pack), num_items_in_batch=1)
                 sums[1] += count_target_tokens(packs)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        dist.all_reduce(sums, group=self._group)
-        loss = (sums[0] / sums[1]).item()
+        told = self._engine.meet("evaluation", {"sums": sums.tolist()})
+        loss_sum, targets = (sum(each["sums"][index] for each in told) for index in (0, 1))
+        loss = loss_sum / targets if targets else float("nan")
         return EvalLoopOutput(
             predictions=None,
             label_ids=None,

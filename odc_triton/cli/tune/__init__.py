@@ -78,23 +78,23 @@ class TuneOptions:
 
 
 def run_tune(options: TuneOptions) -> str | None:
-    """On one rank: measures, and returns what to tell people on rank 0, None on others. Every rank calls it."""
+    """Measures; every rank of the job calls it. Returns the text to print on rank 0, None on the others."""
     import torch
-    import torch.distributed as dist
 
+    from ...comm.grid import grid_of
     from ...nn.tuned import save
-    from ...sharding.agree import default_mesh
+    from ...sharding.agree import default_mesh, patient_meetings
     from ...sharding.backend import backend_of
     from .trial import Trial
     from .workload import workloads_of
 
     mesh = default_mesh(TIMEOUT, options.backend)
     if mesh.ndim > 1:
-        raise ValueError(f"{mesh.size()} ranks lie on {mesh.size(0)} hosts: tune on one of them, replicas run alike")
+        raise ValueError(f"{mesh.size()} ranks are on {mesh.size(0)} hosts: tune on one host, as replicas run alike")
     backend = backend_of(options.backend, mesh)
-    devices: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(devices, backend.device_id())
-    place = backend.place(devices)
+    with patient_meetings(grid_of(mesh), TIMEOUT) as meetings:
+        messages = meetings.meet("tune: the ranks' devices", {"device": backend.device_id()})
+    place = backend.place([theirs["device"] for theirs in messages])
     counts = {w: n for w, n in workloads_of(_shapes(options)).items() if w.operator in options.wanted}
     if not counts:
         raise ValueError(f"the model has no layers for {options.operators}: replace_layers finds none")
@@ -129,7 +129,7 @@ def _shapes(options: TuneOptions) -> nn.Module:
 
 @contextlib.contextmanager
 def _untuned() -> Iterator[None]:
-    """Within it `fully_shard` reads no table, so that whole weights are there for every candidate."""
+    """Inside, `fully_shard` reads no table, so that every candidate finds whole weights."""
     from ...nn.tuned import OFF, VARIABLE
 
     former = os.environ.get(VARIABLE)
@@ -143,8 +143,7 @@ def _untuned() -> Iterator[None]:
 def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line], list[list[str]]]:
     """The lines for one workload, and rows of a table for people: tokens, candidate, milliseconds, verdict."""
     from ...nn.tuned import Line
-    from .candidates import shipped, ways
-    from .decision import decide
+    from .candidates import decide, shipped, ways
 
     workload, device = trial.workload, trial.engine.heap.device.type
     kernels = device == "cuda" or place.backend == "cpu-interpreter"
@@ -192,8 +191,7 @@ def _with_tiles(trial: Trial, words: str, tokens: int, options: TuneOptions, mea
     import torch
 
     from ...nn.choice import as_choice
-    from .candidates import tiles
-    from .decision import decide
+    from .candidates import decide, tiles
 
     choice = as_choice(words)
     if not torch.cuda.is_available() or not options.tiles:
