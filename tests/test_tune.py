@@ -84,14 +84,14 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = load(HERE, tmp_path)
     assert found.lines == (_line(), _line(tokens=None, choice=as_choice(PLAIN)))
     table = found.table("float32")
-    few = choose("linear", shape=(8, 4), tokens=16, topology="cuda", table=table)
+    few = choose("linear", shape=(8, 4), tokens=16, device_type="cuda", table=table)
     assert few.tile("wgrad") == WgradTile(n=64)
     assert few.tile("linear") == LinearTile(t=128)
     assert few.tile("linear_dx") is None
-    assert choose("linear", shape=(8, 4), tokens=17, topology="cuda", table=table).words == PLAIN
-    assert choose("linear", shape=(9, 4), tokens=1, topology="cuda", table=table) == TABLE[0].choice  # as shipped
+    assert choose("linear", shape=(8, 4), tokens=17, device_type="cuda", table=table).words == PLAIN
+    assert choose("linear", shape=(9, 4), tokens=1, device_type="cuda", table=table) == TABLE[0].choice  # as shipped
     assert found.table("bfloat16") is TABLE
-    told = choose("linear", shape=(8, 4), tokens=1, topology="cuda", given="eager/split", table=table)
+    told = choose("linear", shape=(8, 4), tokens=1, device_type="cuda", given="eager/split", table=table)
     assert told.words == "eager/direct/split"  # an argument comes before the table
 
 
@@ -196,7 +196,7 @@ def _sharded_with(folder: str) -> tuple[str, str, torch.Tensor, torch.Tensor]:
     with minibatch(model):
         model(x).square().sum().backward()
     plain(x).square().sum().backward()
-    about = {"shape": (8, 4), "topology": "cpu", "table": parameter.table}
+    about = {"shape": (8, 4), "device_type": "cpu", "table": parameter.table}
     few, many = (choose("linear", tokens=tokens, **about).words for tokens in (5, 500))
     return few, many, parameter.sharded.grad.full_tensor(), plain.weight.grad
 

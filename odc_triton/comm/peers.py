@@ -74,7 +74,7 @@ def _close(connections: dict[int, socket.socket]) -> None:
     connections.clear()
 
 
-class Lifelines:
+class PeerStatus:
     """The words of all ranks: those of this replica from its heap, the others' from a connection to each of them.
 
     Collective, over `meetings`, which go by the store yet. `store`: the job's, to find the way to other hosts; `token`:
@@ -112,7 +112,7 @@ class Lifelines:
         """Ranks connect to those of lower numbers."""
         mine = address_towards(store)
         loopback_only = all(
-            theirs["address"] is None for theirs in meetings.meet("lifelines: addresses", {"address": mine})
+            theirs["address"] is None for theirs in meetings.meet("connecting replicas: addresses", {"address": mine})
         )
         family = socket.AF_INET6 if mine is not None and ":" in mine else socket.AF_INET
         # Who has the store on its own host does not know by which address others see it.
@@ -120,7 +120,7 @@ class Lifelines:
         deadline_s = time.monotonic() + meetings.timeout_s
         with socket.create_server((bound, 0), family=family, backlog=max(len(self._far), 1)) as listener:
             message = {"address": mine, "port": listener.getsockname()[1]}
-            places = meetings.meet("lifelines: listening", message)
+            places = meetings.meet("connecting replicas: ports", message)
             for rank in self._far:
                 if rank < self._rank:
                     host = places[rank]["address"] or (_host_of(store)[0] if mine is not None else "127.0.0.1")

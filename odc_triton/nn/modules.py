@@ -18,7 +18,7 @@ from .functional.whole import WholeOnUse, read_whole
 from .head import FusedLogits, TokenLogProbs
 
 
-class OnOwnersModule(nn.Module):
+class ReadsShards(nn.Module):
     """A layer whose own operators take parameters that are never whole.
 
     To everyone else, a method that takes `embedding.weight.T`, or a penalty on the weights, such a parameter shows
@@ -44,7 +44,7 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
-class Linear(OnOwnersModule, nn.Linear):
+class Linear(ReadsShards, nn.Linear):
     """`torch.nn.Linear`. Its weight's gradient goes straight to the owners; forward saves its input, no weight."""
 
     choice = AUTO
@@ -64,9 +64,9 @@ class Linear(OnOwnersModule, nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.choice = choice
 
-    def reads_on_demand(self, topology: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
+    def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         shape = (self.out_features, self.in_features)
-        if is_gathered(self.operator, shape=shape, topology=topology, given=self.choice, table=table):
+        if is_gathered(self.operator, shape=shape, device_type=device_type, given=self.choice, table=table):
             return ()
         return "weight", "bias"
 
@@ -74,7 +74,7 @@ class Linear(OnOwnersModule, nn.Linear):
         return linear(x, leaf(self, "weight"), leaf(self, "bias"), choice=self.choice)
 
 
-class Embedding(OnOwnersModule, nn.Embedding):
+class Embedding(ReadsShards, nn.Embedding):
     """`torch.nn.Embedding`. Only the rows at hand are read from their owners, and their gradients added there.
 
     With `max_norm`, `scale_grad_by_freq` or `sparse` it goes the generic way.
@@ -91,9 +91,9 @@ class Embedding(OnOwnersModule, nn.Embedding):
     def _is_plain(self) -> bool:
         return self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
 
-    def reads_on_demand(self, topology: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
+    def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         shape = (self.num_embeddings, self.embedding_dim)
-        where = {"shape": shape, "topology": topology, "given": self.choice, "table": table}
+        where = {"shape": shape, "device_type": device_type, "given": self.choice, "table": table}
         return () if not self._is_plain or is_gathered("embedding", **where) else ("weight",)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -198,7 +198,7 @@ def project(
     return qkv(x, weights, biases, cos, sin, head_dim=attention.head_dim, norm=norm, choice=choice)
 
 
-class LMHead(OnOwnersModule, nn.Linear):
+class LMHead(ReadsShards, nn.Linear):
     """The vocabulary projection of a language model, [.., D] -> [.., V], without bias.
 
     In training its output is a `FusedLogits`: shape and cross-entropy of logits that are never made. In evaluation, the
@@ -221,7 +221,7 @@ class LMHead(OnOwnersModule, nn.Linear):
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
         self.choice = choice
 
-    def reads_on_demand(self, topology: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
+    def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         return ("weight",)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor | FusedLogits:

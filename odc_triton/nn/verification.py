@@ -143,7 +143,7 @@ def _gradients(
 
 
 class LocalShards:
-    """What operators ask of a sharded parameter (`OnOwners`), for a check of them without ranks.
+    """What operators ask of a sharded parameter (`ShardedOperand`), for a check of them without ranks.
 
     `leaf`: an ordinary parameter [N, ...]; within `with`, operators read a copy of it from `world` owners and add its
     gradient to `gradient`, fp32 [N, ...], instead of giving it to autograd. `by_kernels`: whether kernels may add it;

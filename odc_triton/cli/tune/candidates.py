@@ -60,7 +60,7 @@ def ways(
 
 def shipped(workload: Workload, tokens: int, *, device: str) -> Choice:
     """What runs without a measured table."""
-    return choose(workload.operator, shape=workload.shape, tokens=tokens, topology=device, table=TABLE)
+    return choose(workload.operator, shape=workload.shape, tokens=tokens, device_type=device, table=TABLE)
 
 
 def tiles(choice: Choice, workload: Workload, *, tokens: int, world: int, element_bytes: int, arch: int, most: int):

@@ -29,7 +29,7 @@ WORDS = len(Word)
 
 
 class Signs(Protocol):
-    """What ranks see of each other: a heap's own words, or those of several replicas (lifelines.py)."""
+    """What ranks see of each other: a heap's own words, or those of several replicas (peers.py)."""
 
     def show(self, word: Word, value: int) -> None:
         """Sets one of this rank's words."""
