@@ -42,7 +42,13 @@ class Backend(ABC):
         return None
 
     def check(self, specs: list[ParameterSpec]) -> None:
-        """Raises for parameters that this backend can't hold."""
+        """Raises for parameters that this backend can't hold: kernels sum gradients in fp32 only."""
+        for spec in specs if self.adds_by_kernel else ():
+            if spec.reduce_dtype not in (None, "float32"):
+                raise NotImplementedError(
+                    f"{spec.name} would sum its gradient in {spec.reduce_dtype}: kernels sum in float32. Leave "
+                    f"reduce_dtype out, and convert float64 models before fully_shard."
+                )
 
     def unusable_peers(self, devices: list[str | None]) -> str | None:
         """Why the ranks' devices, by `device_id`, can't share memory, with the remedy; None if no reason is known."""
@@ -114,7 +120,7 @@ class InterpreterBackend(ApartBackend):
     def check(self, specs: list[ParameterSpec]) -> None:
         if os.environ.get("TRITON_INTERPRET") != "1":
             raise RuntimeError(f"backend={self.name!r}: set TRITON_INTERPRET=1 before triton is imported")
-        _only_fp32_sums(specs)
+        super().check(specs)
 
 
 class CudaBackend(Backend):
@@ -130,9 +136,6 @@ class CudaBackend(Backend):
 
     def device_index(self) -> int | None:
         return torch.cuda.current_device()
-
-    def check(self, specs: list[ParameterSpec]) -> None:
-        _only_fp32_sums(specs)
 
     def unusable_peers(self, devices: list[str | None]) -> str | None:
         from ..machine.probe import read_topology
@@ -178,15 +181,6 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.machine()
-
-
-def _only_fp32_sums(specs: list[ParameterSpec]) -> None:
-    for spec in specs:
-        if spec.reduce_dtype not in (None, "float32"):
-            raise NotImplementedError(
-                f"{spec.name} would sum its gradient in {spec.reduce_dtype}: kernels sum in float32. Leave "
-                f"reduce_dtype out, and convert float64 models before fully_shard."
-            )
 
 
 def backend_of(name: str, mesh: DeviceMesh | None) -> Backend:
