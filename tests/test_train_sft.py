@@ -212,5 +212,5 @@ def test_a_foreign_tokenizer_file_is_refused(folder: Path, tmp_path: Path) -> No
     from odc_triton.train.prepare import load_any_tokenizer
 
     Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "other.json"))
-    with pytest.raises(ValueError, match="this project did not make it"):
+    with pytest.raises(ValueError, match="odc-triton did not make it"):
         load_any_tokenizer(options(folder, tokenizer=str(tmp_path / "other.json")))
