@@ -66,7 +66,7 @@ def array(path: Path, records: list) -> None:
         (".csv", table, TEXTS, "line 1: the file is a table, not JSON", TEXTS),
         (".tsv", table, TEXTS, "line 1: the file is a table, not JSON", TEXTS),
         (".parquet", parquet, TEXTS, "line 1: the file is Parquet", TEXTS),
-        ("", folder, TEXTS, "holds Parquet files, and no data set of `save_to_disk`", TEXTS),
+        ("", folder, TEXTS, "holds Parquet files, not a data set of `save_to_disk`", TEXTS),
         (".jsonl.gz", packed, TEXTS, "line 1: the file is compressed with gzip; unpack it: gzip -dc", TEXTS),
         (".json", array, TEXTS, "line 1: not valid JSON.*write each element of the JSON array on a line", TEXTS),
     ],
