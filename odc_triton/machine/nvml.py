@@ -203,7 +203,7 @@ class DriverNvml:
         return tuple(found)
 
     def _speed_mbps(self, handle: Any, link: int) -> int | None:
-        """The first of these that has a value: the speed of this link, the same from older drivers, that of all links."""
+        """The first that has a value: the speed of this link, the same from older drivers, that of all links."""
         names = {"GET_SPEED": link, f"SPEED_MBPS_L{link}": 0, "SPEED_MBPS_COMMON": 0}
         numbers = {getattr(self._library, f"NVML_FI_DEV_NVLINK_{name}", None): scope for name, scope in names.items()}
         asked = [pair for pair in numbers.items() if pair[0] is not None]

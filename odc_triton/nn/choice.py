@@ -95,7 +95,7 @@ TABLE = (
 
 
 def parse(text: str) -> dict[str, tuple[str, ...]]:
-    """The words for each operator. Raises ValueError for a word or an operator that is not known, or told twice."""
+    """The words for each operator. Raises ValueError for an unknown word or operator, and for one given twice."""
     if not isinstance(text, str):
         raise ValueError(f"choice is {text!r}; give words such as 'triton/direct', or {AUTO!r}")
     found: dict[str, tuple[str, ...]] = {}
@@ -116,7 +116,7 @@ def parse(text: str) -> dict[str, tuple[str, ...]]:
                 allowed = [each for each in (*BACKENDS, *STRATEGIES, *WGRADS) if each in WORDS[names[0]]]
                 raise ValueError(f"{item!r}: {word!r} is not known here; give {AUTO!r} or some of {', '.join(allowed)}")
         if equals and names[0] in told:
-            raise ValueError(f"{text!r} tells {names[0]} twice")
+            raise ValueError(f"{text!r} gives {names[0]} twice")
         told.update(names if equals else ())
         for name in names:
             found[name] = (*found.get(name, ()), *(word for word in given if word in WORDS[name]))
@@ -152,7 +152,7 @@ def _look_up(
     words: tuple[str, ...],
     table: tuple[Entry, ...],
 ) -> list[Choice]:
-    """The choices, one for each line that holds; of them those for so many tokens, where they are given."""
+    """The choices, one for each line that applies; if `tokens` is given, only of lines for so many tokens."""
     holding = [entry for entry in table if entry.holds(operator, tuple(shape), device_type)]
     found = [
         _with(entry.choice, words) for entry in holding if None in (tokens, entry.tokens) or tokens <= entry.tokens
@@ -161,8 +161,8 @@ def _look_up(
         raise LookupError(f"the table has no line for {operator} of {shape} on {device_type}, {tokens} tokens")
     if found[0].backend == "triton" and device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            f"{operator} was told {'/'.join(words)}, and kernels run on a CPU in Triton's interpreter only, slowly: "
-            f"set TRITON_INTERPRET=1 before triton is imported, or say 'eager'"
+            f"{operator} was given {'/'.join(words)}, but on a CPU kernels run only in Triton's interpreter, slowly: "
+            f"set TRITON_INTERPRET=1 before triton is imported, or give 'eager'"
         )
     return found
 
@@ -185,8 +185,8 @@ def choose(
 ) -> Choice:
     """How `operator` runs on a weight of that shape and so many tokens, on a "cpu" or "cuda" device.
 
-    given: as in this file's first lines. Raises ValueError where it, or the environment variable, is not understood,
-    and where Triton's kernels are wanted on a CPU without its interpreter.
+    given: as in this file's first lines. Raises ValueError if it, or the environment variable, is not understood, and
+    if Triton's kernels are wanted on a CPU without its interpreter.
     """
     environment = os.environ.get(VARIABLE, "")
     if table is TABLE:
@@ -197,7 +197,7 @@ def choose(
 def is_gathered(
     operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
 ) -> bool:
-    """Whether for some number of tokens the weight is taken from its unit's whole tensors, so must be among them."""
+    """Whether the weight is read from its unit's whole tensors, for some number of tokens, so must be among them."""
     words = _words(operator, os.environ.get(VARIABLE, ""), given)
     found = _look_up(operator, shape, None, device_type, words, table)
     return any(choice.strategy == "gathered" for choice in found)
@@ -206,7 +206,7 @@ def is_gathered(
 def is_by_kernel(
     operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
 ) -> bool:
-    """Whether kernels run it, for operators that are so for any number of tokens or for none.
+    """Whether kernels run it, for operators for which this does not depend on the number of tokens.
 
     `torch.compile` traces it, so nothing is cached.
     """

@@ -1,6 +1,6 @@
 """Layers on sharded parameters, with torch's names, arguments and state-dict keys.
 
-Each works without `fully_shard` too, as the plain layer that it is then. `choice`: how it runs, see choice.py.
+Without `fully_shard` each works as the plain layer. `choice`: how it runs, see choice.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from .head import FusedLogits, TokenLogProbs
 class ReadsShards(nn.Module):
     """A layer whose own operators take parameters that are never whole.
 
-    To everyone else, a method that takes `embedding.weight.T`, or a penalty on the weights, such a parameter shows
-    itself as `WholeOnUse`.
+    Other code, such as a method that takes `embedding.weight.T` or a penalty on the weights, gets such a parameter as
+    `WholeOnUse`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -33,19 +33,19 @@ class ReadsShards(nn.Module):
 
 
 def leaf(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A module's parameter as operators take it, maybe without memory; one that is computed, by weight norm, too."""
+    """A module's parameter as operators take it, possibly without memory; also one computed by, say, weight norm."""
     return module._parameters[name] if name in module._parameters else getattr(module, name)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something of the user's runs when the module is called."""
+    """Whether calling the module runs code of the user's."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
 class Linear(ReadsShards, nn.Linear):
-    """`torch.nn.Linear`. Its weight's gradient goes straight to the owners; forward saves its input, no weight."""
+    """`torch.nn.Linear`. Its weight's gradient goes straight to the owners; forward saves its input, not the weight."""
 
     choice = AUTO
     operator = "linear"  # which line of the table says where its weight is read
@@ -75,9 +75,9 @@ class Linear(ReadsShards, nn.Linear):
 
 
 class Embedding(ReadsShards, nn.Embedding):
-    """`torch.nn.Embedding`. Only the rows at hand are read from their owners, and their gradients added there.
+    """`torch.nn.Embedding`. Only the rows of its input are read from their owners, and their gradients added there.
 
-    With `max_norm`, `scale_grad_by_freq` or `sparse` it goes the generic way.
+    With `max_norm`, `scale_grad_by_freq` or `sparse` it gathers its weight as any module does.
     """
 
     choice = AUTO
@@ -201,9 +201,9 @@ def project(
 class LMHead(ReadsShards, nn.Linear):
     """The vocabulary projection of a language model, [.., D] -> [.., V], without bias.
 
-    In training its output is a `FusedLogits`: shape and cross-entropy of logits that are never made. In evaluation, the
-    logits. Its weight is never gathered whole in training: it is read, and its gradient added, a chunk of one owner's
-    rows at a time.
+    In training its output is a `FusedLogits`: shape and cross-entropy of logits that are never computed. In evaluation,
+    it is the logits. Its weight is never gathered in training: it is read, and its gradient added, a chunk of one
+    owner's rows at a time.
     """
 
     choice = AUTO

@@ -1,11 +1,11 @@
 """A sharded parameter as operators see it, and handles by which custom operators, which take tensors only, name it.
 
-[Note: handles] A handle is an int64 tensor [1] on the CPU that holds such a number. `torch.compile` treats it as one
-more input of the graph, so one graph serves all layers of a kind. An operator that writes into shared memory declares
-the handle as mutated, though it never writes to it: so it is neither removed as useless, nor moved, nor run twice. If
-it is given a copy, as under functionalization, the copy holds the same number; given a shard itself, it would run on a
-copy of the shard, which would then overwrite what peers had added meanwhile. An operator's backward keeps its handles
-outside of what autograd saves: autograd would take a second use of the weight for a change of it.
+[Note: handles] A handle is an int64 tensor [1] on the CPU with a number that names an object. `torch.compile` treats it
+as one more input of the graph, so one graph serves all layers of a kind. An operator that writes into shared memory
+declares the handle as mutated, though it never writes to it: so it is neither removed as useless, nor moved, nor run
+twice. If it is given a copy, as under functionalization, the copy holds the same number; given a shard itself, it would
+run on a copy of the shard, which would then overwrite what peers had added meanwhile. An operator's backward keeps its
+handles outside of what autograd saves: autograd would take a second use of the weight for a change of it.
 
 The numbers are the only state of the process here: an object is forgotten when nothing else holds it.
 """

@@ -1,8 +1,8 @@
 """y = x Wᵀ + b with W and b on their owners.
 
-[Note: two ways in] On the host a custom operator costs more than a small product takes, most of it in torch's wrappers
-around it. That is much for what a model calls hundreds of times in a microbatch, so outside of `torch.compile` an
-autograd function calls what is behind the operator directly: the same forward, the same backward.
+[Note: two ways in] On the host a custom operator takes longer than a small product, mostly in torch's wrappers around
+it. A model calls it hundreds of times per microbatch, so outside of `torch.compile` an autograd function calls the
+operator's own forward and backward directly.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ def chosen(weight: ShardedOperand, x: torch.Tensor, choice: str) -> Choice:
 
 
 def by_kernel(how: Choice, x: torch.Tensor, weight: ShardedOperand) -> bool:
-    """Whether Triton's kernel makes the product: not of gathered weights, which the library does, nor of nothing."""
+    """Whether Triton's kernel makes the product: not with gathered weights, which the library takes, nor if empty."""
     return how.backend == "triton" and how.strategy != "gathered" and x.numel() > 0 and 0 not in weight.shape
 
 
