@@ -61,7 +61,8 @@ FAMILIES = {
         sizes=_SIZES | {"head_dim": 8},
         found=(
             f"{_GENERIC}, {_MLP}\n"
-            "left alone: model.layers.*.self_attn (2), its heads have 8 elements; the kernel supports 16, 32, 64, 128, 256"
+            "left alone: model.layers.*.self_attn (2), its heads have 8 elements; "
+            "the kernel supports 16, 32, 64, 128, 256"
         ),
     ),
     "mistral": Family(name="Mistral", sizes=_SIZES | {"sliding_window": None}),
