@@ -13,8 +13,8 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from odc_triton.sharding.activations import activation_bytes_per_token
 from odc_triton.sharding.footprint import MemoryPlan, memory_plan
+from odc_triton.sharding.peaks import activation_bytes_per_token
 
 BEGIN = "<!-- begin: python -m bench.memory_table -->"
 END = "<!-- end: python -m bench.memory_table -->"

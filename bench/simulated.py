@@ -26,7 +26,8 @@ from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
-from odc_triton.data.dataset import IGNORED_LABEL, TokenizedDataset
+from odc_triton.data.dataset import TokenizedDataset
+from odc_triton.data.records import IGNORED
 from odc_triton.simulate.job import simulate
 from odc_triton.simulate.study import SequenceTime, from_measured
 
@@ -73,7 +74,7 @@ def measure(
             for point in singles[variant.name] if run else singles[variant.name][:1]:
                 document = torch.randint(4, work.config["vocab_size"], (point["tokens"],), generator=generator)
                 labels = document.clone()
-                labels[: round(point["tokens"] * (1 - learned))] = IGNORED_LABEL
+                labels[: round(point["tokens"] * (1 - learned))] = IGNORED
                 packs = pack_collate([[{"input_ids": document, "labels": labels}]]) * point["microbatches"]
                 took = _timed(variant, run, packs, count_target_tokens(packs) * world)
                 if run:

@@ -39,7 +39,7 @@ embedding: model.embed_tokens
 linear: lm_head, model.layers.*.mlp.gate_proj (2), model.layers.*.mlp.up_proj (2), model.layers.*.mlp.down_proj (2)"""
 _PROJECTIONS = ", ".join(f"model.layers.*.self_attn.{each}_proj (2)" for each in "qkvo")
 _MLP = ", ".join(f"model.layers.*.mlp.{each}_proj (2)" for each in ("gate", "up", "down"))
-_UNKNOWN = "of no family that is known here"
+_UNKNOWN = "of an unknown family"
 _GENERIC = f"attention: none\nembedding: model.embed_tokens\nlinear: lm_head, {_PROJECTIONS}"
 
 
@@ -61,7 +61,8 @@ FAMILIES = {
         sizes=_SIZES | {"head_dim": 8},
         found=(
             f"{_GENERIC}, {_MLP}\n"
-            "left alone: model.layers.*.self_attn (2), its heads have 8 elements, and the kernel's 16, 32, 64, 128, 256"
+            "left alone: model.layers.*.self_attn (2), its heads have 8 elements; "
+            "the kernel supports 16, 32, 64, 128, 256"
         ),
     ),
     "mistral": Family(name="Mistral", sizes=_SIZES | {"sliding_window": None}),
@@ -98,7 +99,7 @@ FAMILIES = {
             "attention: none\nembedding: transformer.wte, transformer.wpe\nlinear: lm_head\n"
             f"left alone: transformer.h.*.attn (2), a GPT2Attention, {_UNKNOWN}\n"
             "left alone: transformer.h.*.attn.c_attn (2), transformer.h.*.attn.c_proj (2), "
-            "transformer.h.*.mlp.c_fc (2), transformer.h.*.mlp.c_proj (2), a Conv1D and no Linear"
+            "transformer.h.*.mlp.c_fc (2), transformer.h.*.mlp.c_proj (2), a Conv1D, not a Linear"
         ),
     ),
     "olmo2": Family(

@@ -68,12 +68,12 @@ def test_lengths_of_every_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("5\nseven\n", "line 2: 'seven' is no length"),
+        ("5\nseven\n", "line 2: 'seven' is not a length"),
         ("5\n1\n", "line 2: '1'"),
         ("5\n-3\n", "line 2"),
         ("5\n2.5\n", "line 2"),
         ('{"length": true}', "line 1: True"),
-        ('{"length": 1}', "line 1: 1 is no length"),
+        ('{"length": 1}', "line 1: 1 is not a length"),
         ('{"length": null}', "line 1: None"),
         ('5\n{"length": 3', "line 2: not valid JSON"),
         ('{"words": 3}', "line 1: needs 'text'"),

@@ -23,7 +23,7 @@ from odc_triton.nn.choice import (
 )
 
 ALL = (*BACKENDS, *STRATEGIES, *WGRADS)
-PLACE = {"shape": (64, 32), "tokens": 10, "topology": "cuda"}
+PLACE = {"shape": (64, 32), "tokens": 10, "device_type": "cuda"}
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def test_what_is_not_understood_is_refused(text: str, words: str, monkeypatch: p
         with pytest.raises(ValueError, match=words):
             choose(operator, given=text, **PLACE)
         with pytest.raises(ValueError, match=words):
-            is_gathered(operator, given=text, shape=(2, 2), topology="cuda")
+            is_gathered(operator, given=text, shape=(2, 2), device_type="cuda")
     monkeypatch.setenv("ODC_OPERATORS", text)
     with pytest.raises(ValueError, match=words):
         choose("linear", **PLACE)
@@ -127,9 +127,9 @@ def test_argument_over_variable_over_table(argument: tuple, variable: tuple) -> 
         given_words = "/".join(filter(None, argument))
         table = (_entry("linear", "/".join(own)),)
         assert choose("linear", given=given_words, table=table, **PLACE) == _choice("/".join(want))
-        got = is_gathered("linear", given=given_words, table=table, shape=(4, 4), topology="cuda")
+        got = is_gathered("linear", given=given_words, table=table, shape=(4, 4), device_type="cuda")
         assert got == (want[1] == "gathered")
-        got = is_by_kernel("linear", given=given_words, table=table, shape=(4, 4), topology="cuda")
+        got = is_by_kernel("linear", given=given_words, table=table, shape=(4, 4), device_type="cuda")
         assert got == (want[0] == "triton")
 
 
@@ -143,17 +143,17 @@ def test_the_variable_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 OWN = (
-    _entry("linear", "triton/direct/fused", topology="cuda", shape=(8, 4), tokens=16),
-    _entry("linear", "triton/staged/fused", topology="cuda", shape=(8, 4)),
-    _entry("linear", "eager/gathered/split", topology="cuda", tokens=128),
-    _entry("linear", "eager/direct/split", topology="cuda"),
+    _entry("linear", "triton/direct/fused", device_type="cuda", shape=(8, 4), tokens=16),
+    _entry("linear", "triton/staged/fused", device_type="cuda", shape=(8, 4)),
+    _entry("linear", "eager/gathered/split", device_type="cuda", tokens=128),
+    _entry("linear", "eager/direct/split", device_type="cuda"),
     _entry("linear", "eager/staged/split", tokens=0),
     _entry("linear", "eager/gathered/fused"),
 )
 
 
 @pytest.mark.parametrize(
-    ("shape", "tokens", "topology", "line"),
+    ("shape", "tokens", "device_type", "line"),
     [
         ((8, 4), 0, "cuda", 0),
         ((8, 4), 16, "cuda", 0),
@@ -165,28 +165,28 @@ OWN = (
         ((8, 4), 1, "cpu", 5),
     ],
 )
-def test_the_first_line_that_holds(shape: tuple[int, ...], tokens: int, topology: str, line: int) -> None:
-    assert choose("linear", shape=shape, tokens=tokens, topology=topology, table=OWN) == OWN[line].choice
+def test_the_first_line_that_holds(shape: tuple[int, ...], tokens: int, device_type: str, line: int) -> None:
+    assert choose("linear", shape=shape, tokens=tokens, device_type=device_type, table=OWN) == OWN[line].choice
     # A list, as `torch.Size` or a config may give it, is the same shape.
-    assert choose("linear", shape=list(shape), tokens=tokens, topology=topology, table=OWN) == OWN[line].choice
+    assert choose("linear", shape=list(shape), tokens=tokens, device_type=device_type, table=OWN) == OWN[line].choice
 
 
 def test_gathered_if_for_any_number_of_tokens() -> None:
-    where = {"topology": "cuda", "table": OWN}
+    where = {"device_type": "cuda", "table": OWN}
     assert is_gathered("linear", shape=(4, 8), **where)  # up to 128 tokens
-    assert is_gathered("linear", shape=(8, 4), topology="cuda", table=(OWN[0], OWN[2]))  # from 17 to 128 tokens
-    assert not is_gathered("linear", shape=(8, 4), table=OWN[:2], topology="cuda")
+    assert is_gathered("linear", shape=(8, 4), device_type="cuda", table=(OWN[0], OWN[2]))  # from 17 to 128 tokens
+    assert not is_gathered("linear", shape=(8, 4), table=OWN[:2], device_type="cuda")
     assert not is_gathered("linear", shape=(4, 8), given="direct", **where)
     assert is_gathered("linear", shape=(8, 4), given="gathered", **where)
-    assert not is_gathered("linear", shape=(8, 4), topology="cpu", given="qkv=gathered", table=OWN[4:5])
+    assert not is_gathered("linear", shape=(8, 4), device_type="cpu", given="qkv=gathered", table=OWN[4:5])
 
 
 def test_no_line() -> None:
     for table, shape in (((), (8, 4)), (OWN[:1], (4, 8))):
         with pytest.raises(LookupError, match=rf"no line for linear of \({shape[0]}, {shape[1]}\) on cuda, 3 tokens"):
-            choose("linear", shape=shape, tokens=3, topology="cuda", table=table)
+            choose("linear", shape=shape, tokens=3, device_type="cuda", table=table)
     with pytest.raises(LookupError, match="17 tokens"):
-        choose("linear", shape=(8, 4), tokens=17, topology="cuda", table=OWN[:1])
+        choose("linear", shape=(8, 4), tokens=17, device_type="cuda", table=OWN[:1])
 
 
 @given(
@@ -204,14 +204,14 @@ def test_no_line() -> None:
     st.integers(0, 60),
 )
 def test_lines_by_hand(lines: list[tuple], shape: tuple[int, ...], tokens: int) -> None:
-    table = tuple(_entry(op, words, topology=where, shape=of, tokens=n) for op, where, of, n, words in lines)
+    table = tuple(_entry(op, words, device_type=where, shape=of, tokens=n) for op, where, of, n, words in lines)
     holding = [
         (words, n)
         for op, where, of, n, words in lines
         if op == "linear" and where in (None, "cuda") and of in (None, shape)
     ]
     fitting = [words for words, n in holding if n is None or tokens <= n]
-    place = {"shape": shape, "topology": "cuda", "table": table}
+    place = {"shape": shape, "device_type": "cuda", "table": table}
     if fitting:
         assert choose("linear", tokens=tokens, **place) == _choice(fitting[0])
     else:
@@ -224,29 +224,29 @@ def test_lines_by_hand(lines: list[tuple], shape: tuple[int, ...], tokens: int) 
 SHIPPED = list(itertools.product(WORDS, ["cpu", "cuda"], [(1, 1), (4096, 4096), (151936, 896)]))
 
 
-@pytest.mark.parametrize(("operator", "topology", "shape"), SHIPPED)
-def test_the_shipped_table(operator: str, topology: str, shape: tuple[int, ...]) -> None:
-    found = [choose(operator, shape=shape, tokens=n, topology=topology) for n in (0, 1, 64, 8192, 10**7)]
+@pytest.mark.parametrize(("operator", "device_type", "shape"), SHIPPED)
+def test_the_shipped_table(operator: str, device_type: str, shape: tuple[int, ...]) -> None:
+    found = [choose(operator, shape=shape, tokens=n, device_type=device_type) for n in (0, 1, 64, 8192, 10**7)]
     for one in found:
         assert set(_fields(one)) <= WORDS[operator], "the table says what the operator does not know"
         if operator in ("linear", "qkv"):
             assert one == _choice("eager/gathered/split"), "nothing has been measured to be faster"
         else:
-            assert one == _choice(f"{'triton' if topology == 'cuda' else 'eager'}/direct/fused")
+            assert one == _choice(f"{'triton' if device_type == 'cuda' else 'eager'}/direct/fused")
     gathered = any(one.strategy == "gathered" for one in found)
-    assert is_gathered(operator, shape=shape, topology=topology) == gathered
+    assert is_gathered(operator, shape=shape, device_type=device_type) == gathered
 
 
 def test_a_qkv_lines_backend_does_not_depend_on_tokens() -> None:
     """`is_by_kernel` does not know the tokens, and who asks it then has the operator run for any number of them."""
-    for topology in ("cpu", "cuda"):
+    for device_type in ("cpu", "cuda"):
         shapes = {entry.shape or (16, 8) for entry in TABLE if entry.operator == "qkv"}
         assert shapes
         for shape in shapes:
             limits = {entry.tokens for entry in TABLE if entry.operator == "qkv"} - {None}
             counts = {0, 1, 10**9, *limits, *(limit + 1 for limit in limits)}
-            backends = {choose("qkv", shape=shape, tokens=n, topology=topology).backend for n in counts}
-            by_kernel = is_by_kernel("qkv", shape=shape, topology=topology)
+            backends = {choose("qkv", shape=shape, tokens=n, device_type=device_type).backend for n in counts}
+            by_kernel = is_by_kernel("qkv", shape=shape, device_type=device_type)
             assert backends == {"triton" if by_kernel else "eager"}
 
 
@@ -259,17 +259,17 @@ def test_kernels_on_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatc
             monkeypatch.setenv("TRITON_INTERPRET", value)
         shape, remedy = (7919, number), "set TRITON_INTERPRET=1 before triton is imported, or say 'eager'"
         for given_words in ("triton", "linear=triton/direct"):
-            with pytest.raises(ValueError, match=f"linear was told {given_words.removeprefix('linear=')}.*{remedy}"):
-                choose("linear", shape=shape, tokens=1, topology="cpu", given=given_words)
+            with pytest.raises(ValueError, match=f"linear was given {given_words.removeprefix('linear=')}.*{remedy}"):
+                choose("linear", shape=shape, tokens=1, device_type="cpu", given=given_words)
             with pytest.raises(ValueError, match=remedy):
-                is_gathered("linear", shape=shape, topology="cpu", given=given_words)
+                is_gathered("linear", shape=shape, device_type="cpu", given=given_words)
             with pytest.raises(ValueError, match=remedy):
-                is_by_kernel("linear", shape=shape, topology="cpu", given=given_words)
-        assert choose("linear", shape=shape, tokens=1, topology="cpu").backend == "eager"
-        assert choose("linear", shape=shape, tokens=1, topology="cuda", given="triton").backend == "triton"
-        assert choose("qkv", shape=shape, tokens=1, topology="cpu", given="linear=triton").backend == "eager"
+                is_by_kernel("linear", shape=shape, device_type="cpu", given=given_words)
+        assert choose("linear", shape=shape, tokens=1, device_type="cpu").backend == "eager"
+        assert choose("linear", shape=shape, tokens=1, device_type="cuda", given="triton").backend == "triton"
+        assert choose("qkv", shape=shape, tokens=1, device_type="cpu", given="linear=triton").backend == "eager"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose("linear", shape=(7919, 0), tokens=1, topology="cpu", given="triton").backend == "triton"
+    assert choose("linear", shape=(7919, 0), tokens=1, device_type="cpu", given="triton").backend == "triton"
 
 
 def test_roles_are_names_of_their_operators_too() -> None:

@@ -102,14 +102,14 @@ def test_a_good_machine_has_nothing_to_complain_of() -> None:
     assert bad(report) == []
     text = render(report)
     assert "all 28 pairs: access and native atomics, 478 GB/s per direction" in text
-    assert "torch 2.13.0+cu128, CUDA 12.8; driver 570.124.06 knows CUDA 12.8" in text
+    assert "torch 2.13.0+cu128, CUDA 12.8; driver 570.124.06 supports CUDA 12.8" in text
     assert "topology nvswitch-18x25" in text
     assert text.endswith("No problems, 0 notes.")
 
 
 def test_a_machine_without_a_gpu_is_fine() -> None:
     report = examine(Machine(versions=CPU_BUILD), NO_GPU)
-    assert bad(report) == [("GPUs", "none: no NVIDIA driver is installed here. The CPU backend works without")]
+    assert bad(report) == [("GPUs", "none: no NVIDIA driver is installed here. The CPU backend needs none")]
     assert report.problems == ()
 
 
@@ -119,7 +119,7 @@ def test_a_machine_without_a_gpu_is_fine() -> None:
         ({"torch": "2.10.1"}, PROBLEM, "torch", "too old -> pip install 'torch>=2.11'"),
         ({"triton": "3.5.1"}, PROBLEM, "triton", "none of 3.6 to 3.9"),
         ({"triton": "3.10.0"}, NOTE, "triton", "none of 3.6 to 3.9"),
-        ({"triton": "3.9.0"}, NOTE, "triton", "asks for 3.7.1 -> pip install triton==3.7.1"),
+        ({"triton": "3.9.0"}, NOTE, "triton", "requires 3.7.1 -> pip install triton==3.7.1"),
         ({"triton": None}, PROBLEM, "triton", "not installed"),
         ({"torch": "2.14.1+cu128"}, NOTE, "versions", "untested: torch 2.14.1+cu128 (tested: 2.11, 2.13, 2.15) -> run"),
         (
@@ -200,7 +200,7 @@ def test_a_gpu_on_the_bus_that_is_out_of_reach() -> None:
             f"{bus}/0000:18:00.0/class": "0x068000\n",  # an NVSwitch
         },
     )
-    assert "1 NVIDIA GPU on the PCI bus, out of reach from here" in only(examine(machine, NO_GPU), NOTE, "GPUs")
+    assert "1 NVIDIA GPU on the PCI bus, not accessible from here" in only(examine(machine, NO_GPU), NOTE, "GPUs")
 
 
 def test_without_nvml_but_with_cuda() -> None:
@@ -208,7 +208,7 @@ def test_without_nvml_but_with_cuda() -> None:
     report = examine(Machine(), read_topology(SnapshotNvml({"missing": "nvidia-ml-py is not installed"}), cuda))
     assert [topic for topic, _ in bad(report)] == ["GPUs", "peers"]
     assert report.problems == ()
-    assert "the driver does not say of 1 of 1 pair" in render(report)
+    assert "the driver does not say what 1 of 1 pair" in render(report)
 
 
 def test_pairs_that_can_not_share_a_model() -> None:

@@ -51,7 +51,7 @@ class Operator(nn.Module):
             value = torch.randn(shape) / max(shape[-1], 1) ** 0.5
             self.register_parameter(name, nn.Parameter(value, requires_grad=name not in case.frozen))
 
-    def reads_on_demand(self, topology: str, table: tuple = ()) -> tuple[str, ...]:
+    def reads_on_demand(self, device_type: str, table: tuple = ()) -> tuple[str, ...]:
         return () if self.case.gathered else tuple(name for name in self.case.shapes if not name.endswith("norm"))
 
     def forward(self, *inputs: torch.Tensor) -> object:

@@ -42,15 +42,15 @@ def test_silent_clients_keep_nobody_waiting() -> None:
 def _among_silent_clients(rank: int, world: int) -> tuple[list[bool], float]:
     """Strangers connect to rank 0's port before rank 1 does."""
     from odc_triton import fully_shard
-    from odc_triton.comm.peers import Lifelines
+    from odc_triton.comm.peers import PeerStatus
 
-    call, strangers = Lifelines._call, []
+    call, strangers = PeerStatus._call, []
 
-    def come_after_strangers(self: Lifelines, peer: int, host: str, port: int, *rest: Any) -> socket.socket:
+    def come_after_strangers(self: PeerStatus, peer: int, host: str, port: int, *rest: Any) -> socket.socket:
         strangers.extend(socket.create_connection((host, port)) for _ in range(3))
         return call(self, peer, host, port, *rest)
 
-    Lifelines._call = come_after_strangers
+    PeerStatus._call = come_after_strangers
     start_s = time.monotonic()
     model = fully_shard(
         nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))

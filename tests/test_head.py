@@ -207,7 +207,7 @@ def test_cross_entropy(reduction: str) -> None:
     ],
 )
 def test_touching_them_raises(touch: Callable) -> None:
-    with pytest.raises(RuntimeError, match=r"does not make\. Take the model's own loss"):
+    with pytest.raises(RuntimeError, match=r"does not compute\. Use the model's own loss"):
         touch(FusedLogits(H, W))
 
 
@@ -230,7 +230,7 @@ def test_second_derivatives_are_refused() -> None:
 def test_what_tensors_do_not_have_either() -> None:
     logits = FusedLogits(H, W)
     assert not hasattr(logits, "no_such_method")
-    assert "never made" in repr(logits)
+    assert "never computed" in repr(logits)
 
 
 class Scaled(nn.Linear):

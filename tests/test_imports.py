@@ -20,7 +20,7 @@ FLOORS = (
     *("engine", "balance", "data", "comm", "nn", "machine", "base"),
 )
 # Neither torch nor triton: folders, and modules of others.
-PURE = ("base", "machine", "balance", "simulate", "comm.layout", "nn.choice", "sharding.activations")
+PURE = ("base", "machine", "balance", "simulate", "comm.layout", "nn.choice", "sharding.peaks")
 HEAVY = {"torch", "triton", "transformers", "odc_kernels"}
 NEEDS_TORCH = ("balance.collate", "balance.counter", "machine.cuda_devices", "machine.probe")
 

@@ -149,7 +149,7 @@ def test_options() -> None:
         "hook": "ValueError: 0.weight has gradient hooks.*after the minibatch",
         "optimizer in backward": "ValueError: 0.weight has gradient hooks.*after the minibatch",
         "3-D mesh": r"NotImplementedError.*3 dimensions without names.*\('replicate', 'shard'\)",
-        "turned mesh": r"NotImplementedError.*2 dimensions \('shard', 'replicate'\).*turn the mesh round",
+        "turned mesh": r"NotImplementedError.*2 dimensions \('shard', 'replicate'\).*swap the dimensions of the mesh",
         "2-D mesh": r"NotImplementedError.*2 dimensions.*mesh\['dp'\]",
         "tp": "NotImplementedError.*'tp'",
         "cp": "NotImplementedError.*'cp'",
@@ -256,7 +256,7 @@ def test_ranks_differ() -> None:
     expected = {
         "betas": r"RanksDiffer: .* betas \(parameter group 0\) is 0.8, 0.99 on ranks \[0, 2\]; 0.8, 0.9 on ranks \[1\]",
         "shape": r"RanksDiffer.*0\.weight.*\[[67], 4\].*against.*0\.weight.*\[[67], 4\]",
-        "number": r"RanksDiffer.*1\.weight.*stands only (here|there)",
+        "number": r"RanksDiffer.*1\.weight.*is only (here|there)",
         "name": r"RanksDiffer.*(second|last)\.weight.*against.*(second|last)\.weight",
         "dtype": "RanksDiffer.*float(32|64).*against.*float(32|64)",
         "requires_grad": r"RanksDiffer.*2\.bias.*reduce_dtype.*against.*2\.bias",

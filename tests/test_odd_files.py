@@ -77,5 +77,5 @@ def test_lengths_of_a_damaged_data_set(tmp_path: Path, damage: str) -> None:
             np.save(file, np.arange(3))
     else:
         path.write_bytes({"deflated": raw[:100] + bytes(200) + raw[300:], "cut": raw[:300], "text": b"one"}[damage])
-    with pytest.raises(ValueError, match=r"data\.npz is damaged, or no \.npz: give the file that"):
+    with pytest.raises(ValueError, match=r"data\.npz is damaged or is not an \.npz: give the file that"):
         read_lengths(path)

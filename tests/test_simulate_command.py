@@ -123,7 +123,7 @@ def test_one_copy_over_all_nodes_costs_more_than_one_in_each() -> None:
         (("--token-cap", 1000), 1, "are longer than the token_cap of 1000 (the longest: "),
         (("--topology", "nowhere.json"), 1, "nowhere.json"),
         (("--gpus", 9, "--nodes", 2), 2, "9 gpus don't divide over 2 nodes: give a multiple of 2"),
-        (("--gpus", 0), 2, "gpus is 0: give 1 or more"),
+        (("--gpus", 0), 2, "gpus is 0; give at least 1"),
         (("--nodes", -1), 2, "nodes is -1"),
         (("--trials", 0), 2, "trials is 0"),
         (("--minibatch", "1,0"), 2, "minibatch has '0'"),

@@ -147,20 +147,20 @@ def test_lengths_from_files(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("a.txt", "", "has no lengths; give one number"),
-        ("a.txt", "5 0", "line 1: '0' is no length"),
-        ("a.txt", "5\n-3", "line 2: '-3' is no length"),
-        ("a.txt", "5 nan", "line 1: 'nan' is no length"),
-        ("a.txt", "5 inf", "'inf' is no length"),
-        ("a.txt", "5 2.5", "'2.5' is no length"),
-        ("a.txt", "five", "line 1: 'five' is no length"),
+        ("a.txt", "5 0", "line 1: '0' is not a length"),
+        ("a.txt", "5\n-3", "line 2: '-3' is not a length"),
+        ("a.txt", "5 nan", "line 1: 'nan' is not a length"),
+        ("a.txt", "5 inf", "'inf' is not a length"),
+        ("a.txt", "5 2.5", "'2.5' is not a length"),
+        ("a.txt", "five", "line 1: 'five' is not a length"),
         ("a.json", '{"a": 1}', "holds a dict; give a list"),
-        ("a.json", "[5, true]", "element 1: True is no length"),
+        ("a.json", "[5, true]", "element 1: True is not a length"),
         ("a.json", "[5", "a.json: not valid JSON"),
         ("a.jsonl", '{"length": 5}\n{"length": ', "line 2: not valid JSON"),
         ("a.jsonl", '{"words": 5}', "line 1: needs 'text', .* it has 'words'"),
         ("a.jsonl", '{"text": ""}', "line 1 is a text of 0 tokens"),
-        ("a.jsonl", '{"length": NaN}', "nan is no length"),
-        ("a.jsonl", '{"length": null}', "None is no length"),
+        ("a.jsonl", '{"length": NaN}', "nan is not a length"),
+        ("a.jsonl", '{"length": null}', "None is not a length"),
     ],
 )
 def test_lengths_that_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -193,10 +193,10 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is neither known nor a file"):
         Model.find(str(tmp_path))  # a folder without a config
     for text, message in (
-        ("nothing", "is no JSON"),
+        ("nothing", "is not valid JSON"),
         ("[1]", "holds a list"),
         ("{}", "config.json can't be simulated: the model's config has hidden_size=None"),
-        ('{"architectures": ["BertForMaskedLM"]}', "is of a BertForMaskedLM, no causal LM"),
+        ('{"architectures": ["BertForMaskedLM"]}', "describes a BertForMaskedLM, not a causal LM"),
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):

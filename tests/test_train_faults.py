@@ -210,20 +210,22 @@ def test_no_space_for_metrics(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- told to stop
 
 
-def test_the_first_wish_is_remembered_and_a_second_one_is_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    from odc_triton.train import stop
+def test_the_first_request_is_remembered_and_a_second_one_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from odc_triton.base import signals
+    from odc_triton.train.sft import StopSignal
 
     before = signal.getsignal(signal.SIGTERM)
     asked: list[str] = []
-    with stop.StopWish(asked.append) as wish:
-        wish.look()
-        assert (wish.signal, asked) == (None, [])
+    stop = StopSignal(asked.append)
+    with signals.handling(stop.hear, *signals.STOPS):
+        stop.look()
+        assert (stop.signal, asked) == (None, [])
         os.kill(os.getpid(), signal.SIGTERM)
-        assert wish.signal == signal.SIGTERM
+        assert stop.signal == signal.SIGTERM
         assert asked == ["its peers, after SIGTERM"]
         os.kill(os.getpid(), signal.SIGINT)  # at once: the launcher and the terminal both send it
-        assert wish.signal == signal.SIGTERM
-        monkeypatch.setattr(stop, "_SAME_WISH_S", 0.0)
+        assert stop.signal == signal.SIGTERM
+        monkeypatch.setattr(signals, "_SAME_REQUEST_S", 0.0)
         with pytest.raises(KeyboardInterrupt, match="a second time, by SIGINT"):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -273,7 +275,7 @@ def test_the_command_is_told_to_stop(tmp_path: Path, number: int) -> None:
     assert process.returncode == 128 + number, problems
     step = len(read_metrics(tmp_path / "out" / "metrics.jsonl"))
     path = tmp_path / "out" / "checkpoints" / f"step-{step:08d}"
-    assert f"stopped after step {step} of 100000, saved in {path}: --resume auto goes on" in text
+    assert f"stopped after step {step} of 100000, saved in {path}; continue with --resume auto" in text
     assert path.is_dir()
     assert "Traceback" not in problems
 
@@ -314,7 +316,7 @@ def test_torchrun_brings_the_job_back(tmp_path: Path) -> None:
     assert process.returncode == 0, problems
     assert "rank 0: RankLost: rank 0 was waiting for" in problems
     assert "rank 1 died" in problems
-    assert "going on after step" in text
+    assert "continuing after step" in text
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert "Traceback" not in problems

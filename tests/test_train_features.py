@@ -184,8 +184,8 @@ def test_a_report_without_matplotlib(folder: Path, tmp_path: Path, capsys: pytes
         patch.setitem(sys.modules, hidden, None)
         written = write_report(tmp_path, case(folder, out=str(tmp_path)), [event], ranks=1)
     assert written == ["report.html", "trace.json"]
-    remedy = 'there is no matplotlib; run: pip install "odc-triton[plot]"'
-    assert f"report.html is without pictures, as {remedy}" in capsys.readouterr().out
+    remedy = 'matplotlib is not installed; run: pip install "odc-triton[plot]"'
+    assert f"report.html has no pictures, as {remedy}" in capsys.readouterr().out
     page = html.unescape((tmp_path / "report.html").read_text())
     assert remedy in page
     assert "on 1 rank: the loss went from 2.0000 to 2.0000. It was idle 0.0% of the time." in page

@@ -63,12 +63,12 @@ def array(path: Path, records: list) -> None:
     [
         (".jsonl", lines, SHARED, "line 1: needs 'text'.*'system', ShareGPT's form; convert it", CONVERSATIONS),
         (".jsonl", lines, ALPACA, "line 1: needs 'text'.*, Alpaca's form; convert it", PAIRS),
-        (".csv", table, TEXTS, "line 1: the file is no JSON but a table", TEXTS),
-        (".tsv", table, TEXTS, "line 1: the file is no JSON but a table", TEXTS),
+        (".csv", table, TEXTS, "line 1: the file is a table, not JSON", TEXTS),
+        (".tsv", table, TEXTS, "line 1: the file is a table, not JSON", TEXTS),
         (".parquet", parquet, TEXTS, "line 1: the file is Parquet", TEXTS),
-        ("", folder, TEXTS, "holds Parquet files, and no data set of `save_to_disk`", TEXTS),
-        (".jsonl.gz", packed, TEXTS, "line 1: the file is compressed by gzip; unpack it first", TEXTS),
-        (".json", array, TEXTS, "line 1: not valid JSON.*of a JSON array make a line of each element", TEXTS),
+        ("", folder, TEXTS, "holds Parquet files, not a data set of `save_to_disk`", TEXTS),
+        (".jsonl.gz", packed, TEXTS, "line 1: the file is compressed with gzip; unpack it: gzip -dc", TEXTS),
+        (".json", array, TEXTS, "line 1: not valid JSON.*write each element of the JSON array on a line", TEXTS),
     ],
 )  # fmt: skip
 def test_the_remedy_works_as_it_is_pasted(tmp_path, suffix, write, records, said, wanted):

@@ -46,17 +46,17 @@ def started(*_: object, **__: object) -> None:
         ({"--init": None, "--model": "./nowhere"}, "./nowhere: there is no such file or folder"),
         (
             {"--init": None, "--model": "nowhere"},
-            "nowhere is no file or folder here, so it was taken for a name on the",
+            "nowhere is no local file or folder, so it was taken for a hub id",
         ),
         ({"--init": None, "--model": "no-weights"}, "no-weights has neither model.safetensors nor"),
         ({"--tokenizer": "./missing.json"}, "missing.json"),
         ({"--data": "chats.jsonl"}, "chats.jsonl, line 1: 'messages' need a tokenizer with a chat template"),
         ({"--data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
         ({"--eval-data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
-        ({"--init": "small.json"}, r"made token \d+ and the model knows 50"),
+        ({"--init": "small.json"}, r"made token \d+ and the model has only 50"),
         ({"--out": "file"}, r"file can't be written to \(it is a file\): give another --out"),
         ({"--out": "file/below"}, r"below can't be written to \(Not a directory\): give another --out"),
-        ({"--out": "used"}, "used holds another run: go on with it by --resume auto, or give another --out"),
+        ({"--out": "used"}, "used holds another run: continue it with --resume auto, or give another --out"),
     ],
 )
 def test_said_before_the_start(folder, monkeypatch, capsys, changes, said):

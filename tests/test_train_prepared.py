@@ -99,7 +99,7 @@ def test_damaged_file_is_made_anew(path, tmp_path, damage):
         whole = len(raw) // 2
         raw = {"cut": raw[:whole], "empty": b"", "text": b"x" * 500, "zip": raw[:-30] + bytes(30)}[damage]
     file.write_bytes(raw)
-    with pytest.warns(RuntimeWarning, match="prepared data are made anew: .* is not a prepared data set"):
+    with pytest.warns(RuntimeWarning, match="the data are prepared again: .* is not a prepared data set"):
         again = prepare_data(str(path), ENCODER, folder=tmp_path / "kept")
     assert samples_of(again) == wanted
     assert samples_of(prepare_data(str(path), NEVER, folder=tmp_path / "kept")) == wanted

@@ -193,7 +193,7 @@ def test_schedule() -> None:
 
 @pytest.mark.parametrize(
     ("config", "words"),
-    [({"vocab_size": 50}, "the model knows 50"), ({"max_position_embeddings": 16}, "the model is made for 16")],
+    [({"vocab_size": 50}, "the model has only 50"), ({"max_position_embeddings": 16}, "the model takes at most 16")],
 )
 def test_samples_that_the_model_cannot_take(folder: Path, config: dict, words: str) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -212,5 +212,5 @@ def test_a_foreign_tokenizer_file_is_refused(folder: Path, tmp_path: Path) -> No
     from odc_triton.train.prepare import load_any_tokenizer
 
     Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "other.json"))
-    with pytest.raises(ValueError, match="this project did not make it"):
+    with pytest.raises(ValueError, match="odc-triton did not make it"):
         load_any_tokenizer(options(folder, tokenizer=str(tmp_path / "other.json")))

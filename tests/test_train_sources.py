@@ -68,14 +68,14 @@ def test_names(tmp_path, monkeypatch):
         with pytest.raises(DataError, match="cannot be read: No such file or directory"):
             open_source(name)
     for name in ("", "a\0b"):
-        with pytest.raises(DataError, match="is not the name of any data"):
+        with pytest.raises(DataError, match="names no data"):
             open_source(name)
 
 
 def test_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     for name, why in (
-        ("owner/name:train", "no file here, so it is taken for a data set of the hub"),
+        ("owner/name:train", "no local file, so it was taken for a data set of the hub"),
         (str(tmp_path), "is a folder"),
         (f"{tmp_path}:test", "is a folder"),
     ):
@@ -120,7 +120,7 @@ def test_saved_data_set(library, tmp_path):
     assert [record.form for record in open_source(str(tmp_path / "both"))] == ["text", "prompt and completion"]
     for name in (f"{tmp_path}/both:test", f"{tmp_path}/one"):
         assert [record.completion for record in open_source(name)] == ["from the test split"]
-    with pytest.raises(DataError, match=r"has no split 'dev'; name one of its own: .*both:train, .*both:test"):
+    with pytest.raises(DataError, match=r"has no split 'dev'; give one of .*both:train, .*both:test"):
         open_source(f"{tmp_path}/both:dev")
     with pytest.raises(DataError, match="is one data set without splits; leave out ':train'"):
         open_source(f"{tmp_path}/one:train")

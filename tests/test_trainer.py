@@ -173,7 +173,8 @@ def test_ranks_without_packs(tmp_path: Path) -> None:
     _assert_alike(results, _plain(1))
     assert sorted(result["forwards"] for result in results) == [[], list(range(STEPS))]
     for result in results:
-        assert result["meetings"] == [f"{what} minibatch {i}" for i in range(STEPS) for what in ("enter", "leave")]
+        steps = ("enter", "leave", "sum up")
+        assert result["meetings"] == [f"{what} minibatch {i}" for i in range(STEPS) for what in steps]
 
 
 # ------------------------------------------------------------------ checkpoints

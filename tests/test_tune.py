@@ -20,8 +20,7 @@ from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import RanksDiffer
 from odc_triton.cli.command import main
 from odc_triton.cli.tune import TuneOptions
-from odc_triton.cli.tune.candidates import tiles, ways
-from odc_triton.cli.tune.decision import decide
+from odc_triton.cli.tune.candidates import decide, tiles, ways
 from odc_triton.cli.tune.workload import Workload, workloads_of
 from odc_triton.engine.api import engine_of
 from odc_triton.nn.choice import TABLE, as_choice, choose
@@ -85,14 +84,14 @@ def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = load(HERE, tmp_path)
     assert found.lines == (_line(), _line(tokens=None, choice=as_choice(PLAIN)))
     table = found.table("float32")
-    few = choose("linear", shape=(8, 4), tokens=16, topology="cuda", table=table)
+    few = choose("linear", shape=(8, 4), tokens=16, device_type="cuda", table=table)
     assert few.tile("wgrad") == WgradTile(n=64)
     assert few.tile("linear") == LinearTile(t=128)
     assert few.tile("linear_dx") is None
-    assert choose("linear", shape=(8, 4), tokens=17, topology="cuda", table=table).words == PLAIN
-    assert choose("linear", shape=(9, 4), tokens=1, topology="cuda", table=table) == TABLE[0].choice  # as shipped
+    assert choose("linear", shape=(8, 4), tokens=17, device_type="cuda", table=table).words == PLAIN
+    assert choose("linear", shape=(9, 4), tokens=1, device_type="cuda", table=table) == TABLE[0].choice  # as shipped
     assert found.table("bfloat16") is TABLE
-    told = choose("linear", shape=(8, 4), tokens=1, topology="cuda", given="eager/split", table=table)
+    told = choose("linear", shape=(8, 4), tokens=1, device_type="cuda", given="eager/split", table=table)
     assert told.words == "eager/direct/split"  # an argument comes before the table
 
 
@@ -197,7 +196,7 @@ def _sharded_with(folder: str) -> tuple[str, str, torch.Tensor, torch.Tensor]:
     with minibatch(model):
         model(x).square().sum().backward()
     plain(x).square().sum().backward()
-    about = {"shape": (8, 4), "topology": "cpu", "table": parameter.table}
+    about = {"shape": (8, 4), "device_type": "cpu", "table": parameter.table}
     few, many = (choose("linear", tokens=tokens, **about).words for tokens in (5, 500))
     return few, many, parameter.sharded.grad.full_tensor(), plain.weight.grad
 

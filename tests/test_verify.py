@@ -35,7 +35,7 @@ def test_equal_models_pass_and_stay_as_they_are(name: str) -> None:
     found = verify(model, batch)
     assert found.gradients == len(list(model.parameters()))
     assert found.worst[1] <= 1e-5
-    assert "the most different is" in str(found)
+    assert "differs most" in str(found)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert isinstance(model.lm_head, LMHead)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
@@ -83,7 +83,7 @@ def test_a_difference_is_named(wrong: type, words: str) -> None:
 def test_what_cant_be_compared() -> None:
     with pytest.raises(ValueError, match="none of the model's layers is replaced"):
         verify(build("llama"), _batch())
-    with pytest.raises(ValueError, match=r"gave no loss for \['input_ids'\]; add labels"):
+    with pytest.raises(ValueError, match=r"returned no loss for \['input_ids'\]; add labels"):
         verify(_replaced(), {"input_ids": _batch()["input_ids"]})
     with pytest.raises(ValueError, match="before fully_shard"):
         verify(fully_shard(_replaced(), backend="cpu"), _batch())
@@ -92,12 +92,17 @@ def test_what_cant_be_compared() -> None:
 @pytest.mark.parametrize(
     ("change", "batch", "loss", "words"),
     [
-        (lambda model: model.eval(), {}, None, r"the head lm_head is in evaluation.*call model.train\(\)"),
+        (lambda model: model.eval(), {}, None, r"the head lm_head is in evaluation mode.*call model.train\(\)"),
         (lambda model: model.to("meta"), {}, None, "the model is on meta"),
         (lambda model: model.requires_grad_(False), {}, None, "none of the model's parameters trains"),
         (lambda model: None, torch.zeros(2), None, "batch is a Tensor; give a mapping"),
-        (lambda model: None, {}, lambda model, batch: torch.zeros(3, requires_grad=True), r"loss= gave \(3,\)"),
-        (lambda model: None, {"labels": torch.full((1, 5), -100)}, None, "the loss is nan: has the batch a label"),
+        (lambda model: None, {}, lambda model, batch: torch.zeros(3, requires_grad=True), r"loss= returned \(3,\)"),
+        (
+            lambda model: None,
+            {"labels": torch.full((1, 5), -100)},
+            None,
+            "the loss is nan: does the batch have a label",
+        ),
     ],
 )
 def test_what_cannot_be_verified(change: Callable, batch: Any, loss: Callable | None, words: str) -> None:

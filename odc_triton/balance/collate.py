@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+from ..data.records import IGNORED
 from .queue import QueuedPacks
-
-IGNORED = -100  # the label that torch's and transformers' losses leave out
 
 
 class PackedDataset(torch.utils.data.Dataset):
@@ -49,11 +48,11 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> list[Pack]:
 
     Returns a list of dicts, T the pack's tokens. int64 tensors `[1, T]`: `input_ids`; `position_ids`, from
     0 in each document; `labels`, aligned with `input_ids` as transformers has it (the model shifts them), with
-    -100 at each document's first token, which would otherwise be predicted from the document before. As
-    transformers names them, where documents begin: `cu_seq_lens_q` and `cu_seq_lens_k`, one int32 tensor
-    `[documents + 1]` from 0 to T, and `max_length_q` and `max_length_k`, ints, the longest document's tokens.
-    For `summed_loss`: `target_positions`, int64, those whose next label is learned. All that a GPU would have to be
-    asked for otherwise, and waited for; `to_device` takes a pack there.
+    -100 at each document's first token, which would otherwise be predicted from the previous document. Where documents
+    begin, by transformers' names: `cu_seq_lens_q` and `cu_seq_lens_k`, one int32 tensor `[documents + 1]` from 0 to T,
+    and `max_length_q` and `max_length_k`, ints, the longest document's tokens. For `summed_loss`: `target_positions`,
+    int64, the positions whose next label is learned. Computed on the GPU, all of these would have to be waited for.
+    `to_device` moves a pack.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, and labels
     of another length, naming pack and sample.
@@ -64,7 +63,7 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> list[Pack]:
 def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
     """The pack with its tensors on `device`. Nothing waits for a GPU: they go through pinned memory.
 
-    Attention that goes document by document must know where they begin: that stays readable on the host.
+    The documents' bounds stay readable on the host, for attention that goes document by document.
     """
     device = torch.device(device)
     here = {}
@@ -79,14 +78,14 @@ def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, 
 
 
 def count_target_tokens(packs: Sequence[Mapping[str, Any]]) -> int:
-    """Labels that are learned in collated packs: the number of terms of a summed loss over them."""
+    """The number of learned labels in collated packs: the terms of a summed loss over them."""
     return sum(int((pack["labels"] != IGNORED).sum()) for pack in packs)
 
 
 def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
     if isinstance(pack, dict) or any(not isinstance(sample, Mapping) for sample in pack):
         raise ValueError(
-            f"pack {index} is a {type(pack).__name__} and no list of samples: wrap the data set in PackedDataset, "
+            f"pack {index} is a {type(pack).__name__}, not a list of samples: wrap the data set in PackedDataset, "
             f"whose packs are lists of dicts"
         )
     if not pack:

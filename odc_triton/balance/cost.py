@@ -14,9 +14,9 @@ import numpy as np
 class CostModel:
     """Cost of a sequence of s tokens = quadratic s² + linear s, in arbitrary units.
 
-    Attention is the quadratic part, everything done per token the linear part. `microbatch` is what a
-    microbatch costs beside its documents (launches, small layers); it is the same wherever a document goes,
-    so it counts in `pack` and never decides between two dealings with as many packs.
+    Attention is the quadratic part, everything done per token the linear part. `microbatch` is what a microbatch costs
+    besides its documents (launches, small layers). It does not depend on where a document goes, so it counts in `pack`
+    and never decides between two dealings with equally many packs.
 
     Raises ValueError for a coefficient that is negative or not finite, and where the cost does not grow with
     s.
@@ -58,9 +58,9 @@ class CostModel:
 
         With L layers, hidden width h, q query and kv key/value heads of d, MLP width f, vocabulary V:
 
-            forward, per token   2 [ L (2 h q d + 2 h kv d + m h f) + h V ],  m = 3 matrices if `gated_mlp`,
-            else 2 forward, attention   L * 4 q d s² / 2       (scores and weighted sum; causal, so half of
-            the square) backward             twice the forward
+            forward, per token    2 [ L (2 h q d + 2 h kv d + m h f) + h V ],  m = 3 matrices if `gated_mlp`, else 2
+            forward, attention    L * 4 q d s² / 2      (scores and weighted sum; causal, so half of the square)
+            backward              twice the forward
 
         A missing num_key_value_heads means as many as query heads, a missing head_dim hidden_size / heads, a
         missing intermediate_size 4 h, as transformers has them. Of a mixture of experts, num_experts_per_tok

@@ -1,4 +1,4 @@
-"""A counter in the process group's store, for the work queue: no answer is waited for without a deadline."""
+"""A counter in the process group's store, for the work queue: every answer has a deadline."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..base.errors import DeadlineExceeded
 
 
 class StoreCounter:
-    """Atomic numbers in `store`, a connection that nothing else uses. Of one thread at a time.
+    """Atomic numbers in `store`, a connection that nothing else uses. For one thread at a time.
 
-    A store whose host is stopped, not dead, does not answer, and torch's `add` knows no deadline. So a thread asks;
-    it would hold the connection for ever, hence one of its own. The thread stays: a new one for each question would
-    wait for its first turn on a busy machine, many times longer than the answer takes.
+    A store whose host is stopped, not dead, does not answer, and torch's `add` has no deadline. So a thread of its own
+    asks, over a connection of its own, which it may hold forever. The thread stays: on a busy machine a new thread for
+    each question would wait for its first turn many times longer than the answer takes.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
@@ -43,7 +43,7 @@ class StoreCounter:
                 return answer
         raise DeadlineExceeded(
             [],
-            f"the store has not said within {self._timeout_s:.1f} s which pack of {key!r} comes next: its host "
+            f"the store did not answer within {self._timeout_s:.1f} s which pack of {key!r} comes next: its host "
             f"(rank 0, or the launcher) is stopped or cannot be reached",
         )
 
@@ -52,7 +52,7 @@ class StoreCounter:
 
 
 def _ask(store: dist.Store, questions: SimpleQueue, answers: SimpleQueue) -> None:
-    """Holds no counter: this thread ends with it."""
+    """Refers to no StoreCounter, so that the thread ends when the counter is freed."""
     while (question := questions.get()) is not None:
         try:
             answers.put(store.add(*question))
@@ -63,8 +63,8 @@ def _ask(store: dist.Store, questions: SimpleQueue, answers: SimpleQueue) -> Non
 def store_counter(group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> StoreCounter:
     """A counter that the ranks of `group` (default: all) share, apart from every other call's.
 
-    Every rank of the group calls it equally often and in the same order; nothing is waited for. `timeout`: how late
-    an answer may be. Raises RuntimeError where there is no process group.
+    Every rank of the group calls it equally often and in the same order; it waits for nobody. `timeout`: how late an
+    answer may be. Raises RuntimeError if there is no process group.
     """
     if not dist.is_initialized():
         raise RuntimeError(

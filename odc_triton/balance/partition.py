@@ -41,8 +41,8 @@ def karmarkar_karp(costs: Sequence[float], groups: int, *, equal_sizes: bool = F
     own; with it, each run of `groups` items in order of cost does, one item a group, so that merging keeps
     the sizes equal (to within one, from the last and shortest run).
 
-    Empty groups at a state's end are not written down: most merges then put one item in its place, and 16,000
-    items over 1,000 groups take a fraction of a second. Raises as `balanced_partition`.
+    Empty groups at the end of a state are not stored: most merges then only insert one item, and 16,000 items over
+    1,000 groups take a fraction of a second. Raises as `balanced_partition`.
     """
     _check(costs, groups)
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
@@ -113,11 +113,11 @@ def refine(
 ) -> list[list[int]]:
     """Moves and swaps items between `groups` until no single one makes the heaviest group lighter.
 
-    Each step takes the best exchange of the heaviest group with any other (of many groups: with one of the
-    lightest, if there is one), where both end up below what it was; a group that has none is settled, and the
-    next heaviest is tried. So the largest sum never grows, no group that had an item becomes empty, and the
-    sums below the largest are evened out too. `equal_sizes` keeps the multiset of sizes; with `tokens` and
-    `token_cap` no group exceeds the cap in tokens.
+    Each step takes the best exchange between the heaviest group and any other (of many groups: one of the lightest, if
+    there is such an exchange) that leaves both below the heaviest's former sum. A group without one is settled, and the
+    next heaviest is tried. So the largest sum never grows, no group that had an item becomes empty, and the sums below
+    the largest are evened out too. `equal_sizes` keeps the multiset of sizes; with `tokens` and `token_cap` no group
+    exceeds the cap in tokens.
     """
     count, items = len(groups), len(costs)
     if max(map(len, groups)) < 2:  # no exchange of items that stand alone makes the heaviest lighter

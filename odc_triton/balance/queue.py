@@ -1,13 +1,13 @@
 """The work queue: packs made in advance, taken at run time by whichever rank is free.
 
-[Note: order of the queue] Longest first keeps the ends of the ranks close, whatever their speeds; but on equal ranks
-it ends a few percent behind LB-Mini, which may try other ways to pair long packs with short ones. So packs are dealt as
-LB-Mini would deal them, each rank's dearest first, and the queue holds them by the time at which that plan would start
-them. Ranks as fast as planned become free in just that order: they take what LB-Mini gives them. A rank that is slower
-takes fewer, and what is left for the end are every rank's cheapest packs, as with longest first.
+[Note: order of the queue] Longest first lets all ranks end at about the same time, whatever their speeds; but on equal
+ranks it is a few percent slower than LB-Mini, which also tries other ways to pair long packs with short ones. So packs
+are dealt as LB-Mini would deal them, each rank's dearest first, and the queue holds them in the order in which that
+plan would start them. Ranks as fast as planned become free in just that order: they take what LB-Mini gives them. A
+slower rank takes fewer, and the packs left for the end are every rank's cheapest, as with longest first.
 
-Nothing is taken ahead of its turn: with few packs a rank, one that is taken and waits costs more than the store's
-answer of a fraction of a millisecond (docs/scale.md has numbers).
+A rank takes no pack ahead of its turn: with few packs per rank, one that is taken and waits costs more than the store's
+answer, a fraction of a millisecond (docs/scale.md has numbers).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Packs = list[list[int]]
 
 
 class Counter(Protocol):
-    """What a queue needs of a store: `counter.StoreCounter` has it, and so has any torch.distributed.Store."""
+    """What a queue needs of a store. `counter.StoreCounter` has it, as does any torch.distributed.Store."""
 
     def add(self, key: str, amount: int) -> int:
         """Adds to the number under `key`, 0 at first, and returns the new one. Atomic over all ranks."""
@@ -97,9 +97,9 @@ class QueuedPacks:
             for pack in queued:  # indices into the data set
                 ...
 
-    Take them inside of the minibatch: its entry is where ranks begin together, its exit where an incomplete one (a
-    rank died, a microbatch raised) becomes an error on every rank. Which rank gets which pack depends on time; that
-    each is computed once does not.
+    Take them inside the minibatch: ranks start together at its entry, and at its exit an incomplete one (a rank died, a
+    microbatch raised) becomes an error on every rank. Which rank gets which pack depends on timing; that each is
+    computed once does not.
     """
 
     def __init__(self, packs: Packs, *, key: str, counter: Counter, rank: int, world: int) -> None:
@@ -109,9 +109,9 @@ class QueuedPacks:
         self._is_empty = False
 
     def own_part(self) -> list[int]:
-        """Samples that this rank counts: the ranks' parts hold each of the minibatch's samples once.
+        """Samples whose tokens this rank counts: together the ranks' parts hold each of the minibatch's samples once.
 
-        `minibatch(tokens=…)` wants tokens before the first pack is taken, and only their sum over the ranks matters.
+        `minibatch(tokens=…)` needs tokens before the first pack is taken, and only their sum over the ranks matters.
         """
         return sorted(index for pack in self.packs for index in pack)[self._rank :: self._world]
 
@@ -127,7 +127,7 @@ class QueuedPacks:
             self.taken.append(place)
             return self.packs[place]
         self._is_empty = True
-        if place == len(self.packs) + self._world - 1:  # every rank asks once in vain: nobody will ask again
+        if place == len(self.packs) + self._world - 1:  # every rank finds it empty once: no rank will ask again
             self._counter.delete_key(self._key)
         return None
 
@@ -136,5 +136,5 @@ class QueuedPacks:
             yield pack
 
     def __getstate__(self) -> dict[str, Any]:
-        # A DataLoader's worker gets it and says there why that is wrong; a store can't be sent.
+        # A store can't be sent to a DataLoader's worker. The worker raises an error that says what is wrong.
         return {**vars(self), "_counter": None}

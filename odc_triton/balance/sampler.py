@@ -14,8 +14,7 @@ from .strategies import BALANCES, Packs, assign, assign_one
 
 
 class MinibatchSampler:
-    """Yields, per minibatch, this rank's list of packs: lists of indices into the data set. Maybe an empty
-    list.
+    """Yields, per minibatch, this rank's list of packs, which may be empty: lists of indices into the data set.
 
     Works as a DataLoader's `batch_sampler`, the data set wrapped in `PackedDataset` and
     `collate_fn=pack_collate`. A minibatch is the next world * samples_per_rank samples of a shuffle by seed
@@ -23,9 +22,9 @@ class MinibatchSampler:
     neither on `balance` nor on how that product splits. Every rank computes the whole dealing by itself;
     nothing is communicated.
 
-    The position is explicit: `epoch`, and `minibatch`, the index of the next one to yield. Iterating goes on
-    from there to the end of the epoch, after which the position is the next epoch's start; so a second `iter`
-    goes to the next epoch, and one that follows a `break`, or `load_state_dict`, finishes the epoch begun.
+    The position is explicit: `epoch`, and `minibatch`, the index of the next one to yield. Iterating continues from
+    there to the end of the epoch; the position is then the start of the next one. So a second `iter` yields the next
+    epoch, and one after a `break`, or after `load_state_dict`, finishes the current epoch.
 
     With balance "queue" it yields `QueuedPacks` instead, whose packs the ranks take while they compute. Position and
     samples are the same; a DataLoader, which would take them all at once, cannot be used.
@@ -40,8 +39,8 @@ class MinibatchSampler:
         rank, world: default to the environment's RANK and WORLD_SIZE, then to 0 and 1.
         cost: defaults to `CostModel.paper_7b()`; better is `CostModel.from_config(model.config)`.
         drop_last: leave out an epoch's last minibatch where it is not full.
-        counter: what the ranks of a queue share, for this sampler alone; by default `store_counter()` when the first
-        minibatch is yielded.
+        counter: shared by the ranks of a queue, for this sampler alone; by default `store_counter()`, made when the
+        first minibatch is yielded.
 
     Raises ValueError for any value out of range. A last minibatch that the ranks cannot share equally is
     refused here rather than at the epoch's end, unless `balance` is "mini" or "queue".
@@ -115,7 +114,7 @@ class MinibatchSampler:
     def assignment(self, epoch: int, minibatch: int) -> list[Packs]:
         """All ranks' packs of one minibatch: a list over ranks. Leaves the position alone.
 
-        Raises ValueError for a minibatch that there is not, and for a queue, whose dealing only the run knows.
+        Raises ValueError for a minibatch that does not exist, and for a queue, whose dealing only the run knows.
         """
         if self.balance == QUEUE:
             raise ValueError("balance 'queue' deals packs while they are computed: ask each QueuedPacks what was taken")
@@ -126,7 +125,7 @@ class MinibatchSampler:
         return self._deal(self._order(epoch), minibatch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of `epoch`. In the epoch that is current already it stays where it is."""
+        """Goes to the start of `epoch`; within the current epoch the position stays where it is."""
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}: give 0 or more")
         if epoch != self.epoch:
@@ -135,7 +134,7 @@ class MinibatchSampler:
     def state_dict(self, *, minibatches_done: int | None = None) -> dict[str, int]:
         """The position, and what it is counted in. The same on every rank and for every `balance`.
 
-        A DataLoader with workers takes minibatches from the sampler before they are trained on. Give then
+        A DataLoader with workers takes minibatches from the sampler before they are trained on. Then give
         `minibatches_done`, those trained on since epoch 0 began; the position is computed from it.
         """
         done = self.epoch * len(self) + self.minibatch if minibatches_done is None else minibatches_done
@@ -149,7 +148,7 @@ class MinibatchSampler:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Takes over position and seed. The world may have changed, world * samples_per_rank not.
+        """Restores position and seed. The world may have changed, but not world * samples_per_rank.
 
         Raises ValueError for missing or unknown keys, other samples or another minibatch size, and a position
         outside the epoch; the position is then unchanged.

@@ -54,8 +54,8 @@ def assign_one(
 ) -> Packs:
     """`assign(...)[rank]`, without packing the other ranks' samples where nothing depends on it (LB-Mini).
 
-    What each rank runs before each minibatch: for 1,024 ranks of 16 samples a fraction of `assign`'s time. Raises as
-    `assign`, but for a `rank` that there is not: IndexError.
+    Every rank runs this before each minibatch: for 1,024 ranks of 16 samples it takes a fraction of `assign`'s time.
+    Raises as `assign`, and IndexError for a `rank` that does not exist.
     """
     if balance != "mini":
         return assign(lengths, ranks=ranks, token_cap=token_cap, balance=balance, cost=cost)[rank]
@@ -159,7 +159,7 @@ def _by_total_cost(lengths: list[int], ranks: int, cost: CostModel) -> list[list
 
 
 def _packed(members: list[int], lengths: list[int], token_cap: int, cost: CostModel) -> Packs:
-    """One rank's samples in packs, counts being its own affair."""
+    """One rank's samples in packs, however many they are."""
     own = [lengths[i] for i in members]
     return _global_indices(pack(own, token_cap=token_cap, cost=cost), members) if own else []
 

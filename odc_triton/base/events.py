@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 BUSY_KINDS = ("forward", "backward", "accumulate", "publish", "step")
 IDLE_KINDS = ("wait",)
@@ -18,7 +18,7 @@ class Event:
 
     `start_s` and `end_s` are seconds of `time.monotonic()`, a clock that all processes of one machine share.
     `microbatch` is -1 for what belongs to a whole minibatch (a meeting, the optimizer step). Spans of one rank
-    may nest (an `accumulate` lies within its `backward`); `wait` never contains another span.
+    may nest (an `accumulate` within its `backward`); `wait` never contains another span.
     """
 
     rank: int
@@ -37,6 +37,14 @@ class Event:
 
     def as_dict(self) -> dict:
         return asdict(self)
+
+    def as_row(self) -> list:
+        """Its fields in their order, which JSON can hold: `Event.of_row` makes an event of them."""
+        return [getattr(self, each.name) for each in fields(self)]
+
+    @classmethod
+    def of_row(cls, row: Sequence) -> Event:
+        return cls(**dict(zip((each.name for each in fields(cls)), row, strict=True)))
 
 
 class EventLog:

@@ -1,4 +1,4 @@
-"""Files and folders that other processes see either whole or not at all; where models come from."""
+"""Files and folders that other processes see either whole or not at all; checks of where a model comes from."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 def write_file(path: str | os.PathLike, data: bytes) -> None:
-    """Writes `data` as `atomic_file` does, into a folder that is there.
+    """Writes `data` as `atomic_file` does, into a folder that exists.
 
-    Raises FileNotFoundError or NotADirectoryError if the folder is none, IsADirectoryError if `path` is a folder,
+    Raises FileNotFoundError or NotADirectoryError if there is no such folder, IsADirectoryError if `path` is a folder,
     PermissionError if the folder can't be written to. What was at `path` is then left as it was.
     """
     path = Path(path)
@@ -58,14 +58,14 @@ def write_file(path: str | os.PathLike, data: bytes) -> None:
 
 @contextmanager
 def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
-    """Makes a folder beside `path` to fill, which becomes `path`, on the disk, when the block ends well.
+    """Makes a folder beside `path` to fill; when the block ends well it is synced to the disk and renamed to `path`.
 
     If the block raises, `path` is left as it was and nothing stays beside it. Missing parents are made. Raises
-    FileExistsError if there is something in `path` already, unless it is to be replaced.
+    FileExistsError if there is something in `path` already, unless `overwrite`.
     """
     path = Path(path)
     if not overwrite and path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{path} is there already and is not empty: give another folder, or remove it")
+        raise FileExistsError(f"{path} exists already and is not empty: give another folder, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)
     stem = f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
     aside, old = path.with_name(f"{stem}.new"), path.with_name(f"{stem}.old")
@@ -77,22 +77,32 @@ def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterato
                 with open(Path(folder) / name, "rb") as file:
                     os.fsync(file.fileno())
             sync_folder(Path(folder))
-        if path.exists():
-            os.rename(path, old)
-        try:
-            os.rename(aside, path)
-        except OSError:
-            if old.exists():
-                os.rename(old, path)
-            raise
-        sync_folder(path.parent)
+        put_in_place(aside, path, former=old)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def put_in_place(aside: Path, path: Path, *, former: Path) -> None:
+    """Renames the folder `aside` to `path`, and removes what was there; both are on the disk when it returns.
+
+    What was there is called `former` for a moment. It comes back if the renaming fails. Raises OSError.
+    """
+    if path.exists():
+        os.rename(path, former)
+    try:
+        os.rename(aside, path)
+    except BaseException:
+        if former.exists() and not path.exists():
+            os.rename(former, path)
+        raise
+    sync_folder(path.parent)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:
-    """Has what was made, renamed and removed in a folder be on the disk. Raises OSError."""
+    """Writes to the disk which names a folder holds: what was made, renamed and removed in it. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -101,7 +111,7 @@ def sync_folder(path: Path) -> None:
 
 
 def require_source(source: str) -> None:
-    """Raises FileNotFoundError for what can only be a path, and is not there; what may be a hub's name passes."""
+    """Raises FileNotFoundError for what can only be a path and does not exist; what may be a hub id passes."""
     path = Path(source)
     is_path = path.is_absolute() or source.startswith(".") or len(path.parts) > 2 or path.suffix == ".json"
     if not path.exists() and (is_path or (len(path.parts) == 2 and path.parent.is_dir())):
@@ -110,9 +120,9 @@ def require_source(source: str) -> None:
 
 @contextlib.contextmanager
 def reading(source: str) -> Iterator[None]:
-    """Around what transformers reads of `source`: an error says what `source` was taken for, and what helps here.
+    """Errors of what transformers reads from `source` in this block say what it was taken for, and what helps.
 
-    Raises OSError, as `require_source` too, and ValueError.
+    Raises OSError, also as `require_source` does, and ValueError.
     """
     require_source(source)
     try:
@@ -120,12 +130,12 @@ def reading(source: str) -> Iterator[None]:
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):  # which no command here takes
             raise ValueError(
-                f"{source} brings code of its own (auto_map in its configuration), and odc-triton runs no code from a "
-                "model's folder: give a model that transformers knows by itself"
+                f"{source} needs code of its own (auto_map in its configuration), and odc-triton runs no code from a "
+                "model's folder: give a model of a class that transformers itself has"
             ) from error
         if Path(source).exists():
             raise
         reason = " ".join(str(error).split())[:300]
         raise OSError(
-            f"{source} is no file or folder here, so it was taken for a name on the hub, and can't be read: {reason}"
+            f"{source} is no local file or folder, so it was taken for a hub id, and can't be read: {reason}"
         ) from error

@@ -1,14 +1,49 @@
-"""Options are frozen dataclasses; this makes command-line arguments of them and reads them back."""
+"""Options are frozen dataclasses: their fields, checks that several share, and command-line arguments made of them."""
 
 from __future__ import annotations
 
 import argparse
 import types
 import typing
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 Options = TypeVar("Options")
+REQUIRED: Any = MISSING  # the default of an option that must be given
+
+
+def option(default: Any, text: str) -> Any:
+    """A field of an options dataclass. `text`: its help."""
+    return field(default=default, metadata={"help": text})
+
+
+def require_one_model(options: Any) -> None:
+    """Raises ValueError unless exactly one of `model` and `init` is given."""
+    if (options.model is None) == (options.init is None):
+        raise ValueError("give either --model or --init (a config.json)")
+
+
+def require_at_least(options: Any, least: int, *names: str) -> None:
+    """Raises ValueError for an option among `names` that is given and below `least`."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name} is {value}; give at least {least}")
+
+
+def require_token_cap(options: Any) -> None:
+    """Raises ValueError for a `token_cap` that no sample fits."""
+    if options.token_cap is not None and options.token_cap < 2:
+        raise ValueError(f"token_cap is {options.token_cap}; give at least 2: one token to predict and one before it")
+
+
+def require_files(options: Any, *names: str, or_folders: bool = False) -> None:
+    """Raises ValueError for an option among `names` that is given and is no file."""
+    for name in names:
+        path = getattr(options, name)
+        if path is not None and not (Path(path).exists() if or_folders else Path(path).is_file()):
+            raise ValueError(f"{name} is {path}: there is no such file")
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: type) -> None:

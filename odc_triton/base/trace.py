@@ -1,8 +1,7 @@
-"""What a list of events says: idle share, meetings, a timeline in characters, a trace for Perfetto.
+"""What recorded spans say: idle share, meetings, a timeline in characters, a trace for Perfetto, seconds by category.
 
-A *track* is the list of all ranks' events of one variant; `tracks` maps a variant's name to its track.
-
-Where a stretch of time went: spans by what they are for, each moment counted once. Pure.
+A *track* is the list of all ranks' events of one variant; `tracks` maps a variant's name to its track. Where spans
+cover each other, every moment belongs to one of them (`_sweep`), so nothing is counted twice. Pure.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import heapq
 import json
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -66,22 +65,35 @@ def segments(events: Sequence[Event]) -> dict[int, list[Segment]]:
 
 
 def _flatten(events: list[Event], start_s: float, end_s: float) -> list[Segment]:
-    edges = sorted({start_s, end_s, *(e.start_s for e in events), *(e.end_s for e in events)})
-    arriving = sorted(events, key=lambda event: event.start_s, reverse=True)
-    running: list[tuple[bool, float, float, str]] = []
+    spans = [(e.start_s, e.end_s, (e.kind not in IDLE_KINDS, -e.start_s), e.kind) for e in events]
     flat: list[Segment] = []
-    for left_s, right_s in pairwise(edges):
-        while arriving and arriving[-1].start_s <= left_s:
-            event = arriving.pop()
-            heapq.heappush(running, (event.kind not in IDLE_KINDS, -event.start_s, event.end_s, event.kind))
-        while running and running[0][2] <= left_s:
-            heapq.heappop(running)
-        state = running[0][3] if running else UNRECORDED
+    for left_s, right_s, kind in _sweep(spans, start_s, end_s):
+        state = kind or UNRECORDED
         if flat and flat[-1].state == state:
             flat[-1] = flat[-1]._replace(end_s=right_s)
         else:
             flat.append(Segment(left_s, right_s, state))
     return flat
+
+
+def _sweep(
+    spans: Iterable[tuple[float, float, tuple[float, float], str]], start_s: float, end_s: float
+) -> Iterator[tuple[float, float, str | None]]:
+    """From `start_s` to `end_s`, stretch by stretch: (start, end, name of the span that runs), None where none runs.
+
+    spans: (start, end, priority, name), inside of these bounds. Of several that run, the lowest priority wins, of
+    equal ones the one that ends first.
+    """
+    arriving = sorted(spans, key=lambda span: span[0], reverse=True)
+    edges = sorted({start_s, end_s, *(span[0] for span in arriving), *(span[1] for span in arriving)})
+    running: list[tuple[tuple[float, float], float, str]] = []
+    for left_s, right_s in pairwise(edges):
+        while arriving and arriving[-1][0] <= left_s:
+            _, until_s, priority, name = arriving.pop()
+            heapq.heappush(running, (priority, until_s, name))
+        while running and running[0][1] <= left_s:
+            heapq.heappop(running)
+        yield left_s, right_s, running[0][2] if running else None
 
 
 def idle_fraction(events: Sequence[Event]) -> float:
@@ -305,30 +317,21 @@ def nested(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, flo
 
 
 def overlapping(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
-    """The same of one GPU, whose streams run side by side: what is nearest to compute gets the moment."""
+    """The same for one GPU, whose streams run side by side: what is nearest to compute gets the moment."""
     return _sum_up([(_ON_STREAMS.index(span.category), 0.0) for span in spans], spans, start_s, end_s)
 
 
 def _sum_up(
-    ranks: Sequence[tuple[float, float]], spans: Sequence[Span], start_s: float, end_s: float
+    priorities: Sequence[tuple[float, float]], spans: Sequence[Span], start_s: float, end_s: float
 ) -> dict[str, float]:
-    """Of all spans that run at a moment, the one of lowest rank gets it; IDLE where none runs."""
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     inside = [
-        (max(span.start_s, start_s), min(span.end_s, end_s), rank, span.category)
-        for rank, span in zip(ranks, spans, strict=True)
+        (max(span.start_s, start_s), min(span.end_s, end_s), priority, span.category)
+        for priority, span in zip(priorities, spans, strict=True)
         if span.end_s > start_s and span.start_s < end_s
     ]
-    edges = sorted({start_s, end_s, *(part[0] for part in inside), *(part[1] for part in inside)})
-    arriving = sorted(inside, key=lambda part: part[0], reverse=True)
-    running: list[tuple[tuple[float, float], float, str]] = []
-    for left_s, right_s in pairwise(edges):
-        while arriving and arriving[-1][0] <= left_s:
-            _, until_s, rank, category = arriving.pop()
-            heapq.heappush(running, (rank, until_s, category))
-        while running and running[0][1] <= left_s:
-            heapq.heappop(running)
-        seconds[running[0][2] if running else IDLE] += right_s - left_s
+    for left_s, right_s, category in _sweep(inside, start_s, end_s):
+        seconds[category or IDLE] += right_s - left_s
     return seconds
 
 
@@ -338,7 +341,7 @@ _ATTENTION_WORDS = ("scaled_dot_product", "flash", "fmha", "varlen_attn", "_effi
 
 
 def category_of_operator(name: str) -> str | None:
-    """What an operator of torch, or a named range, is for; None where what stands around it says so."""
+    """What an operator of torch, or a named range, is for; None where the enclosing range says so."""
     if name == "odc.accumulate":
         return ACCUMULATE
     if name == "odc.gather":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .values import read_whole, sharded_parameters
+from .sharded import read_whole, sharded_parameters
 
 
 def with_adapter(model: nn.Module, config: Any) -> nn.Module:

@@ -17,7 +17,7 @@ from ..engine.api import engine_of
 from ..nn.operand import is_sharded
 from .adapter import write_adapter
 from .pretrained import empty_copy, transformers_part
-from .values import read_whole, sharded_parameters
+from .sharded import read_whole, sharded_parameters
 
 SHARD_BYTES = 2 * 2**30
 

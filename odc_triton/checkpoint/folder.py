@@ -2,12 +2,8 @@
 
 .metadata, __0_0.distcp, __1_0.distcp   model and optimizer, as torch's DCP has them
 state.json                              where the training stands, rank 0's
-random-0.json, random-1.json            the ranks' random numbers
-manifest.json                           all of these, with their sizes and digests
-
-The list of a folder's files with their digests, and its own: what tells a whole checkpoint from a damaged one.
-
-This process's random numbers as words that JSON can hold.
+random-0.json, random-1.json            the ranks' random number generators
+manifest.json                           all of these, with sizes and digests: tells whole checkpoints from damaged ones
 """
 
 from __future__ import annotations
@@ -28,14 +24,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..base.errors import CheckpointCorrupt
-from ..base.files import sync_folder
+from ..base.files import put_in_place, sync_folder
 from ..engine.api import engine_of, publish
 from . import dcp, training_state
-from . import folder as manifest
 from .dcp import DigestedFiles, Written
-from .together import together
+from .sharded import all_or_none
 
-NAME = "manifest.json"
+MANIFEST, _STATE = "manifest.json", "state.json"
 _FORMAT = 1
 _BLOCK_BYTES = 2**20
 _REMEDY = "this checkpoint can't be used, go on from an older one"
@@ -57,7 +52,7 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Raises CheckpointCorrupt."""
-        path = folder / NAME
+        path = folder / MANIFEST
         if not path.is_file():
             raise CheckpointCorrupt(f"{path} is {'no file' if path.exists() else 'missing'}: {_REMEDY}")
         data = path.read_bytes()
@@ -127,9 +122,6 @@ def _as_tensor(hexadecimal: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(hexadecimal), dtype=torch.uint8)
 
 
-_STATE = "state.json"
-
-
 def write_checkpoint(
     final: Path,
     *,
@@ -154,7 +146,7 @@ def write_checkpoint(
     purpose = f"save {Path(*final.parts[-2:])}"
     aside: Path | None = None
     try:
-        with together(engine, purpose) as shared:
+        with all_or_none(engine, purpose) as shared:
             if engine.rank == 0:
                 prepare()
                 aside = unfinished(final, "saving")
@@ -162,14 +154,14 @@ def write_checkpoint(
                 shared["aside"] = aside.name
             engine.drain("saving a checkpoint")
         part = final.with_name(shared.all[0]["aside"])
-        with together(engine, purpose) as shared:
+        with all_or_none(engine, purpose) as shared:
             files = dcp.write_part(part, engine.rank, training_state.to_save(model, optimizer))
             files |= _write_json(part / f"random-{engine.rank}.json", random_state())
             if engine.rank == 0:
                 files |= _write_json(part / _STATE, state)
             shared["files"] = {file: [entry.size_bytes, entry.sha256] for file, entry in files.items()}
         written = [theirs["files"] for theirs in shared.all]
-        with together(engine, purpose):
+        with all_or_none(engine, purpose):
             if engine.rank == 0:
                 _finish(part, final, step=step, number=number(), written=written)
     except BaseException:
@@ -188,22 +180,11 @@ def _finish(aside: Path, final: Path, *, step: int, number: int, written: list[d
     for theirs in written:
         files |= {name: Written(size_bytes=size, sha256=digest) for name, (size, digest) in theirs.items()}
     content = Manifest(number=number, step=step, world=len(written), files=files).to_json()
-    with DigestedFiles().create_stream(aside / manifest.NAME, "wb") as file:
+    with DigestedFiles().create_stream(aside / MANIFEST, "wb") as file:
         file.write(content)
     sync_folder(aside)
-    replaced = None
-    if final.exists():  # this step was saved before, by a run that went on from an older one
-        replaced = unfinished(final, "replaced")
-        os.rename(final, replaced)
-    try:
-        os.rename(aside, final)
-    except OSError:
-        if replaced is not None:
-            os.rename(replaced, final)
-        raise
-    sync_folder(final.parent)
-    if replaced is not None:
-        shutil.rmtree(replaced, ignore_errors=True)
+    # There is a former one if a run that resumed from an older checkpoint saves this step once more.
+    put_in_place(aside, final, former=unfinished(final, "replaced"))
 
 
 def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -220,7 +201,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
     if engine.is_open:
         raise RuntimeError("load inside a minibatch: peers are reading the parameters")
     purpose = f"load {Path(*path.parts[-2:])}"
-    with together(engine, purpose):
+    with all_or_none(engine, purpose):
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is no checkpoint: there is no such folder")
         saved = _manifest(path)
@@ -229,10 +210,10 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
             saved.check_digests(path, engine.rank, engine.world)
         metadata = dcp.read_metadata(path)
         state = read_state(path)
-    with together(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
+    with all_or_none(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
         wanted = training_state.to_load(model, optimizer, metadata)
         engine.drain("loading a checkpoint")
-    with together(engine, purpose):
+    with all_or_none(engine, purpose):
         dcp.read_into(path, metadata, wanted)
         training_state.take(model, optimizer, wanted, metadata)
         if saved is not None:
@@ -260,7 +241,7 @@ def verify(path: str | os.PathLike) -> None:
 
 def _manifest(path: Path) -> Manifest | None:
     """None for a checkpoint that `write_checkpoint` did not write."""
-    if not (path / manifest.NAME).exists() and not (path / _STATE).exists():
+    if not (path / MANIFEST).exists() and not (path / _STATE).exists():
         return None
     return Manifest.read(path)
 

@@ -27,8 +27,7 @@ from ..engine.api import engine_of, publish
 from ..engine.module import plain_class
 from ..engine.parameter import ShardedParameter
 from ..nn.operand import is_sharded
-from .together import together
-from .values import sharded_parameters
+from .sharded import all_or_none, sharded_parameters
 
 if TYPE_CHECKING:
     from safetensors import safe_open
@@ -196,13 +195,13 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     """
     engine = engine_of(model)
     purpose = "load pretrained weights"
-    with together(engine, purpose):
+    with all_or_none(engine, purpose):
         files = _Files(weights_folder(source))
         places = _places(model)
         sources, unexpected = _sources(model, files, places)
         _check(places, sources, files)
         engine.drain(purpose)
-    with together(engine, purpose):
+    with all_or_none(engine, purpose):
         for target, source_of in sources.items():
             for name, take in _values(target, source_of, files, model):
                 _fill(places[name], take)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from .. import __version__
+from ..base.signals import handling
 
 if TYPE_CHECKING:
     from ..simulate.command import SimulateOptions
@@ -38,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = options.run(options)
         sys.stdout.flush()  # here, so that a closed pipe is met below, not at the interpreter's end
         return status
-    except KeyboardInterrupt as wish:
-        return _say_stopped(getattr(wish, "signal", signal.SIGINT))  # the launcher's has the signal
+    except KeyboardInterrupt as stop:
+        return _say_stopped(getattr(stop, "signal", signal.SIGINT))  # the launcher's has the signal
     except BrokenPipeError:  # `odc-triton doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
         return 141
@@ -53,18 +54,9 @@ def _say_stopped(number: int) -> int:
     return 128 + number
 
 
-@contextlib.contextmanager
-def _importing() -> Iterator[None]:
-    """Ctrl-C ends the process at once: in an import KeyboardInterrupt is lost, or becomes an error of another name."""
-    try:
-        before = signal.signal(signal.SIGINT, lambda number, _: os._exit(_say_stopped(number)))
-    except ValueError:  # not in the main thread, which has the signals then
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+def _importing() -> AbstractContextManager[None]:
+    """Ctrl-C ends the process at once: in an import KeyboardInterrupt is lost, or becomes another error."""
+    return handling(lambda number, _: os._exit(_say_stopped(number)), signal.SIGINT)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -117,12 +109,12 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _from_bench(name: str) -> ModuleType:
-    """The module bench/`name`.py. The baselines are no part of the package: they lie in the repository, beside it."""
+    """The module bench/`name`.py. The baselines are not part of the package: they are in the repository, beside it."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "bench" / f"{name}.py").exists():
         raise RuntimeError(
-            "the baselines lie in the repository's bench/, which this installation lacks: clone the repository and "
-            "run the command there"
+            "the baselines are in the repository's bench/, which is not part of an installed package: clone the "
+            "repository and run the command there"
         )
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
@@ -136,8 +128,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "bench",
         help="train in all ways, FSDP2's, DDP's and ours, on your sequence lengths: speed, memory, idle time",
         description="Trains a model on random tokens of the given lengths by FSDP2 in three settings, DDP, our "
-        "transport with a barrier per layer, and ODC; each alone in the GPUs' memory, in turns, over several rounds. "
-        "Prints tokens/s, MFU, memory, idle share and the speed over the fastest baseline's.",
+        "transport with a barrier per layer, and ODC. They take turns over several rounds, one at a time in the GPUs' "
+        "memory. Prints tokens/s, MFU, memory, idle share and the speed relative to the fastest baseline.",
     )
     _takes_ranks(bench, BenchOptions, _bench)
 
@@ -177,18 +169,16 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     jobs = data.add_subparsers(dest="job", required=True, metavar="JOB")
     inspect = jobs.add_parser(
         "inspect",
-        help="what is in a data file: lengths, what would be cut or left out, one sample with what is learned",
+        help="show what a data file holds: lengths, what would be cut or dropped, one sample with its targets marked",
         description="Reads a whole data file as training would, prints how long its samples are, what would be "
-        "truncated or dropped, and one sample with what is learned marked. Needs no GPU and no model. The exit "
-        "status is 1 where --model has not all tokens.",
+        "truncated or dropped, and one sample with its targets marked. Needs no GPU and no model. The exit status is 1 "
+        "if the data has tokens that --model lacks.",
     )
     inspect.add_argument("file", help="JSON lines, a folder of `save_to_disk`, or hub-id[:split]")
     inspect.add_argument("--tokenizer", help="folder, hub id or tokenizer.json (default: lengths in bytes of UTF-8)")
-    inspect.add_argument(
-        "--model", help="config.json, folder or hub id of a model: token ids that it has not are named"
-    )
+    inspect.add_argument("--model", help="config.json, folder or hub id of a model: names the token ids that it lacks")
     inspect.add_argument("--token-cap", type=int, default=4096, help="longest sample, in tokens (default: 4096)")
-    inspect.add_argument("--out", type=Path, help="picture of the lengths to write (.png)")
+    inspect.add_argument("--out", type=Path, help="file for a picture of the lengths (.png)")
     inspect.add_argument("--json", action="store_true", help="print everything as JSON")
     inspect.set_defaults(run=_inspect_data)
 
@@ -214,11 +204,13 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     export = commands.add_parser(
         "export",
         help="write a checkpoint of a run as a folder that plain transformers loads",
-        description="Writes model, config, generation config and tokenizer of a checkpoint into a Hugging Face folder; "
-        "of a run with --lora-rank the adapters, for PEFT.",
+        description="Writes a checkpoint's model, config, generation config and tokenizer into a Hugging Face folder. "
+        "For a run with --lora-rank it writes the adapters, for PEFT.",
     )
     export.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="a step-… folder; or a folder of them, or a run's: the newest"
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a step-… folder, or a folder of them or a run's folder, for the newest one",
     )
     _takes(export, ExportOptions, _export, "checkpoint")
 
@@ -256,8 +248,8 @@ def _add_tune(commands: argparse._SubParsersAction) -> None:
     tune = commands.add_parser(
         "tune",
         help="measure the ways to run a model's layers on this machine, and keep the fastest",
-        description="Measures backends, strategies and tiles for a model's shapes on this machine's ranks and writes a "
-        "table, keyed by processor, links, ranks and versions, which the layers of replace_layers then follow.",
+        description="Measures backends, strategies and tiles for a model's shapes on this machine's ranks. Writes a "
+        "table, keyed by processor, links, ranks and versions, that the layers of replace_layers then follow.",
     )
     _takes_ranks(tune, TuneOptions, _tune)
 
@@ -271,8 +263,9 @@ def _tune(ranks: int, wanted: TuneOptions) -> int:
 
 
 def _takes(parser: argparse.ArgumentParser, kind: type[Options], run: Callable[..., int], *others: str) -> None:
-    """Has the command take the fields of the dataclass `kind`, and call `run` with `others`, arguments that it has
-    already, and the options.
+    """Adds the fields of the dataclass `kind` to the command, which then calls `run`.
+
+    It is called with the arguments named in `others`, which the command has already, and the options.
     """
     from ..base.options import add_arguments, read_options
 
@@ -296,11 +289,11 @@ def _takes_ranks(parser: argparse.ArgumentParser, kind: type[Options], run: Call
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="look for what would keep ranks from training on this machine, with the remedies",
+        help="find what would keep ranks from training on this machine, and say what to do about it",
         description="Looks at the GPUs and the links between them, versions, shared memory, TMPDIR and limits. The "
-        "exit status is 1 where there is a problem.",
+        "exit status is 1 if there is a problem.",
     )
-    doctor.add_argument("--json", action="store_true", help="everything that was seen, as JSON")
+    doctor.add_argument("--json", action="store_true", help="print everything that was found as JSON")
     doctor.set_defaults(run=_doctor)
     topo = commands.add_parser("topo", help="draw which GPUs reach each other, how fast, and whether they can add")
     topo.set_defaults(run=_topo)
@@ -326,8 +319,8 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
     simulate = commands.add_parser(
         "simulate",
         help="predict step times of FSDP2 and ODC for your sequence lengths, without a GPU",
-        description="Predicts the step time and the speed-up of every schedule and balance for given sequence lengths, "
-        "a model and GPUs, and ranks them. Needs no GPU. docs/simulator.md says what is modelled.",
+        description="Predicts step time and speed-up of every schedule and balance for given sequence lengths, a model "
+        "and GPUs, and ranks them. Needs no GPU. docs/simulator.md says what is modelled.",
     )
     _takes(simulate, SimulateOptions, _simulate)
 

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from ..base.options import REQUIRED, option, require_one_model
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """Export."""
 
-    out: str = field(metadata={"help": "folder to make"})
-    model: str | None = field(default=None, metadata={"help": "the model that was trained: local folder or hub id"})
-    init: str | None = field(default=None, metadata={"help": "or its config.json, where it began with random weights"})
-    tokenizer: str | None = field(
-        default=None, metadata={"help": "folder, hub id or tokenizer.json; by default that of --model"}
-    )
-    dtype: Literal["fp32", "bf16"] = field(default="fp32", metadata={"help": "dtype of the weights that are written"})
+    out: str = option(REQUIRED, "folder to create")
+    model: str | None = option(None, "the model that was trained: local folder or hub id")
+    init: str | None = option(None, "config.json of the model, where training began with random weights")
+    tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default that of --model")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of the weights that are written")
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.init is None):
-            raise ValueError("give either --model or --init, as in training")
+        require_one_model(self)
 
 
 def export(checkpoint: str | Path, options: ExportOptions) -> Path:

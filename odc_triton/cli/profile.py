@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..base.options import (
+    REQUIRED,
+    option,
+    require_at_least,
+    require_files,
+    require_one_model,
+    require_token_cap,
+)
 from ..base.trace import (
     CATEGORIES,
     MEETINGS,
@@ -30,39 +38,30 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
     """Where the time of a few minibatches goes."""
 
-    out: str = field(metadata={"help": "folder for profile.json, timeline.png, trace.json and torch's traces"})
-    model: str | None = _option(None, "a transformers causal LM: local folder or hub id")
-    init: str | None = _option(None, "config.json of a model with random weights, instead of --model")
-    lengths: str | None = _option(None, "file of lengths, one a line or JSON lines; by default all are --token-cap")
-    token_cap: int = _option(2048, "most tokens in one pack, which is one microbatch")
-    samples_per_rank: int = _option(4, "samples per rank and minibatch")
-    minibatches: int = _option(3, "minibatches to measure, after one to warm up")
-    balance: Literal["mini", "micro", "global", "local"] = _option("mini", "how samples are dealt to the ranks")
-    dtype: Literal["fp32", "bf16"] = _option("fp32", "dtype of compute")
-    replace_layers: bool = _option(False, "attention, embedding and linear layers read and add on their owners")
-    fused_head: bool = _option(False, "never make the logits")
-    gradient_checkpointing: bool = _option(False, "recompute activations in backward")
-    seed: int = _option(0, "of the random weights, tokens and the samples' order")
+    out: str = option(REQUIRED, "folder for profile.json, timeline.png, trace.json and torch's traces")
+    model: str | None = option(None, "a transformers causal LM: local folder or hub id")
+    init: str | None = option(None, "config.json of a model with random weights, instead of --model")
+    lengths: str | None = option(None, "file of lengths, one a line or JSON lines; by default all are --token-cap")
+    token_cap: int = option(2048, "most tokens in one pack, which is one microbatch")
+    samples_per_rank: int = option(4, "samples per rank and minibatch")
+    minibatches: int = option(3, "minibatches to measure, after one to warm up")
+    balance: Literal["mini", "micro", "global", "local"] = option("mini", "how samples are dealt to the ranks")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
+    replace_layers: bool = option(False, "attention, embedding and linear layers read and add on their owners")
+    fused_head: bool = option(False, "never make the logits")
+    gradient_checkpointing: bool = option(False, "recompute activations in backward")
+    seed: int = option(0, "of the random weights, tokens and the samples' order")
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.init is None):
-            raise ValueError("give either --model (pretrained) or --init (random weights)")
-        for name in ("samples_per_rank", "minibatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give at least 1")
-        if self.token_cap < 2:
-            raise ValueError(f"token_cap is {self.token_cap}; a sample needs a token to predict and one before it: 2")
-        for name, path in (("init", self.init), ("lengths", self.lengths)):
-            if path is not None and not Path(path).exists():
-                raise ValueError(f"{name} is {path}: there is no such file")
+        require_one_model(self)
+        require_at_least(self, 1, "samples_per_rank", "minibatches")
+        require_token_cap(self)
+        require_files(self, "lengths")
+        require_files(self, "init", or_folders=True)
         if self.lengths is not None:
             read_lengths(self.lengths, self.token_cap)
         if Path(self.out).exists() and (not Path(self.out).is_dir() or any(Path(self.out).iterdir())):
@@ -70,24 +69,24 @@ class ProfileOptions:
 
 
 def run_profile(options: ProfileOptions) -> dict[str, Any]:
-    """On one rank: runs and measures the minibatches; returns seconds by category, wall time and tokens.
+    """Runs and measures the minibatches on this rank; returns seconds by category, wall time and tokens.
 
-    Every rank of the job calls it. Ranks write torch's own trace each, rank 0 the picture and the events' trace.
+    Every rank of the job calls it. Each writes torch's own trace, rank 0 also the picture and the events' trace.
     """
     import torch
-    import torch.distributed as dist
     from torch.profiler import ProfilerActivity, profile
 
+    from ..base.events import Event
     from ..engine.api import engine_of
 
     model, packs = _prepare(options)
     engine = engine_of(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
     _minibatch(model, optimizer, packs[0])
-    engine.events.drain()
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if engine.heap.device.type == "cuda" else [])
     engine.drain("warming up")
-    dist.barrier()
+    engine.meet("start measuring", {})
+    engine.events.drain()
     with profile(activities=activities) as record:
         start_s, start_ns = time.monotonic(), time.time_ns()
         for own in packs[1:]:
@@ -101,11 +100,10 @@ def run_profile(options: ProfileOptions) -> dict[str, Any]:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     record.export_chrome_trace(str(out / f"torch-{engine.rank}.json"))
-    gathered: list[Any] = [None] * engine.world
-    dist.all_gather_object(gathered, events)
+    messages = engine.meet("collect the timelines", {"events": [event.as_row() for event in events]})
     if engine.rank == 0:
-        _draw({"ODC": [event for of_rank in gathered for event in of_rank]}, out)
-    dist.barrier()
+        _draw({"ODC": [Event.of_row(row) for theirs in messages for row in theirs["events"]]}, out)
+    engine.meet("the timelines are drawn", {})
     tokens = sum(pack["input_ids"].numel() for own in packs[1:] for pack in own)
     return {"seconds": seconds, "wall_s": end_s - start_s, "tokens": tokens, "device": engine.heap.device.type}
 
@@ -170,7 +168,7 @@ def _minibatch(model: nn.Module, optimizer: torch.optim.Optimizer, packs: list[P
 
 
 def _spans(record: Any, start_ns: int, engine: Engine) -> tuple[list[Span], Any]:
-    """What ran, in seconds since `start_ns`, and the function that sums it up."""
+    """What ran, in seconds since `start_ns`, and the function that sums it up by category."""
     from torch.autograd import DeviceType
 
     events = record.profiler.kineto_results.events()
@@ -215,7 +213,7 @@ def _draw(tracks: dict[str, list], out: Path) -> None:
     try:
         save_timeline(tracks, out / "timeline.png", title="Where the ranks' time goes")
     except ImportError:
-        print("timeline.png needs matplotlib: pip install 'odc-triton[plot]'")
+        print("timeline.png was not drawn: it needs matplotlib; run: pip install 'odc-triton[plot]'")
     print(timeline_text(tracks))
 
 
@@ -234,5 +232,5 @@ def report(options: ProfileOptions, of_ranks: list[dict[str, Any]]) -> str:
             rows.append([category, f"{mean:.3f}", f"{mean / wall_s:.1%}", f"{min(seconds):.3f} to {max(seconds):.3f}"])
     about = {"options": asdict(options), "ranks": of_ranks, "tokens_per_s": tokens / wall_s}
     write_file(Path(options.out) / "profile.json", (json.dumps(about, indent=1) + "\n").encode())
-    rate = f"{tokens} tokens in {wall_s:.2f} s, {tokens / wall_s:.0f} a second, the profiler's own time included"
+    rate = f"{tokens} tokens in {wall_s:.2f} s, {tokens / wall_s:.0f} tokens/s, including the profiler's own time"
     return f"{table(rows, ('', 'seconds, mean rank', 'share', 'all ranks'))}\n{rate}; written to {options.out}"

@@ -1,4 +1,4 @@
-"""How the ranks of a mesh stand to each other: which of them share memory, and which are replicas of each other."""
+"""How the ranks of a mesh relate: which of them share memory, and which are replicas of each other."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SHARD = ("shard", "dp_shard")
 class Grid:
     """`replicas` groups of ranks, each of which shares memory and holds all compute shards: a node each, or one.
 
-    Ranks are numbered through, replica by replica. A gradient is added within the replica, and once per minibatch
+    Ranks are numbered consecutively, replica by replica. A gradient is added within the replica, and once per minibatch
     over the replicas; masters are split over all ranks: rank (replica r, shard s) owns chunk r of chunk s.
     """
 
     mesh: DeviceMesh
-    """What parameters lie on as DTensors: (shard, replicate) where there are two dimensions, the user's transposed."""
+    """The mesh of the parameters as DTensors; if it has two dimensions, (shard, replicate): the user's transposed."""
     shard_mesh: DeviceMesh
     """The ranks of this replica, which read each other's shards."""
     ranks: tuple[int, ...]
@@ -66,8 +66,8 @@ class Grid:
             return self.mesh.get_group()
         if self.world != dist.get_world_size():
             raise NotImplementedError(
-                f"the mesh holds {self.world} of {dist.get_world_size()} ranks in two dimensions, which have no "
-                f"process group in common: give a mesh of all ranks, or of one dimension"
+                f"the mesh has {self.world} of {dist.get_world_size()} ranks in two dimensions, which have no common "
+                f"process group: give a mesh of all ranks, or of one dimension"
             )
         return dist.group.WORLD
 
@@ -80,7 +80,7 @@ def refuse_mesh(mesh: DeviceMesh) -> None:
         raise NotImplementedError(
             f"mesh has {mesh.ndim} dimensions {names or 'without names'}: parameters are sharded over one dimension, "
             + (
-                "or replicated over the first and sharded over the second: turn the mesh round"
+                "or replicated over the first and sharded over the second: swap the dimensions of the mesh"
                 if turned
                 else "give its data-parallel dimension, mesh['dp']; or over two of the names ('replicate', 'shard')"
             )
@@ -88,7 +88,7 @@ def refuse_mesh(mesh: DeviceMesh) -> None:
     foreign = [name for name in names if name in _FOREIGN]
     if foreign:
         raise NotImplementedError(
-            f"mesh dimension {foreign[0]!r}: tensor, context and pipeline parallelism don't combine"
+            f"mesh dimension {foreign[0]!r}: tensor, context and pipeline parallelism can't be combined with this"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not in {mesh}: call fully_shard on the mesh's ranks only")

@@ -24,10 +24,10 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 from ..base.errors import OfRanks
+from ..base.signals import STOPS, StopRequest, handling
 
 _ALONE_S = 1.0  # for the other ranks to find out by themselves who failed
 _GRACE_S = 10.0  # from SIGTERM to SIGKILL
-_SAME_WISH_S = 1.0  # a terminal sends Ctrl-C to the ranks, the launcher forwards it: that is one wish
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,7 +57,7 @@ class _Failure:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Has the kernel kill this process when its parent, the launcher, is gone. `parent_pid`: as it was at the start."""
+    """Asks the kernel to kill this process when its parent, the launcher, ends. `parent_pid`: as at the start."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:  # it died before that call
         os._exit(1)
@@ -88,8 +88,8 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     have a second to find out by themselves, then they get SIGTERM, and SIGKILL 10 s later.
     SIGTERM and Ctrl-C are passed on to the ranks, which may take their time to end; a second one kills them.
 
-    Raises RuntimeError with the error of the rank that failed first, in one line (their common error, where all had the
-    same); Interrupted, a KeyboardInterrupt, when the job was told to stop.
+    Raises RuntimeError with the error of the rank that failed first, in one line (without a rank's name if all failed
+    alike); Interrupted, a KeyboardInterrupt, when the job was told to stop.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; give at least 1")
@@ -97,7 +97,7 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     with _store() as store:
         job = _Job(ranks)
-        with job.signals_passed_on():
+        with handling(job.hear, *STOPS):
             try:
                 job.start(function, args, store)
                 job.wait()
@@ -108,7 +108,7 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
 
 
 def warn_of_few_cores(ranks: int) -> None:
-    """Says so on stderr where more ranks than cores would share them, on a machine without a GPU."""
+    """Warns on stderr of more ranks than cores, on a machine without a GPU."""
     import torch
 
     cores = len(os.sched_getaffinity(0))
@@ -136,8 +136,7 @@ class _Job:
         self.ranks = ranks
         self.values: dict[int, bytes] = {}
         self.failures: list[_Failure] = []
-        self.told: int | None = None  # the signal that asked this job to stop
-        self._told_s = 0.0
+        self.stop = StopRequest()
         self._stopped: set[int] = set()  # the ranks that ended by that signal
         self._failed_s: float | None = None
         self._running: dict[int, tuple[Any, Connection]] = {}
@@ -157,29 +156,15 @@ class _Job:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             sender.close()
             self._running[rank] = process, receiver
-            if self.told is not None:  # before this rank was there to hear of it
+            if self.stop.signal is not None:  # before this rank was there to hear of it
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, self.told)
+                    os.kill(process.pid, self.stop.signal)
 
-    @contextlib.contextmanager
-    def signals_passed_on(self) -> Iterator[None]:
-        try:
-            before = {number: signal.signal(number, self._tell) for number in (signal.SIGTERM, signal.SIGINT)}
-        except ValueError:  # not in the main thread, which has the signals then
-            yield
-            return
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _tell(self, number: int, _: Any) -> None:
-        if self.told is None:
-            self.told, self._told_s = number, time.monotonic()
-            self._signal_all(number)
-        elif time.monotonic() - self._told_s > _SAME_WISH_S:
-            self._signal_all(signal.SIGKILL)
+    def hear(self, number: int, _: Any = None) -> None:
+        """Passes a signal on to the ranks; a second request kills them."""
+        heard = self.stop.hear(number)
+        if heard != "same":
+            self._signal_all(number if heard == "first" else signal.SIGKILL)
 
     def _signal_all(self, number: int) -> None:
         for process, _ in list(self._running.values()):
@@ -218,16 +203,16 @@ class _Job:
             self._read(rank, receiver)
         receiver.close()
         del self._running[rank]
-        told = (128 + signal.SIGTERM, 128 + signal.SIGINT)
-        if process.exitcode in told and self.told is None:  # only that rank was told, and its peers agreed
-            self.told = process.exitcode - 128
-        elif process.exitcode == -signal.SIGINT and self.told is None:  # before they could agree
-            self._tell(signal.SIGINT, None)
-        if process.exitcode in (*told, -signal.SIGTERM, -signal.SIGINT) and self.told is not None:
+        agreed = tuple(128 + number for number in STOPS)
+        if process.exitcode in agreed and self.stop.signal is None:  # only that rank was told, and its peers agreed
+            self.stop.signal = process.exitcode - 128
+        elif process.exitcode == -signal.SIGINT and self.stop.signal is None:  # before they could agree
+            self.hear(signal.SIGINT)
+        if process.exitcode in (*agreed, -signal.SIGTERM, -signal.SIGINT) and self.stop.signal is not None:
             self._stopped.add(rank)
-        ended_well = process.exitcode in (0, *told, -signal.SIGINT)
+        ended_well = process.exitcode in (0, *agreed, -signal.SIGINT)
         known = any(failure.rank == rank for failure in self.failures)
-        ours = self._failed_s is not None or self.told is not None  # by our SIGTERM or SIGKILL
+        ours = self._failed_s is not None or self.stop.signal is not None  # by our SIGTERM or SIGKILL
         if not ended_well and not known and not (ours and process.exitcode in (-signal.SIGTERM, -signal.SIGKILL)):
             self._fail(_Failure(rank=rank, text=_how_it_ended(process.exitcode)))
 
@@ -243,15 +228,15 @@ class _Job:
             process.join()
 
     def raise_failure(self) -> None:
-        # What a rank says of one that ended because it was told to is no failure.
+        # An error about ranks that ended because they were told to is no failure.
         failures = [each for each in self.failures if not each.about or not each.about <= self._stopped]
         if failures:
             cause = next((each for each in failures if each.about is None), failures[0])
             all_alike = len(failures) == self.ranks and len({each.text for each in failures}) == 1
             error = RuntimeError(cause.text if all_alike else f"rank {cause.rank} failed first: {cause.text}")
             raise error from (RemoteTraceback(cause.trace) if cause.trace else None)
-        if self.told is not None:
-            raise Interrupted(self.told)
+        if self.stop.signal is not None:
+            raise Interrupted(self.stop.signal)
 
 
 def _how_it_ended(exit_code: int) -> str:
@@ -273,7 +258,7 @@ def _rank(sender: Connection, work: bytes, environment: dict[str, str], parent_p
     """What runs in a rank's process.
 
     Until the work has a handler of its own, Ctrl-C ends the process as SIGTERM does. KeyboardInterrupt would be printed
-    by the interpreter before this function, and in an import it is lost or becomes an error of another name.
+    by the interpreter before this function, and in an import it is lost or becomes another error.
     """
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -288,8 +273,8 @@ def _rank(sender: Connection, work: bytes, environment: dict[str, str], parent_p
         rank = int(environment["RANK"])
         about = frozenset(error.ranks) if isinstance(error, OfRanks) else None
         message = "failure", _Failure(rank=rank, text=text, trace=traceback.format_exc(), about=about)
-    except KeyboardInterrupt as wish:
-        message, status = None, 128 + (wish.signal if isinstance(wish, Interrupted) else signal.SIGINT)
+    except KeyboardInterrupt as stop:
+        message, status = None, 128 + (stop.signal if isinstance(stop, Interrupted) else signal.SIGINT)
     except SystemExit as end:
         message, status = None, status_of(end)
     if message is not None:

@@ -1,4 +1,4 @@
-"""Which rank owns which rows, and where they lie in the heap. Pure: imports neither torch nor triton."""
+"""Which rank owns which rows, and where they are in the heap. Pure: imports neither torch nor triton."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-ALIGNMENT_BYTES = 128  # what a tensor-memory-access descriptor wants of a shard's address
+ALIGNMENT_BYTES = 128  # of a shard's address, for a tensor-memory-access descriptor
 
 
 def shard_rows(rows: int, world: int, rank: int) -> tuple[int, int]:
@@ -43,7 +43,7 @@ class ParameterSpec:
 
     @property
     def has_own_master(self) -> bool:
-        """Whether the master is a second copy beside the compute shard.
+        """Whether the master is a second copy besides the compute shard.
 
         A scalar can't be split: every rank steps its own master of it, and rank 0 publishes its value.
         """
@@ -52,8 +52,8 @@ class ParameterSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """A whole tensor in the heap, row-major, at `offset_bytes`: of one memory in which its owners' shards lie side by
-    side, or of each owner's own memory, where only its rows lie.
+    """A whole tensor in the heap, row-major, at `offset_bytes`: in one memory that holds its owners' shards side by
+    side, or in each owner's own memory, which holds its rows only.
     """
 
     shape: tuple[int, ...]
@@ -74,7 +74,7 @@ class Region:
         return math.prod(self.shape[1:]) * self.itemsize
 
     def shard(self, world: int, owner: int) -> Region:
-        """The rows of `owner` as a region of their own, where all owners' lie side by side. Rank 0 owns a scalar."""
+        """The rows of `owner` as a region of their own, where all shards are side by side. Rank 0 owns a scalar."""
         own = self.own_shard(world, owner)
         if not self.shape:
             return own
@@ -89,7 +89,7 @@ class Region:
         return replace(self, shape=(stop - start, *self.shape[1:]))
 
     def stored_bytes(self, world: int, *, apart: bool) -> int:
-        """What it takes of the memory of all ranks, or, `apart`, of each rank's."""
+        """Bytes that it takes in the memory of all ranks, or, `apart`, in each rank's."""
         if not apart or not self.shape:
             return self.size_bytes
         return shard_rows(self.shape[0], world, 0)[1] * self.row_bytes
@@ -120,7 +120,7 @@ def first_difference(mine: list[str], theirs: list[str]) -> str:
         if a != b:
             return f"{a}  against  {b}"
     longer, whose = (mine, "only here") if len(mine) > len(theirs) else (theirs, "only there")
-    return f"{longer[min(len(mine), len(theirs))]} stands {whose}"
+    return f"{longer[min(len(mine), len(theirs))]} is {whose}"
 
 
 def aligned(offset_bytes: int) -> int:
@@ -171,7 +171,7 @@ def find_units(module: Any) -> list[str]:
         lists = [(name, child) for name, child in named if type(child).__name__ == "ModuleList" and len(child) > 1]
         if lists:
             name, longest = max(lists, key=lambda item: len(item[1]))
-            # A list of lists is no unit: it has no forward, its parameters belong to the root.
+            # A list of lists is not a unit: it has no forward, and its parameters belong to the root.
             found = [
                 f"{name}.{key}"
                 for key, child in longest.named_children()

@@ -1,8 +1,8 @@
 """The store of the ranks that our launcher starts: how they meet, and find each other's memory.
 
-torch's TCPStore believes whoever reaches its port, so any user of the host. This one is a thread of the launcher and an
-abstract Unix socket, and both ends look whose process the other is. It is no FileStore: that one's file grows with
-every meeting, and a rank that is stopped or killed while it writes there holds up all others for ever.
+torch's TCPStore trusts anyone who reaches its port, so any user of the host. This one is a thread of the launcher and
+an abstract Unix socket, and both ends check whose process the other is. A FileStore would not do: its file grows with
+every meeting, and a rank that is stopped or killed while it writes to it blocks all others forever.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from .memory.rendezvous import listen, peer_uid
 
 NAME = "ODC_STORE"  # the variable that tells ranks the socket's name
-_SLACK_S = 10.0  # for an answer that says that something did not come in time
+_SLACK_S = 10.0  # for the answer that a key did not come in time
 _LONGEST_S = 1e6  # that poll(2) can wait
 
 
@@ -108,7 +108,7 @@ class LocalStore(dist.Store):
                 connection.send(question)
                 if not connection.poll(timeout_s):
                     raise dist.DistStoreError(
-                        f"the launcher is stopped: its store has not answered for {timeout_s:.1f} s"
+                        f"the launcher is stopped: its store did not answer for {timeout_s:.1f} s"
                     )
                 answer = connection.recv()
             except (EOFError, OSError) as error:
@@ -120,7 +120,7 @@ class LocalStore(dist.Store):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(f"\0{self._name}")
             if peer_uid(connection) != os.getuid():
-                raise PermissionError(f"the socket @{self._name} is another user's, of uid {peer_uid(connection)}")
+                raise PermissionError(f"the socket @{self._name} belongs to another user, uid {peer_uid(connection)}")
             return Connection(connection.detach())
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -1,7 +1,7 @@
 """Meetings: the few points of a minibatch where ranks wait for each other.
 
-A meeting goes through the process group's store: each rank sets its own key and waits for everybody's. So every
-rank by itself knows who is missing, also when rank 0 is the dead one, and why a peer failed.
+A meeting is a barrier with a message. It goes through the process group's store: each rank sets its own key and waits
+for everybody's. So every rank by itself knows who is missing, even if rank 0 is dead, and why a peer failed.
 `torch.distributed.monitored_barrier` tells only rank 0, and after one failure gloo's later calls fail too.
 """
 
@@ -38,19 +38,19 @@ class Meetings:
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
         self.held = 0
         self._store = store
-        self.signs: Signs | None = None  # set once ranks see each other: then the dead are known from the late
+        self.signs: Signs | None = None  # set once ranks see each other: then dead ranks are told from late ones
 
     def _key(self, number: int, rank: int) -> str:
         return f"meeting/{number}/{rank}"
 
     def tell(self, purpose: str, message: dict[str, Any]) -> None:
-        """Leaves this rank's message for the next meeting without waiting for anybody."""
+        """Leaves this rank's message for the next meeting, and waits for nobody."""
         self._store.set(self._key(self.held, self.rank), json.dumps({"purpose": purpose, **message}))
         if self.signs is not None:
             self.signs.show(Word.MEETINGS, self.held + 1)
 
     def give_up(self, reason: str) -> None:
-        """Has peers raise RankLost with `reason` at the next meeting, whatever it is for; waits for nobody."""
+        """Makes peers raise RankLost with `reason` at the next meeting, whatever it is for; waits for nobody."""
         self.tell(_GAVE_UP, {"reason": reason})
 
     @classmethod
@@ -72,7 +72,7 @@ class Meetings:
             self.tell(purpose, message)
             self.wait_until(purpose, lambda: self._missing(number, keys))
             messages = [json.loads(text) for text in self._store.multi_get(keys)]
-            # Whoever holds this meeting's keys has left the one before: nobody reads those any more.
+            # A rank that has set its key for this meeting has left the one before, whose keys nobody reads any more.
             if number > 0:
                 self._store.delete_key(self._key(number - 1, self.rank))
         except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -86,13 +86,13 @@ class Meetings:
             if theirs["purpose"] != purpose:
                 raise RanksDiffer(
                     f"rank {self.rank} is at '{purpose}' while rank {peer} is at '{theirs['purpose']}': "
-                    f"the ranks' training loops must call the same things in the same order"
+                    f"all ranks must make the same calls in the same order"
                 )
         return messages
 
     def _missing(self, number: int, keys: list[str]) -> list[int]:
-        """Who has not come to meeting `number` yet. Asked of their signs once there are any: a store whose host is
-        stopped does not answer, and a question to it knows no deadline."""
+        """The ranks that have not come to meeting `number` yet, by their signs once there are any: a store whose host
+        is stopped does not answer, and asking it has no deadline."""
         if self.signs is not None:
             return [rank for rank, came in enumerate(self.signs.seen(Word.MEETINGS)) if came <= number]
         if self._store.check(keys):
@@ -135,13 +135,13 @@ class Meetings:
         if self.signs is None:
             ranks, left = [], []
         else:
-            # The store's host is a rank or the launcher; a dying rank needs a moment to let its locks go.
+            # The store's host is a rank or the launcher; a dying rank needs a moment to release its locks.
             for _ in range(20 if cause is not None else 1):
                 gone = [rank for rank in ranks if not self.signs.is_alive(rank)]
                 if gone:
                     break
                 time.sleep(0.1)
-            # Who gave up because of another's end is not to blame for it.
+            # A rank that gave up because another ended is not to blame.
             broken, left = self.signs.seen(Word.BROKEN), self.signs.seen(Word.LEFT)
             ranks = [rank for rank in gone if not broken[rank]] or gone
         words = ", ".join(f"rank {rank} {'left the training loop' if left[rank] else 'died'}" for rank in ranks)

@@ -1,7 +1,7 @@
-"""Words and signs of life of the ranks of other replicas, with whom no memory is shared: a TCP connection to each.
+"""Status of the ranks of other replicas, which share no memory with this one: a TCP connection to each.
 
-The kernel closes a connection when the process at its other end goes, however it goes; so the dead are known from the
-late at once, as by the heap's locks on one host. A host that vanished is known by keep-alive, within seconds.
+The kernel closes a connection when the process at its other end dies, however it dies; so dead ranks are told from late
+ones at once, as by the heap's locks on one host. A host that vanished is found by keep-alive, within seconds.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _KEEPALIVE_IDLE_S, _KEEPALIVE_EVERY_S, _KEEPALIVE_COUNT = 5, 2, 3
 
 
 def address_towards(store: dist.Store) -> str | None:
-    """This host's address as ranks on other hosts may reach it: the one on its way to the store's host.
+    """This host's address for ranks on other hosts: that of the interface from which it reaches the store's host.
 
-    None where that way is the loopback, so where the store lies on this host.
+    None if that is the loopback interface, so the store is on this host.
     """
     host, port = _host_of(store)
     if host is None:
         return None
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # of a datagram socket: looks up the way, sends nothing
+        probe.connect(address)  # on a datagram socket it looks up the route and sends nothing
         mine = probe.getsockname()[0]
     return None if mine.startswith("127.") or mine == "::1" else mine
 
@@ -74,15 +74,15 @@ def _close(connections: dict[int, socket.socket]) -> None:
     connections.clear()
 
 
-class Lifelines:
+class PeerStatus:
     """The words of all ranks: those of this replica from its heap, the others' from a connection to each of them.
 
-    Collective, over `meetings`, which go by the store yet. `store`: the job's, to find the way to other hosts; `token`:
-    a name of 32 letters that only these ranks know. Raises DeadlineExceeded with the ranks that could not be reached
-    within the meetings' deadline.
+    Collective; `meetings` still use the store at this point. `store`: the job's, to find the way to other hosts;
+    `token`: a name of 32 letters that only these ranks know. Raises DeadlineExceeded with the ranks that could not be
+    reached within the meetings' deadline.
 
-    Every rank keeps a connection to every rank of other replicas, so that each by itself knows who is gone: an open
-    file each.
+    Every rank keeps a connection, an open file, to every rank of other replicas, so that each by itself knows who is
+    gone.
     """
 
     def __init__(self, *, heap: SymmetricHeap, meetings: Meetings, store: dist.Store, token: str) -> None:
@@ -112,15 +112,15 @@ class Lifelines:
         """Ranks connect to those of lower numbers."""
         mine = address_towards(store)
         loopback_only = all(
-            theirs["address"] is None for theirs in meetings.meet("lifelines: addresses", {"address": mine})
+            theirs["address"] is None for theirs in meetings.meet("connecting replicas: addresses", {"address": mine})
         )
         family = socket.AF_INET6 if mine is not None and ":" in mine else socket.AF_INET
-        # Who has the store on its own host does not know by which address others see it.
+        # A rank on the store's host does not know the address by which others reach it.
         bound = mine or ("127.0.0.1" if loopback_only else "")
         deadline_s = time.monotonic() + meetings.timeout_s
         with socket.create_server((bound, 0), family=family, backlog=max(len(self._far), 1)) as listener:
             message = {"address": mine, "port": listener.getsockname()[1]}
-            places = meetings.meet("lifelines: listening", message)
+            places = meetings.meet("connecting replicas: ports", message)
             for rank in self._far:
                 if rank < self._rank:
                     host = places[rank]["address"] or (_host_of(store)[0] if mine is not None else "127.0.0.1")
@@ -171,14 +171,14 @@ class Lifelines:
                         self._send(rank)
 
     def _send(self, rank: int) -> None:
-        """As much as goes without waiting; what a stopped rank does not take is sent with the next words."""
+        """Sends what can be sent without waiting; what a stopped rank does not take goes with the next words."""
         try:
             sent = self._connections[rank].send(self._unsent[rank])
             self._unsent[rank] = self._unsent[rank][sent:]
         except BlockingIOError:
             pass
         except OSError:
-            self._listen()  # what it said before it went counts
+            self._listen()  # what it sent before it died counts
 
     def seen(self, word: Word) -> list[int]:
         with self._lock:

@@ -1,4 +1,4 @@
-"""The process group of a job that has none yet, and which GPU is whose."""
+"""Starts the process group of a job that has none yet, and assigns each rank its GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Devices(Protocol):
     mesh_device: str
 
     def device_id(self) -> str | None:
-        """Names this rank's device among all of the job."""
+        """Names this rank's device among all devices of the job."""
 
 
 def gpu_index(
@@ -37,10 +37,10 @@ def gpu_index(
 ) -> int:
     """Which of the `visible` GPUs of this process is its own.
 
-    `bound`: the one that its process group was made for. `current`: the one that torch is at work on already, None
-    before CUDA is initialised; it counts as chosen if it is not the first one, or if there is a process group, before
-    which a training script chooses. Else by LOCAL_RANK, or RANK where there is none, in turns: so it is the only one
-    where a launcher shows each process its own (CUDA_VISIBLE_DEVICES, Ray), and shared where ranks are more than GPUs.
+    `bound`: the one that its process group was made for. `current`: the one that torch uses already, None before CUDA
+    is initialised; it counts as chosen if it is not the first one, or if there is a process group, as training scripts
+    choose before they make one. Otherwise LOCAL_RANK (or RANK) modulo the visible ones: the only one where a launcher
+    shows each process its own (CUDA_VISIBLE_DEVICES, Ray), and a shared one where there are more ranks than GPUs.
 
     Raises RuntimeError without a GPU.
     """
@@ -57,9 +57,9 @@ def gpu_index(
 
 
 def group_kinds(devices: Sequence[str | None]) -> str:
-    """What the process group communicates by, given every rank's device: None on a CPU, else a GPU's UUID.
+    """The process group's backends, given every rank's device: None on a CPU, else a GPU's UUID.
 
-    NCCL refuses two ranks on one GPU, which gloo takes. Raises RanksDiffer where some ranks have a GPU and some none.
+    NCCL refuses two ranks on one GPU; gloo does not. Raises RanksDiffer if some ranks have a GPU and some have none.
     """
     without = [rank for rank, device in enumerate(devices) if device is None]
     if len(without) == len(devices):
@@ -86,10 +86,10 @@ def _take_gpu() -> None:
 
 
 def start_process_group(devices: Devices, timeout: timedelta) -> None:
-    """Our launcher's process group, torchrun's, or that of any launcher which sets RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT; or else a world of one. Where there is one already, only this rank's GPU is chosen. Collective.
+    """Our launcher's process group, torchrun's, or that of any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT; else a world of one. If there is one already, only this rank's GPU is chosen. Collective.
 
-    Raises RanksDiffer where ranks' devices are of different kinds, DeadlineExceeded where one does not come.
+    Raises RanksDiffer if the ranks' devices are of different kinds, DeadlineExceeded if a rank does not come.
     """
     on_gpu = devices.mesh_device == "cuda"
     if dist.is_initialized() or "RANK" not in os.environ:
@@ -119,5 +119,5 @@ def start_process_group(devices: Devices, timeout: timedelta) -> None:
         if "refused" in theirs:
             raise RanksDiffer(f"rank {peer} has no device: {theirs['refused']}")
     kinds = group_kinds([theirs["device"] for theirs in messages])
-    store = dist.PrefixStore(f"default_pg/{number}", store)  # a group before it has left its addresses there
+    store = dist.PrefixStore(f"default_pg/{number}", store)  # an earlier group has left its addresses in the store
     dist.init_process_group(kinds, store=store, rank=rank, world_size=world, timeout=timeout)

@@ -1,4 +1,4 @@
-"""Carries tensors from rank 0 to all ranks in bounded memory: rounds through a temporary shared buffer."""
+"""Copies tensors from rank 0 to all ranks in bounded memory: in rounds through a temporary shared buffer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Take = Callable[[int, torch.Tensor], None]  # first element, and elements from t
 class Relay:
     """All ranks `send` the same tensors in the same order; rank 0's values arrive everywhere, itself included.
 
-    The buffer has two halves: while the others still read one, rank 0 fills the other already, so that a round is
-    one meeting. `sizes`: bytes of each tensor; the buffer is no larger than all of them need. `rank` and `world`:
-    within the replica, whose rank 0 must have the values already; `meetings` are of all replicas.
+    The buffer has two halves: rank 0 fills one while the others still read the other, so a round takes one meeting.
+    `sizes`: bytes of each tensor; the buffer is no larger than all of them need. `rank` and `world`: within the
+    replica, whose rank 0 must have the values already; `meetings` are of all replicas.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class Relay:
         self._half, self._used_bytes = 1 - self._half, 0
 
     def finish(self) -> None:
-        """Hands out what is left; afterwards every rank has everything."""
+        """Passes on what is left; afterwards every rank has everything."""
         self._turn()
 
     def meet(self, message: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """A meeting at which every rank hears of a rank that `fail`ed."""
+        """A meeting. Raises OdcError on every rank if a rank called `fail`."""
         messages = self._meetings.meet(self._purpose, {"error": None, **(message or {})})
         for rank, theirs in enumerate(messages):
             if theirs["error"] is not None:
@@ -88,7 +88,7 @@ class Relay:
         return messages
 
     def fail(self, error: Exception) -> None:
-        """Tells the others, who would wait for this rank until their deadline."""
+        """Tells the other ranks, which would otherwise wait for this one until their deadline."""
         if not isinstance(error, OdcError):
             self._meetings.tell(self._purpose, {"error": f"{type(error).__name__}: {error}"})
 

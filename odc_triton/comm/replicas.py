@@ -1,9 +1,9 @@
-"""What replicas do together: sum their gradient shards, and hand each other their parts of the compute shards.
+"""What replicas do together: sum their gradient shards, and exchange their parts of the compute shards.
 
-Both run in bounded buffers, through the process group of the ranks with one shard index (gloo or NCCL), and only when
-all of them are known to have come; each is waited for with an eye on who still lives, so that nobody hangs in a
-collective. All by `all_to_all_single` and `all_gather` over parts padded to one size: gloo's reduce-scatter is an
-all-reduce, twice the bytes, and can't be waited for without blocking.
+Both run in bounded buffers, through the process group of the ranks with the same shard index (gloo or NCCL), and only
+when all of them are known to have come. A rank that waits for a collective also checks who is alive, so none hangs. All
+by `all_to_all_single` and `all_gather` over parts padded to one size: gloo's reduce-scatter is an all-reduce, of twice
+the bytes, and can't be waited for without blocking.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class Replicas:
-    """The ranks with this one's compute shard. Where there is one replica, only `count` and `broadcast` may be used."""
+    """The ranks with this one's compute shard. With a single replica only `count` and `broadcast` may be used."""
 
     def __init__(self, grid: Grid, meetings: Meetings, device: torch.device) -> None:
         self.count, self.index = grid.replicas, grid.replica
@@ -48,9 +48,9 @@ class Replicas:
 
     @torch.no_grad()
     def sum_parts(self, shards: Sequence[Parts]) -> None:
-        """Own parts become their sums over the replicas, taken in the replicas' order; the others stay.
+        """Own parts become their sums over the replicas, added in the replicas' order; the others stay.
 
-        Only after a meeting that all ranks came to.
+        Only after a meeting of all ranks.
         """
         for dtype, bucket, size in self._buckets(shards):
             sent = torch.zeros(self.count, size, dtype=dtype, device=self._device)
@@ -77,7 +77,7 @@ class Replicas:
 
     @torch.no_grad()
     def gather_parts(self, shards: Sequence[Parts]) -> None:
-        """Every replica's own part comes to all others. Waits until all of them are here."""
+        """Sends every replica's own part to all others. Waits until all of them are here."""
         self._gathers += 1
         self._meetings.signs.show(Word.GATHERS, self._gathers)
         self._wait("the exchange between replicas after a step", self._yet_to_gather)
@@ -96,7 +96,7 @@ class Replicas:
 
     @torch.no_grad()
     def broadcast(self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Replica 0's `value`, in the memory of the host where it comes from elsewhere. After a meeting."""
+        """Replica 0's `value`; on the other replicas in host memory. After a meeting."""
         if self.count == 1:
             return value
         if self.index > 0:
@@ -112,7 +112,7 @@ class Replicas:
     # ------------------------------------------------------------------ how
 
     def _buckets(self, shards: Sequence[Parts]) -> Iterator[tuple[torch.dtype, list[_Piece], int]]:
-        """Pieces that fill a buffer each, by dtype; and how many elements the buffer has for one replica."""
+        """By dtype, the pieces that fill one buffer, and the buffer's elements for one replica."""
         for dtype in dict.fromkeys(parts[0].dtype for parts in shards):
             limit = max(_BUFFER_BYTES // dtype.itemsize // self.count, 1)
             bucket: list[_Piece] = []
@@ -154,7 +154,7 @@ class Replicas:
                 broken = self._meetings.signs.seen(Word.BROKEN)
                 given_up = [rank for rank in ranks if broken[rank]]
                 if given_up and missing():
-                    self._meetings.require_alive(ranks, purpose, missing)  # whoever died is to blame
+                    self._meetings.require_alive(ranks, purpose, missing)  # a rank that died is to blame
                     raise RankLost(
                         given_up,
                         f"rank {self._grid.rank} was waiting for '{purpose}': ranks {given_up} have given up. Start "

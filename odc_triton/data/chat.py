@@ -1,10 +1,10 @@
-"""Conversations to token ids by a tokenizer's chat template, and which of them the assistant said.
+"""Conversations to token ids by a tokenizer's chat template, and which tokens are the assistant's.
 
-A template with {% generation %} marks says so itself. For another one, the conversation is rendered up to each of
-the assistant's turns (with the header that asks for it) and up to its end: what lies between is learned, what the
-template writes after the turn included. That is right only where each of these prefixes has the tokens that the
-whole conversation begins with, which is checked: a template that renders earlier turns differently once later ones
-follow, as those do that drop earlier reasoning, is refused.
+A template with {% generation %} marks says which they are. Otherwise the conversation is rendered twice for each of the
+assistant's turns: up to the turn (with the header that asks for it), and up to its end. What lies between is learned,
+including what the template writes after the turn. This is right only if the whole conversation begins with the tokens
+of each of these prefixes, which is checked. A template that renders earlier turns differently once later ones follow,
+for example without their reasoning, is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EncodeBatch = Callable[[list[str]], Sequence[Sequence[int]]]
 ASSISTANT = "assistant"
 # Text given to the tokenizer at a time.
 _CHARACTERS = 4_000_000
-# No text has so many for each of its tokens, but of white space or a letter said over and over.
+# More than any text has per token, except white space or one letter repeated many times.
 CHARACTERS_PER_TOKEN = 64
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REMEDY = "give a template with {% generation %} marks, or write one record per turn of the assistant"
@@ -54,7 +54,7 @@ class ChatTemplate:
         self._tokenizer, self._encode_batch = tokenizer, encode_batch
 
     def encode(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
-        """(token ids, what is learned) of each conversation, in order; no end token is added.
+        """(token ids, learned spans) of each conversation, in order; no end token is added.
 
         Turns that begin after `max_tokens` tokens may be left unmarked. Raises ChatError.
         """
@@ -157,13 +157,13 @@ class ChatTemplate:
             if not whole.startswith(text):
                 raise ChatError(
                     index,
-                    f"the chat template renders message {turn} of the assistant, or what is before it, "
-                    f"differently when the whole conversation is there; {_REMEDY}",
+                    f"the chat template renders message {turn} of the assistant, or what comes before it, "
+                    f"differently within the whole conversation; {_REMEDY}",
                 )
             yield text
 
     def _complete(self, index: int, conversation: Conversation, text: str) -> str:
-        """`text`, what the template makes of it. Raises ChatError where that leaves out tools or their calls."""
+        """`text`, the conversation as rendered. Raises ChatError if tools or their calls are missing in it."""
         messages, tools = conversation
 
         def otherwise(changed: Iterable[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
@@ -172,7 +172,7 @@ class ChatTemplate:
             except ChatError:  # then the template looks at what was changed
                 return None
 
-        remedy = "give a template that knows tools, or render the conversation to 'prompt' and 'completion'"
+        remedy = "give a template that supports tools, or render the conversation to 'prompt' and 'completion'"
         if tools and otherwise(messages, None) == text:
             raise ChatError(index, f"the chat template leaves out the record's 'tools'; {remedy}")
         if any("tool_calls" in each for each in messages):
@@ -196,7 +196,7 @@ class ChatTemplate:
             return call()
         except ChatError:
             raise
-        except Exception as error:  # TemplateError, KeyError, TypeError, …: whatever the template's code meets
+        except Exception as error:  # TemplateError, KeyError, TypeError, …: whatever the template's code raises
             raise ChatError(
                 index, f"the chat template refuses this conversation ({type(error).__name__}: {error})"
             ) from error
@@ -208,9 +208,10 @@ def encode_heads(
     max_tokens: int,
     tokens: Callable[[T], int] = len,
 ) -> list[tuple[T, int]]:
-    """(what `encode_batch` makes of it, how many characters that is of) of each text: all of it, or of one far longer
-    than `max_tokens` tokens a head of more than twice that, so that memory does not grow with what is cut off. Twice,
-    because the cut may change the tokens next to it.
+    """For each text (what `encode_batch` makes of it, the number of characters encoded).
+
+    Of a text far longer than `max_tokens` tokens only a head of more than twice that is encoded, so that memory does
+    not grow with what is cut off anyway. Twice, because the cut may change the tokens next to it.
     """
     most = max_tokens * CHARACTERS_PER_TOKEN
     heads = [text[:most] for text in texts]

@@ -6,12 +6,10 @@ token; of a conversation, the assistant's (see `chat`). The first token of a sam
 is never predicted: it is not counted as a target, and a sample without another one is dropped.
 
 Memory does not grow with the data: samples go to disk as they are made, and are read by memory mapping, whose
-pages all ranks of a machine share. What stays is a few bytes per sample, its lengths.
+pages all ranks of a machine share. Only a few bytes per sample, its length, stay in memory.
 
-Some samples set aside, by seed: for evaluation.
-
-Which ones depends on the seed and the number of samples only: not on ranks, world size, epochs or the order in
-which a sampler takes the others.
+`split_samples` sets some aside for evaluation. Which ones depends only on the seed and the number of samples: not on
+ranks, world size, epochs or the order in which a sampler takes the others.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from .chat import CHARACTERS_PER_TOKEN, ChatError, Conversation, Spans, encode_heads
-from .records import DataError, Record
+from .records import IGNORED, DataError, Record
 from .sources import JsonLines, Source
 from .store import GrowingArrays, map_arrays, save_arrays
 from .tokenizer import TextEncoder
 
-IGNORED_LABEL = -100
+IGNORED_LABEL = IGNORED  # its former name here
 TooLong = Literal["error", "truncate", "drop"]
 
 # Text given to the tokenizer at a time; fewer records than `batch_records` if they are long.
@@ -132,7 +130,7 @@ class TokenizedDataset:
 
     @cached_property
     def largest_token(self) -> int:
-        """The largest token id of all samples; reads them once. Raises DataError where one is negative."""
+        """The largest token id of all samples; reads them once. Raises DataError if one is negative."""
         step = 1 << 20
         parts = (self.tokens[at : at + step] for at in range(0, len(self.tokens), step))
         smallest, largest = zip(*((int(part.min()), int(part.max())) for part in parts), strict=True)
@@ -151,7 +149,7 @@ class TokenizedDataset:
         index %= len(self)
         begin, end = self.offsets[index : index + 2]
         input_ids = self.tokens[begin:end].astype(np.int64)
-        labels = np.full_like(input_ids, IGNORED_LABEL)
+        labels = np.full_like(input_ids, IGNORED)
         first, last = np.searchsorted(self.spans[:, 0], (begin, end))
         for start, stop in self.spans[first:last] - begin:
             labels[start:stop] = input_ids[start:stop]
@@ -191,7 +189,7 @@ def tokenize_file(
     options: DataOptions | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> TokenizedDataset:
-    """The samples of a JSON-lines file, in its order, on pages of a file of TMPDIR that is removed already.
+    """The samples of a JSON-lines file, in its order, on pages of a file in TMPDIR that is already removed.
 
     Arguments and errors as of `tokenize_source`.
     """
@@ -275,8 +273,8 @@ def _write_samples(
 
 
 def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> Iterator[tuple[list[int], Spans]]:
-    """(token ids, which of them are learned) of each record; too long ones have more than `max_tokens` ids, and may
-    have lost their end. Raises DataError."""
+    """(token ids, learned spans) of each record; too long ones have more than `max_tokens` ids, and may have lost their
+    end. Raises DataError."""
     texts = [text for each in batch if each.messages is None for text in (each.prompt, each.completion)]
     heads = encode_heads(encoder.encode_batch, [text for text in texts if text is not None], max_tokens)
     encoded = (ids for ids, _ in heads)

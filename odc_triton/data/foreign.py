@@ -1,4 +1,4 @@
-"""Data of other well-known formats: how to make of them what is read here, as commands to paste into a shell."""
+"""Data in other well-known formats: shell commands, to be pasted, that convert them to what is read here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNPACK = {
     b"BZh": ("bzip2", "bzip2 -dc"),
     b"\xfd7zXZ": ("xz", "xz -dc"),
 }
-# What makes the fields of a record here of a record `r` there, by the fields that tell its format.
+# By the fields that identify a format: its name, and an expression that converts its record `r`.
 _RECORDS = {
     ("conversations",): (
         "ShareGPT's form",
@@ -29,18 +29,18 @@ _RECORDS = {
 
 
 def of_file(raw: bytes, file: str) -> str | None:
-    """What `file`, of which `raw` is a line, is instead of JSON lines, and the remedy; None where it is not known."""
+    """What `file`, of which `raw` is a line, is instead of JSON lines, and the remedy; None if unknown."""
     for magic, (name, unpack) in _UNPACK.items():
         if raw.startswith(magic):
-            return f"the file is compressed by {name}; unpack it first: {unpack} {shlex.quote(file)} > {_made_of(file)}"
+            return f"the file is compressed with {name}; unpack it: {unpack} {shlex.quote(file)} > {_made_of(file)}"
     if raw.startswith(b"PK\x03\x04"):
-        return "the file is a zip archive, as .npz files are; give the JSON lines that it holds, or was made of"
+        return "the file is a zip archive, as .npz files are; give the JSON lines that it holds or was made from"
     if raw.startswith(b"PAR1"):
-        return f"the file is Parquet; make JSON lines of it: {of_parquet(file)}"
+        return f"the file is Parquet; convert it to JSON lines: {of_parquet(file)}"
     if Path(file).suffix.lower() in (".csv", ".tsv"):
         delimiter = "\\t" if Path(file).suffix.lower() == ".tsv" else ","
         rows = f'csv.DictReader(open({_literal(file)}, encoding="utf-8-sig", newline=""), delimiter="{delimiter}")'
-        return f"the file is no JSON but a table; make JSON lines of it: {_printing('csv', 'r', rows, file)}"
+        return f"the file is a table, not JSON; convert it to JSON lines: {_printing('csv', 'r', rows, file)}"
     return None
 
 
@@ -56,11 +56,11 @@ def of_parquet(place: str) -> str:
 
 
 def of_array(file: str) -> str:
-    return f"of a JSON array make a line of each element: jq -c '.[]' {shlex.quote(file)} > {_made_of(file)}"
+    return f"write each element of the JSON array on a line: jq -c '.[]' {shlex.quote(file)} > {_made_of(file)}"
 
 
 def of_record(record: dict[str, Any], file: str | None) -> str | None:
-    """What the form of `record` is called, and the remedy for its file, or for its table where there is no file."""
+    """The name of `record`'s form, and the remedy for its file, or for its table if there is no file."""
     for names, (form, fields) in _RECORDS.items():
         if record.keys() >= set(names):
             if file is None:
@@ -76,7 +76,7 @@ def _printing(modules: str, what: str, rows: str, file: str) -> str:
 
 
 def _made_of(file: str) -> str:
-    """A name that hardly any file has yet: the command writes over it."""
+    """A name that hardly any file has yet, as the command overwrites it."""
     return shlex.quote(f"{file.rstrip('/')}.converted.jsonl")
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from ..base.files import atomic_file
 from .chat import ASSISTANT, Conversation, Spans, joined_spans
-from .dataset import IGNORED_LABEL, DataOptions, TokenizedDataset, tokenize_source
-from .records import Record, message_text
+from .dataset import DataOptions, TokenizedDataset, tokenize_source
+from .records import IGNORED, Record, message_text
 from .sources import Source, open_source
 from .tokenizer import TextEncoder, read_config, read_tokenizer
 
@@ -46,7 +46,7 @@ class Inspection:
     too_long_nothing_left: int  # of them, those that truncation leaves nothing to learn of
     largest_token: int
     vocabulary: int | None  # token ids that the model has
-    tokens_outside: int | None  # tokens that it has not
+    tokens_outside: int | None  # tokens that it lacks
     example: list[tuple[bool, str]]  # one sample of middle length: (is learned, its text), in turn
 
 
@@ -115,7 +115,7 @@ def main(
 
 
 def describe(found: Inspection) -> str:
-    """The findings as a page of text, safe to print: what the data hold can't steer a terminal."""
+    """The findings as a page of text, safe to print: control characters in the data are written out."""
     unit, cap = found.unit, found.token_cap
     forms = ", ".join(f"{count:,} of {form}" for form, count in found.forms.items())
     lines = [
@@ -124,11 +124,9 @@ def describe(found: Inspection) -> str:
         f"({found.target_tokens / found.tokens:.0%})",
     ]
     if unit == "bytes":
-        lines.append(
-            "lengths are bytes of UTF-8, and conversations without their template: give --tokenizer for tokens"
-        )
+        lines.append("lengths are bytes of UTF-8, without the chat template: give --tokenizer to count tokens")
     if found.nothing_to_learn:
-        lines.append(f"{found.nothing_to_learn:,} records have nothing to learn and would be left out")
+        lines.append(f"{found.nothing_to_learn:,} records have nothing to learn and would be dropped")
     lines += ["", f"length in {unit}"]
     names = {"0": "shortest", "50": "median", "100": "longest", "mean": "mean"}
     lines += [f"  {names.get(at, at + '%'):>8}  {value:>10,.0f}" for at, value in found.lengths.items()]
@@ -233,7 +231,7 @@ def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def _targets_below(data: TokenizedDataset, cap: int) -> np.ndarray:
-    """[samples] targets that are left of each sample's first `cap` tokens."""
+    """[samples] targets within each sample's first `cap` tokens."""
     owner = np.searchsorted(data.offsets, data.spans[:, 0], side="right") - 1
     begin = data.offsets[owner]
     counts = np.zeros(len(data), np.int64)
@@ -257,7 +255,7 @@ def _example(data: TokenizedDataset, encoder: TextEncoder) -> list[tuple[bool, s
     lengths = data.lengths
     middle = int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
     sample = data[middle]
-    learned = sample["labels"] != IGNORED_LABEL
+    learned = sample["labels"] != IGNORED
     cuts = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), len(learned)]
     return [
         (bool(learned[begin]), encoder.decode(sample["input_ids"][begin:end].tolist())) for begin, end in pairwise(cuts)
@@ -270,7 +268,7 @@ def _over(found: Inspection) -> str:
     return (
         f"{found.too_long:,} samples ({found.too_long / found.samples:.1%}) are longer than the cap of "
         f"{found.token_cap:,} {found.unit}: truncating cuts off {found.tokens_over_cap:,} {found.unit} and leaves "
-        f"{found.too_long_nothing_left:,} of them with nothing to learn; dropping leaves all of them out"
+        f"{found.too_long_nothing_left:,} of them with nothing to learn; dropping removes all of them"
     )
 
 

@@ -1,4 +1,4 @@
-"""Lengths of sequences, from a file that has them or the texts themselves. Pure."""
+"""Lengths of sequences, from a file of lengths or of texts. Pure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def read_lengths(
     - any other, line by line: numbers, or a JSON object with `length` or `tokens` (a number), with `input_ids` (a
       list), or with what `train.records` reads, whose length `count_tokens` gives; blank lines are skipped.
 
-    Raises ValueError that names file and line for one that is no length, one of less than 2 tokens, and a text without
-    `count_tokens`; and for a file without lengths. OSError where it can't be read.
+    Raises ValueError naming file and line for what is not a length, for less than 2 tokens, and for a text without
+    `count_tokens`; also for a file without lengths. Raises OSError if it can't be read.
     """
     path = Path(path)
     read = {".npz": _of_data_set, ".json": _of_list}.get(path.suffix)
@@ -47,7 +47,7 @@ def _of_data_set(path: Path) -> Iterator[tuple[str, object]]:
     except KeyError as error:
         raise ValueError(f"{path} has no `offsets`: {wanted}") from error
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged, or no .npz: {wanted}") from error
+        raise ValueError(f"{path} is damaged or is not an .npz: {wanted}") from error
     yield from ((f"{path}, sample {n}", length) for n, length in enumerate(np.diff(offsets).tolist()))
 
 
@@ -75,7 +75,7 @@ def _of_record(where: str, raw: bytes, count_tokens: Callable[[Record], int] | N
             return len(fields[name]) if isinstance(fields[name], list) else fields[name]
     record = parse_record(where, raw)
     if count_tokens is None:
-        raise ValueError(f"{where} has a text and no `length`: give --tokenizer, or write its length")
+        raise ValueError(f"{where} has a text and no `length`: give --tokenizer, or add its length")
     tokens = count_tokens(record)
     if tokens < LEAST:
         raise ValueError(f"{where} is a text of {tokens} tokens; leave it out, or give at least {LEAST}")
@@ -96,5 +96,5 @@ def _checked(where: str, value: object) -> int:
         length = math.nan
     if not (math.isfinite(length) and length >= LEAST and length == int(length)):
         shown = repr(value)[:42]
-        raise ValueError(f"{where}: {shown} is no length; give a number of tokens, at least {LEAST}")
+        raise ValueError(f"{where}: {shown} is not a length; give a number of tokens, at least {LEAST}")
     return int(length)

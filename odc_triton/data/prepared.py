@@ -2,8 +2,8 @@
 
 The file's name holds a hash of everything that the samples depend on: path, size and times of the data (for a data
 set of `datasets`, its fingerprint), the tokenizer with its chat template and library, `DataOptions`, and the
-version of this format. So nothing is ever stale: a change gives another name, and what is no longer wanted may be
-deleted at any time. Checksums are compared before a file is used again; a damaged one is made anew.
+version of this format. So nothing is ever stale: a change gives another name, and files that are no longer wanted may
+be deleted at any time. Checksums are compared before a file is used again; a damaged one is written again.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ def prepare_data(
 
     One rank of a machine calls it; the others `TokenizedDataset.load` the `path` of what it returns, and share its
     pages. `folder` is `default_folder()` unless given. Raises DataError for unusable data, and for data that change
-    while they are read; OSError where `folder` can't be written; ValueError where source or encoder has no fingerprint
-    to be found again by.
+    while they are read; OSError where `folder` can't be written; ValueError where source or encoder has no fingerprint.
     """
     options = options or DataOptions()
     source = open_source(source) if isinstance(source, str) else source
@@ -50,7 +49,7 @@ def prepare_data(
         try:
             return TokenizedDataset.load(path, verify=True)
         except DataError as error:
-            warnings.warn(f"prepared data are made anew: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"the data are prepared again: {error}", RuntimeWarning, stacklevel=2)
     tokenize_source(source, encoder, path, options, progress)
     if source.fingerprint() != fingerprint:
         path.unlink()
@@ -63,8 +62,8 @@ def prepared_path(source: Source, encoder: TextEncoder, options: DataOptions, fo
     parts = (source.fingerprint(), encoder.fingerprint)
     if None in parts:
         raise ValueError(
-            f"{source.name} or its encoder has no fingerprint, so its samples can't be found again; give one, or "
-            "write them to a path of your own by tokenize_source"
+            f"{source.name} or its encoder has no fingerprint, so its samples could not be found again; give one, or "
+            "write them to a path of your own with tokenize_source"
         )
     key = json.dumps([FORMAT, *parts, options.max_tokens, options.too_long])
     return Path(folder) / f"{_stem(source)}-{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:32]}.npz"

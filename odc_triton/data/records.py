@@ -22,9 +22,10 @@ from typing import Any, Literal
 
 from . import foreign
 
+IGNORED = -100  # the label that torch's and transformers' losses leave out
 Form = Literal["text", "prompt and completion", "messages"]
 FORMS = "'text', or both 'prompt' and 'completion', or 'messages'"
-# Its text takes about a hundred times as many bytes while it is tokenised whole.
+# While a line's text is tokenised it takes about a hundred times as many bytes.
 LARGEST_LINE_BYTES = 16 * 2**20
 _FOREIGN_ROLES = {"human": "user", "gpt": "assistant"}  # which no chat template knows
 
@@ -35,8 +36,8 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One sample to be. `prompt` is None for a text; `completion` is then the whole of it. `messages` is None
-    unless the record is a conversation; the other two are then None and empty, and `tools` may be there."""
+    """One record. `prompt` is None for a text; `completion` is then the whole of it. `messages` is None unless the
+    record is a conversation; `prompt` is then None, `completion` is empty, and there may be `tools`."""
 
     prompt: str | None = None
     completion: str = ""
@@ -127,7 +128,7 @@ def _too_large(raw: bytes, path: str | os.PathLike) -> str:
     remedy = (
         foreign.of_array(os.fspath(path)) if raw.lstrip().startswith(b"[") else "split its text into several records"
     )
-    return f"longer than {LARGEST_LINE_BYTES // 2**20} MiB, the most that one record may have; {remedy}"
+    return f"longer than {LARGEST_LINE_BYTES // 2**20} MiB, the limit for one record; {remedy}"
 
 
 def _parse(where: str, raw: bytes, file: str) -> Any:
@@ -213,7 +214,7 @@ def _tools(where: str, record: dict) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
         raise DataError(
-            f"{where}: 'tools' must be a list of objects, the functions' JSON schemas; not {ascii(tools)[:60]}"
+            f"{where}: 'tools' must be a list of objects, the functions' JSON schemas, not {ascii(tools)[:60]}"
         )
     _check_json(f"{where}: 'tools'", tools)
     return tools
@@ -221,7 +222,7 @@ def _tools(where: str, record: dict) -> list[dict[str, Any]] | None:
 
 def _check_others(here: str, message: dict) -> None:
     if not message.keys() <= {"role", "content"}:
-        _check_json(f"{here} has a field beside 'role' and 'content' that", message)
+        _check_json(f"{here} has another field than 'role' and 'content' that", message)
 
 
 def _check_json(what: str, value: Any) -> None:

@@ -19,7 +19,7 @@ INSTALL = 'pip install "odc-triton[data]"'
 
 
 class Source(Protocol):
-    """Records in an order of their own, the same each time. `name` is what errors call it."""
+    """Records in a fixed order. Errors call the source by its `name`."""
 
     name: str
 
@@ -27,10 +27,10 @@ class Source(Protocol):
         """All records, from the first. Raises DataError."""
 
     def total(self) -> int:
-        """What the last record's `end` will be: bytes of a file, rows of a table."""
+        """The last record's `end`: bytes of a file, rows of a table."""
 
     def fingerprint(self) -> str | None:
-        """Changes whenever the records do. None: not known, so that nothing made of them may be kept."""
+        """Changes whenever the records do. None: not known, so nothing made of them may be kept for a later run."""
 
 
 class JsonLines:
@@ -47,8 +47,8 @@ class JsonLines:
         return os.path.getsize(self.path)
 
     def fingerprint(self) -> str:
-        """Path, size and both times: the time of the last change of the inode can't be set by hand, so that a file
-        which was replaced, or edited with its date kept, is another one. Raises DataError."""
+        """Path, size and both times. The inode's time of change can't be set by hand, so it also tells a file that was
+        replaced, or edited with its date kept. Raises DataError."""
         try:
             status = os.stat(self.path)
         except (OSError, ValueError) as error:
@@ -79,7 +79,7 @@ def open_source(name: str) -> Source:
     Raises DataError, also where the `datasets` library is needed and not installed.
     """
     if not name or "\0" in name:
-        raise DataError(f"{name!r} is not the name of any data; give a file of JSON lines, a folder or a hub id")
+        raise DataError(f"{name!r} names no data; give a file of JSON lines, a folder or a hub id")
     if os.path.isdir(name):
         return _from_folder(name, None)
     if os.path.exists(name):
@@ -96,7 +96,7 @@ def open_source(name: str) -> Source:
 def _from_folder(folder: str, split: str | None) -> Source:
     if not any(Path(folder, name).exists() for name in _SAVED) and next(Path(folder).rglob("*.parquet"), None):
         raise DataError(
-            f"{folder} holds Parquet files, and no data set of `save_to_disk`; make JSON lines of it: "
+            f"{folder} holds Parquet files, not a data set of `save_to_disk`; convert it to JSON lines: "
             f"{of_parquet(folder)}"
         )
     datasets = _import_datasets(f"{folder} is a folder")
@@ -104,7 +104,7 @@ def _from_folder(folder: str, split: str | None) -> Source:
     if isinstance(loaded, datasets.DatasetDict):
         wanted = split or "train"
         if wanted not in loaded:
-            raise DataError(f"{folder} has no split {wanted!r}; name one of its own: {_choices(folder, loaded)}")
+            raise DataError(f"{folder} has no split {wanted!r}; give one of {_choices(folder, loaded)}")
         return _rows(loaded[wanted], f"{folder}:{wanted}")
     if split is not None:
         raise DataError(f"{folder} is one data set without splits; leave out ':{split}'")
@@ -112,12 +112,12 @@ def _from_folder(folder: str, split: str | None) -> Source:
 
 
 def _from_hub(name: str, hub_id: str, configuration: str | None, split: str) -> Source:
-    datasets = _import_datasets(f"{name} is no file here, so it is taken for a data set of the hub")
+    datasets = _import_datasets(f"{name} is no local file, so it was taken for a data set of the hub")
     return _rows(_load(name, lambda: datasets.load_dataset(hub_id, configuration, split=split)), name)
 
 
 def _rows(loaded: Any, name: str) -> Rows:
-    # Underscored, but documented as a data set's state of cache; without it nothing is kept.
+    # Private by its name, but documented as the state of a data set's cache; without it nothing is kept.
     return Rows(loaded, name, getattr(loaded, "_fingerprint", None))
 
 

@@ -85,7 +85,7 @@ def map_arrays(path: str | os.PathLike, names: Iterable[str], *, verify: bool) -
 
     Nothing in the file is ever unpickled. Raises OSError, or what the readers of zip, npy and JSON raise.
     """
-    if os.path.exists(path) and not os.path.isfile(path):  # to open a FIFO waits for somebody who writes to it
+    if os.path.exists(path) and not os.path.isfile(path):  # opening a FIFO would wait for a writer
         raise ValueError(f"{path} is no file")
     with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
         if verify and (damaged := archive.testzip()):
@@ -96,7 +96,7 @@ def map_arrays(path: str | os.PathLike, names: Iterable[str], *, verify: bool) -
 
 
 def contents(path: str | os.PathLike) -> str:
-    """A digest of the arrays that a file holds, by the checksums that it has of them: the same wherever it lies."""
+    """A digest of the arrays in a file, made of the checksums in it: the same wherever the file is."""
     with zipfile.ZipFile(path) as archive:
         members = [(each.filename, each.file_size, each.CRC) for each in archive.infolist()]
     return hashlib.sha256(repr(members).encode()).hexdigest()[:32]
@@ -144,5 +144,5 @@ def _map_member(file: BinaryIO, info: zipfile.ZipInfo) -> np.ndarray:
     if offset - begin + values * dtype.itemsize != info.file_size:
         raise ValueError(f"{info.filename} has {info.file_size} bytes, not those of {shape} {dtype}")
     if not values:
-        return np.empty(shape, dtype)  # nothing can't be mapped
+        return np.empty(shape, dtype)  # an empty range can't be mapped
     return np.asarray(np.memmap(file, dtype, "r", offset, shape))

@@ -1,4 +1,4 @@
-"""Text to token ids: a small byte-level BPE of our own, and one face for it and for transformers' tokenizers.
+"""Text to token ids: a small byte-level BPE of our own, and one interface for it and transformers' tokenizers.
 
 A model's config is read here too, for its vocabulary.
 
@@ -9,8 +9,8 @@ Token ids of one sample, with `TextEncoder`'s parts in brackets:
     messages               what the chat template makes of them (see `chat`)
 
 Our tokenizer marks prompt and completion by special tokens; a model's own tokenizer has no such marks, and
-its sequences begin with its beginning-of-sequence token, where it puts one. Prompt and completion are encoded
-apart, so that no token lies across the boundary of what is learned.
+its sequences begin with its beginning-of-sequence token, if it adds one. Prompt and completion are encoded
+separately, so that no token crosses the boundary of what is learned.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
             tokenizer = load_tokenizer(source)
             if tokenizer.token_to_id(END) is None:
                 raise ValueError(
-                    f"{source} has no {END} token, so this project did not make it: give the folder of its model, "
-                    f"where tokenizer_config.json names its special tokens"
+                    f"{source} has no {END} token, so odc-triton did not make it: give the folder of its model, "
+                    f"where tokenizer_config.json names the special tokens"
                 )
             return to_transformers(tokenizer)
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
@@ -116,7 +116,7 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True, kw_only=True)
 class TextEncoder:
-    """How samples become token ids: an encoder of texts, and the ids that stand around them.
+    """How samples become token ids: an encoder of texts, and the ids around them.
 
     `encode_batch` takes texts and returns their ids without special tokens of its own. Special tokens written
     out in a text are recognised, as in transformers, so that texts made by a chat template work.
@@ -181,7 +181,7 @@ class TextEncoder:
                 return []
             if not encodes_plainly:
                 return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-            tokenizer("", verbose=False)  # has it neither pad nor cut, whatever its file says
+            tokenizer("", verbose=False)  # turns padding and truncation off, whatever its file says
             rust = tokenizer.backend_tokenizer
             return [encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=False)]
 
@@ -200,7 +200,7 @@ class TextEncoder:
 
 
 def _encodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether transformers adds nothing to what its library in Rust does, which alone takes less time."""
+    """Whether transformers adds nothing to what its Rust library does. The library alone is faster."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -271,4 +271,4 @@ def read_config(source: str) -> Any:
         except OSError:
             raise
         except Exception as error:  # checks of its fields raise classes of other libraries
-            raise ValueError(f"{source} is no config of a model that transformers knows: {error}") from error
+            raise ValueError(f"{source} is not the config of a model that transformers has: {error}") from error

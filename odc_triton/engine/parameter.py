@@ -71,7 +71,7 @@ class Residency(Enum):
 
 
 class ShardedParameter:
-    """What operators see is `nn.operand.OnOwners`. `storage`: its memory. `landing`: what the optimizer gets.
+    """What operators see is `nn.operand.ShardedOperand`. `storage`: its memory. `landing`: what the optimizer gets.
 
     `whole`: the tensor under `leaf`; `gathered`: its unit's storage, None where it is a view or never whole.
     `accumulator`: how gradients are added. `table`: how operators on it run.
@@ -137,7 +137,7 @@ class ShardedParameter:
         return self.storage.read()
 
     def parts(self, strategy: str) -> list[torch.Tensor]:
-        """As `OnOwners` says; where the whole tensor is a view, all but a staged copy is one."""
+        """As `ShardedOperand` says; where the whole tensor is a view, all but a staged copy is one."""
         if strategy == "staged":
             return [self.read()]
         if self.residency is Residency.VIEW:

@@ -4,12 +4,12 @@ No mask over the whole pack is ever made; attention costs the sum of the documen
 It runs `torch.nn.attention.varlen` on CUDA where that has a kernel, and SDPA once per document elsewhere.
 
 [Note: what is not a pack] The same model must still generate, evaluate padded batches, and run any non-causal
-or cross attention that it has. Those get the library's own mask and its SDPA. What would let one document see
-another, or would drop an argument, raises instead.
+or cross attention that it has. Those get the library's own mask and its SDPA. A call that would let one document see
+another, or that would drop an argument, raises instead.
 
-[Note: a prepared mask] To make a causal mask, transformers looks whether a batch is a pack, and waits for the device at
-that, once in each forward. It leaves a mask of four dimensions as it is, so a pack that has its bounds may come with an
-empty one, which says to `packed_attention` what None says.
+[Note: a prepared mask] To make a causal mask, transformers checks whether a batch is a pack, and waits for the device
+to find out, once in each forward. It leaves a mask of four dimensions as it is. So a pack that has its bounds may come
+with an empty one, which means to `packed_attention` what None means.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def packed_mask(
 
 @dataclass(frozen=True, kw_only=True)
 class _Terms:
-    """What a call of attention asks for beside q, k, v."""
+    """What a call of attention asks for besides q, k, v."""
 
     scaling: float | None  # None: 1 / sqrt(head width)
     dropout: float
@@ -110,11 +110,11 @@ def packed_attention(
     documents.
 
     `sliding_window` (tokens a query sees, itself included), `softcap`, `s_aux` (one sink logit per head, [H])
-    and `dropout` are honoured. Calls that are no pack (a cache, a mask, no causality) go to the library's
+    and `dropout` are honoured. Calls that are not of a pack (a cache, a mask, no causality) go to the library's
     SDPA: [Note: what is not a pack].
 
-    Raises PackingUnsupported where the model is not fit for packs (no boundaries given, an argument that
-    would be dropped), ValueError where the inputs are not (documents in a row under a mask that joins them).
+    Raises PackingUnsupported for a model that can't take packs (no boundaries given, an argument that would be
+    dropped), ValueError for inputs that are no pack (documents in a row under a mask that joins them).
     """
     if attention_mask is not None and attention_mask.shape == PREPARED_MASK:
         attention_mask = None
@@ -136,7 +136,7 @@ def packed_attention(
             raise PackingUnsupported(f"{type(module).__name__} uses `{name}`, which a pack drops. {REMEDY}")
     if position_ids is None and cu_seq_lens_q is None:
         raise PackingUnsupported(
-            f"{type(module).__name__} hands neither position_ids nor cu_seq_lens_q to its attention, so "
+            f"{type(module).__name__} passes neither position_ids nor cu_seq_lens_q to its attention, so "
             f"documents can't be kept apart. {REMEDY}"
         )
     one_document = cu_seq_lens_q is not None and batch == 1 and max_length_q == length
@@ -169,9 +169,9 @@ def _refuse_leak(
     position_ids: Tensor | None,
     cu_seq_lens_q: Tensor | None,
 ) -> None:
-    """Raises ValueError if this call, which keeps no documents apart, has several in a row.
+    """Raises ValueError if this call, which does not keep documents apart, has several in a row.
 
-    A restart of the positions that nobody can see across is padding, or the caller's own block mask.
+    A restart of the positions that no query can see across is padding, or the caller's own block mask.
     """
     batch, length = query.shape[0], query.shape[2]
     if length == 1 or length != key.shape[2]:
@@ -233,7 +233,7 @@ def _one_length(query: Tensor, key: Tensor, value: Tensor, terms: _Terms) -> Ten
 
 
 def _eager(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, terms: _Terms) -> Tensor:
-    """softmax(cap(q kᵀ * scaling) + mask, with sinks) v, softmax in fp32: what SDPA has no argument for.
+    """softmax(cap(q kᵀ * scaling) + mask, with sinks) v, softmax in fp32: SDPA has no arguments for these.
 
     Source: `eager_attention_forward` of transformers' modeling_gemma2.py (softcap) and modeling_gpt_oss.py.
     """

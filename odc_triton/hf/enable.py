@@ -1,8 +1,8 @@
 """`enable_packing`: a transformers model on our attention, after a proof that it keeps documents apart.
 
 It registers `packed_attention` (transformers' `AttentionInterface`) and `packed_mask` (its `AttentionMaskInterface`).
-
-A small model of the same class and config with random weights: what is proved of it holds for the large one.
+For a model without weights, a small one of the same class and config stands in: what holds for it holds for the large
+one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Seen:
         if self.odd_masks:
             return "its mask is not plain causal (or causal with a sliding window) within a document"
         if dropped := self.mask_windows - self.attention_windows:
-            return f"its masks have windows or chunks of {sorted(dropped)} tokens; its attention is not told"
+            return f"its masks have windows or chunks of {sorted(dropped)} tokens that its attention does not get"
         return None
 
 
@@ -72,14 +72,14 @@ def enable_packing(model: nn.Module) -> None:
     gradients and with the random state kept, show that every layer calls `packed_attention` with the
     documents' boundaries, that a document's logits do not change with its neighbour's tokens, and (for fp32
     weights) that they are what the model's former attention gives for it alone. State-space, linear-attention
-    and convolution mixers carry state across documents: refused. Of a model on the meta device a small one of
-    its class and config is probed, with random weights (enable.py).
+    and convolution mixers carry state across documents: refused. For a model on the meta device a small one of
+    its class and config is probed, with random weights (`stand_in`).
 
-    Raises PackingUnsupported where that is not so; the model then has its former attention again.
+    Raises PackingUnsupported if any of this fails; the model then has its former attention again.
     """
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation"):
-        raise PackingUnsupported(f"{name} is no transformers model with a settable attention. {REMEDY}")
+        raise PackingUnsupported(f"{name} is not a transformers model with a settable attention. {REMEDY}")
     if any(parameter.is_meta for parameter in model.parameters()):
         try:
             probed = stand_in(model)
@@ -152,7 +152,7 @@ def _probe(model: nn.Module, device: torch.device) -> None:
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """The model whose signature and attributes DistributedDataParallel and PEFT hide, passing all along."""
+    """The model within DistributedDataParallel and PEFT, which hide its signature and attributes."""
     inner = getattr(model, "module", model)
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
@@ -165,7 +165,7 @@ def takes_prepared_mask(model: nn.Module) -> bool:
 
 
 def _register(attention: Callable, mask: Callable) -> None:
-    """Puts the functions behind ATTENTION_NAME, in place of any that stand there."""
+    """Registers the functions as ATTENTION_NAME, in place of former ones."""
     AttentionInterface.register(ATTENTION_NAME, attention)
     AttentionMaskInterface.register(ATTENTION_NAME, mask)
 
@@ -183,11 +183,11 @@ _VOCABULARY = 64
 
 
 def stand_in(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
-    """Makes one for a transformers model whose weights are not there yet, in eval mode. The random state is kept.
+    """A small model, in eval mode, for a transformers model that has no weights yet. The random state is kept.
 
-    It has each kind of layer of `config.layer_types` (at least two layers), a vocabulary of 64, and where the config
-    has plain heads few of them, as wide as the model's and grouped alike; where such a model can't be made, the
-    layers' full width. Raises what the model's class raises where neither can be made.
+    It has each kind of layer of `config.layer_types` (at least two layers) and a vocabulary of 64. If the config has
+    plain heads it has few of them, as wide and grouped as the model's; if such a model can't be made, layers of full
+    width. Raises what the model's class raises if neither can be made.
     """
     error: Exception | None = None
     for narrow in (True, False):
@@ -198,11 +198,11 @@ def stand_in(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
                 _narrow(part)
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of sizes that nobody chose
+                warnings.simplefilter("ignore")  # about sizes that nobody chose
                 made = type(model)(config).float().eval()
                 made(input_ids=torch.arange(4)[None], use_cache=False)
             return made.to(device)
-        except Exception as raised:  # a class may refuse odd sizes by anything
+        except Exception as raised:  # a class may refuse odd sizes with any error
             error = raised
     raise error
 

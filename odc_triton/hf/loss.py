@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..data.records import IGNORED
 from .attention import PREPARED_MASK
 from .enable import innermost, takes_prepared_mask
 
-IGNORED_LABEL = -100
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
@@ -58,7 +58,7 @@ def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
         raise ValueError(f"A pack is one row, [1, T], but labels are {list(labels.shape)}: loop over the rows.")
     positions = pack.get("target_positions")  # those that predict a target
     if positions is None:
-        positions = (labels[0, 1:] != IGNORED_LABEL).nonzero().flatten()
+        positions = (labels[0, 1:] != IGNORED).nonzero().flatten()
     inputs = model_inputs(pack, model)
     if "logits_to_keep" in _parameters(model):
         logits = model(**inputs, logits_to_keep=positions).logits

@@ -1,11 +1,11 @@
 """`ODCTrainer`: transformers' Trainer, whose step is one minibatch of this rank's packs.
 
-What Trainer calls a batch is here a list of packs, any number of them, also none; so gradient accumulation has
+What Trainer calls a batch is here a list of any number of packs, which may be empty; so gradient accumulation has
 nothing left to do. Everything else, schedules, callbacks, logging, saving, is Trainer's own, and nothing is patched.
 
-[Note: who counts the ranks] Trainer asks accelerate for its rank and their number, by its arguments. Without GPUs
-accelerate takes each process to be alone, unless the arguments say `use_cpu`: every rank would then be the first one,
-and write. So they say it wherever the model is on the CPU.
+[Note: who counts the ranks] Trainer gets its rank and the number of ranks from accelerate. Without GPUs accelerate
+takes each process to be alone, unless the arguments have `use_cpu`: every rank would then be rank 0, and write. So it
+is set whenever the model is on the CPU.
 
 [Note: what accelerate wraps] Trainer has accelerate prepare the model, which puts DistributedDataParallel around it on
 several ranks. With `evaluation_mode` accelerate does not, and from 1.14 on it leaves a prepared model alone.
@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -58,7 +57,7 @@ _REFUSED = {
     "auto_find_batch_size": "a minibatch that fails fails on all ranks: give the sampler a smaller token_cap",
     "label_smoothing_factor": "override compute_loss, which returns a pack's loss",
     "use_liger_kernel": "apply it to the model before fully_shard",
-    "save_on_each_node": "rank 0 writes for all of them, into a folder that they share: leave it out",
+    "save_on_each_node": "rank 0 writes for all nodes, into a folder that they share: leave it out",
     "torch_empty_cache_steps": "empty the cache in a callback",
 }
 # Optimizers that step inside of the backward, where `p.grad` is None.
@@ -82,22 +81,22 @@ class ODCTrainer(Trainer):
         model = fully_shard(model)
         ODCTrainer(model, TrainingArguments(...), train_dataset=samples).train()
 
-    Give the model sharded, on every rank. A sample of `train_dataset` has `input_ids` and optionally `labels` (-100:
+    Give it the sharded model, on every rank. A sample of `train_dataset` has `input_ids` and optionally `labels` (-100:
     not learned), tokenised, without padding. One step takes world * `per_device_train_batch_size` samples, and its
     loss is the mean over the target tokens of all ranks. Logs also have `target_tokens`, those of all ranks since the
-    last log. `evaluate()` gives the loss per target token of the whole set; `compute_metrics` and `predict` go
-    Trainer's way, on batches of `data_collator`, which is for nothing else.
+    last log. `evaluate()` returns the loss per target token of the whole set; `compute_metrics` and `predict` work as
+    in Trainer, on batches of `data_collator`, which is used for nothing else.
 
-    A checkpoint's folder loads in plain transformers, and has masters and optimizer states in `odc/`. It can be resumed
-    on another number of ranks, with `per_device_train_batch_size` such that a step takes as many samples. `save_model`
-    is to be called on every rank.
+    A checkpoint's folder loads in plain transformers, and has masters and optimizer states in `odc/`. Training can be
+    resumed on another number of ranks, with a `per_device_train_batch_size` that keeps the samples per step. Call
+    `save_model` on every rank.
 
-    Also before another Trainer: `class Mine(ODCTrainer, SFTTrainer)` works where its loss may be a pack's summed
+    It combines with another Trainer: `class Mine(ODCTrainer, SFTTrainer)` works if the loss may be a pack's summed
     cross-entropy; else override `compute_loss`.
 
-    sampler: a MinibatchSampler of this rank over `train_dataset`. By default made with balance "mini", the longest
+    sampler: a MinibatchSampler of this rank over `train_dataset`. By default one with balance "mini", the longest
         sample as token cap and `data_seed` or `seed`.
-    trainer: what else transformers' Trainer takes.
+    trainer: other arguments of transformers' Trainer.
 
     Raises ValueError or TypeError for a model that is not sharded and for arguments that can't be kept.
     """
@@ -130,7 +129,7 @@ class ODCTrainer(Trainer):
             )
         for name in ("fsdp", "deepspeed"):  # accelerate's launcher asks for them by the environment
             if getattr(self, f"is_{name}_enabled"):
-                raise ValueError(f"accelerate was started with {name}; {_REFUSED[name]} of its configuration")
+                raise ValueError(f"accelerate was started with {name}: {_REFUSED[name]} of its configuration")
 
     # ------------------------------------------------------------------ data
 
@@ -145,7 +144,7 @@ class ODCTrainer(Trainer):
         return self._pack_loader(self.train_dataset, sampler)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        """Packs too; padded batches, which Trainer makes, where there is a `compute_metrics`."""
+        """Packs, or Trainer's padded batches if there is a `compute_metrics`."""
         if self.compute_metrics is not None:
             return super().get_eval_dataloader(eval_dataset)
         chosen = self.eval_dataset if eval_dataset is None else eval_dataset
@@ -224,13 +223,9 @@ class ODCTrainer(Trainer):
                 loss = self.compute_loss(model, self._prepare_inputs(pack), num_items_in_batch=tokens)
                 loss.backward()
                 loss_sum += loss.detach()
-        dist.all_reduce(loss_sum, group=self._group)
+        told = self._engine.meet(f"sum up minibatch {mb.index}", {"loss_sum": loss_sum.item()})
         self._target_tokens += mb.tokens
-        return loss_sum.float()
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        return self._engine.grid.group
+        return torch.tensor(sum(each["loss_sum"] for each in told), dtype=torch.float32, device=self.args.device)
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -274,7 +269,7 @@ class ODCTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The loss per target token over all ranks' packs; Trainer's own loop for batches that are no packs."""
+        """The loss per target token over all ranks' packs; for other batches Trainer's own loop."""
         if not isinstance(dataloader, PackLoader):
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -290,8 +285,9 @@ class ODCTrainer(Trainer):
                     sums[0] += self.compute_loss(self.model, self._prepare_inputs(pack), num_items_in_batch=1)
                 sums[1] += count_target_tokens(packs)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        dist.all_reduce(sums, group=self._group)
-        loss = (sums[0] / sums[1]).item()
+        told = self._engine.meet("evaluation", {"sums": sums.tolist()})
+        loss_sum, targets = (sum(each["sums"][index] for each in told) for index in (0, 1))
+        loss = loss_sum / targets if targets else float("nan")
         return EvalLoopOutput(
             predictions=None,
             label_ids=None,
@@ -348,12 +344,12 @@ class ODCTrainer(Trainer):
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_shards(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Reads the model and, if given, the optimizer; returns what else was saved."""
+        """Reads the model and, if given, the optimizer; returns the rest of what was saved."""
         shards = Path(checkpoint, SHARDS)
         if not (shards / METADATA).exists():
             raise ValueError(
-                f"{checkpoint} has no complete {SHARDS}/ folder: it was not written by ODCTrainer, with "
-                f"save_only_model, or its writing was cut short. Resume from another one."
+                f"{checkpoint} has no complete {SHARDS}/ folder: ODCTrainer did not write it, or wrote it with "
+                f"save_only_model, or was interrupted. Resume from another one."
             )
         return load_checkpoint(shards, model=self.model, optimizer=optimizer)
 
@@ -361,8 +357,7 @@ class ODCTrainer(Trainer):
 def _check_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"model is a {type(model).__name__}; give a transformers model, itself and not wrapped, that fully_shard "
-            f"returned"
+            f"model is a {type(model).__name__}; give the transformers model that fully_shard returned, not wrapped"
         )
     if not is_sharded(model):
         raise ValueError(
@@ -391,8 +386,8 @@ def _check_arguments(args: TrainingArguments | None, trainer: dict[str, Any]) ->
     collator = trainer.get("data_collator")
     if collator is not None and trainer.get("compute_metrics") is None:
         raise ValueError(
-            f"data_collator is {collator!r}, and training packs samples without padding: leave it out, and put what "
-            f"is learned into the samples' labels"
+            f"data_collator is {collator!r}, but training packs samples without padding: leave it out, and mark what "
+            f"is learned in the samples' labels"
         )
 
 
@@ -400,7 +395,7 @@ def _lengths(dataset: Any) -> list[int]:
     """Tokens of each sample. Raises TypeError or ValueError for a data set without lengths or token ids."""
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(
-            f"{type(dataset).__name__} has no length: samples are dealt by length, give a map-style data set"
+            f"{type(dataset).__name__} has no length: give a map-style data set, as samples are dealt by their lengths"
         )
     lengths = []
     for index in range(len(dataset)):

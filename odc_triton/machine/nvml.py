@@ -1,8 +1,7 @@
-"""The questions we ask the NVIDIA driver, and the driver's answers. Pure.
+"""The questions we ask the NVIDIA driver, its answers, and snapshots of these as JSON. Pure.
 
-Answers are NVML's own numbers; probe.py knows what they mean. None: this driver or GPU does not answer that.
-
-The driver's answers kept as JSON, and given again: a machine for tests, or a look at one that is elsewhere.
+Answers are NVML's own numbers; probe.py knows what they mean. None: this driver or GPU does not answer. A snapshot
+stands for its machine: in tests, and for people who look at it elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _WHY_NOT = {
     "NVMLError_LibraryNotFound": "no NVIDIA driver is installed here (libnvidia-ml.so.1 is not found)",
     "NVMLError_DriverNotLoaded": "the NVIDIA driver is installed, but its kernel module is not loaded",
     "NVMLError_LibRmVersionMismatch": "the NVIDIA driver's library and its kernel module differ in version "
-    "(it was upgraded under way: reboot, or reload the module)",
+    "(the driver was upgraded: reboot, or reload the module)",
     "NVMLError_NoPermission": "no permission to ask the NVIDIA driver (are /dev/nvidia* in this container?)",
 }
 
@@ -78,7 +77,7 @@ class PairAnswers:
 
 
 class Nvml(Protocol):
-    """`missing`: why there is nobody to ask; then there are no devices and every answer is None."""
+    """`missing`: why the driver can't be asked; then there are no devices and every answer is None."""
 
     missing: str | None
 
@@ -94,7 +93,7 @@ class Nvml(Protocol):
 
 
 class DriverNvml:
-    """Asks the driver. Each question by itself may stay without an answer; that never raises."""
+    """Asks the driver. Any question may stay without an answer; that never raises."""
 
     def __init__(self, library: ModuleType | None = None) -> None:
         self.missing: str | None = None
@@ -204,7 +203,7 @@ class DriverNvml:
         return tuple(found)
 
     def _speed_mbps(self, handle: Any, link: int) -> int | None:
-        """The first field that says something: this link's speed, its field of older drivers, that of all links."""
+        """The first that has a value: the speed of this link, the same from older drivers, that of all links."""
         names = {"GET_SPEED": link, f"SPEED_MBPS_L{link}": 0, "SPEED_MBPS_COMMON": 0}
         numbers = {getattr(self._library, f"NVML_FI_DEV_NVLINK_{name}", None): scope for name, scope in names.items()}
         asked = [pair for pair in numbers.items() if pair[0] is not None]
@@ -240,7 +239,7 @@ class SnapshotNvml:
     """Answers from what `Recorder.snapshot` gave, or from the same written by hand.
 
     Links that are alike and follow each other are one entry with a `count`; pairs that are alike are one entry whose
-    `of` lists them, as positions in `devices`. Raises TypeError for an answer that nobody asks for.
+    `of` lists them, as positions in `devices`. Raises TypeError for an unknown answer.
     """
 
     def __init__(self, snapshot: Mapping[str, Any]) -> None:
@@ -267,7 +266,7 @@ class SnapshotNvml:
 
 
 class Recorder:
-    """Passes questions on and keeps the answers; `snapshot()` is all that was asked so far, ready for JSON."""
+    """Passes questions on and keeps the answers; `snapshot()` returns all of them so far, ready for JSON."""
 
     def __init__(self, nvml: Nvml) -> None:
         self._nvml = nvml

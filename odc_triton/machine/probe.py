@@ -1,8 +1,6 @@
-"""Asks the driver and CUDA which GPUs there are and what joins them.
+"""Asks the driver, and CUDA by way of torch, which GPUs there are and what joins them.
 
-Here it is known what NVML's numbers mean (nvml.h); topology.py has the enumerations of pairs.
-
-What CUDA, by way of torch, says of the GPUs that this process may use.
+This module interprets NVML's numbers (nvml.h); topology.py has the enumerations of pairs.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from itertools import combinations
 from .nvml import DeviceAnswers, DriverNvml, LinkAnswers, Nvml, PairAnswers
 from .topology import P2P, Device, Pair, PciePath, Topology, bare
 
-# GB/s per direction and link at line rate, as the driver gives it (`nvidia-smi nvlink -s`) for a compute capability.
-# For drivers that do not, or give nonsense.
+# GB/s per direction and link at line rate, as drivers report it (`nvidia-smi nvlink -s`) for a compute capability. For
+# drivers that do not, or report nonsense.
 _NVLINK_GBS = {
     (6, 0): 19.531,
     (7, 0): 25.781,
@@ -92,7 +90,7 @@ def _from_cuda(seen: Sequence[CudaDevice], missing: str) -> Topology:
 def _cuda_numbers(
     found: Sequence[DeviceAnswers], seen: Sequence[CudaDevice], names: Sequence[str] | None
 ) -> dict[str, int]:
-    """CUDA's number of each GPU that it shows, by UUID: never by position, which masks and CUDA_DEVICE_ORDER change."""
+    """CUDA's number of each GPU that it shows, found by UUID: masks and CUDA_DEVICE_ORDER change positions."""
     numbers: dict[str, int] = {}
     for device in seen:
         same = [each for each in found if bare(each.uuid) == bare(device.uuid)]
@@ -196,7 +194,7 @@ def _link_gbs(links: Sequence[LinkAnswers], devices: tuple[Device, Device]) -> t
 
 
 def _bus(bus_id: str | None) -> str | None:
-    """`00000000:17:00.0` however many digits its domain is written with."""
+    """`00000000:17:00.0`, in whatever number of digits its domain is given."""
     if bus_id is None or bus_id.count(":") != 2:
         return bus_id
     domain, bus, rest = bus_id.lower().split(":")

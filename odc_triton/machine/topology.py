@@ -28,12 +28,12 @@ class P2P(IntEnum):
 
     @property
     def is_refused(self) -> bool:
-        """What is unknown is not refused: opening the heap will tell."""
+        """What is unknown is not refused: opening the heap will show."""
         return self not in (P2P.OK, P2P.UNKNOWN)
 
 
 class PciePath(IntEnum):
-    """What lies between two GPUs on PCIe, in nvidia-smi's abbreviations: the further, the larger."""
+    """What is between two GPUs on PCIe, in nvidia-smi's abbreviations: the further apart, the larger."""
 
     SELF = 0  # one board
     PIX = 10  # one PCIe switch
@@ -153,7 +153,7 @@ class Pair:
 class Topology:
     """All GPUs that the driver shows, masked or not, and all pairs of them.
 
-    `missing`: why the driver could not be asked; what CUDA says stands in then. `lost`: GPUs that don't answer.
+    `missing`: why the driver could not be asked; the rest is then what CUDA reports. `lost`: GPUs that don't answer.
     """
 
     devices: tuple[Device, ...] = ()
@@ -181,8 +181,8 @@ class Topology:
     def key(self) -> str:
         """Names what joins these GPUs, for tables: `cpu`, `one-gpu`, or the slowest pair's kind.
 
-        Where some pairs are joined faster it is `slowest+fastest`: `pcie-gen4x16+nvlink-4x14`. The same whatever the
-        order of the GPUs, their number, and the driver. Of a job, ask it of `only(uuids of all ranks)`.
+        Where some pairs are joined faster it is `slowest+fastest`: `pcie-gen4x16+nvlink-4x14`. It does not depend on
+        the GPUs' order or number, nor on the driver. For a job, take that of `only(uuids of all ranks)`.
         """
         if len(self.devices) < 2:
             return "one-gpu" if self.devices else "cpu"

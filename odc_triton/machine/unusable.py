@@ -10,14 +10,14 @@ from .topology import P2P, Device, Pair, Topology, bare
 _WHY = {
     P2P.CHIPSET_NOT_SUPPORTED: "the chipset between them does not carry it",
     P2P.GPU_NOT_SUPPORTED: "this model of GPU does not offer it",
-    P2P.TOPOLOGY_NOT_SUPPORTED: "they hang on different PCIe roots",
-    P2P.DISABLED_BY_REGKEY: "the driver's settings switch it off",
+    P2P.TOPOLOGY_NOT_SUPPORTED: "they are on different PCIe roots",
+    P2P.DISABLED_BY_REGKEY: "the driver's settings turn it off",
     P2P.NOT_SUPPORTED: "the driver does not offer it",
 }
 _FIRST_TRY = {
-    P2P.CHIPSET_NOT_SUPPORTED: "switch the IOMMU off or to passthrough (iommu=pt) and PCIe ACS off, or ",
+    P2P.CHIPSET_NOT_SUPPORTED: "turn the IOMMU off or to passthrough (iommu=pt) and PCIe ACS off, or ",
     P2P.DISABLED_BY_REGKEY: "remove the driver's peer-to-peer options (/etc/modprobe.d, NVreg_*), or ",
-    P2P.NOT_SUPPORTED: "in a virtual machine or container ask the host for peer-to-peer GPUs, or ",
+    P2P.NOT_SUPPORTED: "in a virtual machine or container have the host enable peer-to-peer GPUs, or ",
 }
 
 
@@ -31,7 +31,7 @@ class Unusable:
 
 
 def unusable_pairs(topology: Topology) -> tuple[Unusable, ...]:
-    """The pairs that can't read, write or natively add to each other's memory. What is unknown is not among them."""
+    """The pairs known not to read, write or natively add to each other's memory."""
     bad = [pair for pair in topology.pairs if pair.is_unusable]
     largest = usable_groups(topology)[0] if bad else ()
     return tuple(_unusable(pair, largest) for pair in bad)
@@ -64,14 +64,14 @@ def _unusable(pair: Pair, largest: Sequence[Device]) -> Unusable:
         return Unusable(
             pair=pair,
             reason="MIG slices can't reach each other's memory",
-            remedy="give all ranks one slice, or switch MIG off (`nvidia-smi -i N -mig 0`)",
+            remedy="give all ranks the same slice, or turn MIG off (`nvidia-smi -i N -mig 0`)",
         )
     stalled = next((device for device in (pair.one, pair.other) if device.fabric), None)
     if stalled is not None:
         return Unusable(
             pair=pair,
             reason=f"the NVSwitch fabric is {stalled.fabric} for {stalled.label}",
-            remedy="start nvidia-fabricmanager, of the driver's version, on the host, and look at its log",
+            remedy="start nvidia-fabricmanager, in the driver's version, on the host, and look at its log",
         )
     instead = "use one GPU (several ranks may share it)"
     if len(largest) > 1:
@@ -95,8 +95,8 @@ def _unusable(pair: Pair, largest: Sequence[Device]) -> Unusable:
 def refuse_unusable(topology: Topology, uuids_of_ranks: Sequence[str | None]) -> None:
     """Raises RuntimeError with pair, reason and remedy if two ranks' GPUs can't reach or add to each other.
 
-    `uuids_of_ranks`: by rank, as torch gives them. Ranks on one GPU are fine. None (no GPU) and GPUs that this driver
-    does not show are passed over: opening the heap tells about those.
+    `uuids_of_ranks`: by rank, as torch gives them. Ranks may share a GPU. None (no GPU) and GPUs that this driver does
+    not show are skipped: opening the heap will show whether they work.
     """
     part = topology.only(uuids_of_ranks)
     bad = unusable_pairs(part)
@@ -108,7 +108,7 @@ def refuse_unusable(topology: Topology, uuids_of_ranks: Sequence[str | None]) ->
         f"rank {ranks[bare(device.uuid)]} on {device.label} ({device.name}, {device.bus_id or device.uuid})"
         for device in sorted((first.pair.one, first.pair.other), key=lambda device: ranks[bare(device.uuid)])
     ]
-    more = f" So it is with {len(bad)} of {len(part.pairs)} pairs." if len(bad) > 1 else ""
+    more = f" The same holds for {len(bad)} of {len(part.pairs)} pairs." if len(bad) > 1 else ""
     raise RuntimeError(
         f"{names[0]} and {names[1]} can't hold shards of one model: {first.reason}. "
         f"{first.remedy[0].upper()}{first.remedy[1:]}.{more} `odc-triton topo` shows all pairs."

@@ -1,8 +1,8 @@
-"""Which way an operator runs: a table over (operator, shape, tokens, topology), and what overrides it. Pure.
+"""Which way an operator runs: a table by operator, shape, tokens and device type, and what overrides it. Pure.
 
-Said in words, joined by slashes, of which any may be left out: `triton/staged/fused`, `eager`, `direct`. For some
-operators only: `linear=triton/direct,embedding=eager`. An argument comes before the environment variable
-ODC_OPERATORS, which comes before the table.
+A way is written in words joined by slashes, any of which may be left out: `triton/staged/fused`, `eager`, `direct`. For
+some operators only: `linear=triton/direct,embedding=eager`. An argument overrides the environment variable
+ODC_OPERATORS, which overrides the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WGRADS = ("split", "fused")
 # The operators of two roles of `replace_layers` have names of their own.
 _ALIASES = {"head": "log_probs", "attention": "qkv"}
 
-# What each operator can be told. A word that only other operators know says nothing to it.
+# The words that each operator takes. It ignores a word that only other operators take.
 WORDS = {
     "linear": {*BACKENDS, *STRATEGIES, *WGRADS},
     "qkv": {*BACKENDS, "gathered", "direct", *WGRADS},
@@ -40,7 +40,7 @@ class Choice:
         from their owners while computing; "staged", from a local copy that fills meanwhile.
     wgrad: "split": the library makes the whole weight gradient, which is then added to the owners; "fused": each
         owner's part is added as it is made, and the whole never is.
-    tiles: (kernel, tile) pairs for kernels that shall not take `odc_kernels.tiles`' own.
+    tiles: (kernel, tile) pairs for kernels that are not to use the tile of `odc_kernels.tiles`.
     """
 
     backend: str
@@ -53,22 +53,23 @@ class Choice:
         return f"{self.backend}/{self.strategy}/{self.wgrad}"
 
     def tile(self, kernel: str) -> Any:
-        """The tile that this kernel was told to take, None for its own."""
+        """The tile chosen for this kernel, None for its own."""
         return next((tile for name, tile in self.tiles if name == kernel), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One line of the table: what it holds for, None for any, and the choice. `tokens`: so many or fewer."""
+    """One line of the table: what it applies to, None for any, and the choice. `tokens`: so many or fewer."""
 
     operator: str
-    topology: str | None = None
+    device_type: str | None = None
     shape: tuple[int, ...] | None = None
     tokens: int | None = None
     choice: Choice
 
-    def holds(self, operator: str, shape: tuple[int, ...], topology: str) -> bool:
-        return self.operator == operator and self.topology in (None, topology) and self.shape in (None, tuple(shape))
+    def holds(self, operator: str, shape: tuple[int, ...], device_type: str) -> bool:
+        mine = self.device_type in (None, device_type) and self.shape in (None, tuple(shape))
+        return self.operator == operator and mine
 
 
 def as_choice(words: str) -> Choice:
@@ -77,12 +78,12 @@ def as_choice(words: str) -> Choice:
     return Choice(backend=backend, strategy=strategy, wgrad=wgrad)
 
 
-def _entry(operator: str, topology: str | None, words: str) -> Entry:
-    return Entry(operator=operator, topology=topology, choice=as_choice(words))
+def _entry(operator: str, device_type: str | None, words: str) -> Entry:
+    return Entry(operator=operator, device_type=device_type, choice=as_choice(words))
 
 
-# The first line that holds is taken. On CUDA no fused product has been measured against the library's: gathered and
-# split are plain ODC as in the paper. An embedding reads a few rows of many, the head is never whole: always direct.
+# The first line that applies is taken. On CUDA no fused product has been compared with the library's: gathered and
+# split are plain ODC as in the paper. An embedding reads few rows of many and the head is never whole: always direct.
 TABLE = (
     _entry("linear", None, "eager/gathered/split"),
     _entry("qkv", None, "eager/gathered/split"),
@@ -94,7 +95,7 @@ TABLE = (
 
 
 def parse(text: str) -> dict[str, tuple[str, ...]]:
-    """The words for each operator. Raises ValueError for a word or an operator that is not known, or told twice."""
+    """The words for each operator. Raises ValueError for an unknown word or operator, and for one given twice."""
     if not isinstance(text, str):
         raise ValueError(f"choice is {text!r}; give words such as 'triton/direct', or {AUTO!r}")
     found: dict[str, tuple[str, ...]] = {}
@@ -115,7 +116,7 @@ def parse(text: str) -> dict[str, tuple[str, ...]]:
                 allowed = [each for each in (*BACKENDS, *STRATEGIES, *WGRADS) if each in WORDS[names[0]]]
                 raise ValueError(f"{item!r}: {word!r} is not known here; give {AUTO!r} or some of {', '.join(allowed)}")
         if equals and names[0] in told:
-            raise ValueError(f"{text!r} tells {names[0]} twice")
+            raise ValueError(f"{text!r} gives {names[0]} twice")
         told.update(names if equals else ())
         for name in names:
             found[name] = (*found.get(name, ()), *(word for word in given if word in WORDS[name]))
@@ -147,30 +148,30 @@ def _look_up(
     operator: str,
     shape: tuple[int, ...],
     tokens: int | None,
-    topology: str,
+    device_type: str,
     words: tuple[str, ...],
     table: tuple[Entry, ...],
 ) -> list[Choice]:
-    """The choices, one for each line that holds; of them those for so many tokens, where they are given."""
-    holding = [entry for entry in table if entry.holds(operator, tuple(shape), topology)]
+    """The choices, one for each line that applies; if `tokens` is given, only of lines for so many tokens."""
+    holding = [entry for entry in table if entry.holds(operator, tuple(shape), device_type)]
     found = [
         _with(entry.choice, words) for entry in holding if None in (tokens, entry.tokens) or tokens <= entry.tokens
     ]
     if not found:
-        raise LookupError(f"the table has no line for {operator} of {shape} on {topology}, {tokens} tokens")
-    if found[0].backend == "triton" and topology == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise LookupError(f"the table has no line for {operator} of {shape} on {device_type}, {tokens} tokens")
+    if found[0].backend == "triton" and device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(
-            f"{operator} was told {'/'.join(words)}, and kernels run on a CPU in Triton's interpreter only, slowly: "
-            f"set TRITON_INTERPRET=1 before triton is imported, or say 'eager'"
+            f"{operator} was given {'/'.join(words)}, but on a CPU kernels run only in Triton's interpreter, slowly: "
+            f"set TRITON_INTERPRET=1 before triton is imported, or give 'eager'"
         )
     return found
 
 
 @functools.lru_cache(maxsize=65536)
 def _in_the_table(
-    operator: str, shape: tuple[int, ...], tokens: int, topology: str, environment: str, given: str
+    operator: str, shape: tuple[int, ...], tokens: int, device_type: str, environment: str, given: str
 ) -> Choice:
-    return _look_up(operator, shape, tokens, topology, _words(operator, environment, given), TABLE)[0]
+    return _look_up(operator, shape, tokens, device_type, _words(operator, environment, given), TABLE)[0]
 
 
 def choose(
@@ -178,36 +179,36 @@ def choose(
     *,
     shape: tuple[int, ...],
     tokens: int,
-    topology: str,
+    device_type: str,
     given: str = AUTO,
     table: tuple[Entry, ...] = TABLE,
 ) -> Choice:
-    """How `operator` runs on a weight of that shape and so many tokens, where shards lie as `topology` says.
+    """How `operator` runs on a weight of that shape and so many tokens, on a "cpu" or "cuda" device.
 
-    given: as in this file's first lines. Raises ValueError where it, or the environment variable, is not understood,
-    and where Triton's kernels are wanted on a CPU without its interpreter.
+    given: as in this file's first lines. Raises ValueError if it, or the environment variable, is not understood, and
+    if Triton's kernels are wanted on a CPU without its interpreter.
     """
     environment = os.environ.get(VARIABLE, "")
     if table is TABLE:
-        return _in_the_table(operator, tuple(shape), tokens, topology, environment, given)
-    return _look_up(operator, shape, tokens, topology, _words_cached(operator, environment, given), table)[0]
+        return _in_the_table(operator, tuple(shape), tokens, device_type, environment, given)
+    return _look_up(operator, shape, tokens, device_type, _words_cached(operator, environment, given), table)[0]
 
 
 def is_gathered(
-    operator: str, *, shape: tuple[int, ...], topology: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
+    operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
 ) -> bool:
-    """Whether for some number of tokens the weight is taken from its unit's whole tensors, so must be among them."""
+    """Whether the weight is read from its unit's whole tensors, for some number of tokens, so must be among them."""
     words = _words(operator, os.environ.get(VARIABLE, ""), given)
-    found = _look_up(operator, shape, None, topology, words, table)
+    found = _look_up(operator, shape, None, device_type, words, table)
     return any(choice.strategy == "gathered" for choice in found)
 
 
 def is_by_kernel(
-    operator: str, *, shape: tuple[int, ...], topology: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
+    operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
 ) -> bool:
-    """Whether kernels run it, for operators that are so for any number of tokens or for none.
+    """Whether kernels run it, for operators for which this does not depend on the number of tokens.
 
     `torch.compile` traces it, so nothing is cached.
     """
     words = _words(operator, os.environ.get(VARIABLE, ""), given)
-    return _look_up(operator, shape, None, topology, words, table)[0].backend == "triton"
+    return _look_up(operator, shape, None, device_type, words, table)[0].backend == "triton"

@@ -1,4 +1,4 @@
-"""Attention layers of transformers on the fused projection: one line of a table per family, the rest is their own."""
+"""Attention layers of transformers on the fused projection: a line of a table per family, the rest is their own."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .functional.qkv import is_fused
 from .modules import Linear, has_hooks, head_norm, leaf, project
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernel knows
+HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernel supports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A family's attention class. `module`: where it is; `norm`: whether q and k have one per head;
-    `options`: what its attention function is given beside what all families give.
+    `options`: further arguments of its attention function, besides those of all families.
     """
 
     module: str
@@ -33,7 +33,7 @@ class Family:
 
     @property
     def attention(self) -> type[nn.Module] | None:
-        """The class, if its module was imported: else no model has it."""
+        """The class, or None if its module was not imported, so that no model can have it."""
         return getattr(sys.modules.get(self.module), self.name, None)
 
 
@@ -59,10 +59,10 @@ FAMILIES = (
 
 
 class FusedProjections:
-    """Mixed into a family's attention class: q, k and v come from one kernel, where that was chosen.
+    """Mixed into a family's attention class: one kernel makes q, k and v, where that was chosen.
 
-    All else, the chosen attention function with its mask and the cache, is what the family's own forward does, and
-    where nothing is fused, that forward runs.
+    The rest, the chosen attention function with its mask and the cache, is as in the family's own forward, which runs
+    itself where nothing is fused.
     """
 
     _odc_family: Family
@@ -109,8 +109,8 @@ class FusedProjections:
     def _is_fused(self, x: torch.Tensor) -> bool:
         projections = [getattr(self, name) for name in _PROJECTIONS[:3]]
         if not all(_is_untouched(each, Linear) for each in projections) or _unlike_norms(self, self._odc_family):
-            return False  # LoRA's, say: they must be called
-        if torch.nn.modules.module._has_any_global_hook():  # a counter of operations, say: it wants to see them called
+            return False  # LoRA's, for example, which must be called
+        if torch.nn.modules.module._has_any_global_hook():  # a FLOP counter, for example, must see them called
             return False
         parameters = [p for each in projections for p in (leaf(each, "weight"), leaf(each, "bias")) if p is not None]
         return is_fused(x, parameters, self._odc_choice)
@@ -126,7 +126,7 @@ def family_of(module: nn.Module) -> Family | None:
 
 
 def why_not(module: nn.Module, family: Family) -> str | None:
-    """Why a module of that family is not what ours computes; None if it is."""
+    """Why our layer does not compute what this module of that family does; None if it does."""
     if type(module) is not family.attention:
         return f"a {type(module).__module__}.{type(module).__name__}, derived from {family.name}"
     if "forward" in vars(module):
@@ -147,14 +147,14 @@ def why_not(module: nn.Module, family: Family) -> str | None:
     if len(biases) > 1:
         return "of q_proj, k_proj and v_proj some have a bias and some have none"
     if module.head_dim not in HEAD_DIMS:
-        return f"its heads have {module.head_dim} elements, and the kernel's {', '.join(map(str, HEAD_DIMS))}"
+        return f"its heads have {module.head_dim} elements; the kernel supports {', '.join(map(str, HEAD_DIMS))}"
     if module.q_proj.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it is {module.q_proj.weight.dtype}"
     return None
 
 
 def _is_untouched(part: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether it is exactly of one of these kinds and nothing of the user's runs when it is called."""
+    """Whether it is exactly of one of these classes and calling it runs no code of the user's."""
     return type(part) in kinds and "forward" not in vars(part) and not has_hooks(part)
 
 
@@ -165,9 +165,9 @@ def _unlike_norms(module: nn.Module, family: Family) -> str | None:
     norms = module.q_norm, module.k_norm
     own = getattr(sys.modules[family.module], family.name.replace("Attention", "RMSNorm"))
     if not all(_is_untouched(norm, own) for norm in norms):
-        return f"its q_norm or k_norm is no {own.__name__}, or has hooks, or another forward than its class"
+        return f"its q_norm or k_norm is not a {own.__name__}, or has hooks, or another forward than its class"
     if norms[0].variance_epsilon != norms[1].variance_epsilon:
-        return "its q_norm and k_norm have two different eps"
+        return "its q_norm and k_norm have different eps"
     return None
 
 
@@ -189,10 +189,10 @@ def __getattr__(name: str) -> type[nn.Module]:
 
 @torch.no_grad()
 def differs(module: nn.Module, family: Family) -> str | None:
-    """Tries ours on a small copy of the module's kind: what is not computed as this file does it, None if all is.
+    """How our forward differs from the family's own, on a small module of this kind; None if it does not.
 
-    The family's own forward and ours run on the same random weights and inputs, both by plain torch, so a release of
-    transformers that changes what attention computes is noticed before anything is replaced.
+    Both run on the same random weights and inputs, by plain torch. So a release of transformers that changes what
+    attention computes is noticed before anything is replaced.
     """
     config = copy.deepcopy(module.config)
     sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -216,7 +216,7 @@ def differs(module: nn.Module, family: Family) -> str | None:
         own._odc_choice = "qkv=eager"
         got = own(x, position_embeddings=(cos, sin), attention_mask=mask)[0]
     error = float((got - want).norm() / want.norm())
-    return None if error <= 1e-5 else f"this transformers' {family.name} computes something else, by {error:.1e}"
+    return None if error <= 1e-5 else f"{family.name} of this transformers computes something else, by {error:.1e}"
 
 
 def _always_fused(family: Family) -> type[nn.Module]:

@@ -1,4 +1,4 @@
-"""Logits that are never made: what a fused head gives in training, for losses and log-probabilities."""
+"""Logits that are never computed: what a fused head returns in training, for losses and log-probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .choice import AUTO
 from .functional import token_log_probs
 
 _REMEDY = (
-    "Take the model's own loss (labels=...), torch.nn.functional.cross_entropy, or .log_probs(targets) of them; for "
+    "Use the model's own loss (labels=...), torch.nn.functional.cross_entropy, or their .log_probs(targets); for "
     "the numbers themselves call model.eval(), or leave the role 'head' out of replace_layers"
 )
 
@@ -29,10 +29,10 @@ class TokenLogProbs:
 
 
 class FusedLogits:
-    """scale · h Wᵀ as far as a loss needs to know: its shape, and cross-entropy of it.
+    """Stands for scale · h Wᵀ in a loss: has its shape and its cross-entropy.
 
-    h: [..., D], weight: [V, D]. Indexing and reshaping over tokens, `float()`, `to` and a scalar factor give another
-    one; everything else raises, naming what to do, as it would make the logits.
+    h: [..., D], weight: [V, D]. Indexing and reshaping over tokens, `float()`, `to` and a scalar factor return another
+    one; everything else would need the logits, so it raises, with the remedy.
     """
 
     def __init__(self, h: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, choice: str = AUTO) -> None:
@@ -74,7 +74,7 @@ class FusedLogits:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        return f"FusedLogits(shape={tuple(self.shape)}, never made)"
+        return f"FusedLogits(shape={tuple(self.shape)}, never computed)"
 
     # ------------------------------------------------------------------ the same logits of other tokens
 
@@ -126,14 +126,14 @@ class FusedLogits:
 
     def __mul__(self, factor: Any) -> FusedLogits:
         if not isinstance(factor, (int, float)):
-            raise _refused("a factor that is no number")
+            raise _refused("a factor that is not a number")
         return self._of(self._h, float(factor))
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> FusedLogits:
         if not isinstance(divisor, (int, float)):
-            raise _refused("a divisor that is no number")
+            raise _refused("a divisor that is not a number")
         return self._of(self._h, 1 / divisor)
 
     def _needs_logits(self, *_: Any) -> NoReturn:
@@ -165,7 +165,7 @@ class FusedLogits:
         raise _refused(name)
 
 
-# So that who looks for tensors in a model's output, as the engine does to see its backward begin, finds h.
+# The engine looks for tensors in a model's output, to see its backward begin; here it finds h.
 pytree.register_pytree_node(
     FusedLogits,
     lambda logits: ([logits._h], (logits._weight, logits._scale, logits._choice)),
@@ -174,8 +174,8 @@ pytree.register_pytree_node(
 
 
 def log_probs(logits: torch.Tensor | FusedLogits, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
-    """Log-probabilities of `targets` [...] and the entropy under logits [..., V], made or not: in training a fused head
-    gives `FusedLogits`, in evaluation, as any other head, the numbers.
+    """Log-probabilities of `targets` [...] and the entropy under logits [..., V], computed or not: a fused head returns
+    `FusedLogits` in training, and numbers, as any other head, in evaluation.
     """
     if isinstance(logits, FusedLogits):
         return logits.log_probs(targets, ignore_index=ignore_index)
@@ -226,4 +226,4 @@ def _dimensions(part: Any) -> int:
 
 
 def _refused(what: str) -> RuntimeError:
-    return RuntimeError(f"{what} would need logits, which the fused head does not make. {_REMEDY}.")
+    return RuntimeError(f"{what} would need logits, which the fused head does not compute. {_REMEDY}.")

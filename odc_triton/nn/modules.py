@@ -1,6 +1,6 @@
 """Layers on sharded parameters, with torch's names, arguments and state-dict keys.
 
-Each works without `fully_shard` too, as the plain layer that it is then. `choice`: how it runs, see choice.py.
+Without `fully_shard` each works as the plain layer. `choice`: how it runs, see choice.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .functional.whole import WholeOnUse, read_whole
 from .head import FusedLogits, TokenLogProbs
 
 
-class OnOwnersModule(nn.Module):
+class ReadsShards(nn.Module):
     """A layer whose own operators take parameters that are never whole.
 
-    To everyone else, a method that takes `embedding.weight.T`, or a penalty on the weights, such a parameter shows
-    itself as `WholeOnUse`.
+    Other code, such as a method that takes `embedding.weight.T` or a penalty on the weights, gets such a parameter as
+    `WholeOnUse`.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -33,19 +33,19 @@ class OnOwnersModule(nn.Module):
 
 
 def leaf(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A module's parameter as operators take it, maybe without memory; one that is computed, by weight norm, too."""
+    """A module's parameter as operators take it, possibly without memory; also one computed by, say, weight norm."""
     return module._parameters[name] if name in module._parameters else getattr(module, name)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether something of the user's runs when the module is called."""
+    """Whether calling the module runs code of the user's."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
-class Linear(OnOwnersModule, nn.Linear):
-    """`torch.nn.Linear`. Its weight's gradient goes straight to the owners; forward saves its input, no weight."""
+class Linear(ReadsShards, nn.Linear):
+    """`torch.nn.Linear`. Its weight's gradient goes straight to the owners; forward saves its input, not the weight."""
 
     choice = AUTO
     operator = "linear"  # which line of the table says where its weight is read
@@ -64,9 +64,9 @@ class Linear(OnOwnersModule, nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.choice = choice
 
-    def reads_on_demand(self, topology: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
+    def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         shape = (self.out_features, self.in_features)
-        if is_gathered(self.operator, shape=shape, topology=topology, given=self.choice, table=table):
+        if is_gathered(self.operator, shape=shape, device_type=device_type, given=self.choice, table=table):
             return ()
         return "weight", "bias"
 
@@ -74,10 +74,10 @@ class Linear(OnOwnersModule, nn.Linear):
         return linear(x, leaf(self, "weight"), leaf(self, "bias"), choice=self.choice)
 
 
-class Embedding(OnOwnersModule, nn.Embedding):
-    """`torch.nn.Embedding`. Only the rows at hand are read from their owners, and their gradients added there.
+class Embedding(ReadsShards, nn.Embedding):
+    """`torch.nn.Embedding`. Only the rows of its input are read from their owners, and their gradients added there.
 
-    With `max_norm`, `scale_grad_by_freq` or `sparse` it goes the generic way.
+    With `max_norm`, `scale_grad_by_freq` or `sparse` it gathers its weight as any module does.
     """
 
     choice = AUTO
@@ -91,9 +91,9 @@ class Embedding(OnOwnersModule, nn.Embedding):
     def _is_plain(self) -> bool:
         return self.max_norm is None and not self.scale_grad_by_freq and not self.sparse
 
-    def reads_on_demand(self, topology: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
+    def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         shape = (self.num_embeddings, self.embedding_dim)
-        where = {"shape": shape, "topology": topology, "given": self.choice, "table": table}
+        where = {"shape": shape, "device_type": device_type, "given": self.choice, "table": table}
         return () if not self._is_plain or is_gathered("embedding", **where) else ("weight",)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -198,12 +198,12 @@ def project(
     return qkv(x, weights, biases, cos, sin, head_dim=attention.head_dim, norm=norm, choice=choice)
 
 
-class LMHead(OnOwnersModule, nn.Linear):
+class LMHead(ReadsShards, nn.Linear):
     """The vocabulary projection of a language model, [.., D] -> [.., V], without bias.
 
-    In training its output is a `FusedLogits`: shape and cross-entropy of logits that are never made. In evaluation, the
-    logits. Its weight is never gathered whole in training: it is read, and its gradient added, a chunk of one owner's
-    rows at a time.
+    In training its output is a `FusedLogits`: shape and cross-entropy of logits that are never computed. In evaluation,
+    it is the logits. Its weight is never gathered in training: it is read, and its gradient added, a chunk of one
+    owner's rows at a time.
     """
 
     choice = AUTO
@@ -221,7 +221,7 @@ class LMHead(OnOwnersModule, nn.Linear):
         super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
         self.choice = choice
 
-    def reads_on_demand(self, topology: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
+    def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         return ("weight",)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor | FusedLogits:

@@ -1,15 +1,13 @@
-"""A parameter on its owners, as operators see it, whoever the owners are.
+"""A sharded parameter as operators see it, and handles by which custom operators, which take tensors only, name it.
 
-Numbers by which custom operators name objects, which they can't take as arguments.
+[Note: handles] A handle is an int64 tensor [1] on the CPU with a number that names an object. `torch.compile` treats it
+as one more input of the graph, so one graph serves all layers of a kind. An operator that writes into shared memory
+declares the handle as mutated, though it never writes to it: so it is neither removed as useless, nor moved, nor run
+twice. If it is given a copy, as under functionalization, the copy holds the same number; given a shard itself, it would
+run on a copy of the shard, which would then overwrite what peers had added meanwhile. An operator's backward keeps its
+handles outside of what autograd saves: autograd would take a second use of the weight for a change of it.
 
-[Note: handles] A handle is an int64 tensor [1] on the CPU that holds such a number. `torch.compile` treats it as one
-more input of the graph, so one graph serves all layers of a kind. An operator that writes into shared memory declares
-the handle as mutated, though it never writes to it: so it is not removed as useless, nor moved or made twice, and if it
-is given a copy, as under functionalization, the copy holds the same number. Given a shard itself, it would be run on a
-copy of it, which would be written back over what peers had added meanwhile. An operator's backward keeps its handles
-aside from what autograd saves, which would take the same weight's second use for a change of it.
-
-The numbers are the process's only state here: an object is forgotten when nothing else holds it.
+The numbers are the only state of the process here: an object is forgotten when nothing else holds it.
 """
 
 from __future__ import annotations
@@ -32,17 +30,17 @@ AddRows = Callable[[int, "int | torch.Tensor", torch.Tensor], None]
 
 
 def add_rows(shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
-    """Adds to an owner's shard as `AddRows` says; nobody else may add to it meanwhile."""
+    """Adds to an owner's shard as `AddRows` says. No other process may add to it at the same time."""
     if isinstance(at, torch.Tensor):
         shard.index_add_(0, at, rows.to(shard.dtype))
     else:
         shard[at : at + len(rows)].add_(rows)
 
 
-class OnOwners(Protocol):
-    """A parameter [N, ...] whose rows lie on `world` owners, split as `torch.chunk` splits.
+class ShardedOperand(Protocol):
+    """A parameter [N, ...] whose rows are on `world` owners, split as by `torch.chunk`.
 
-    `leaf`: what autograd knows of it; `dtype`: what is computed with; `table`: how operators on it run, see choice.py.
+    `leaf`: the tensor that autograd knows; `dtype`: of compute; `table`: how operators on it run, see choice.py.
     """
 
     leaf: torch.Tensor
@@ -56,28 +54,28 @@ class OnOwners(Protocol):
         """The shards to read, as kernels see them; not for a scalar."""
 
     def parts(self, strategy: str) -> list[torch.Tensor]:
-        """The rows to compute with, in their order: all in one tensor, or with "direct" maybe owner by owner.
+        """The rows to compute with, in order: in one tensor, or possibly owner by owner for "direct".
 
-        "gathered" takes the unit's whole tensor, which must be filled now, "staged" makes a copy of its own.
+        "gathered" is the unit's whole tensor, which must be filled by now; "staged" makes a copy of its own.
         """
 
     def read(self) -> torch.Tensor:
         """A copy of the whole tensor."""
 
     def pull(self) -> StagedWeight:
-        """Begins to copy it from its owners; what is returned is for a kernel that waits for the copies."""
+        """Starts copying it from its owners; returns what a kernel needs that waits for the copies."""
 
     def first_row(self, owner: int) -> int:
-        """The number of `owner`'s first row; behind the last owner, that of all rows."""
+        """The number of `owner`'s first row; for the number after the last owner, that of all rows."""
 
     def owners_from_own(self) -> Iterator[int]:
-        """The owners that hold rows, this rank first, then the next ones: so ranks are at different owners."""
+        """The owners that hold rows, this rank first and then the next ones, so that ranks visit different owners."""
 
     def wants_gradient(self) -> bool:
-        """Whether the backward that runs now shall make its gradient, as it does not if asked for others' alone."""
+        """False if autograd.grad() asked only for other tensors' gradients in the backward that runs now."""
 
     def open_sink(self) -> PeerShards | AddRows:
-        """What an operator adds a gradient through that it makes piece by piece: shards for a kernel, or a function."""
+        """Where an operator adds a gradient that it makes piece by piece: shards for a kernel, or a function."""
 
     def add_gradient(self, gradient: torch.Tensor | None) -> None:
         """Adds a whole gradient."""
@@ -85,10 +83,10 @@ class OnOwners(Protocol):
 
 @runtime_checkable
 class ReadsOnDemand(Protocol):
-    """A module that computes with some of its parameters without their being whole."""
+    """A module that computes with some of its parameters without gathering them."""
 
-    def reads_on_demand(self, topology: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
-        """The attributes that hold them, where shards lie as `topology` says and operators run as `table` does."""
+    def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
+        """The attributes that hold them, on a "cpu" or "cuda" device, where operators run as `table` says."""
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -97,17 +95,17 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 _numbers = itertools.count(1)
-_objects: weakref.WeakValueDictionary[int, OnOwners] = weakref.WeakValueDictionary()
+_objects: weakref.WeakValueDictionary[int, ShardedOperand] = weakref.WeakValueDictionary()
 
 
-def handle_of(target: OnOwners) -> torch.Tensor:
+def handle_of(target: ShardedOperand) -> torch.Tensor:
     """A new handle of `target`."""
     number = next(_numbers)
     _objects[number] = target
     return torch.tensor([number], dtype=torch.int64, device="cpu")
 
 
-def resolve(handle: torch.Tensor) -> OnOwners:
+def resolve(handle: torch.Tensor) -> ShardedOperand:
     """What the handle names. Raises RuntimeError if it is gone."""
     target = _objects.get(int(handle))
     if target is None:

@@ -55,18 +55,18 @@ def replace_layers(
     choice: str = AUTO,
     verbose: bool = True,
 ) -> Replaced:
-    """Swaps the layers of these roles for ours. Call it before `fully_shard`; prints what it did unless told not to.
+    """Swaps the layers of these roles for ours. Call it before `fully_shard`; it prints what it did if `verbose`.
 
     roles:
         "attention": of Llama, Mistral, Qwen2 and Qwen3 in transformers. The chosen attention function stays.
         "embedding", "linear": every `torch.nn.Embedding` and `torch.nn.Linear`.
-        "head": the vocabulary projection of a causal LM of transformers. In training its logits are then not made:
+        "head": the vocabulary projection of a causal LM of transformers. In training its logits are then not computed:
             `model(input_ids=…, labels=…).loss`, or any `cross_entropy` of `outputs.logits`, goes through a chunk of the
             vocabulary at a time, and `outputs.logits.log_probs(targets)` gives log-probabilities and entropies.
     choice: how their operators run, see choice.py; by default as its table and the variable ODC_OPERATORS say.
 
-    A layer of another structure than ours computes is left alone, with the reason. Raises ValueError for an unknown
-    role or choice, RuntimeError for a model that is sharded already.
+    A layer that ours can't compute is left alone, with the reason. Raises ValueError for an unknown role or choice,
+    RuntimeError for a model that is sharded already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace_layers takes an nn.Module, not {model!r:.60}")
@@ -90,7 +90,7 @@ def replace_layers(
 
 
 def own_layers(model: nn.Module) -> int:
-    """Makes of ours what `replace_layers` found, in place; returns how many there were."""
+    """Turns our layers back into what `replace_layers` found, in place; returns how many there were."""
     count = 0
     for module in model.modules():
         found = isinstance(module, (Linear, Embedding, LMHead, attention.FusedProjections))
@@ -105,7 +105,7 @@ def own_layers(model: nn.Module) -> int:
 
 
 def _places(model: nn.Module, kind: type[nn.Module]) -> list[_Place]:
-    """Every module of that kind, also derived from it, once."""
+    """Every module of that class or derived from it, once."""
     if isinstance(model, kind):
         return [_Place(type(model).__name__, model, None)]
     return [
@@ -122,7 +122,7 @@ def _replace_attention(model: nn.Module, choice: str, replaced: Replaced) -> Non
         family = attention.family_of(module)
         if family is None:
             if _is_attention(module) and not any(name.startswith(f"{outer}.") for outer in replaced.left):
-                replaced.left[name] = f"a {type(module).__name__}, of no family that is known here"
+                replaced.left[name] = f"a {type(module).__name__}, of an unknown family"
             continue
         if isinstance(module, attention.FusedProjections):
             continue
@@ -159,7 +159,7 @@ def _replace_linear(model: nn.Module, choice: str, replaced: Replaced) -> None:
         replaced.swapped["linear"].append(name)
     for name, module in model.named_modules():
         if type(module).__name__ == "Conv1D":  # GPT-2's: what it multiplies by is a weight transposed
-            replaced.left[name] = "a Conv1D and no Linear"
+            replaced.left[name] = "a Conv1D, not a Linear"
 
 
 def _replace_embedding(model: nn.Module, choice: str, replaced: Replaced) -> None:

@@ -1,6 +1,6 @@
 """Whether a model computes with our layers what it computes with its own.
 
-A parameter split over owners that all lie in this process: what operators run on without ranks.
+Our layers run without ranks, on parameters split over owners within this process (`LocalShards`).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Verified:
     def __str__(self) -> str:
         name, difference = self.worst
         if difference == 0:
-            return f"loss {self.loss:.6g} and all {self.gradients} gradients as with its own layers, bit for bit"
+            return f"loss {self.loss:.6g} and all {self.gradients} gradients equal those of its own layers, bit for bit"
         return (
-            f"loss {self.loss:.6g}, with its own layers {self.plain_loss:.6g}; of {self.gradients} gradients the most "
-            f"different is {name}, by {difference:.1e}"
+            f"loss {self.loss:.6g}, with its own layers {self.plain_loss:.6g}; of {self.gradients} gradients, that of "
+            f"{name} differs most, by {difference:.1e}"
         )
 
 
@@ -55,12 +55,12 @@ def verify(
 ) -> Verified:
     """Compares the loss and every gradient of a model that `replace_layers` changed with those of its own layers.
 
-    Call it before `fully_shard`, on a batch as the model takes it, `labels` included; `loss(model, batch)` where the
+    Call it before `fully_shard`, on a batch as the model takes it, `labels` included; give `loss(model, batch)` if the
     loss is not the model's own. Our layers read their weights from two owners in this process and add the gradients to
-    them, by the operators that `fully_shard` would have them use. Both run with the same random numbers. Nothing of
-    the model is changed, its gradients neither; a second copy of it is made meanwhile, and two of our layers' weights.
+    them, by the same operators as after `fully_shard`. Both runs use the same random numbers. The model and its
+    gradients stay as they are; meanwhile there is a copy of it, and two of our layers' weights.
 
-    Raises OdcError that names the first difference, ValueError where there is nothing to compare.
+    Raises OdcError naming the first difference, ValueError if there is nothing to compare.
     """
     if any(is_sharded(module) for module in model.modules()):
         raise ValueError("verify comes before fully_shard: it needs whole parameters")
@@ -71,8 +71,8 @@ def verify(
     for name, module in model.named_modules():
         if isinstance(module, LMHead) and not module.training:
             raise ValueError(
-                f"the head {name} is in evaluation, where it makes plain logits and nothing of it is verified: call "
-                f"model.train() first (from_pretrained returns a model in evaluation)"
+                f"the head {name} is in evaluation mode, in which it returns plain logits and can't be verified: call "
+                f"model.train() first (from_pretrained returns a model in evaluation mode)"
             )
     plain = copy.deepcopy(model)
     if own_layers(plain) == 0:
@@ -91,20 +91,20 @@ def verify(
     floor = 1e-6 * max((float(gradient.norm()) for gradient in plain_gradients.values()), default=0.0)
     tolerance = max(_TOLERANCE.get(parameter.dtype, 1e-4) for parameter in model.parameters())
     if not abs(value - plain_value) <= tolerance * max(abs(plain_value), 1.0):
-        raise OdcError(f"the loss is {value:.8g}, with the model's own layers {plain_value:.8g}")
+        raise OdcError(f"the loss is {value:.8g}, but with the model's own layers {plain_value:.8g}")
     for name, want in plain_gradients.items():
         got = gradients.get(name)
         if got is None:
-            raise OdcError(f"{name} has no gradient, with the model's own layers it has one")
+            raise OdcError(f"{name} has no gradient, but with the model's own layers it has one")
         difference = float((got.float() - want.float()).norm()) / max(float(want.float().norm()), floor, 1e-30)
         if not difference <= tolerance:
             raise OdcError(
-                f"the gradient of {name} differs by {difference:.1e} of its norm, allowed are {tolerance:.0e}; loss "
-                f"{value:.8g}, with the model's own layers {plain_value:.8g}"
+                f"the gradient of {name} differs by {difference:.1e} relative to its norm (allowed: {tolerance:.0e}); "
+                f"loss {value:.8g}, with the model's own layers {plain_value:.8g}"
             )
         worst = max(worst, (name, difference), key=lambda pair: pair[1])
     if more := gradients.keys() - plain_gradients.keys():
-        raise OdcError(f"{sorted(more)[0]} has a gradient, with the model's own layers it has none")
+        raise OdcError(f"{sorted(more)[0]} has a gradient, but with the model's own layers it has none")
     return Verified(loss=value, plain_loss=plain_value, worst=worst, gradients=len(plain_gradients))
 
 
@@ -119,7 +119,7 @@ def _on_demand(model: nn.Module) -> dict[str, nn.Parameter]:
 def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
     loss = getattr(model(**batch), "loss", None)
     if loss is None:
-        raise ValueError(f"the model gave no loss for {sorted(batch)}; add labels, or give loss=")
+        raise ValueError(f"the model returned no loss for {sorted(batch)}; add labels, or give loss=")
     return loss
 
 
@@ -135,15 +135,15 @@ def _gradients(
         loss = measure(model, batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"loss= gave {shape}; give a scalar tensor")
+        raise ValueError(f"loss= returned {shape}; it must return a scalar tensor")
     if not loss.isfinite():
-        raise ValueError(f"the loss is {loss.item()}: has the batch a label that is not ignored?")
+        raise ValueError(f"the loss is {loss.item()}: does the batch have a label that is not ignored?")
     found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     return float(loss.detach()), {name: g for name, g in zip(named, found, strict=True) if g is not None}
 
 
 class LocalShards:
-    """What operators ask of a sharded parameter (`OnOwners`), for a check of them without ranks.
+    """What operators ask of a sharded parameter (`ShardedOperand`), for a check of them without ranks.
 
     `leaf`: an ordinary parameter [N, ...]; within `with`, operators read a copy of it from `world` owners and add its
     gradient to `gradient`, fp32 [N, ...], instead of giving it to autograd. `by_kernels`: whether kernels may add it;
@@ -195,7 +195,7 @@ class LocalShards:
         return (owner for owner in range(self.world) if len(self._shards[owner]))
 
     def wants_gradient(self) -> bool:
-        return True  # who makes these asks for it, whatever autograd was asked for
+        return True  # the check always asks for it, whatever autograd was asked for
 
     def open_sink(self) -> PeerShards | AddRows:
         self._touched = True

@@ -28,10 +28,10 @@ from ..comm.layout import Plan, first_difference
 from ..comm.meeting import Meetings
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.memory.shm import SharedMemoryHeap
-from ..comm.peers import Lifelines
+from ..comm.peers import PeerStatus
 from ..comm.process_group import start_process_group
 from ..nn.tuned import Tuned
-from .backend import CpuBackend, backend_of
+from .backend import Backend, backend_of
 
 AGREEING = "fully_shard: the same model on every rank"
 PEERS = "fully_shard: GPUs that reach each other"
@@ -53,9 +53,9 @@ def show_life(meetings: Meetings, grid: Grid, heap: SymmetricHeap, token: str) -
     """Has the meetings tell dead ranks from late ones, by the heap that this replica shares. Collective."""
     heap.first = grid.first
     meetings.meet("the shared heap is open", {})
-    signs: SymmetricHeap | Lifelines = heap
+    signs: SymmetricHeap | PeerStatus = heap
     if grid.replicas > 1:
-        signs = Lifelines(heap=heap, meetings=meetings, store=dist.distributed_c10d._get_default_store(), token=token)
+        signs = PeerStatus(heap=heap, meetings=meetings, store=dist.distributed_c10d._get_default_store(), token=token)
         meetings.meet("the replicas are connected", {})
     meetings.signs = signs
 
@@ -81,7 +81,7 @@ def patient_meetings(grid: Grid, timeout: timedelta) -> Iterator[Meetings]:
         meetings.timeout_s = math.inf
         yield meetings
     finally:
-        if isinstance(meetings.signs, Lifelines):
+        if isinstance(meetings.signs, PeerStatus):
             meetings.signs.close()
         heap.close()
 
@@ -97,7 +97,7 @@ def refusing(meetings: Meetings, purpose: str) -> Iterator[None]:
 
 
 def agree_on_plan(
-    meetings: Meetings, grid: Grid, plan: Plan, options: dict[str, Any], device: CpuBackend
+    meetings: Meetings, grid: Grid, plan: Plan, options: dict[str, Any], device: Backend
 ) -> tuple[str, list[str | None], list[int | None]]:
     """All ranks compare their plans; returns a secret name for the heaps, made by rank 0, and the devices of this
     replica's ranks: what they are and how each rank numbers its own.

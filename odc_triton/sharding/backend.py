@@ -1,10 +1,11 @@
-"""What differs between a CPU and a GPU: where the heap lies, in which order work is done, how gradients are added."""
+"""What differs between a CPU and a GPU: the heap's memory, the order in which work is done, how gradients are added."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -21,60 +22,70 @@ from ..engine.streams import DeviceStreams, Streams
 from ..nn.tuned import Place
 
 
-class CpuBackend:
-    """One shared mapping; whole tensors are views, gradients are added under locks."""
+class Backend(ABC):
+    """How ranks on one kind of device share memory and order their work. `name`: what `fully_shard` is given."""
 
-    name = "cpu"
-    mesh_device = "cpu"
-    apart = False
+    name: str
+    mesh_device: str = "cpu"
+    apart: bool
+    """Whether every rank's shards are in a memory of their own: whole tensors are gathered. Else they are views."""
     adds_by_kernel = False
     gathers_by_kernel = False
     """Whether one kernel gathers a unit's small parameters. Triton's interpreter takes too long for every unit."""
 
     def device_id(self) -> str | None:
-        """Names this rank's device, where two ranks on one are worth a thought."""
+        """Names this rank's device, where it matters whether two ranks have the same one."""
         return None
 
     def device_index(self) -> int | None:
-        """The number that this rank's process knows that device by."""
+        """The device's number in this rank's process."""
         return None
 
     def check(self, specs: list[ParameterSpec]) -> None:
-        """Raises for parameters that this backend can't hold."""
+        """Raises for parameters that this backend can't hold: kernels sum gradients in fp32 only."""
+        for spec in specs if self.adds_by_kernel else ():
+            if spec.reduce_dtype not in (None, "float32"):
+                raise NotImplementedError(
+                    f"{spec.name} would sum its gradient in {spec.reduce_dtype}: kernels sum in float32. Leave "
+                    f"reduce_dtype out, and convert float64 models before fully_shard."
+                )
 
     def unusable_peers(self, devices: list[str | None]) -> str | None:
-        """Why the ranks' devices, by `device_id`, can't share memory, with the remedy; None where nothing is known."""
+        """Why the ranks' devices, by `device_id`, can't share memory, with the remedy; None if no reason is known."""
         return None
 
     def place(self, devices: list[str | None]) -> Place:
-        """Where these ranks run, by `device_id`: what measurements of operators hold for."""
+        """Where these ranks run, by `device_id`: the key of measurements of operators."""
         return Place(backend=self.name, processor=processor_name(), topology="cpu", ranks=len(devices))
 
-    def streams(self) -> Streams:
-        return Streams()
+    @abstractmethod
+    def streams(self) -> Streams: ...
 
+    @abstractmethod
     def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
-        """Collective. `mesh`: one-dimensional; `token`: a name that only its ranks know; `shared`: whether ranks have
-        one device in common, or number theirs alike.
+        """Collective. `mesh`: one-dimensional; `token`: a name that only its ranks know; `shared`: whether ranks share
+        a device, or give theirs the same number.
         """
-        return self._open(SharedMemoryHeap, plan, mesh, token, timeout_s)
-
-    def _open(self, heap: type[Any], plan: Plan, mesh: DeviceMesh, token: str, timeout_s: float) -> SymmetricHeap:
-        return heap(
-            rank=mesh.get_local_rank(),
-            world=mesh.size(),
-            size_bytes=plan.size_bytes,
-            slots=len(plan.parameters),
-            token=token,
-            timeout_s=timeout_s,
-        )
 
     def accumulator(self, heap: Any, streams: Streams, timeout_s: float) -> Accumulator:
         return KernelAccumulator(streams) if self.adds_by_kernel else LockedAccumulator(heap, streams, timeout_s)
 
 
-class ApartBackend(CpuBackend):
-    """CUDA's ways on the CPU: shards apart, whole tensors gathered and freed, streams that are as late as they may.
+class CpuBackend(Backend):
+    """One shared mapping; whole tensors are views, gradients are added under locks."""
+
+    name = "cpu"
+    apart = False
+
+    def streams(self) -> Streams:
+        return Streams()
+
+    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
+        return _open_on_cpu(SharedMemoryHeap, plan, mesh, token, timeout_s)
+
+
+class ApartBackend(Backend):
+    """CUDA's ways on the CPU: shards apart, whole tensors gathered and freed, streams that run as late as they may.
 
     With ODC_SIMULATED_STREAMS=early they do everything at once: see engine/simulated_device.py.
     """
@@ -86,11 +97,22 @@ class ApartBackend(CpuBackend):
         return DeviceStreams(SimulatedDevice(os.environ.get("ODC_SIMULATED_STREAMS", "late")))
 
     def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
-        return self._open(ApartHeap, plan, mesh, token, timeout_s)
+        return _open_on_cpu(ApartHeap, plan, mesh, token, timeout_s)
+
+
+def _open_on_cpu(heap: type[Any], plan: Plan, mesh: DeviceMesh, token: str, timeout_s: float) -> SymmetricHeap:
+    return heap(
+        rank=mesh.get_local_rank(),
+        world=mesh.size(),
+        size_bytes=plan.size_bytes,
+        slots=len(plan.parameters),
+        token=token,
+        timeout_s=timeout_s,
+    )
 
 
 class InterpreterBackend(ApartBackend):
-    """The same, and gradients are added by the scatter kernel, which Triton's interpreter runs."""
+    """As `ApartBackend`, but gradients are added by the scatter kernel, which Triton's interpreter runs."""
 
     name = "cpu-interpreter"
     adds_by_kernel = True
@@ -98,11 +120,11 @@ class InterpreterBackend(ApartBackend):
     def check(self, specs: list[ParameterSpec]) -> None:
         if os.environ.get("TRITON_INTERPRET") != "1":
             raise RuntimeError(f"backend={self.name!r}: set TRITON_INTERPRET=1 before triton is imported")
-        _only_fp32_sums(specs)
+        super().check(specs)
 
 
-class CudaBackend(CpuBackend):
-    """torch's symmetric memory; units are gathered ahead by the copy engine, gradients leave by the scatter kernel."""
+class CudaBackend(Backend):
+    """torch's symmetric memory; the copy engine gathers units ahead, the scatter kernel adds gradients."""
 
     name = "cuda"
     mesh_device = "cuda"
@@ -114,9 +136,6 @@ class CudaBackend(CpuBackend):
 
     def device_index(self) -> int | None:
         return torch.cuda.current_device()
-
-    def check(self, specs: list[ParameterSpec]) -> None:
-        _only_fp32_sums(specs)
 
     def unusable_peers(self, devices: list[str | None]) -> str | None:
         from ..machine.probe import read_topology
@@ -150,11 +169,13 @@ class CudaBackend(CpuBackend):
         )
 
 
-BACKENDS = {each.name: each for each in (CpuBackend, ApartBackend, InterpreterBackend, CudaBackend)}
+BACKENDS: dict[str, type[Backend]] = {
+    each.name: each for each in (CpuBackend, ApartBackend, InterpreterBackend, CudaBackend)
+}
 
 
 def processor_name() -> str:
-    """The CPU's name as Linux has it, else its architecture's."""
+    """The CPU's name as Linux knows it, else its architecture's."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -162,17 +183,8 @@ def processor_name() -> str:
     return platform.machine()
 
 
-def _only_fp32_sums(specs: list[ParameterSpec]) -> None:
-    for spec in specs:
-        if spec.reduce_dtype not in (None, "float32"):
-            raise NotImplementedError(
-                f"{spec.name} would sum its gradient in {spec.reduce_dtype}: kernels sum in float32. Leave "
-                f"reduce_dtype out, and convert float64 models before fully_shard."
-            )
-
-
-def backend_of(name: str, mesh: DeviceMesh | None) -> CpuBackend:
-    """The backend of that name; for "auto" by the mesh, without one CUDA where there is a GPU.
+def backend_of(name: str, mesh: DeviceMesh | None) -> Backend:
+    """The backend of that name; "auto": the mesh's, or without a mesh CUDA's where there is a GPU.
 
     Raises ValueError for an unknown name, RuntimeError where there is no GPU.
     """

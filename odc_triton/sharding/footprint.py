@@ -1,4 +1,4 @@
-"""What a model will take on each rank, in bytes, before anything is allocated; FSDP2's part by the same sums.
+"""How many bytes a model takes on each rank, before anything is allocated; under FSDP2 too, by the same sums.
 
 [Note: what a plan counts] Sizes come from shapes and dtypes alone, so a model on the meta device is planned
 like a real one. The rank described is rank 0: dim 0 is dealt as `torch.chunk` deals it, so no rank holds
@@ -12,10 +12,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..comm.layout import ALIGNMENT_BYTES, ParameterSpec, find_units, make_plan, shard_rows
-from .activations import activation_bytes_per_token
+from .peaks import activation_bytes_per_token, fsdp2_whole_gradient_bytes, gathered_bytes, whole_gradient_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ SCHEMES = ("odc", "fsdp2", "fsdp2_no_reshard")
 BACKENDS = ("cpu", "cuda")
 # Per trainable parameter: tensors of the master's shape and dtype that are kept, and bytes of scalars.
 OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "none": (0, 0)}
-ROOT = ""  # the unit of every parameter that lies in no block, as in comm/layout.py
+ROOT = ""  # the unit of every parameter outside of all blocks, as in comm/layout.py
 
 
 class PrecisionPolicy(Protocol):
@@ -161,14 +161,14 @@ def memory_plan(
     """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated; it may be on meta.
 
     `replicas`: of `world` ranks each, as `fully_shard` makes them of a mesh ("replicate", "shard"): what peers read and
-    add to is split over `world` ranks, masters and optimizer states over `world * replicas`. Of ODC only.
+    add to is split over `world` ranks, masters and optimizer states over `world * replicas`. For ODC only.
 
     `scheme` is "odc" (this library), "fsdp2" (`fully_shard` with its defaults: blocks resharded after
     forward, the root not) or "fsdp2_no_reshard" (`reshard_after_forward=False`, gradients reduced on the last
     microbatch only). All three are given the same units and dtypes; a `reduce_dtype` of None is fp32 for all
     three, although FSDP2 itself reads it as the param_dtype. `optimizer` is "adamw", "sgd" (no momentum) or
     "none". `backend` matters to ODC only: on "cpu" gathering is a view, on "cuda" the strategies `gathered`
-    and `split` run, but for what `replace_layers` changed: what its layers read from the owners by themselves, an
+    and `split` run, except in layers of `replace_layers`: what these read from the owners by themselves, an
     embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
     `activation_bytes_per_token`.
 
@@ -211,7 +211,8 @@ def memory_plan(
         gradient_cast = split.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype")
         on_demand = _read_on_demand(model, backend)
         whole = [spec for spec in specs if not on_demand.issuperset(spec.names)]
-        gathered = 0 if backend == "cpu" else _gathered_bytes(sizes.units(whole, "compute_dtype"))
+        units = sizes.units(whole, "compute_dtype")
+        gathered = 0 if backend == "cpu" else gathered_bytes(*_root_and_blocks(units))
         whole_gradients = _whole_gradient_bytes(sizes, [spec for spec in whole if spec.reduce_dtype is not None])
     else:
         resharded = scheme == "fsdp2"
@@ -219,7 +220,7 @@ def memory_plan(
         gradient_shard = trained_masters
         master_shard = sizes.shards(specs, "master_dtype")
         units = sizes.units(specs, "compute_dtype")
-        gathered = _gathered_bytes(units) if resharded else sum(units.values())
+        gathered = gathered_bytes(*_root_and_blocks(units)) if resharded else sum(units.values())
         whole_gradients = _fsdp2_whole_gradient_bytes(sizes, trained, resharded=resharded, gathered_bytes=gathered)
     largest = max(specs, key=lambda spec: math.prod(spec.shape))
     return MemoryPlan(
@@ -283,46 +284,29 @@ def _copies_gradient(spec: ParameterSpec) -> bool:
     return spec.is_scalar or spec.reduce_dtype != spec.master_dtype
 
 
-def _gathered_bytes(units: dict[str, int]) -> int:
-    """Unsharded parameters: the root's stay for the whole pass, blocks go through two buffers."""
-    blocks = [n_bytes for name, n_bytes in units.items() if name != ROOT]
-    return units[ROOT] + min(2, len(blocks)) * max(blocks, default=0)
+def _root_and_blocks(units: dict[str, Any]) -> tuple[Any, list[Any]]:
+    return units[ROOT], [n_bytes for name, n_bytes in units.items() if name != ROOT]
 
 
 def _whole_gradient_bytes(sizes: _Sizes, trained: Sequence[ParameterSpec]) -> int:
-    """ODC adds a gradient to its owners as soon as autograd has made it: between one and a unit's are alive.
-
-    The unit's are taken. A tied parameter's first part waits for its second use: it is counted on top.
-    """
-    made = sizes.units(trained, "compute_dtype")
-    waiting = sizes.units([spec for spec in trained if len(spec.names) > 1], "compute_dtype")
-    return sum(waiting.values()) + max(made.values())
+    tied = sizes.units([spec for spec in trained if len(spec.names) > 1], "compute_dtype")
+    return whole_gradient_bytes(*_root_and_blocks(sizes.units(trained, "compute_dtype")), tied=sum(tied.values()))
 
 
 def _fsdp2_whole_gradient_bytes(
     sizes: _Sizes, trained: Sequence[ParameterSpec], *, resharded: bool, gathered_bytes: int
 ) -> int:
-    """What FSDP2's whole gradients add to its unsharded parameters and gradient shards when all are largest.
-
-    It holds a unit's gradients until the last one is there, frees the unit's parameters, then copies the
-    gradients into the reduce-scatter's input, in the reduce dtype (FSDP2's _fsdp_param_group.py,
-    `post_backward`). So while blocks run backward, the gradients of the root's later parameters (head, last
-    norm, tied ones) are there too; when the root itself is reduced, nothing is unsharded any more. Without a
-    sync per microbatch the whole model's gradients add up unsharded in the reduce dtype, and shards appear
-    only as these go.
-    """
-    made = sizes.units(trained, "compute_dtype")
-    reduced = sizes.units(trained, "reduce_dtype")
-    blocks = [unit for unit in made if unit != ROOT]
+    made, reduced = sizes.units(trained, "compute_dtype"), sizes.units(trained, "reduce_dtype")
     # The root's parameters that are registered before the first block get their gradients after the blocks.
     first_block = next((i for i, spec in enumerate(trained) if spec.unit != ROOT), 0)
     late = [spec for i, spec in enumerate(trained) if i >= first_block or len(spec.names) > 1]
-    late_root = sizes.units(late, "compute_dtype")[ROOT]
-    if resharded:
-        in_blocks = late_root + max((made[unit] + reduced[unit] for unit in blocks), default=0)
-        return max(in_blocks, made[ROOT] + reduced[ROOT] - gathered_bytes)
-    in_microbatch = max(made[ROOT], late_root + max((made[unit] for unit in blocks), default=0))
-    return max(0, sum(reduced.values()) + in_microbatch - sizes.shards(trained, "master_dtype"))
+    return fsdp2_whole_gradient_bytes(
+        *_root_and_blocks({unit: (made[unit], reduced[unit]) for unit in made}),
+        late_root=sizes.units(late, "compute_dtype")[ROOT],
+        resharded=resharded,
+        gathered_bytes=gathered_bytes,
+        shard_bytes=sizes.shards(trained, "master_dtype"),
+    )
 
 
 def parameter_specs(model: nn.Module, mp_policy: PrecisionPolicy | None = None) -> list[ParameterSpec]:
@@ -357,15 +341,15 @@ def parameter_specs(model: nn.Module, mp_policy: PrecisionPolicy | None = None) 
     return specs
 
 
-def _read_on_demand(model: nn.Module, topology: str) -> set[str]:
-    """Names of the parameters that their layers read from the owners by themselves, by every place they stand at."""
+def _read_on_demand(model: nn.Module, device_type: str) -> set[str]:
+    """All names of the parameters that their layers read from the owners by themselves."""
     from ..nn.operand import ReadsOnDemand
 
     return {
         f"{name}.{attribute}" if name else attribute
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, ReadsOnDemand)
-        for attribute in module.reads_on_demand(topology)
+        for attribute in module.reads_on_demand(device_type)
     }
 
 

@@ -44,7 +44,7 @@ from .agree import (
     refusing,
     show_life,
 )
-from .backend import CpuBackend, backend_of
+from .backend import Backend, backend_of
 from .collect import SHARDABLE_DTYPES, Description, describe, dtype_name
 from .initialize import write_initial_values
 
@@ -56,7 +56,7 @@ class _Job:
     """Which ranks shard together, on what, and how."""
 
     grid: Grid
-    device: CpuBackend
+    device: Backend
     meetings: Meetings
     policy: MixedPrecisionPolicy
     timeout: timedelta
@@ -298,7 +298,7 @@ def _refuse_given(**options: Any) -> None:
             )
 
 
-def _check_mesh(mesh: DeviceMesh, backend: CpuBackend) -> None:
+def _check_mesh(mesh: DeviceMesh, backend: Backend) -> None:
     refuse_mesh(mesh)
     if mesh.device_type != backend.mesh_device:
         raise ValueError(

@@ -1,9 +1,8 @@
-"""Models as a simulation needs them: sizes of their units, work and memory per token. From a transformers config.
+"""Models as the simulator needs them, from a transformers config: sizes of their units, work and memory per token.
 
-Bytes on the fullest GPU: the sums of `footprint.memory_plan` from a model's sizes alone, nodes included.
-
-bf16 compute, fp32 masters, gradients and AdamW states, as there; tests hold the two against each other. Left out, less
-than a hundredth: norms, biases, alignment, rows that don't divide evenly.
+Bytes on the fullest GPU are `memory_plan`'s sums, from a model's sizes alone, nodes included: bf16 compute, fp32
+masters, gradients and AdamW states. Tests compare the two. Left out, less than 1%: norms, biases, alignment, rows that
+don't divide evenly.
 """
 
 from __future__ import annotations
@@ -15,7 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..balance.cost import CostModel
-from ..sharding.activations import decoder_bytes_per_token
+from ..sharding.peaks import (
+    decoder_bytes_per_token,
+    fsdp2_whole_gradient_bytes,
+    gathered_bytes,
+    whole_gradient_bytes,
+)
 
 _QWEN = {"hidden_act": "silu", "model_type": "qwen2"}
 _FIELDS = (
@@ -66,7 +70,7 @@ class Model:
         Raises ValueError as `CostModel.from_config`, and for a mixture of experts, whose experts are not modelled.
         """
         if any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
-            raise ValueError(f"model {name!r} is a mixture of experts, which is not simulated: give a dense decoder")
+            raise ValueError(f"model {name!r} is a mixture of experts, which can't be simulated: give a dense decoder")
         cost = CostModel.from_config(config)
         h, layers, heads = config.hidden_size, config.num_hidden_layers, config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -113,12 +117,12 @@ class Model:
         try:
             content = json.loads(path.read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no JSON ({error}): give a transformers config.json") from None
+            raise ValueError(f"{path} is not valid JSON ({error}): give a transformers config.json") from None
         if not isinstance(content, dict):
-            raise ValueError(f"{path} holds a {type(content).__name__}, no object: give a transformers config.json")
+            raise ValueError(f"{path} holds a {type(content).__name__}, not an object: give a transformers config.json")
         kinds = content.get("architectures") or []
         if kinds and not any(kind.endswith(_GENERATES) for kind in kinds):
-            raise ValueError(f"{path} is of a {', '.join(kinds)}, no causal LM: only decoders are simulated")
+            raise ValueError(f"{path} describes a {', '.join(kinds)}, not a causal LM: only decoders can be simulated")
         try:
             decoder = SimpleNamespace(**content.get("text_config", content))
             return cls.from_config(decoder, name=path.parent.name or name)
@@ -131,23 +135,27 @@ _STATES = 2 * _FULL
 
 
 def state_bytes(model: Model, schedule: str, *, shards: int, ranks: int) -> int:
-    """What lies there between minibatches, and at most within one beside activations, per GPU.
+    """Per GPU, what is kept between minibatches and the peak within one, activations left out.
 
-    `shards`: GPUs that hold one copy of the parameters together, `ranks` where nodes hold none of their own. ODC then
-    still deals masters and optimizer states over all `ranks`; FSDP2 keeps them with the shards.
+    `shards`: GPUs that together hold one copy of the parameters (all `ranks`, unless nodes hold a copy each). ODC
+    splits masters and optimizer states over all `ranks` even so; FSDP2 keeps them with the shards.
     """
     p, block, root, table = model.parameters, model.block_parameters, model.root_parameters, model.largest_parameter
-    gathered = _COMPUTE * (root + min(2, model.layers) * block)
+    blocks = [_COMPUTE * block] * model.layers
+    gathered = gathered_bytes(_COMPUTE * root, blocks)
     if schedule == "odc":
-        whole_gradients = _COMPUTE * max(root, block) + (_COMPUTE * table if root == table else 0)  # tied: once more
-        return -(-(_COMPUTE + _FULL) * p // shards) + -(-(_FULL + _STATES) * p // ranks) + gathered + whole_gradients
-    sharded = -(-(2 * _FULL + _STATES) * p // shards)
-    late_root = _COMPUTE * table
-    if schedule == "fsdp":
-        in_blocks = late_root + (_COMPUTE + _FULL) * block
-        return sharded + gathered + max(in_blocks, (_COMPUTE + _FULL) * root - gathered)
-    in_microbatch = max(_COMPUTE * root, late_root + _COMPUTE * block)
-    return sharded + _COMPUTE * p + max(0, _FULL * p + in_microbatch - _FULL * p // shards)
+        whole = whole_gradient_bytes(_COMPUTE * root, blocks, tied=_COMPUTE * table if root == table else 0)
+        return -(-(_COMPUTE + _FULL) * p // shards) + -(-(_FULL + _STATES) * p // ranks) + gathered + whole
+    resharded = schedule == "fsdp"
+    whole = fsdp2_whole_gradient_bytes(
+        (_COMPUTE * root, _FULL * root),
+        [(_COMPUTE * block, _FULL * block)] * model.layers,
+        late_root=_COMPUTE * table,
+        resharded=resharded,
+        gathered_bytes=gathered,
+        shard_bytes=_FULL * p // shards,
+    )
+    return -(-(2 * _FULL + _STATES) * p // shards) + (gathered if resharded else _COMPUTE * p) + whole
 
 
 def peak_bytes(

@@ -47,7 +47,7 @@ class RunFolder:
         if resume == "never" and self._holds_run():
             self.release()
             raise FileExistsError(
-                f"{self.path} holds another run: go on with it by --resume auto, or give another --out"
+                f"{self.path} holds another run: continue it with --resume auto, or give another --out"
             )
         for path in [*self.path.glob(".*"), *self.file("data").glob(".*")]:
             if _UNFINISHED.fullmatch(path.name):

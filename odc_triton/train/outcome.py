@@ -1,9 +1,9 @@
-"""What a finished run leaves: the trained model or its adapters, a report, a trace."""
+"""What a finished run writes: the trained model or its adapters, a report, a trace."""
 
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,13 @@ COLUMNS = {
     "idle": "idle",
 }
 _ROWS = 12
-_EVENT = [field.name for field in fields(Event)]
 
 
 def gather_events(run: SftRun) -> list[Event]:
     """The last minibatches' events of all ranks. A meeting: collective."""
-    own = [[getattr(event, name) for name in _EVENT] for events in run.recent for event in events]
+    own = [event.as_row() for events in run.recent for event in events]
     messages = run.engine.meet("collect the timelines", {"events": own})
-    return [Event(**dict(zip(_EVENT, each, strict=True))) for theirs in messages for each in theirs["events"]]
+    return [Event.of_row(row) for theirs in messages for row in theirs["events"]]
 
 
 def save_model(run: SftRun, out: Path, tokenizer: Any) -> Path:
@@ -58,9 +57,9 @@ def write_report(out: Path, options: SftOptions, events: list[Event], *, ranks: 
         written.append("timeline.png")
     summary = in_words(metrics, ranks=ranks)
     if not draws:
-        why = 'without pictures, as there is no matplotlib; run: pip install "odc-triton[plot]"'
-        print(f"report.html is {why}")
-        summary += f"\n\nIt is {why}"
+        why = 'has no pictures, as matplotlib is not installed; run: pip install "odc-triton[plot]"'
+        print(f"report.html {why}")
+        summary += f"\n\nThis report {why}"
     losses = {"training": [line["loss"] for line in metrics if line["loss"] is not None]}
     save_html(
         out / "report.html",
@@ -88,7 +87,7 @@ def in_words(metrics: list[Metrics], *, ranks: int) -> str:
         f"idle {idle:.1%} of the time."
     )
     if last["skipped"]:
-        text += f" {last['skipped']} steps were skipped, as a loss or gradient was not finite."
+        text += f" {last['skipped']} steps were skipped because a loss or gradient was not finite."
     return text
 
 

@@ -1,10 +1,7 @@
-"""What a run needs before its first step: folder, tokenizer, samples, a sharded model.
+"""What a run needs before its first step: folder, tokenizer, samples, a model to shard, low-rank adapters by PEFT.
 
-Low-rank adapters by PEFT: the model's own weights are frozen and have no gradient shards.
-
-What can be known to be wrong before the ranks start: the model, the data's first records, the folder to write to.
-
-Ranks take a while to start, and tokenising a large file takes longer: what a run needs after that is looked at first.
+Ranks take a while to start, and tokenising a large file takes longer. So `check_before_start` first checks what can be
+known to be wrong: the model, the data's first records, the folder to write to.
 """
 
 from __future__ import annotations
@@ -15,10 +12,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -40,7 +36,6 @@ from .run import Samples
 from .sft_options import SftOptions
 
 _TELL_S = 10.0
-Made = TypeVar("Made")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +59,18 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared:
     tokenizer = load_any_tokenizer(options)
     folder = RunFolder(options.out)
 
-    def take() -> tuple[bool, dict[str, Any], list[Path]]:
+    def take() -> dict[str, Any]:
         folder.lock(resume=options.resume)
         try:
             paths = _tokenize(options, tokenizer, folder)
             identity = options.identity(world) | {"prepared": [contents(path) for path in paths]}
-            return folder.take(identity), identity, paths
+            return {"goes_on": folder.take(identity), "identity": identity, "paths": [str(path) for path in paths]}
         except BaseException:
             folder.release()
             raise
 
-    goes_on, identity, paths = _on_rank_0(take, mesh, timedelta(minutes=options.timeout_minutes))
-    sets = [TokenizedDataset.load(path) for path in paths]
+    taken = _on_rank_0(take, mesh, timedelta(minutes=options.timeout_minutes))
+    sets = [TokenizedDataset.load(Path(path)) for path in taken["paths"]]
     largest = max(each.largest_token for each in sets)
     learned, evaluation = sets[0], sets[1] if len(sets) > 1 else None
     if options.eval_fraction:
@@ -90,9 +85,9 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared:
         data=learned,
         evaluation=evaluation,
         largest_token=largest,
-        identity=identity,
+        identity=taken["identity"],
         folder=folder if rank == 0 else None,
-        goes_on=goes_on,
+        goes_on=taken["goes_on"],
     )
 
 
@@ -101,24 +96,33 @@ def load_any_tokenizer(options: SftOptions) -> Any:
     return read_tokenizer(options.tokenizer or options.model)
 
 
-def _on_rank_0(make: Callable[[], Made], mesh: DeviceMesh, timeout: timedelta) -> Made:
-    """What `make()` gives on rank 0, however long that takes, on every rank; or its error. Raises RankLost."""
-    result: list[Any] = [None, None]
+# What `_on_rank_0` raises on the other ranks, by name; of another error the first of these that it is an instance of.
+_ERRORS = (DataError, BlockingIOError, FileExistsError, FileNotFoundError, PermissionError, OSError, ValueError)
+
+
+def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: timedelta) -> dict[str, Any]:
+    """What `make()` returns on rank 0, JSON, on every rank, however long it takes; or its error. Raises RankLost."""
+    message: dict[str, Any] = {}
+    error: Exception | None = None
     with patient_meetings(grid_of(mesh), timeout) as meetings:
         if mesh.get_rank() == 0:
             try:
-                result = [make(), None]
-            except (OSError, ValueError) as error:
-                result = [None, error]
-        meetings.meet("rank 0 prepares the data", {})
-        dist.broadcast_object_list(result)
-    if result[1] is not None:
-        raise result[1]
-    return result[0]
+                message = {"made": make()}
+            except (OSError, ValueError) as raised:
+                error = raised
+                number = next(i for i, kind in enumerate(_ERRORS) if isinstance(error, kind))
+                message = {"error": [number, str(error)]}
+        message = meetings.meet("rank 0 prepares the data", message)[0]
+    if error is not None:
+        raise error
+    if "error" in message:
+        number, text = message["error"]
+        raise _ERRORS[number](text)
+    return message["made"]
 
 
 def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder) -> list[Path]:
-    """The files of prepared samples."""
+    """Prepares the samples; returns their files."""
     paths = []
     wanted = DataOptions(max_tokens=options.token_cap, too_long=options.too_long)
     for source in (options.data, options.eval_data):
@@ -170,7 +174,7 @@ def build_model(options: SftOptions, prepared: Prepared, *, rank: int) -> tuple[
 
 
 def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:
-    """Has the model end where the tokenizer's texts end, where its config does not say: `generate` stops there."""
+    """Gives the model's configs the tokenizer's special tokens that they lack: `generate` stops at the end token."""
     for config in (model.config.get_text_config(), model.generation_config):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if config is not None and getattr(config, name, None) is None:
@@ -183,7 +187,7 @@ def precision(options: SftOptions) -> MixedPrecisionPolicy | None:
 
 
 def replace(model: nn.Module, options: SftOptions, rank: int) -> None:
-    """Swaps the layers that the options ask for. Raises ValueError for a head that can't be fused."""
+    """Replaces the layers that the options name. Raises ValueError for a head that can't be fused."""
     from ..nn.replace import replace_layers
 
     roles = ["attention", "embedding", "linear"] if options.replace_layers else []
@@ -198,18 +202,18 @@ def replace(model: nn.Module, options: SftOptions, rank: int) -> None:
 
 
 def check_fit(model: nn.Module, longest: int, largest_token: int) -> None:
-    """Raises for samples that the model can't take: tokens it does not know, more of them than it has places for."""
+    """Raises ValueError for samples that the model can't take: unknown tokens, or too many for its positions."""
     config = model.config.get_text_config()
     if largest_token >= config.vocab_size:
         raise ValueError(
-            f"the tokenizer made token {largest_token} and the model knows {config.vocab_size} (vocab_size): give the "
-            f"model's own --tokenizer, or a larger vocab_size in --init"
+            f"the tokenizer made token {largest_token} and the model has only {config.vocab_size} (vocab_size): give "
+            f"the model's own --tokenizer, or a larger vocab_size in --init"
         )
     places = getattr(config, "max_position_embeddings", None)
     if places is not None and longest > places:
         raise ValueError(
-            f"the longest sample has {longest} tokens and the model is made for {places} "
-            f"(max_position_embeddings): set --token-cap {places} and --truncate, which cuts longer samples off"
+            f"the longest sample has {longest} tokens and the model takes at most {places} "
+            f"(max_position_embeddings): set --token-cap {places}, and --truncate to cut longer samples"
         )
 
 
@@ -246,7 +250,7 @@ _RECORDS = 16  # of each source
 
 
 def check_before_start(options: SftOptions) -> None:
-    """Raises OSError and ValueError for what would end the run later. Leaves nothing but the folder `out`."""
+    """Raises OSError and ValueError for what would fail later in the run. Leaves nothing but the folder `out`."""
     model = meta_causal_lm(model=options.model, init=options.init)
     if options.model is not None and Path(options.model).is_dir():
         require_weights(options.model)

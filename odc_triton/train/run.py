@@ -1,17 +1,9 @@
 """One rank's side of a training run: one step, one evaluation, and what must be saved of it.
 
-Where a training run stands: all that a resumed run needs beside the model's and the optimizer's shards.
-
-The learning rate over the steps: linear warm-up, then a cosine down to a fraction of the peak. Pure.
-
-Clipping by the norm of all shards' gradients, without a collective: the parts are summed at a meeting.
-
-torch's `clip_grad_norm_` reduces over gloo or NCCL, where a dead peer has no name and a stopped one no deadline.
-
-What the ranks tell each other once a step, when all gradients have landed: one meeting, no collective.
-
-So every rank knows the same numbers and comes to the same decisions: whether the step is taken, whether a checkpoint is
-saved, whether the run stops.
+The ranks exchange numbers once a step, when all gradients have landed: one meeting, no collective. So every rank knows
+the same numbers and comes to the same decisions: whether the step is taken, whether a checkpoint is saved, whether the
+run stops. Gradients are clipped by these numbers too: torch's `clip_grad_norm_` reduces over gloo or NCCL, which do not
+say which peer is dead, and wait for a stopped one without a deadline.
 """
 
 from __future__ import annotations
@@ -44,7 +36,7 @@ from .sft_options import SftOptions
 
 @dataclass(kw_only=True)
 class RunState:
-    """The same on every rank. Saving a run is saving this, the shards and each rank's random numbers.
+    """Where a run stands, the same on every rank. A checkpoint has this, the shards and each rank's random numbers.
 
     The learning rate is a function of `step`; the samples' order is a function of the sampler's seed and position.
     """
@@ -74,7 +66,7 @@ def warmup_cosine(step: int, *, steps: int, warmup_steps: int, floor: float) -> 
 
 
 def own_gradients(parameters: Iterable[nn.Parameter], rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(this rank's gradients, those of them that count in the norm here): what is replicated counts on rank 0 only."""
+    """(this rank's gradients, those of them that count in the norm): what is replicated counts on rank 0 only."""
     local, counted = [], []
     for parameter in parameters:
         if parameter.grad is None:
@@ -112,19 +104,19 @@ def whole_norm(squares: Iterable[float]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """One rank's part."""
+    """What one rank says after a minibatch."""
 
     loss_sum: float
     square_norm: float  # of its gradients
     waited_s: float  # since the last agreement
     passed_s: float
-    stop: int | None  # the signal that it was asked to stop by
+    stop: int | None  # the signal by which it was asked to stop
     save: bool  # its clock says that a checkpoint is due; rank 0's counts
 
 
 @dataclass(frozen=True, kw_only=True)
 class Agreed:
-    """All ranks together, the same on every rank."""
+    """What follows from all ranks' `Told`, the same on every rank."""
 
     loss_sum: float
     norm: float
@@ -170,8 +162,8 @@ class SftRun:
         cost: CostModel | None = None,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        """`model` is sharded already, and packing was enabled on it before that. `identity`: what a run that goes on
-        with this one must have in common with it, by default the options'.
+        """`model` is sharded, and packing was enabled before that. `identity`: what a run that resumes this one must
+        have in common with it, by default the options'.
         """
         self.options, self.model, self.data, self.cost = options, model, data, cost
         self.engine = engine_of(model)
@@ -199,7 +191,7 @@ class SftRun:
         self.steps = options.steps or max(round(epochs * len(self.sampler)), 1)
         self.stop: int | None = None  # the signal that the ranks have agreed to stop by
         self.save_is_due = False
-        self.was_skipped = False  # the last step: what it did not change may be what made it go wrong
+        self.was_skipped = False  # the last step: the weights that it left unchanged may be what was wrong
         self.recent: deque[list[Event]] = deque(maxlen=SHOWN_MINIBATCHES)
         self._epoch = iter(self.sampler)
         self._agreed_s = time.monotonic()
@@ -233,14 +225,14 @@ class SftRun:
     def train_step(
         self,
         *,
-        wish: Callable[[], int | None] = lambda: None,
+        stop: Callable[[], int | None] = lambda: None,
         look: Callable[[], None] = lambda: None,
         save_by_clock: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:
         """One minibatch and one optimizer step; returns metrics of all ranks together, the same on every rank.
 
-        `wish`: the signal by which this rank was asked to stop; `look` is called between microbatches; `save_by_clock`:
-        whether a checkpoint is due. What the ranks agreed on is then in `stop` and `save_is_due`.
+        `stop`: the signal by which this rank was asked to stop; `look` is called between microbatches; `save_by_clock`:
+        whether a checkpoint is due. `self.stop` and `self.save_is_due` are then what the ranks agreed on.
 
         Raises MinibatchFailed on all ranks for what a microbatch, or reading its samples, raised on any;
         TooManySkipped.
@@ -258,7 +250,7 @@ class SftRun:
                 square_norm=square_norm(counted),
                 waited_s=total_s(events, "wait"),
                 passed_s=told_s - self._agreed_s,
-                stop=wish(),
+                stop=stop(),
                 save=save_by_clock(),
             ),
         )
@@ -286,7 +278,7 @@ class SftRun:
             raise TooManySkipped(
                 f"step {state.step}: the loss is {metrics['loss']} and the gradient's norm {agreed.norm}; that makes "
                 f"{state.skipped} skipped steps, more than --max-skipped {self.options.max_skipped}. Lower --lr, look "
-                f"at the data, or go on from an older checkpoint by --resume FOLDER"
+                f"at the data, or continue from an older checkpoint with --resume FOLDER"
             )
         return metrics
 
@@ -363,20 +355,19 @@ class SftRun:
     # ------------------------------------------------------------------ what is saved
 
     def position(self) -> dict[str, Any]:
-        """All that a checkpoint needs beside the shards and random numbers, the same on every rank; JSON."""
+        """All that a checkpoint needs besides shards and random numbers, the same on every rank; JSON."""
         return {"state": self.state.as_json(), "identity": self.identity, "seed": self.options.seed}
 
     def resume(self, saved: dict[str, Any], where: Path) -> None:
-        """Goes to where `position` was taken, by the run in the folder `where`. Raises ValueError where that is another
-        kind of run."""
+        """Restores a `position` of the run in the folder `where`. Raises ValueError for another kind of run."""
         if "state" not in saved:
-            raise ValueError("the checkpoint does not say where its run stood: it is no run's of train sft")
+            raise ValueError("the checkpoint has no position of a run: it was not saved by train sft")
         require_same(saved["identity"], self.identity, where=where)
         self.state = RunState.from_json(saved["state"])
         self.sampler.load_state_dict(self.state.sampler)
         self._epoch = iter(self.sampler)
 
     def rested(self) -> None:
-        """Time since the last step was no idle time (a checkpoint, say)."""
+        """Leaves the time since the last step (a checkpoint, say) out of the idle share."""
         self.engine.events.drain()
         self._agreed_s = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..base.options import add_arguments, read_options
+from ..base.signals import STOPS, StopRequest, handling
 from ..checkpoint import load_pretrained_shards
 from ..checkpoint.steps import Checkpoints
 from ..comm.launch import Interrupted, die_with_parent, end_process, status_of
@@ -29,7 +31,6 @@ from .outcome import gather_events, save_model, write_report
 from .prepare import Prepared, build_model, precision, prepare
 from .run import SftRun, TooManySkipped
 from .sft_options import SftOptions
-from .stop import StopWish
 
 OnMetrics = Callable[[Metrics], None]
 
@@ -40,7 +41,7 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
     Rank 0 shows progress, calls `on_metrics` after each step, and writes into `options.out`: metrics.jsonl,
     checkpoints, the report, and the trained model for plain transformers (or the adapters, for plain PEFT).
 
-    SIGTERM and Ctrl-C are wishes to stop: the ranks agree on it after the next step, save a checkpoint and raise
+    SIGTERM and Ctrl-C ask the run to stop: the ranks agree on it after the next step, save a checkpoint and raise
     Interrupted. Raises MinibatchFailed on all ranks for what a microbatch raised on any; RankLost and DeadlineExceeded,
     with the rank's name; TooManySkipped; CheckpointFailed; ValueError and OSError for what can't be used.
     """
@@ -55,9 +56,10 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
         if options.model is not None:
             load_pretrained_shards(model, options.model)
         run = SftRun(options=options, model=model, data=prepared.data, cost=cost, identity=prepared.identity)
-        with StopWish(run.engine.require_peers) as wish:
+        stop = StopSignal(run.engine.require_peers)
+        with handling(stop.hear, *STOPS):
             try:
-                return _Loop(run, prepared, wish, on_metrics).run_to_the_end()
+                return _Loop(run, prepared, stop, on_metrics).run_to_the_end()
             except BaseException as error:
                 run.engine.give_up(error)
                 raise
@@ -66,11 +68,37 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
             prepared.folder.release()
 
 
+class StopSignal:
+    """The first SIGTERM or Ctrl-C, as `signal`. Another one, a second or more later, raises KeyboardInterrupt at once.
+
+    `check_peers`, given what they are needed for, raises if a peer is dead. It also runs when a signal comes: torchrun
+    sends SIGTERM to the survivors of a rank that was killed and gives them 30 s, and a microbatch may take longer.
+    """
+
+    def __init__(self, check_peers: Callable[[str], None]) -> None:
+        self._request = StopRequest()
+        self._check_peers = check_peers
+
+    @property
+    def signal(self) -> int | None:
+        return self._request.signal
+
+    def hear(self, number: int, _: object = None) -> None:
+        if self._request.hear(number) == "second":
+            raise KeyboardInterrupt(f"told to stop a second time, by {signal.Signals(number).name}")
+        self.look()
+
+    def look(self) -> None:
+        """After a signal, raises if a peer has died since."""
+        if self.signal is not None:
+            self._check_peers(f"its peers, after {signal.Signals(self.signal).name}")
+
+
 class _Loop:
     """The steps of a run, and what happens between them."""
 
-    def __init__(self, run: SftRun, prepared: Prepared, wish: StopWish, on_metrics: OnMetrics | None) -> None:
-        self.run, self.prepared, self.wish, self.on_metrics = run, prepared, wish, on_metrics
+    def __init__(self, run: SftRun, prepared: Prepared, stop: StopSignal, on_metrics: OnMetrics | None) -> None:
+        self.run, self.prepared, self.stop, self.on_metrics = run, prepared, stop, on_metrics
         self.out = Path(run.options.out)
         self.checkpoints = Checkpoints(self.out / "checkpoints", keep=run.options.keep)
         self.saved_step = -1
@@ -85,7 +113,7 @@ class _Loop:
         with Progress(total=run.steps, done=run.state.step, shown=self._is_first) as progress:
             while run.state.step < run.steps and run.stop is None:
                 metrics = run.train_step(
-                    wish=lambda: self.wish.signal, look=self.wish.look, save_by_clock=self._is_due_by_clock
+                    stop=lambda: self.stop.signal, look=self.stop.look, save_by_clock=self._is_due_by_clock
                 )
                 if self._evaluates_now():
                     metrics["eval_loss"] = run.evaluate(self.prepared.evaluation)
@@ -101,14 +129,16 @@ class _Loop:
             if self._is_first:
                 path = self.checkpoints.folder / f"step-{run.state.step:08d}"
                 saved = (
-                    f"saved in {path}" if self.saved_step == run.state.step else "not saved: its weights are unsound"
+                    f"saved in {path}"
+                    if self.saved_step == run.state.step
+                    else "not saved, as its weights are not finite or unchanged"
                 )
-                print(f"stopped after step {run.state.step} of {run.steps}, {saved}: --resume auto goes on")
+                print(f"stopped after step {run.state.step} of {run.steps}, {saved}; continue with --resume auto")
             raise Interrupted(run.stop)
         if run.was_skipped and not run.is_sound():
             raise TooManySkipped(
                 f"no model is written: {run.state.skipped} of {run.state.step} steps were skipped, and the weights are "
-                f"not finite or as they were. Lower --lr, look at the data, or go on from an older checkpoint"
+                f"not finite or unchanged. Lower --lr, look at the data, or continue from an older checkpoint"
             )
         self._finish()
         return metrics
@@ -129,7 +159,7 @@ class _Loop:
         self.saved_step = run.state.step
         run.rested()
         if self._is_first:
-            print(f"going on after step {run.state.step} of {run.steps}, from {path}", flush=True)
+            print(f"continuing after step {run.state.step} of {run.steps}, from {path}", flush=True)
 
     def _evaluates_now(self) -> bool:
         if self.prepared.evaluation is None:
@@ -142,10 +172,10 @@ class _Loop:
         return minutes > 0 and time.monotonic() - self._saved_s > 60 * minutes
 
     def _save_where_due(self) -> None:
-        """Saves by steps and by the clock, at the end, and when the run is told to stop.
+        """Saves by steps and by the clock, at the end, and when the run is asked to stop.
 
-        A step that was skipped may have been skipped for what the weights are. So after one nothing is saved by steps
-        or by the clock, at the end only sound weights, and no older checkpoint is removed for them.
+        A step may have been skipped because of the weights themselves. So after a skipped step nothing is saved by
+        steps or by the clock, only sound weights are saved at the end, and no older checkpoint is removed for them.
         """
         run, options = self.run, self.run.options
         by_steps = options.checkpoint_every > 0 and run.state.step % options.checkpoint_every == 0
@@ -177,12 +207,12 @@ class _Loop:
 
 
 def run_sft(options: SftOptions) -> Metrics:
-    """`train_sft` in a process of its own, which the launcher started. A wish to stop ends it with 128 + the signal."""
+    """`train_sft` in a process that the launcher started. A request to stop ends it with status 128 + the signal."""
     try:
         return train_sft(options)
-    except Interrupted as wish:
+    except Interrupted as stop:
         sys.stdout.flush()
-        sys.exit(128 + wish.signal)
+        sys.exit(128 + stop.signal)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

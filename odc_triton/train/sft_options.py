@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+
+from ..base.options import REQUIRED, option, require_one_model, require_token_cap
 
 # They change neither what is learned nor when, so a resumed run may have others.
 _FREE = frozenset(
@@ -13,59 +15,53 @@ _FREE = frozenset(
 ) | {"gradient_checkpointing", "replicas"}
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class SftOptions:
     """Supervised fine-tuning."""
 
-    data: str = field(
-        metadata={
-            "help": "JSON lines with `text`, `prompt` and `completion`, or `messages`; or a data set's folder or hub id"
-        }
+    data: str = option(
+        REQUIRED,
+        "JSON lines with `text`, `prompt` and `completion`, or `messages`; or a data set's folder or hub id",
     )
-    out: str = field(metadata={"help": "folder for metrics, checkpoints, report and the trained model"})
-    model: str | None = _option(None, "a transformers causal LM: local folder or hub id")
-    init: str | None = _option(None, "config.json of a model to start with random weights, instead of --model")
-    tokenizer: str | None = _option(None, "folder, hub id or tokenizer.json; by default the model's")
-    steps: int | None = _option(None, "optimizer steps; instead of --epochs")
-    epochs: float | None = _option(None, "times through the data, instead of --steps; 1 if neither is given")
-    samples_per_rank: int = _option(16, "samples per rank and optimizer step, on average")
-    token_cap: int = _option(4096, "most tokens in one pack, which is one microbatch")
-    truncate: bool = _option(False, "cut samples longer than --token-cap; without it they are an error")
-    drop_long: bool = _option(False, "leave samples longer than --token-cap out")
-    eval_data: str | None = _option(None, "samples to evaluate on, given as --data is")
-    eval_fraction: float = _option(0.0, "fraction of --data to evaluate on instead of learning it")
-    eval_every: int = _option(0, "steps between evaluations, beside the one at the end; 0: only that")
-    balance: Literal["mini", "queue", "micro", "global", "local"] = _option(
+    out: str = option(REQUIRED, "folder for metrics, checkpoints, report and the trained model")
+    model: str | None = option(None, "a transformers causal LM: local folder or hub id")
+    init: str | None = option(None, "config.json of a model to start with random weights, instead of --model")
+    tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default the model's")
+    steps: int | None = option(None, "optimizer steps; instead of --epochs")
+    epochs: float | None = option(None, "times through the data, instead of --steps; 1 if neither is given")
+    samples_per_rank: int = option(16, "samples per rank and optimizer step, on average")
+    token_cap: int = option(4096, "most tokens in one pack, which is one microbatch")
+    truncate: bool = option(False, "cut samples longer than --token-cap; without it they are an error")
+    drop_long: bool = option(False, "leave samples longer than --token-cap out")
+    eval_data: str | None = option(None, "samples to evaluate on, given as --data is")
+    eval_fraction: float = option(0.0, "fraction of --data to evaluate on instead of learning it")
+    eval_every: int = option(0, "steps between evaluations, beside the one at the end; 0: only that")
+    balance: Literal["mini", "queue", "micro", "global", "local"] = option(
         "mini", "how samples are dealt to the ranks; queue: taken at run time, for ranks that are not equally fast"
     )
-    lr: float = _option(1e-5, "peak learning rate of AdamW")
-    warmup_steps: int = _option(10, "steps of linear warm-up, before a cosine")
-    lr_floor: float = _option(0.1, "fraction of the peak that the cosine ends at")
-    weight_decay: float = _option(0.0, "AdamW's weight decay")
-    clip_norm: float = _option(1.0, "largest norm of the gradient of all parameters")
-    max_skipped: int = _option(10, "steps to skip for a loss or gradient that is not finite, before that is an error")
-    lora_rank: int = _option(0, "train low-rank adapters of this rank only (needs peft); 0: the whole model")
-    lora_alpha: float | None = _option(None, "adapters are scaled by alpha / rank; by default twice the rank")
-    lora_targets: str = _option("all-linear", "layers with adapters: names with commas between")
-    dtype: Literal["fp32", "bf16"] = _option("fp32", "dtype of compute; masters and sums of gradients are fp32")
-    gradient_checkpointing: bool = _option(False, "recompute activations in backward: less memory, more time")
-    replace_layers: bool = _option(False, "attention, embedding and linear layers read and add on their owners")
-    fused_head: bool = _option(False, "never make the logits: less memory, a little more time")
-    checkpoint_every: int = _option(0, "steps between checkpoints; 0: none by steps")
-    checkpoint_minutes: float = _option(0.0, "minutes between checkpoints; 0: none by time")
-    keep: int = _option(2, "newest checkpoints to keep")
-    resume: str = _option("never", "never, auto (go on with the run in --out, if there is one), or a checkpoint folder")
-    replicas: int | None = _option(None, "copies of the model, each over ranks of one host; by default one a host")
-    seed: int = _option(0, "of the samples' order, dropout and random weights")
-    timeout_minutes: float = _option(30.0, "how late a live rank may be, in minutes; a dead one is named in seconds")
+    lr: float = option(1e-5, "peak learning rate of AdamW")
+    warmup_steps: int = option(10, "steps of linear warm-up, before a cosine")
+    lr_floor: float = option(0.1, "fraction of the peak that the cosine ends at")
+    weight_decay: float = option(0.0, "AdamW's weight decay")
+    clip_norm: float = option(1.0, "largest norm of the gradient of all parameters")
+    max_skipped: int = option(10, "steps to skip for a loss or gradient that is not finite, before that is an error")
+    lora_rank: int = option(0, "train low-rank adapters of this rank only (needs peft); 0: the whole model")
+    lora_alpha: float | None = option(None, "adapters are scaled by alpha / rank; by default twice the rank")
+    lora_targets: str = option("all-linear", "layers with adapters: names with commas between")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute; masters and sums of gradients are fp32")
+    gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, more time")
+    replace_layers: bool = option(False, "attention, embedding and linear layers read and add on their owners")
+    fused_head: bool = option(False, "never make the logits: less memory, a little more time")
+    checkpoint_every: int = option(0, "steps between checkpoints; 0: none by steps")
+    checkpoint_minutes: float = option(0.0, "minutes between checkpoints; 0: none by time")
+    keep: int = option(2, "newest checkpoints to keep")
+    resume: str = option("never", "never, auto (go on with the run in --out, if there is one), or a checkpoint folder")
+    replicas: int | None = option(None, "copies of the model, each over ranks of one host; by default one a host")
+    seed: int = option(0, "of the samples' order, dropout and random weights")
+    timeout_minutes: float = option(30.0, "how late a live rank may be, in minutes; a dead one is named in seconds")
 
     def __post_init__(self) -> None:
-        if (self.model is None) == (self.init is None):
-            raise ValueError("give either --model (pretrained) or --init (random weights)")
+        require_one_model(self)
         for name in (
             *("steps", "epochs", "samples_per_rank", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep"),
             "replicas",
@@ -79,8 +75,7 @@ class SftOptions:
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
-        if self.token_cap < 2:
-            raise ValueError(f"token_cap is {self.token_cap}; a sample needs a token to predict and one before it: 2")
+        require_token_cap(self)
         if not 0 <= self.lr_floor <= 1:
             raise ValueError(f"lr_floor is {self.lr_floor}; it must lie between 0 and 1")
         if not 0 <= self.eval_fraction < 1:

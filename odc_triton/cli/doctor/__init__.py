@@ -1,6 +1,6 @@
 """What this machine can do, what it can't and why: the report of `odc-triton doctor`, the picture of `odc-triton topo`.
 
-Every question to the system goes through `System`, so that a test can be any machine.
+Every question to the system goes through `System`, so that tests can stand for any machine.
 """
 
 from __future__ import annotations

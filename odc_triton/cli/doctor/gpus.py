@@ -1,4 +1,4 @@
-"""The GPUs that there are, what joins them, and the picture of `odc-triton topo`."""
+"""This machine's GPUs, what joins them, and the picture of `odc-triton topo`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def check_gpus(topology: Topology, system: System) -> Iterator[Finding]:
         yield Finding(
             NOTE,
             "GPUs",
-            f"{count(len(seen), 'GPU')} by CUDA's word; links and atomics are unknown: {topology.missing}",
+            f"CUDA reports {count(len(seen), 'GPU')}; links and atomics are unknown: {topology.missing}",
             "pip install nvidia-ml-py; in a container NVIDIA_DRIVER_CAPABILITIES must have `utility`",
         )
     elif not topology.devices:
         on_bus = _on_bus(system)
-        there = f"; {count(on_bus, 'NVIDIA GPU')} on the PCI bus, out of reach from here" if on_bus else ""
+        there = f"; {count(on_bus, 'NVIDIA GPU')} on the PCI bus, not accessible from here" if on_bus else ""
         yield Finding(
             NOTE,
             "GPUs",
-            f"none{there}: {topology.missing or 'the driver shows no GPU'}. The CPU backend works without",
+            f"none{there}: {topology.missing or 'the driver shows no GPU'}. The CPU backend needs none",
             "install the driver, or start the container with its GPUs (`--gpus all`)" if on_bus else None,
         )
     else:
@@ -54,7 +54,7 @@ def check_gpus(topology: Topology, system: System) -> Iterator[Finding]:
 
 
 def _on_bus(system: System) -> int:
-    """NVIDIA's display controllers on the PCI bus: without a driver too, and without NVSwitches."""
+    """NVIDIA's display controllers on the PCI bus, also without a driver; NVSwitches don't count."""
     folder = "/sys/bus/pci/devices"
     return sum(
         (system.read(f"{folder}/{name}/vendor") or "").strip() == "0x10de"
@@ -80,7 +80,7 @@ def check_links(topology: Topology) -> Iterator[Finding]:
                 NOTE,
                 "PCIe",
                 f"{device.label} runs on {lanes} of {most} lanes",
-                "see whether its card sits right, and in a slot with all lanes",
+                "check that the card is seated correctly, in a slot with all lanes",
             )
 
 
@@ -101,7 +101,7 @@ def check_peers(topology: Topology) -> Iterator[Finding]:
         if groups:
             yield Finding(OK, "peers", f"these can share a model's shards: {'; '.join(groups)}")
     elif unknown := sum(pair.is_partly_unknown for pair in part.pairs):
-        text = f"the driver does not say of {unknown} of {count(len(part.pairs), 'pair')} what they can do"
+        text = f"the driver does not say what {unknown} of {count(len(part.pairs), 'pair')} can do"
         yield Finding(NOTE, "peers", text, "python -m bench.gpu_suite tries them")
     else:
         speeds = sorted({round(pair.gbs) for pair in part.pairs if pair.gbs is not None})
@@ -126,7 +126,7 @@ _ROUTES = {
 
 
 def draw_matrix(topology: Topology) -> str:
-    """What joins each two GPUs, how fast, and whether they can share a model's shards; at most 100 columns."""
+    """What joins each pair of GPUs, how fast, and whether they can share a model's shards; at most 100 columns."""
     devices = topology.devices
     if not devices:
         return f"{topology.key}: no GPU, {topology.missing or 'the driver shows none'}"
@@ -215,7 +215,7 @@ def _link_legend(topology: Topology) -> list[str]:
     if linked:
         through = sorted({"through NVSwitch" if pair.through_switch else "direct" for pair in linked})
         rates = sorted({(pair.link_gbs, pair.link_gbs_from) for pair in linked if pair.link_gbs is not None})
-        by = {"driver": "the driver says", "table": "a table says; the driver does not"}
+        by = {"driver": "by the driver", "table": "by a table, as the driver does not say"}
         each = "; ".join(f"{gbs:g} each at line rate, {by[said]}" for gbs, said in rates)
         lines.append(f"  NV#   so many NVLinks, {' or '.join(through)}" + f" ({each})" * bool(each))
     paths = sorted({pair.path for pair in topology.pairs if _joined(pair) == pair.path.name})

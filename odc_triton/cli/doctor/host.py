@@ -1,6 +1,6 @@
-"""The host: shared memory, memory, CPUs and limits.
+"""The host: shared memory, memory, CPUs, limits, and what ranks map each other's GPU memory with.
 
-By what ranks map each other's GPU memory: torch's symmetric memory, its sockets, and the allocator beside it.
+The last is torch's symmetric memory, its sockets, and its allocator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _GIB = 1 << 30
 
 
 def check_shared_memory(system: System) -> Iterator[Finding]:
-    """What shards on CPUs, and the words of ranks on GPUs, are made of."""
+    """Shards on CPUs are in shared memory, as are the status words of ranks on GPUs."""
     memfd = system.try_memfd()
     if memfd is not None:
         remedy = "allow it in the container's seccomp profile; vm.memfd_noexec < 2"
@@ -34,13 +34,13 @@ def check_shared_memory(system: System) -> Iterator[Finding]:
 def check_shm(system: System) -> Iterator[Finding]:
     space = system.space("/dev/shm")
     if space is None:
-        text = "is not there: NCCL and data loader workers need it"
+        text = "is missing: NCCL and data loader workers need it"
         yield Finding(NOTE, "/dev/shm", text, "mount a tmpfs at /dev/shm")
         return
     whole, free = space
     text = f"{size(free)} free of {size(whole)}"
     if free < _GIB:
-        text += "; shards don't lie there, but NCCL and data loader workers use it"
+        text += "; NCCL and data loader workers use it, shards do not"
         remedy = "docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium Memory"
         yield Finding(NOTE, "/dev/shm", text, remedy)
     else:
@@ -84,13 +84,13 @@ def check_locked_memory(system: System) -> Iterator[Finding]:
         text = f"{said}: RDMA between hosts registers more than that"
         yield Finding(NOTE, "locked memory", text, "ulimit -l unlimited")
     else:
-        yield Finding(OK, "locked memory", f"{said} (of concern to RDMA only)")
+        yield Finding(OK, "locked memory", f"{said} (matters to RDMA only)")
 
 
 def check_ptrace(system: System) -> Iterator[Finding]:
     scope = (system.read("/proc/sys/kernel/yama/ptrace_scope") or "").strip()
     if scope:
-        text = f"scope {scope}; no matter: ranks hand over GPU memory through sockets, not by pidfd_getfd"
+        text = f"scope {scope}; it does not matter, as ranks pass GPU memory through sockets, not by pidfd_getfd"
         yield Finding(OK, "ptrace", text)
 
 
@@ -109,7 +109,7 @@ def check_symmetric_memory(software: Software, visible: Topology, environment: M
         text = f"can't be imported: {software.symmetric_memory_error}"
         yield Finding(PROBLEM, "symm. memory", text, "install a CUDA build of torch 2.11 to 2.13")
     elif backend not in (None, "CUDA"):
-        text = f"TORCH_SYMMMEM={backend}: tried with torch's own CUDA backend only"
+        text = f"TORCH_SYMMMEM={backend}: tested with torch's own CUDA backend only"
         yield Finding(NOTE, "symm. memory", text, "unset TORCH_SYMMMEM")
     else:
         yield Finding(OK, "symm. memory", f"torch has it{said}")
@@ -122,7 +122,7 @@ def _folder(environment: Mapping[str, str]) -> tuple[str | None, str]:
 
 
 def check_sockets(visible: Topology, system: System) -> Iterator[Finding]:
-    """The folder of the sockets through which torch's symmetric memory hands GPU memory from rank to rank."""
+    """The folder of the sockets through which torch's symmetric memory passes GPU memory from rank to rank."""
     name, folder = _folder(system.environment)
     said = f"{name}={folder}" if name else folder
     bad = PROBLEM if visible.devices else NOTE
@@ -139,7 +139,7 @@ def check_sockets(visible: Topology, system: System) -> Iterator[Finding]:
         text = f"no socket can be made in {said}, over which ranks exchange GPU memory: {error}"
         yield Finding(bad, "TMPDIR", text, change)
     elif kind in _NETWORK_FILE_SYSTEMS:
-        yield Finding(NOTE, "TMPDIR", f"{said} is on {kind}: sockets there are seen by one host", change)
+        yield Finding(NOTE, "TMPDIR", f"{said} is on {kind}: sockets there work on one host only", change)
     else:
         yield Finding(OK, "TMPDIR", f"{said}: writable, short enough for sockets{f', {kind}' * bool(kind)}")
 

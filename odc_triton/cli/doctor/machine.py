@@ -1,4 +1,4 @@
-"""What the doctor asks of a machine, and this machine, which answers."""
+"""The questions that the doctor asks a machine, and this machine's answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Protocol
 class Software:
     """Versions, None for what is not installed. `cuda`: of torch's build.
 
-    `cuda_error`: why CUDA does not start, or torch itself where `torch` is None.
+    `cuda_error`: why CUDA does not start, or, if `torch` is None, why torch does not.
     """
 
     python: str
@@ -34,7 +34,7 @@ class Software:
 
 
 class System(Protocol):
-    """The questions to the machine. Attempts return what went wrong, None for nothing."""
+    """A machine to ask. Attempts return what went wrong, None if nothing did."""
 
     environment: Mapping[str, str]
 
@@ -42,7 +42,7 @@ class System(Protocol):
     def read(self, path: str) -> str | None: ...
     def names(self, folder: str) -> list[str]: ...
     def space(self, folder: str) -> tuple[int, int] | None:
-        """Bytes in all and free, of the file system that it is on."""
+        """Total and free bytes of the file system that it is on."""
 
     def cpus(self) -> int: ...
     def memlock(self) -> int | None:

@@ -14,7 +14,7 @@ OK, NOTE, PROBLEM = "ok", "note", "problem"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. Only a problem changes the command's exit status."""
+    """The result of one check. Only a problem changes the command's exit status."""
 
     level: str
     topic: str

@@ -1,4 +1,4 @@
-"""Whether the versions of torch, its CUDA, the driver and triton go together."""
+"""Whether the versions of torch, its CUDA, the driver and triton work together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_torch(software: Software, topology: Topology, environment: Mapping[str
         yield Finding(PROBLEM, "torch", f"can't be imported{why}", _INSTALL_TORCH)
         return
     build = f"torch {software.torch}, {f'CUDA {software.cuda}' if software.cuda else 'built without CUDA'}"
-    driver = f"; driver {topology.driver_version} knows CUDA {topology.cuda_version}"
+    driver = f"; driver {topology.driver_version} supports CUDA {topology.cuda_version}"
     text = f"{build}{driver if topology.driver_version else ''}; Python {software.python}"
     if _numbers(software.torch) < _OLDEST_TORCH:
         yield Finding(PROBLEM, "torch", f"{text}: too old", _INSTALL_TORCH)
@@ -51,7 +51,7 @@ def check_torch(software: Software, topology: Topology, environment: Mapping[str
         elif hidden is not None:
             remedy = f"CUDA_VISIBLE_DEVICES={hidden!r} hides GPUs: unset it to use them"
         else:
-            remedy = "see whether nvidia-smi works, and whether the container was started with its GPUs"
+            remedy = "check that nvidia-smi works, and that the container was started with its GPUs"
         level = NOTE if hidden in ("", "-1") else PROBLEM
         yield Finding(level, "torch", f"{text}: CUDA does not start: {software.cuda_error}", remedy)
     else:
@@ -62,7 +62,7 @@ def check_torch(software: Software, topology: Topology, environment: Mapping[str
                     PROBLEM,
                     "torch",
                     f"has no kernels for {device.label}, compute capability {dotted(device.compute_capability)}",
-                    "install a torch whose CUDA knows this GPU",
+                    "install a torch whose CUDA supports this GPU",
                 )
 
 
@@ -71,7 +71,7 @@ def check_triton(software: Software, visible: Topology, environment: Mapping[str
     if software.triton is None:
         yield Finding(PROBLEM, "triton", "is not installed", "pip install 'triton>=3.6'")
     elif not _TRITON[0] <= _numbers(software.triton)[:2] < _TRITON[1]:
-        text = f"triton {software.triton} is none of 3.6 to 3.9, with which this was tried"
+        text = f"triton {software.triton} is not one of the tested versions, 3.6 to 3.9"
         remedy = f"pip install triton=={software.triton_pinned or '3.7.1'}"
         older = _numbers(software.triton) < _TRITON[0]
         yield Finding(PROBLEM if older else NOTE, "triton", text, remedy)
@@ -79,7 +79,7 @@ def check_triton(software: Software, visible: Topology, environment: Mapping[str
         yield Finding(
             NOTE,
             "triton",
-            f"triton {software.triton}, but this torch asks for {software.triton_pinned}",
+            f"triton {software.triton}, but this torch requires {software.triton_pinned}",
             f"pip install triton=={software.triton_pinned}",
         )
     elif interpreted and visible.devices:
@@ -94,7 +94,7 @@ def check_triton(software: Software, visible: Topology, environment: Mapping[str
 
 
 def check_tested(software: Software) -> Iterator[Finding]:
-    """Says which versions no test has run with, but those that the checks above complain of."""
+    """Names the versions that no test has run with, except those that the checks above complain about."""
     untested = []
     for name, tested in TESTED.items():
         version = getattr(software, name)
@@ -105,7 +105,7 @@ def check_tested(software: Software) -> Iterator[Finding]:
             untested.append(f"{name} {version} (tested: {', '.join(map(dotted, tested))})")
     if untested:
         yield Finding(
-            NOTE, "versions", f"untested: {', '.join(untested)}", "run `make test` with them, or take tested ones"
+            NOTE, "versions", f"untested: {', '.join(untested)}", "run `make test` with them, or use tested ones"
         )
 
 

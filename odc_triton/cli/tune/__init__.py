@@ -9,10 +9,12 @@ import contextlib
 import os
 import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from ...base.options import REQUIRED, option, require_files, require_one_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,32 +25,26 @@ if TYPE_CHECKING:
 TIMEOUT = timedelta(minutes=30)
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
     """Measure the ways to run a model's layers, and keep the fastest."""
 
-    tokens: str = field(metadata={"help": "numbers of tokens in a microbatch to measure with: 512,4096,16384"})
-    model: str | None = _option(None, "a transformers causal LM: local folder or hub id; only its shapes count")
-    init: str | None = _option(None, "config.json of a model, instead of --model")
-    dtype: Literal["fp32", "bf16"] = _option("fp32", "dtype of compute")
-    operators: str = _option("linear,qkv,embedding,log_probs", "which operators, joined by commas")
-    rounds: int = _option(7, "measurements of each way; medians count")
-    tiles: int = _option(4, "tiles to try for each kernel that runs, the best predicted first; on a GPU only")
-    backend: Literal["auto", "cpu", "cuda", "cpu-apart", "cpu-interpreter"] = _option("auto", "as in fully_shard")
-    folder: str | None = _option(None, "where tables lie; by default $ODC_TUNED, or ~/.cache/odc-triton/tuned")
+    tokens: str = option(REQUIRED, "numbers of tokens in a microbatch to measure with: 512,4096,16384")
+    model: str | None = option(None, "a transformers causal LM: local folder or hub id; only its shapes count")
+    init: str | None = option(None, "config.json of a model, instead of --model")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
+    operators: str = option("linear,qkv,embedding,log_probs", "which operators, joined by commas")
+    rounds: int = option(7, "measurements of each way; medians count")
+    tiles: int = option(4, "tiles to try for each kernel that runs, the best predicted first; on a GPU only")
+    backend: Literal["auto", "cpu", "cuda", "cpu-apart", "cpu-interpreter"] = option("auto", "as in fully_shard")
+    folder: str | None = option(None, "where tables lie; by default $ODC_TUNED, or ~/.cache/odc-triton/tuned")
 
     def __post_init__(self) -> None:
         from ...nn.choice import VARIABLE, WORDS
         from ...nn.tuned import default_folder
 
-        if (self.model is None) == (self.init is None):
-            raise ValueError("give either --model or --init (a config.json)")
-        if self.init is not None and not Path(self.init).exists():
-            raise ValueError(f"init is {self.init}: there is no such file")
+        require_one_model(self)
+        require_files(self, "init", or_folders=True)
         if self.rounds < 1 or self.tiles < 0:
             raise ValueError(f"rounds is {self.rounds} and tiles {self.tiles}; give at least 1 and 0")
         if unknown := set(self.wanted) - set(WORDS):
@@ -82,23 +78,23 @@ class TuneOptions:
 
 
 def run_tune(options: TuneOptions) -> str | None:
-    """On one rank: measures, and returns what to tell people on rank 0, None on others. Every rank calls it."""
+    """Measures; every rank of the job calls it. Returns the text to print on rank 0, None on the others."""
     import torch
-    import torch.distributed as dist
 
+    from ...comm.grid import grid_of
     from ...nn.tuned import save
-    from ...sharding.agree import default_mesh
+    from ...sharding.agree import default_mesh, patient_meetings
     from ...sharding.backend import backend_of
     from .trial import Trial
     from .workload import workloads_of
 
     mesh = default_mesh(TIMEOUT, options.backend)
     if mesh.ndim > 1:
-        raise ValueError(f"{mesh.size()} ranks lie on {mesh.size(0)} hosts: tune on one of them, replicas run alike")
+        raise ValueError(f"{mesh.size()} ranks are on {mesh.size(0)} hosts: tune on one host, as replicas run alike")
     backend = backend_of(options.backend, mesh)
-    devices: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(devices, backend.device_id())
-    place = backend.place(devices)
+    with patient_meetings(grid_of(mesh), TIMEOUT) as meetings:
+        messages = meetings.meet("tune: the ranks' devices", {"device": backend.device_id()})
+    place = backend.place([theirs["device"] for theirs in messages])
     counts = {w: n for w, n in workloads_of(_shapes(options)).items() if w.operator in options.wanted}
     if not counts:
         raise ValueError(f"the model has no layers for {options.operators}: replace_layers finds none")
@@ -133,7 +129,7 @@ def _shapes(options: TuneOptions) -> nn.Module:
 
 @contextlib.contextmanager
 def _untuned() -> Iterator[None]:
-    """Within it `fully_shard` reads no table, so that whole weights are there for every candidate."""
+    """Inside, `fully_shard` reads no table, so that every candidate finds whole weights."""
     from ...nn.tuned import OFF, VARIABLE
 
     former = os.environ.get(VARIABLE)
@@ -147,8 +143,7 @@ def _untuned() -> Iterator[None]:
 def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line], list[list[str]]]:
     """The lines for one workload, and rows of a table for people: tokens, candidate, milliseconds, verdict."""
     from ...nn.tuned import Line
-    from .candidates import shipped, ways
-    from .decision import decide
+    from .candidates import decide, shipped, ways
 
     workload, device = trial.workload, trial.engine.heap.device.type
     kernels = device == "cuda" or place.backend == "cpu-interpreter"
@@ -196,8 +191,7 @@ def _with_tiles(trial: Trial, words: str, tokens: int, options: TuneOptions, mea
     import torch
 
     from ...nn.choice import as_choice
-    from .candidates import tiles
-    from .decision import decide
+    from .candidates import decide, tiles
 
     choice = as_choice(words)
     if not torch.cuda.is_available() or not options.tiles:

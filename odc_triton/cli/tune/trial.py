@@ -1,4 +1,4 @@
-"""One operator in real minibatches on all ranks, in one way after the other: is it right, how long does it take."""
+"""One operator in real minibatches on all ranks, one way after the other: is it right, and how long does it take?"""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -20,13 +18,13 @@ from ...nn.choice import Choice, Entry, as_choice
 from ...sharding.shard import fully_shard
 from .workload import Workload
 
-# What may differ from the way that is shipped: the order of sums, and with 16 bits the rounding of products.
+# A candidate may differ from the shipped way in the order of sums and, with 16 bits, in the rounding of products.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 @dataclass(kw_only=True)
 class Measured:
-    """Seconds of a forward and a backward by candidate and round, and why other candidates are not among them."""
+    """Seconds of a forward and a backward, by candidate and round, and why the other candidates were refused."""
 
     rounds: dict[str, list[float]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -47,10 +45,9 @@ class Trial:
         self.engine = engine_of(self.layer)
 
     def measure(self, candidates: Mapping[str, Choice], *, tokens: int, rounds: int) -> Measured:
-        """Every candidate by the slowest rank, in rounds that take one candidate after the other.
+        """Times every candidate on the slowest rank, in rounds that take one candidate after the other.
 
-        The first candidate is what the others' results are compared with. One that raises on a rank, or differs, is
-        refused on all.
+        Results are compared with the first candidate's. One that raises or differs on some rank is refused on all.
         """
         inputs = self.workload.inputs(tokens, self.dtype, self.engine.heap.device, seed=self.engine.rank)
         measured = Measured()
@@ -81,7 +78,7 @@ class Trial:
         with minibatch(self.layer):
             for _ in range(rounds + 1):
                 self.layer.reshard()
-                dist.barrier()
+                self._start()
                 start_s = time.perf_counter()
                 self.layer.unshard()
                 self.engine.drain("gathering")
@@ -91,7 +88,7 @@ class Trial:
 
     def _run(self, choice: Choice, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         entry = Entry(operator=self.workload.operator, choice=choice)
-        # q, k and v by single products: they are what the gathered choice of qkv stands for.
+        # The gathered choice of qkv means q, k and v by single products.
         linear = Entry(operator="linear", choice=as_choice(f"eager/gathered/{choice.wgrad}"))
         for parameter in self.engine.parameters:
             parameter.table = (entry, linear)
@@ -100,7 +97,7 @@ class Trial:
         return output.detach()
 
     def _results(self, choice: Choice, inputs: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], str | None]:
-        """The output, the gradients that landed here and that of the input; or what was raised."""
+        """The output, this rank's gradient shards and the input's gradient; or the error that was raised."""
         for each in inputs:
             each.grad = None
         try:
@@ -114,13 +111,12 @@ class Trial:
         return [output, *shards, *(each.grad for each in inputs if each.grad is not None)], None
 
     def _of_any_rank(self, wrong: str | None) -> str | None:
-        reasons: list[Any] = [None] * self.engine.world
-        dist.all_gather_object(reasons, wrong)
+        reasons = [theirs["wrong"] for theirs in self.engine.meetings.meet("tune: a result", {"wrong": wrong})]
         return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), None)
 
     def _time(self, choice: Choice, inputs: tuple[torch.Tensor, ...]) -> float:
         with minibatch(self.layer):
-            dist.barrier()
+            self._start()
             start_s = time.perf_counter()
             self._run(choice, inputs)
             self.engine.drain("measuring")
@@ -128,18 +124,21 @@ class Trial:
         self.layer.zero_grad()
         return self._slowest(took_s)
 
+    def _start(self) -> None:
+        """All ranks start to measure at once: the last one naps for at most 2% of the time that it waited."""
+        self.engine.meetings.meet("tune: start", {})
+
     def _slowest(self, seconds: float) -> float:
-        of_ranks = torch.tensor(seconds, dtype=torch.float64)
-        dist.all_reduce(of_ranks, op=dist.ReduceOp.MAX)
-        return of_ranks.item()
+        messages = self.engine.meetings.meet("tune: seconds", {"seconds": seconds})
+        return max(theirs["seconds"] for theirs in messages)
 
 
 def _difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> str | None:
-    """What is wrong with a candidate's tensors; None where each is as good as the reference's, by its norm."""
+    """What is wrong with a candidate's tensors; None if each is within the tolerance, relative to its norm."""
     if [each.shape for each in found] != [each.shape for each in wanted]:
-        return "it gave other tensors than the shipped way"
+        return "it gave tensors of other shapes than the shipped way"
     for got, want in zip(found, wanted, strict=True):
         error, scale = (got.double() - want.double()).norm().item(), want.double().norm().item()
         if not error <= tolerance * max(scale, 1e-30):
-            return f"its result differs from the shipped way's by {error / max(scale, 1e-30):.1e} of its norm"
+            return f"its result differs from the shipped way's by {error / max(scale, 1e-30):.1e} relative to the norm"
     return None

@@ -1,6 +1,6 @@
-"""The heap on GPUs: torch's symmetric memory for the shards, shared host memory for words and signs of life.
+"""The heap on GPUs: torch's symmetric memory for the shards, shared host memory for status words and signs of life.
 
-The words lie on the host so that a rank can read them, and be seen, whatever its GPU is doing.
+The words are on the host so that a rank can read them, and be seen, whatever its GPU is doing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class CudaHeap(SymmetricHeap):
     """`size_bytes` of zeroed memory on each rank's GPU, which all ranks of `group` read and add to.
 
     Collective: every rank calls it with the same sizes and `token`, with its own GPU as the current device.
-    `shared_device`: several ranks use one GPU, or number theirs alike, as where each sees its own only: torch, which
-    compares numbers, must be told that it is meant so. Raises DeadlineExceeded with the missing ranks when not all came
-    within `timeout_s`, RuntimeError when the GPUs can't reach each other.
+    `shared_device`: several ranks use one GPU, or give theirs the same number because each sees only its own: torch
+    compares numbers, and must be told that this is intended. Raises DeadlineExceeded with the missing ranks if not all
+    come within `timeout_s`, RuntimeError if the GPUs can't reach each other.
     """
 
     apart = True
@@ -52,12 +52,12 @@ class CudaHeap(SymmetricHeap):
         )
         if shared_device:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        # Nothing here goes to all peers at once, and to set that up is slow and takes slots of the switch.
+        # Nothing here is sent to all peers at once; setting multicast up is slow and takes slots of the switch.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         torch.cuda.empty_cache()  # what the caching allocator keeps is not given to symmetric memory by itself
         total_bytes = _HEADER_BYTES + max(size_bytes, 1)
-        # Not symmetric_memory.empty, which may take it from the caching allocator: then it counts as allocated, stays
-        # mapped when it is freed, and ranks meet once per segment instead of once per heap.
+        # Not symmetric_memory.empty, which may use the caching allocator: the memory would then count as allocated and
+        # stay mapped when it is freed, and ranks would meet once per segment instead of once per heap.
         self._memory = _SymmetricMemory.empty_strided_p2p((total_bytes,), (1,), torch.uint8, self.device)
         self._memory.zero_()
         self._memory[:8].view(torch.int64).fill_(_mark(token, rank))
@@ -97,12 +97,12 @@ class CudaHeap(SymmetricHeap):
         return self._host.is_alive(rank)
 
     def close(self) -> None:
-        """Says that this rank left. Tensors over the heap stay valid for as long as the heap is held, and no longer."""
+        """Says that this rank left. Tensors over the heap stay valid only as long as the heap is held."""
         self._host.close()
 
 
 def check_socket_folder(folder: str) -> None:
-    """Raises RuntimeError for a TMPDIR in which torch can't make the sockets that ranks pass their memory through."""
+    """Raises RuntimeError for a TMPDIR whose path is too long for the sockets by which torch passes GPU memory."""
     path = os.path.join(folder, f"symm_mem-{2**22}")  # the largest process id that Linux allows
     if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
         raise RuntimeError(

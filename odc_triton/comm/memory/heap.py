@@ -1,4 +1,4 @@
-"""What the engine asks of symmetric memory, whatever lies below."""
+"""What the engine asks of symmetric memory, on any device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..layout import Region
 
 
 class Word(IntEnum):
-    """The words each rank shows its peers. Only their own rank writes them."""
+    """The status words that each rank shows its peers. Only their own rank writes them."""
 
     PID = 0
     PUBLISHED = 1  # how many times this rank has published its shards
@@ -29,7 +29,7 @@ WORDS = len(Word)
 
 
 class Signs(Protocol):
-    """What ranks see of each other: a heap's own words, or those of several replicas (comm/peers.py)."""
+    """What ranks see of each other: a heap's own words, or those of several replicas (peers.py)."""
 
     def show(self, word: Word, value: int) -> None:
         """Sets one of this rank's words."""
@@ -42,7 +42,7 @@ class Signs(Protocol):
 
 
 class SymmetricHeap(ABC):
-    """Declared regions, allocated once, mapped on all ranks, freed when the last rank lets go.
+    """Declared regions, allocated once, mapped on all ranks, freed when the last rank releases them.
 
     `shard(region, owner)` is one owner's rows. Two calls give tensors over the same memory with *separate* autograd
     version counters: adding to a gradient must not look like a change of a saved weight.
@@ -53,10 +53,10 @@ class SymmetricHeap(ABC):
     first: int = 0
     """The number, in messages, of its rank 0: other than 0 where several replicas have a heap each."""
     near: frozenset[int] | None = None
-    """The ranks whose shards lie on this rank's own device; None: all."""
+    """The ranks whose shards are on this rank's own device; None: all."""
     device: torch.device
     apart: bool
-    """Whether each rank's shards lie in a memory of their own: a whole tensor must be gathered. Else it is a view."""
+    """Whether each rank's shards are in a memory of their own: a whole tensor must be gathered. Else it is a view."""
 
     @abstractmethod
     def shard(self, region: Region, owner: int) -> torch.Tensor: ...

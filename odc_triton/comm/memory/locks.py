@@ -2,8 +2,8 @@
 
 [Note: traps of fcntl locks] They belong to a process, not to a thread or a descriptor: threads of one process
 need a lock of their own on top, and closing *any* descriptor of the file drops all locks this process holds on
-it, so the file is opened once and never duplicated. F_SETLKW knows no timeout, hence LOCK_NB and a deadline at
-the caller. Locks of open file descriptions (F_OFD_*) would survive in forked children, so they are not used.
+it, so the file is opened once and never duplicated. F_SETLKW has no timeout, hence LOCK_NB and a deadline in the
+caller. Locks of open file descriptions (F_OFD_*) would survive in forked children, so they are not used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Abstract Unix sockets, nothing on disk: over one, a rank hands open files to the others of its host.
+"""Abstract Unix sockets, nothing on disk: over one, a rank passes open files to the others on its host.
 
-Who connects to a socket and says who it is; clients that say nothing keep nobody waiting.
+Clients introduce themselves; one that says nothing keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _MOST_SILENT = 128  # open files that clients which say nothing may cost
 def greetings(listener: socket.socket, size: int, deadline_s: float) -> Iterator[tuple[socket.socket, bytes]]:
     """Connections to `listener`, each as soon as its first `size` bytes are here, and these bytes.
 
-    Ends at `deadline_s` of `time.monotonic`. A connection does not block, and is the caller's to close. Those that
-    have not said all by then are closed; where there are many, the oldest at once.
+    Ends at `deadline_s` of `time.monotonic`. A connection does not block, and the caller closes it. Those that have not
+    sent all their bytes by then are closed; if there are very many, the oldest at once.
     """
     heard: dict[socket.socket, bytes] = {}  # the oldest first
     listener.setblocking(False)
@@ -68,7 +68,7 @@ _GREETING = struct.Struct("i")  # rank
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Whose process is at the other end."""
+    """The uid of the process at the other end."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1]
 
@@ -83,8 +83,8 @@ def listen(name: str, *, backlog: int) -> socket.socket:
         listener.close()
         if error.errno == errno.EADDRINUSE:
             raise FileExistsError(
-                f"another process has taken the socket @{name}, whose name is random and this job's own: look for it "
-                f"in `ss -xlp`, end it, and start again"
+                f"another process has taken the socket @{name}, although its name is random and only this job knows "
+                f"it: find that process with `ss -xlp`, end it, and start again"
             ) from None
         raise
     return listener
@@ -99,7 +99,7 @@ def send_files(fds: list[int], *, token: str, world: int, timeout_s: float) -> N
             (rank,) = _GREETING.unpack(greeting)
             with connection:
                 if peer_uid(connection) == os.getuid() and rank in waiting:
-                    # A rank may have died or given up meanwhile; if it is missed, the deadline says so.
+                    # A rank may have died or given up meanwhile; then the deadline names it.
                     with contextlib.suppress(ConnectionError):
                         socket.send_fds(connection, [b"f"], fds)
                         waiting.discard(rank)

@@ -1,10 +1,9 @@
 """The heap of machines without a GPU: one anonymous shared mapping per job, read without a copy.
 
-The mapping is a memfd: it has no name in any file system, so nothing stays behind however the ranks end, and its
-size is not bound by /dev/shm. Its mode is 0600 and its size is sealed. A parameter's shards lie side by side, so
-`whole` is one contiguous tensor: gathering costs nothing.
-
-The CPU's heap laid out as a GPU's: every rank's shards in a part of their own.
+The mapping is a memfd: it has no name in any file system, so nothing is left however the ranks end, and its size is not
+limited by /dev/shm. Its mode is 0600 and its size is sealed. A parameter's shards are side by side, so `whole` is one
+contiguous tensor: gathering costs nothing. `ApartHeap` has the layout of a GPU's heap instead: every rank's shards in a
+part of their own.
 """
 
 from __future__ import annotations
@@ -122,12 +121,12 @@ class SharedMemoryHeap(SymmetricHeap):
         return pids.index(pid) if pid in pids else None
 
     def close(self) -> None:
-        """Says that this rank left, and lets its locks go. Tensors over the heap stay valid until dropped."""
+        """Says that this rank left, and releases its locks. Tensors over the heap stay valid until dropped."""
         self._close()
 
 
 class ApartHeap(SharedMemoryHeap):
-    """For tests, and to look for a fault without a GPU: whole tensors are gathered and freed as they are on CUDA.
+    """For tests, and to find faults without a GPU: whole tensors are gathered and freed as they are on CUDA.
 
     `size_bytes`: of one rank's part. Locks, words and errors as in `SharedMemoryHeap`.
     """
@@ -139,7 +138,7 @@ class ApartHeap(SharedMemoryHeap):
         super().__init__(world=world, size_bytes=world * self._part_bytes, **options)
 
     def whole(self, region: Region) -> torch.Tensor:
-        raise NotImplementedError("the shards lie apart: gather them")
+        raise NotImplementedError("the shards are apart: gather them")
 
     def shard(self, region: Region, owner: int) -> torch.Tensor:
         own = region.own_shard(self.world, owner)

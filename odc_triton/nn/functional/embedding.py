@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from odc_kernels.peers import PeerShards
 
 from ..choice import AUTO, Choice, choose
-from ..operand import OnOwners, resolve
+from ..operand import ShardedOperand, resolve
 from .whole import handle, whole_weight
 
 
@@ -140,6 +140,6 @@ def _(*_: Any) -> None:
     return None
 
 
-def _chosen(weight: OnOwners, ids: torch.Tensor, choice: str) -> Choice:
-    where = {"shape": weight.shape, "tokens": ids.numel(), "topology": ids.device.type}
+def _chosen(weight: ShardedOperand, ids: torch.Tensor, choice: str) -> Choice:
+    where = {"shape": weight.shape, "tokens": ids.numel(), "device_type": ids.device.type}
     return choose("embedding", **where, given=choice, table=weight.table)

@@ -1,8 +1,8 @@
 """y = x Wᵀ + b with W and b on their owners.
 
-[Note: two ways in] On the host a custom operator costs more than a small product takes, most of it in torch's wrappers
-around it. That is much for what a model calls hundreds of times in a microbatch, so outside of `torch.compile` an
-autograd function calls what is behind the operator directly: the same forward, the same backward.
+[Note: two ways in] On the host a custom operator takes longer than a small product, mostly in torch's wrappers around
+it. A model calls it hundreds of times per microbatch, so outside of `torch.compile` an autograd function calls the
+operator's own forward and backward directly.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from odc_kernels.peers import PeerShards
 
 from ..choice import AUTO, Choice, choose
-from ..operand import OnOwners, resolve
+from ..operand import ShardedOperand, resolve
 from .whole import handle, operand, read_whole, whole_weight
 
 
@@ -117,7 +117,7 @@ _operator.register_autograd(lambda ctx, dy: _backward(ctx, dy, torch.ops.odc.lin
 
 
 def _differentiable(
-    dy: torch.Tensor, x: torch.Tensor | None, w: OnOwners, needs: tuple[bool, bool, bool]
+    dy: torch.Tensor, x: torch.Tensor | None, w: ShardedOperand, needs: tuple[bool, bool, bool]
 ) -> tuple[torch.Tensor | None, ...]:
     """The gradients as plain torch makes them, with a graph."""
     dx = dy @ read_whole(w.leaf) if needs[0] else None
@@ -160,7 +160,7 @@ def _(dy: torch.Tensor, x: Any, weight_handle: Any, bias_handle: Any, columns: i
     return dy.new_empty(*dy.shape[:-1], columns) if needs_dx else dy.new_empty(0)
 
 
-def _dx(dy: torch.Tensor, w: OnOwners, how: Choice) -> torch.Tensor:
+def _dx(dy: torch.Tensor, w: ShardedOperand, how: Choice) -> torch.Tensor:
     if by_kernel(how, dy, w):
         from odc_kernels.linear import linear_dx
         from odc_kernels.linear_staged import linear_dx_staged
@@ -184,8 +184,8 @@ def _dx(dy: torch.Tensor, w: OnOwners, how: Choice) -> torch.Tensor:
 def add_linear_gradient(
     dy: torch.Tensor,
     x: torch.Tensor | None,
-    weight: OnOwners | None,
-    bias: OnOwners | None,
+    weight: ShardedOperand | None,
+    bias: ShardedOperand | None,
     how: Choice,
 ) -> None:
     """Adds dyᵀ x to the owners of the weight and the sum of dy to those of the bias; dy: [T, N], x: [T, K]."""
@@ -207,14 +207,16 @@ def add_linear_gradient(
         bias.add_gradient(dy.sum(0))
 
 
-def chosen(weight: OnOwners, x: torch.Tensor, choice: str) -> Choice:
+def chosen(weight: ShardedOperand, x: torch.Tensor, choice: str) -> Choice:
     """How an operator on this weight runs for x [..., columns]."""
     tokens = x.numel() // max(x.shape[-1], 1)
-    return choose("linear", shape=weight.shape, tokens=tokens, topology=x.device.type, given=choice, table=weight.table)
+    return choose(
+        "linear", shape=weight.shape, tokens=tokens, device_type=x.device.type, given=choice, table=weight.table
+    )
 
 
-def by_kernel(how: Choice, x: torch.Tensor, weight: OnOwners) -> bool:
-    """Whether Triton's kernel makes the product: not of gathered weights, which the library does, nor of nothing."""
+def by_kernel(how: Choice, x: torch.Tensor, weight: ShardedOperand) -> bool:
+    """Whether Triton's kernel makes the product: not with gathered weights, which the library takes, nor if empty."""
     return how.backend == "triton" and how.strategy != "gathered" and x.numel() > 0 and 0 not in weight.shape
 
 

@@ -189,7 +189,7 @@ def _(h: torch.Tensor, weight: torch.Tensor | None, handle: torch.Tensor | None,
 
 
 def _is_eager(h: torch.Tensor, shape: tuple[int, ...], handle: torch.Tensor | None, choice: str) -> bool:
-    where = {"shape": tuple(shape), "tokens": len(h), "topology": h.device.type}
+    where = {"shape": tuple(shape), "tokens": len(h), "device_type": h.device.type}
     table = TABLE if handle is None else resolve(handle).table
     return choose("log_probs", **where, given=choice, table=table).backend == "eager"
 

@@ -11,7 +11,7 @@ import torch
 from odc_kernels.peers import PeerShards
 
 from ..choice import AUTO, Choice, choose, is_by_kernel
-from ..operand import OnOwners, resolve
+from ..operand import ShardedOperand, resolve
 from .linear import linear, matrix
 from .whole import operand, table_of
 
@@ -28,7 +28,7 @@ class HeadNorm:
 def is_fused(x: torch.Tensor, weights: Sequence[torch.Tensor], choice: str = AUTO) -> bool:
     """Whether `qkv` would make these by one kernel: where that was chosen and all weights are sharded, of x's dtype."""
     by_kernel = is_by_kernel(
-        "qkv", shape=tuple(weights[0].shape), topology=x.device.type, given=choice, table=table_of(weights[0])
+        "qkv", shape=tuple(weights[0].shape), device_type=x.device.type, given=choice, table=table_of(weights[0])
     )
     return by_kernel and x.numel() > 0 and operand(x, *weights) is not None
 
@@ -260,7 +260,7 @@ def _(dq: Any, dk: Any, dv: Any, x: torch.Tensor, handles: Any, q_norm: torch.Te
 class _Target:
     """Where the kernel adds one parameter's gradient: its owners, or a tensor that goes to them afterwards."""
 
-    def __init__(self, parameter: OnOwners, how: Choice) -> None:
+    def __init__(self, parameter: ShardedOperand, how: Choice) -> None:
         self._parameter = parameter
         self._whole: torch.Tensor | None = None
         sink = parameter.open_sink() if how.wgrad == "fused" else None
@@ -275,7 +275,7 @@ class _Target:
             self._parameter.add_gradient(self._whole)
 
 
-def _weights(sharded: list[OnOwners], how: Choice) -> Any:
+def _weights(sharded: list[ShardedOperand], how: Choice) -> Any:
     from odc_kernels.qkv import QkvWeights
 
     if how.strategy == "direct":
@@ -285,6 +285,6 @@ def _weights(sharded: list[OnOwners], how: Choice) -> Any:
     return QkvWeights(**dict(zip(("wq", "wk", "wv", "bq", "bk", "bv"), peers, strict=False)))
 
 
-def _chosen(weight: OnOwners, x: torch.Tensor, choice: str) -> Choice:
-    where = {"shape": weight.shape, "tokens": len(x), "topology": x.device.type}
+def _chosen(weight: ShardedOperand, x: torch.Tensor, choice: str) -> Choice:
+    where = {"shape": weight.shape, "tokens": len(x), "device_type": x.device.type}
     return choose("qkv", **where, given=choice, table=weight.table)

@@ -1,4 +1,4 @@
-"""The generic way: a parameter's whole tensor, for whatever has no operator of its own here."""
+"""The general way: a parameter's whole tensor, for computations that have no operator here."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_whole(weight: torch.Tensor) -> torch.Tensor:
 
 
 class WholeOnUse(torch.Tensor):
-    """A parameter that is never whole, to who does not know: read as soon as something is computed with it.
+    """A parameter that is never whole, for code that does not know about sharding: read when it is computed with.
 
     Shape, dtype and the like cost nothing. The gradient is the parameter's.
     """
@@ -77,9 +77,9 @@ class WholeOnUse(torch.Tensor):
 
 
 def operand(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.Tensor | None:
-    """x as an operator takes it beside these parameters; None where plain torch must do it, on whole weights.
+    """x as an operator takes it with these parameters; None where plain torch must run, on whole weights.
 
-    That is where one of them is not sharded or has another dtype, also that which autocast gives x.
+    That is so if one of them is not sharded, or has another dtype than x, under autocast than autocast's.
     """
     dtypes = set()
     for parameter in parameters:

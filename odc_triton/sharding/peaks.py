@@ -1,11 +1,56 @@
-"""What one token keeps for backward, by the config of a transformers decoder. Pure."""
+"""What comes and goes within a step, at its peak: unsharded parameters, whole gradients, activations. Pure.
+
+`memory_plan` gives these sums the sizes of a model's units, the simulator those of a published config.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+def gathered_bytes(root: int, blocks: Sequence[int]) -> int:
+    """Unsharded parameters: the root's stay for the whole pass, blocks go through two buffers."""
+    return root + min(2, len(blocks)) * max(blocks, default=0)
+
+
+def whole_gradient_bytes(root: int, blocks: Sequence[int], *, tied: int) -> int:
+    """ODC adds a gradient to its owners as soon as autograd has made it: between one and a unit's are alive.
+
+    The unit's are counted. The first part of a `tied` parameter's gradient waits for its second use: counted on top.
+    """
+    return tied + max(root, *blocks) if blocks else tied + root
+
+
+def fsdp2_whole_gradient_bytes(
+    root: tuple[int, int],
+    blocks: Sequence[tuple[int, int]],
+    *,
+    late_root: int,
+    resharded: bool,
+    gathered_bytes: int,
+    shard_bytes: int,
+) -> int:
+    """What FSDP2's whole gradients add to its unsharded parameters and gradient shards when all are largest.
+
+    root, blocks: bytes of a unit's gradients in the compute and in the reduce dtype. `late_root`: in the compute dtype,
+    of the root's parameters that get their gradients before a block does (head, last norm, tied ones). `resharded`:
+    blocks after forward, with a sync per microbatch. `gathered_bytes`, `shard_bytes`: what it adds to.
+
+    FSDP2 holds a unit's gradients until the last one is there, frees the unit's parameters, then copies the gradients
+    into the reduce-scatter's input, in the reduce dtype (its _fsdp_param_group.py, `post_backward`). So while blocks
+    run backward, the late root's gradients are there too; when the root itself is reduced, nothing is unsharded any
+    more. Without a sync per microbatch the whole model's gradients add up unsharded in the reduce dtype, and shards
+    appear only as these go.
+    """
+    if resharded:
+        in_blocks = late_root + max((made + reduced for made, reduced in blocks), default=0)
+        return max(in_blocks, sum(root) - gathered_bytes)
+    in_microbatch = max(root[0], late_root + max((made for made, _ in blocks), default=0))
+    return max(0, sum(reduced for _, reduced in (root, *blocks)) + in_microbatch - shard_bytes)
 
 
 def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_checkpointing: bool = False) -> int | None:

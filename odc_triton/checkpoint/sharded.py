@@ -1,17 +1,38 @@
-"""A piece of work on files that all ranks do together: it succeeds on all of them or fails on all of them alike."""
+"""What reading and writing files asks of a sharded model: whole values, and work that all ranks complete or none."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import nn
+
 from ..base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
+from ..engine.api import engine_of
 from ..engine.engine import Engine
+from ..engine.parameter import ShardedParameter
 
 _KINDS = {kind.__name__: kind for kind in (CheckpointCorrupt, CheckpointDiffers)}
 
 
-class together(dict):
-    """What a `with` block puts in goes to all ranks when it ends: `.all`, by rank. If one raised, all do."""
+def sharded_parameters(model: nn.Module) -> dict[int, ShardedParameter]:
+    """The engine's object of each parameter, by the parameter's id."""
+    return {id(parameter.sharded): parameter for parameter in engine_of(model).parameters}
+
+
+def read_whole(model: nn.Module, value: ShardedParameter | torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A whole tensor on the CPU: a sharded one in `dtype` or else the compute dtype, another one as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    ((_, whole),) = engine_of(model).full_parameters([value])
+    return whole.cpu().to(dtype or whole.dtype)
+
+
+class all_or_none(dict):
+    """Work on files that succeeds on all ranks or fails on all alike.
+
+    What the block puts into this dict goes to all ranks when it ends: `.all`, by rank. If one rank raised, all raise.
+    """
 
     all: list[dict[str, Any]]
 
@@ -19,13 +40,13 @@ class together(dict):
         super().__init__()
         self._engine, self._purpose = engine, purpose
 
-    def __enter__(self) -> together:
+    def __enter__(self) -> all_or_none:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        problem = None if error is None else [type(error).__name__, _words(error)]
+        problem = None if error is None else [type(error).__name__, _in_words(error)]
         message = {"problem": problem, **(self if error is None else {})}
-        if error is not None and not isinstance(error, Exception):  # a wish to stop: nobody is waited for
+        if error is not None and not isinstance(error, Exception):  # a request to stop, which waits for nobody
             self._engine.meetings.tell(self._purpose, message)
             return
         self.all = self._engine.meetings.meet(self._purpose, message)
@@ -40,7 +61,7 @@ class together(dict):
         raise CheckpointFailed(list(problems), f"could not {self._purpose} ({text})") from error
 
 
-def _words(error: BaseException) -> str:
+def _in_words(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f': {error.filename}' if error.filename else ''}"
     return f"{type(error).__name__}: {error}" if type(error).__name__ not in _KINDS else str(error)
