@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.operators import all_operators  # first: it decides where kernels run  # isort: skip
+from bench.kernels.operators import all_operators  # first: it decides where kernels run  # isort: skip
 
+from bench.kernels.operators.cell import Cell
+from bench.kernels.operators.models import MODELS, TINY
+from bench.kernels.operators.operator import Operator, Prepared, Problem, Results, Work
+from bench.kernels.operators.targets import TARGETS, Target, memory_share, over_the_slower, ratio, times, wanted_first
+from bench.kernels.operators.timing import median_interval, quantiles
+from bench.kernels.roofline import Machine
+from bench.kernels.run import COLUMNS, Report, check, main, problems, row_of, run_cells
 from bench.lines import append
-from bench.operators.cell import Cell
-from bench.operators.models import MODELS, TINY
-from bench.operators.operator import Operator, Prepared, Problem, Results, Work
-from bench.operators.targets import TARGETS, Target, memory_share, over_the_slower, ratio, times, wanted_first
-from bench.operators.timing import median_interval, quantiles
-from bench.roofline import Machine
-from bench.run import COLUMNS, Report, check, main, problems, row_of, run_cells
 from odc_kernels.peers import PeerShards, split
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -327,17 +327,18 @@ def test_what_did_not_fit_did_end(tmp_path: Path) -> None:
 
 HANGS = """
 from pathlib import Path
-from bench.operators import all_operators
-import bench.run, time
-from bench.operators.operator import Problem
-from bench.operators.models import TINY
+from bench.kernels.operators import all_operators
+import time
+from bench.kernels import run
+from bench.kernels.operators.operator import Problem
+from bench.kernels.operators.models import TINY
 from dataclasses import replace
 import torch
-bench.run.CELL_S = 0.5
+run.CELL_S = 0.5
 gather = all_operators()["gather"]
 given = Problem(model=TINY, layer=gather.layers(TINY)[0], tokens=0, world=1, dtype=torch.bfloat16)
 hanging = replace(gather, prepare=lambda given: time.sleep(60))
-bench.run.run_cells([(hanging, given)], bench.run.Report(), machine=None, seed=1, folder=Path({folder!r}))
+run.run_cells([(hanging, given)], run.Report(), machine=None, seed=1, folder=Path({folder!r}))
 """
 
 
@@ -378,7 +379,7 @@ def bench(*words: str) -> subprocess.CompletedProcess:
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     # But for what triton 3.6's interpreter does, as in pyproject.toml.
     allowed = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
-    command = [sys.executable, "-W", "error", "-W", allowed, "-m", "bench.run", *words]
+    command = [sys.executable, "-W", "error", "-W", allowed, "-m", "bench.kernels.run", *words]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 

@@ -19,17 +19,17 @@ from typing import Any
 
 import pytest
 
-import bench.gpu_suite as suite
+import bench.suites.gpu as suite
 from bench.device import WARNING, Rehearsal
-from bench.gpu_suite import measured
-from bench.gpu_suite.__main__ import NAMES
-from bench.gpu_suite.ledger import LINES, Found, Ledger, found_of, key_of
-from bench.gpu_suite.measured import Runs, ending, learned, long_lengths, run_kernels, run_memcheck
-from bench.gpu_suite.plan import ON_A_GPU, REHEARSAL, STAGES, chosen, seconds_for
-from bench.gpu_suite.process import ROOT, install
-from bench.gpu_suite.report import ONE_GPU, write_report
-from bench.gpu_suite.tests import TEST_S, run_tests
 from bench.lines import append, read
+from bench.suites.gpu import measured
+from bench.suites.gpu.__main__ import NAMES
+from bench.suites.gpu.ledger import LINES, Found, Ledger, found_of, key_of
+from bench.suites.gpu.measured import Runs, ending, learned, long_lengths, run_kernels, run_memcheck
+from bench.suites.gpu.plan import ON_A_GPU, REHEARSAL, STAGES, chosen, seconds_for
+from bench.suites.gpu.process import ROOT, install
+from bench.suites.gpu.report import ONE_GPU, write_report
+from bench.suites.gpu.tests import TEST_S, run_tests
 from tests import ranks
 
 ENVIRONMENT = Rehearsal().environment()
@@ -195,7 +195,7 @@ def test_training_passes_by_its_loss(tmp_path: Path, losses: list[float], code: 
 
 
 def test_kernels_go_on_after_what_ends_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bench.run's process, which ends without a word after its first cell and in order after its second."""
+    """bench.kernels.run's process, which ends without a word after its first cell and in order after its second."""
     calls: list[list[str]] = []
 
     def process(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int, str]:

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from bench.device import RESULTS, WARNING
-from bench.gpu_suite.__main__ import NAMES, main
-from bench.gpu_suite.ledger import LINES
-from bench.gpu_suite.process import ROOT, run
 from bench.lines import read
+from bench.suites.gpu.__main__ import NAMES, main
+from bench.suites.gpu.ledger import LINES
+from bench.suites.gpu.process import ROOT, run
 
 from .test_gpu_suite import ENVIRONMENT, ledger_in, running
 
@@ -43,7 +43,7 @@ def test_refusals(words: list[str], said: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "bench.gpu_suite", *words]
+    return [sys.executable, "-m", "bench.suites.gpu", *words]
 
 
 def rehearse(out: Path, *words: str) -> subprocess.CompletedProcess:
@@ -123,7 +123,7 @@ def test_the_whole_rehearsal(tmp_path: Path) -> None:
     ],
 )
 def test_words_that_can_not_be(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from bench.gpu_suite.__main__ import parsed
+    from bench.suites.gpu.__main__ import parsed
 
     with pytest.raises(SystemExit):
         parsed([*words, "--out", str(tmp_path)])

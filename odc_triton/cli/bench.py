@@ -1,4 +1,4 @@
-"""What `odc-triton bench` can be told. Imports no torch, so that `--help` is quick; bench/lengths.py does the work."""
+"""What `odc-triton bench` can be told. Imports no torch: `--help` is quick. bench/suites/lengths.py does the work."""
 
 from __future__ import annotations
 

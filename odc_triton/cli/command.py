@@ -117,9 +117,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _from_bench(name: str) -> ModuleType:
-    """The module bench/`name`.py. The baselines are no part of the package: they lie in the repository, beside it."""
-    root = Path(__file__).resolve().parent.parent
-    if not (root / "bench" / f"{name}.py").exists():
+    """The module bench.`name`. The baselines are no part of the package: the repository has them, in bench/."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "bench").is_dir():
         raise RuntimeError(
             "the baselines lie in the repository's bench/, which this installation lacks: clone the repository and "
             "run the command there"
@@ -143,7 +143,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _bench(ranks: int, wanted: BenchOptions) -> int:
-    return _from_bench("lengths").main(ranks, wanted)
+    return _from_bench("suites.lengths").main(ranks, wanted)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:

@@ -1,4 +1,4 @@
-"""Kernels that are wrong on purpose, one fault each, as cases of `bench.aot`: it has to find them."""
+"""Kernels that are wrong on purpose, one fault each, as cases of `bench.kernels.aot`: it has to find them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from bench.machine import Case
-from bench.machine.staged import faults_of_waits
+from bench.kernels.machine import Case
+from bench.kernels.machine.staged import faults_of_waits
 from odc_kernels.device import add_to_peer, bulk_reads_follow, dot, peer_address, wait_for_shard
 
 

@@ -13,7 +13,7 @@ import pytest
 from . import place  # noqa: F401 # isort: skip
 
 import odc_kernels
-from bench.machine import Case, all_cases
+from bench.kernels.machine import Case, all_cases
 from odc_kernels import tiles
 
 from .machine import compiled
