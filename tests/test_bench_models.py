@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.kernels.operators.models import MODELS, TINY, Model
+from bench.kernels.problem import MODELS, TINY, Model
 
 
 @pytest.mark.parametrize("model", [*MODELS.values(), TINY], ids=lambda model: model.name)

@@ -17,13 +17,22 @@ import torch
 
 from bench.kernels.operators import all_operators  # first: it decides where kernels run  # isort: skip
 
-from bench.kernels.operators.cell import Cell
-from bench.kernels.operators.models import MODELS, TINY
-from bench.kernels.operators.operator import Operator, Prepared, Problem, Results, Work
-from bench.kernels.operators.targets import TARGETS, Target, memory_share, over_the_slower, ratio, times, wanted_first
-from bench.kernels.operators.timing import median_interval, quantiles
-from bench.kernels.roofline import Machine
-from bench.kernels.run import COLUMNS, Report, check, main, problems, row_of, run_cells
+from bench.kernels.cells import (
+    COLUMNS,
+    TARGETS,
+    Cell,
+    Report,
+    Target,
+    memory_share,
+    over_the_slower,
+    ratio,
+    row_of,
+    times,
+    wanted_first,
+)
+from bench.kernels.problem import MODELS, TINY, Operator, Prepared, Problem, Results, Work
+from bench.kernels.run import check, main, problems, run_cells
+from bench.kernels.timing import Machine, median_interval, quantiles
 from bench.lines import append
 from odc_kernels.peers import PeerShards, split
 
@@ -330,8 +339,7 @@ from pathlib import Path
 from bench.kernels.operators import all_operators
 import time
 from bench.kernels import run
-from bench.kernels.operators.operator import Problem
-from bench.kernels.operators.models import TINY
+from bench.kernels.problem import TINY, Problem
 from dataclasses import replace
 import torch
 run.CELL_S = 0.5

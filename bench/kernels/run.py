@@ -21,38 +21,30 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
-import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from bench.kernels.operators import all_operators, place  # first: it decides where kernels run  # isort: skip
-
 import torch
 
-from bench.device import WARNING, Gpu, Rehearsal, refuse_results
-from bench.kernels.operators.cell import Cell
-from bench.kernels.operators.models import MODELS, TINY, Model
-from bench.kernels.operators.operator import Operator, Prepared, Problem
-from bench.kernels.operators.targets import TARGETS, wanted_first
-from bench.kernels.operators.timing import interleaved, median_interval, quantiles, warm_up
-from bench.kernels.roofline import Machine
-from bench.lines import append, read
+from bench.kernels.operators import all_operators  # first: it decides where kernels run  # isort: skip
+
+from bench.device import Gpu, Rehearsal, refuse_results
+from bench.kernels.cells import LINES, Cell, Report, plain, wanted_first
+from bench.kernels.problem import DEVICE, MODELS, TINY, Model, Operator, Prepared, Problem
+from bench.kernels.timing import Machine, interleaved, median_interval, quantiles, warm_up
+from bench.lines import append
 from bench.provenance import commit, hardware, source_digest, versions
-from odc_triton.base.files import write_file
-from odc_triton.base.report import table
 
 # In the order of interest, for a run may end early.
 TOKENS = (4096, 16, 128, 16384, 1, 1024, 65536)
 WORLDS = (8, 1, 2, 4)
 QUICK = {"models": ("llama-3-8b",), "tokens": (16, 128, 4096), "worlds": (8,), "cell_seconds": 0.2}
 CHECK_TOKENS = (1, 33)
-LINES = "kernels.jsonl"
 SAVE_EVERY_S = 5.0
 CELL_S = 90.0  # a cell that takes longer hangs: the process ends itself, and the next run goes on with the others
 DTYPES = ("bfloat16", "float16", "float32")
@@ -60,121 +52,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 # Of a result's largest number. 16 bits: one rounding at the end (the interpreter cuts off where a GPU rounds), or of
 # what is summed. fp32: up to 65,536 terms in another order, added by matrix units that keep a few bits less.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2**-6}
-
-
-@dataclass(kw_only=True)
-class Report:
-    """All that a run found. `left_out`: cells that were not begun or did not fit, each with the reason. `begun`: names
-    of cells that earlier runs began and did not end.
-    """
-
-    cells: list[Cell] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    about: dict[str, Any] = field(default_factory=dict)
-    begun: list[str] = field(default_factory=list)
-
-    @classmethod
-    def load(cls, folder: Path, about: dict[str, Any] | None = None) -> Report:
-        """What kernels.jsonl holds of runs like `about`, by default of runs like the last: whose cells may stand in one
-        table. It is about the first of them, so a later one goes on with its seed.
-        """
-        records = read(folder / LINES)
-        if about is None:
-            about = next((record["about"] for record in reversed(records) if "about" in record), {})
-        report, counts, known, ended = cls(about=about), False, False, set()
-        for record in records:
-            if "about" in record:
-                counts = _alike(record["about"]) == _alike(about)
-                report.left_out = []
-                if counts and not known:
-                    report.about, known = record["about"], True
-            elif not counts:
-                continue
-            elif "left_out" in record:
-                report.left_out = record["left_out"]
-            elif "begin" in record:
-                report.begun.append(record["begin"])
-            elif "left" in record:
-                ended.add(record["left"])
-            elif "cell" in record:
-                report.cells.append(Cell(**record["cell"]))
-                ended.add(report.cells[-1].name)
-        report.begun = [name for name in dict.fromkeys(report.begun) if name not in ended]
-        return report
-
-    @property
-    def passed(self) -> bool:
-        return bool(self.cells) and all(cell.passed for cell in self.cells)
-
-    def targets(self) -> list[dict[str, object]]:
-        return [target.verdict(self.cells) for target in TARGETS]
-
-    def save(self, folder: Path) -> None:
-        data = {**self.about, "passed": self.passed, "cells": [plain(cell) for cell in self.cells]}
-        data |= {"targets": self.targets()}
-        data |= {"left_out": self.left_out, "not_ended": self.begun}
-        write_file(folder / "kernels.json", json.dumps(data, indent=1).encode())
-        write_file(folder / "kernels.md", self.text().encode())
-
-    def text(self) -> str:
-        """Both tables, and what they were measured on, as Markdown."""
-        about = [f"{key}: {value}" for key, value in self.about.items() if value is not None]
-        parts = [WARNING] * bool(self.about.get("rehearsal"))
-        parts += ["\n".join(f"- {line}" for line in about), table([row_of(cell) for cell in self.cells], COLUMNS)]
-        verdicts = [[*(found.values())] for found in self.targets()]
-        parts.append(table(verdicts, ("target", "verdict", "worst", "in", "cells")))
-        if self.left_out:
-            parts.append("Left out:\n" + "\n".join(f"- {line}" for line in self.left_out))
-        if self.begun:
-            parts.append("Begun, and cut short by a kill or a hang:\n" + "\n".join(f"- {name}" for name in self.begun))
-        return "\n\n".join(parts) + "\n"
-
-
-def _alike(about: dict[str, Any]) -> str:
-    """What two runs must have in common for their cells to stand in one table."""
-    same = ("source", "timed", "rehearsal", "peers", "dtype", "versions")
-    return json.dumps([(about.get("gpu") or {}).get("name"), *(about.get(name) for name in same)], sort_keys=True)
-
-
-COLUMNS = (
-    "operator",
-    "model",
-    "layer",
-    "N x K",
-    "tokens",
-    "world",
-    "check",
-    "p20 us",
-    "p50 us",
-    "p80 us",
-    "TFLOP/s",
-    "HBM GB/s",
-    "link GB/s",
-    "of roofline",
-    "faster than (95% interval)",
-)
-
-
-def row_of(cell: Cell) -> list[object]:
-    ours = cell.us.get("ours", {})
-    ratios = [f"{name} {r['median']:.2f} ({r['low']:.2f} to {r['high']:.2f})" for name, r in cell.ratios.items()]
-    ratios += [f"{name}: {why}" for name, why in cell.missing.items()]
-    worst = max((math.inf if error is None else error for error in cell.errors.values()), default=0.0)
-    return [
-        cell.operator,
-        cell.model,
-        cell.layer,
-        f"{cell.rows} x {cell.columns}",
-        cell.tokens or None,
-        cell.world,
-        f"passed, {worst:.1e}" if cell.passed else f"FAILED: {cell.fault}",
-        *(ours.get(name) for name in ("p20", "p50", "p80")),
-        cell.tflops,
-        cell.hbm_gb_s,
-        cell.link_gb_s,
-        cell.of_roofline,
-        "; ".join(ratios),
-    ]
 
 
 def problems(
@@ -263,7 +140,7 @@ def run_cells(
 
     Begins no cell after `deadline_s`, by `time.monotonic`. A fault that ends the GPU's context ends the run.
     """
-    gpu = gpu or (Gpu() if place.DEVICE.type == "cuda" else Rehearsal())
+    gpu = gpu or (Gpu() if DEVICE.type == "cuda" else Rehearsal())
     saved_s, ended = 0.0, True
     has = {cell.name for cell in report.cells}
     todo = [pair for pair in todo if Cell.of(*pair).name not in has]
@@ -311,12 +188,6 @@ def run_cells(
     return ended
 
 
-def plain(cell: Cell) -> dict[str, Any]:
-    """A cell for JSON, which knows no infinity: that is what an unwritten result is off by."""
-    errors = {name: error if math.isfinite(error) else None for name, error in cell.errors.items()}
-    return asdict(cell) | {"errors": errors}
-
-
 def _named(parser: argparse.ArgumentParser, what: str, names: Sequence[str], known: dict[str, Any]) -> list[Any]:
     for name in names:
         if name not in known:
@@ -355,7 +226,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0 if report.passed else 1
     operators = _named(parser, "operator", options.operator, all_operators())
     models = _named(parser, "model", options.model or (QUICK["models"] if options.quick else ()), MODELS)
-    on_gpu = place.DEVICE.type == "cuda"
+    on_gpu = DEVICE.type == "cuda"
     device: Gpu = Rehearsal() if options.rehearse else Gpu()
     if options.rehearse and on_gpu:
         parser.error("--rehearse is for Triton's interpreter: hide the GPU by CUDA_VISIBLE_DEVICES=")

@@ -137,7 +137,7 @@ def on_cpu(shape: Shape, heap: ApartHeap) -> Operators:
 
 
 def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
-    from bench.kernels.operators.linear_staged import Pulled
+    from bench.kernels.products import Pulled
     from odc_kernels.gather import gather
     from odc_kernels.linear import linear
     from odc_kernels.linear_staged import linear_staged
@@ -278,13 +278,13 @@ def _wrong_results(
 
 def _times_on_gpu(run: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, float]]:
     from bench.device import Gpu
-    from bench.kernels.operators.timing import interleaved, quantiles
+    from bench.kernels.timing import interleaved, quantiles
 
     return {name: quantiles(us) for name, us in interleaved(run, Gpu(), seconds=seconds).items()}
 
 
 def _times_on_cpu(run: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, float]]:
-    from bench.kernels.operators.timing import quantiles
+    from bench.kernels.timing import quantiles
 
     us: dict[str, list[float]] = {name: [] for name in run}
     for _ in range(CPU_ROUNDS):
