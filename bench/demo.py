@@ -23,7 +23,7 @@ from bench.harness import (
     peak_memory,
     single_thread_environment,
 )
-from bench.provenance import commit, hardware, versions
+from bench.provenance import about, save_json
 from bench.stdlib_corpus import build_corpus
 from bench.variants import Fsdp2, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Variant
 from odc_triton.base.files import write_file
@@ -107,9 +107,7 @@ def make_report(results: list[Measured], memory: dict, slowdown: dict, work: Wor
         "config": work.config,
         "token_cap": work.token_cap,
         "ranks": RANKS,
-        "versions": versions(),
-        "hardware": hardware(),
-        "commit": commit(),
+        **about(),
     }
     timed_minibatches = range(WARM_UP, WARM_UP + MINIBATCHES)
     for result in results:
@@ -203,7 +201,7 @@ def main(out: Path) -> int:
 
 def write_outputs(out: Path, report: dict, results: Sequence[Measured]) -> None:
     tracks = excerpt({result.name: result.events for result in results}, minibatches=SHOWN)
-    write_file(out / "report.json", json.dumps(report, indent=1).encode())
+    save_json(out / "report.json", report)
     save_trace(tracks, out / "trace.json")
     save_timeline(tracks, out / "timeline.png")
     facts = {**report["versions"], "hardware": report["hardware"], "commit": report["commit"]}

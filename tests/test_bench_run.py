@@ -33,7 +33,7 @@ from bench.kernels.cells import (
 from bench.kernels.problem import MODELS, TINY, Operator, Prepared, Problem, Results, Work
 from bench.kernels.run import check, main, problems, run_cells
 from bench.kernels.timing import Machine, median_interval, quantiles
-from bench.lines import append
+from bench.provenance import append_line
 from odc_kernels.peers import PeerShards, split
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -286,10 +286,10 @@ def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     gather = OPERATORS["gather"]
     todo = [(gather, problem(gather, world=world)) for world in (1, 2, 3)]
     lines = tmp_path / "kernels.jsonl"
-    append(lines, {"about": ABOUT | {"seed": 5}})
+    append_line(lines, {"about": ABOUT | {"seed": 5}})
     run_cells(todo[:1], Report(), machine=None, seed=1, folder=tmp_path)
-    append(lines, {"begin": Cell.of(*todo[1]).name})  # and then it was killed
-    append(lines, {"about": ABOUT | {"seed": 6}})
+    append_line(lines, {"begin": Cell.of(*todo[1]).name})  # and then it was killed
+    append_line(lines, {"about": ABOUT | {"seed": 6}})
     report = Report.load(tmp_path, ABOUT)
     assert report.about["seed"] == 5
     assert report.begun == [Cell.of(*todo[1]).name]
@@ -313,7 +313,7 @@ def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"gpu": {"name": "two"}}, {"source": "2"}, {"rehearsal": True}, {"timed": True}])
 def test_cells_of_something_else_are_not_kept(change: dict, tmp_path: Path) -> None:
     gather = OPERATORS["gather"]
-    append(tmp_path / "kernels.jsonl", {"about": ABOUT})
+    append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
     run_cells([(gather, problem(gather))], Report(), machine=None, seed=1, folder=tmp_path)
     assert len(names_in(tmp_path)) == 1
     assert names_in(tmp_path, ABOUT | change) == []
@@ -325,7 +325,7 @@ def test_what_did_not_fit_did_end(tmp_path: Path) -> None:
     def prepare(given: Problem) -> Prepared:
         raise torch.OutOfMemoryError("tried to allocate too much")
 
-    append(tmp_path / "kernels.jsonl", {"about": ABOUT})
+    append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
     assert run_cells(
         [(replace(gather, prepare=prepare), problem(gather))], Report(), machine=None, seed=1, folder=tmp_path
     )
@@ -351,7 +351,7 @@ run.run_cells([(hanging, given)], run.Report(), machine=None, seed=1, folder=Pat
 
 
 def test_a_cell_that_hangs_ends_the_process_and_is_named(tmp_path: Path) -> None:
-    append(tmp_path / "kernels.jsonl", {"about": ABOUT})
+    append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
     code = HANGS.format(folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from bench.device import RESULTS, WARNING
-from bench.lines import read
+from bench.provenance import read_lines
 from bench.suites.gpu.__main__ import NAMES, main
 from bench.suites.gpu.ledger import LINES
 from bench.suites.gpu.process import ROOT, run
@@ -57,7 +57,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     told = command("--rehearse", "--out", str(tmp_path), "kernels-timed")
     with subprocess.Popen(told, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL) as process:
         begin_s, deadline_s = time.monotonic(), time.monotonic() + 240
-        while sum("cell" in line for line in read(cells)) < 2:
+        while sum("cell" in line for line in read_lines(cells)) < 2:
             assert process.poll() is None
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
@@ -66,7 +66,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     while list(running(str(tmp_path))):
         assert time.monotonic() < deadline_s, "what it had started dies with it"
         time.sleep(0.05)
-    before = [line["cell"] for line in read(cells) if "cell" in line]
+    before = [line["cell"] for line in read_lines(cells) if "cell" in line]
 
     (tmp_path / "kernels.json").unlink(missing_ok=True)
     done = subprocess.run(command("report", "--out", str(tmp_path)), cwd=ROOT, capture_output=True, text=True)

@@ -23,17 +23,18 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 
 import triton
 
-from bench.kernels.machine import Case, all_cases, modules
-from bench.kernels.machine.code import Code, build
+from bench.kernels.code import Case, Code, build
 from odc_kernels.tiles import ARCHITECTURES
 from odc_triton.base.report import table
 
-_JUDGES = ("case.py", "code.py", "offsets.py")
+_JUDGES = ("code.py", "addresses.py")
+_CASES = "bench.kernels.cases"
 COLUMNS = ("kernel", "sm", "triton", "registers", "spills", "shared bytes", "matrix", "loads", "reduction", "faults")
 _PROGRESS_S = 10.0
 
@@ -46,7 +47,14 @@ def row_of(code: Code) -> list[object]:
 
 @lru_cache(maxsize=1)
 def _cases(names: tuple[str, ...]) -> dict[str, Case]:
-    return {case.name: case for case in all_cases(list(names))}
+    """What the `cases()` of these modules yield, by name. Raises ValueError if two have one name."""
+    found: dict[str, Case] = {}
+    for module in names:
+        for case in import_module(module).cases():
+            if case.name in found:
+                raise ValueError(f"two cases are called {case.name!r}; rename one of them in {module}")
+            found[case.name] = case
+    return found
 
 
 def _build(names: tuple[str, ...], name: str, arch: int) -> Code:
@@ -82,7 +90,7 @@ def _built(names: tuple[str, ...], jobs: list[tuple[str, int]], processes: int) 
 
 def codes_of(names: tuple[str, ...], options: argparse.Namespace) -> list[Code]:
     """The code of all cases asked for, by this triton; from the cache what has not changed."""
-    judges = hashlib.sha256(b"".join((Path(__file__).parent / "machine" / name).read_bytes() for name in _JUDGES))
+    judges = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _JUDGES))
     cache = options.out / f"triton-{triton.__version__}.json"
     known = json.loads(cache.read_text()) if cache.exists() else {}
     wanted = {}
@@ -113,7 +121,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
     parser.add_argument("--kernel", nargs="*", default=[""], help="only cases whose name begins so (patterns: *bf16)")
-    parser.add_argument("--cases", nargs="*", default=modules(), help="modules that have the cases")
+    parser.add_argument("--cases", nargs="*", default=[_CASES], help="modules that have the cases")
     parser.add_argument("--also", type=Path, nargs="+", default=[], help="folders of other tritons, for all once more")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile at a time")
     parser.add_argument("--out", type=Path, default=Path("out/aot"), help="folder of the cache and of aot.json")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.device import WARNING
-from bench.lines import read
+from bench.provenance import read_lines
 from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 
@@ -223,7 +223,7 @@ class Report:
         """What kernels.jsonl holds of runs like `about`, by default of runs like the last: whose cells may stand in one
         table. It is about the first of them, so a later one goes on with its seed.
         """
-        records = read(folder / LINES)
+        records = read_lines(folder / LINES)
         if about is None:
             about = next((record["about"] for record in reversed(records) if "about" in record), {})
         report, counts, known, ended = cls(about=about), False, False, set()

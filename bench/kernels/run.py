@@ -37,8 +37,7 @@ from bench.device import Gpu, Rehearsal, refuse_results
 from bench.kernels.cells import LINES, Cell, Report, plain, wanted_first
 from bench.kernels.problem import DEVICE, MODELS, TINY, Model, Operator, Prepared, Problem
 from bench.kernels.timing import Machine, interleaved, median_interval, quantiles, warm_up
-from bench.lines import append
-from bench.provenance import commit, hardware, source_digest, versions
+from bench.provenance import append_line, commit, hardware, source_digest, versions
 
 # In the order of interest, for a run may end early.
 TOKENS = (4096, 16, 128, 16384, 1, 1024, 65536)
@@ -151,7 +150,7 @@ def run_cells(
         if time.monotonic() > deadline_s:
             report.left_out += [f"{Cell.of(*pair).name}: no time left" for pair in todo[index:]]
             break
-        append(folder / LINES, {"begin": cell.name})
+        append_line(folder / LINES, {"begin": cell.name})
         faulthandler.dump_traceback_later(CELL_S, exit=True)
         torch.manual_seed(seed)  # so that one cell can be run again alone
         try:
@@ -164,7 +163,7 @@ def run_cells(
                 measure(cell, prepared, machine, gpu, seconds=cell_seconds)
         except torch.OutOfMemoryError as error:
             report.left_out.append(f"{cell.name}: {str(error).splitlines()[0]}")
-            append(folder / LINES, {"left": cell.name})
+            append_line(folder / LINES, {"left": cell.name})
             gpu.free_cached()
             continue
         except Exception as error:  # whatever a kernel or compiler raises is this cell's result; the others still run
@@ -174,7 +173,7 @@ def run_cells(
             prepared = None  # its memory is the next cell's
         report.cells.append(cell)
         report.begun = [name for name in report.begun if name != cell.name]
-        append(folder / LINES, {"cell": plain(cell)})
+        append_line(folder / LINES, {"cell": plain(cell)})
         print(f"  {'passed' if cell.passed else 'FAILED'}  {cell.name}  {cell.fault}", flush=True)
         if time.monotonic() - saved_s > SAVE_EVERY_S:
             report.save(folder)
@@ -183,7 +182,7 @@ def run_cells(
             report.left_out += [f"{Cell.of(*pair).name}: the GPU's context was lost" for pair in todo[index + 1 :]]
             ended = False
             break
-    append(folder / LINES, {"left_out": report.left_out})
+    append_line(folder / LINES, {"left_out": report.left_out})
     report.save(folder)
     return ended
 
@@ -264,7 +263,7 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     if not options.resume:
         (options.out / LINES).unlink(missing_ok=True)
-    append(options.out / LINES, {"about": about})
+    append_line(options.out / LINES, {"about": about})
     report = Report.load(options.out)
     kept, seed = len(report.cells), report.about["seed"] if options.seed is None else options.seed
     ended = run_cells(
@@ -278,7 +277,7 @@ def main(words: Sequence[str] | None = None) -> int:
         cell_seconds=QUICK["cell_seconds"] if options.quick else 1.0,
     )
     if ended:
-        append(options.out / LINES, {"end": True})
+        append_line(options.out / LINES, {"end": True})
     print(report.text())
     failed = [cell for cell in report.cells if not cell.passed]
     print(

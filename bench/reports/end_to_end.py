@@ -8,8 +8,8 @@ Writes end_to_end.json and end_to_end.md; docs/performance.md shows the table.
 from __future__ import annotations
 
 import argparse
-import json
 import random
+import statistics
 import tempfile
 import time
 from dataclasses import replace
@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.demo import CONFIG, RANKS, prepare
 from bench.harness import Measured, Work, bootstrap_ratio, compare, single_thread_environment
-from bench.provenance import commit, hardware, versions
+from bench.provenance import about, save_json
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro
 from odc_triton.base.files import write_file
 from odc_triton.base.report import table
@@ -91,34 +91,19 @@ def summarise(cells: dict[str, list[list[Measured]]]) -> tuple[list[list[str]], 
     """One row per distribution and variant: times of ODC + LB-Mini's, over all seeds' minibatches together."""
     rows, numbers = [], {}
     for name, runs in cells.items():
-        timed = {
-            kind.name: [
-                t for run in runs for result in run if result.name == kind.name for t in result.seconds[WARM_UP:]
-            ]
-            for kind in VARIANTS
-        }
+        of = {kind.name: [result for run in runs for result in run if result.name == kind.name] for kind in VARIANTS}
+        timed = {key: [second for result in found for second in result.seconds[WARM_UP:]] for key, found in of.items()}
+        shown = range(WARM_UP, WARM_UP + MINIBATCHES)
         fastest = min((kind.name for kind in BASELINES), key=lambda key: sum(timed[key]))
         numbers[name] = {"fastest_baseline": fastest, "variants": {}}
         for kind in VARIANTS:
             ratio = bootstrap_ratio(timed[kind.name], timed[Odc.name])
-            idle = [
-                idle_fraction(excerpt({"": result.events}, minibatches=range(WARM_UP, WARM_UP + MINIBATCHES))[""])
-                for run in runs
-                for result in run
-                if result.name == kind.name
-            ]
+            idle = [idle_fraction(excerpt({"": r.events}, minibatches=shown)[""]) for r in of[kind.name]]
             numbers[name]["variants"][kind.name] = {**ratio, "seconds": timed[kind.name], "idle_fraction": idle}
             mark = " (fastest baseline)" if kind.name == fastest else ""
-            rows.append(
-                [
-                    name,
-                    kind.name + mark,
-                    f"{sum(timed[kind.name]) / len(timed[kind.name]):.2f}",
-                    f"{ratio['ratio']:.2f}",
-                    f"{ratio['low']:.2f} to {ratio['high']:.2f}",
-                    f"{sum(idle) / len(idle):.1%}" if kind.records_waiting else "not recorded",
-                ]
-            )
+            mean, interval = statistics.mean(timed[kind.name]), f"{ratio['low']:.2f} to {ratio['high']:.2f}"
+            waited = f"{statistics.mean(idle):.1%}" if kind.records_waiting else "not recorded"
+            rows.append([name, kind.name + mark, f"{mean:.2f}", f"{ratio['ratio']:.2f}", interval, waited])
     return rows, numbers
 
 
@@ -141,8 +126,7 @@ def main() -> None:
     rows, numbers = summarise(cells)
     text = table(rows, COLUMNS)
     out.mkdir(parents=True, exist_ok=True)
-    facts = {"versions": versions(), "hardware": hardware(), "commit": commit(), "config": CONFIG, "ranks": RANKS}
-    write_file(out / "end_to_end.json", json.dumps({**facts, "cells": numbers}, indent=1).encode())
+    save_json(out / "end_to_end.json", about() | {"config": CONFIG, "ranks": RANKS, "cells": numbers})
     write_file(out / "end_to_end.md", (text + "\n").encode())
     print(text)
 

@@ -8,18 +8,14 @@ calls in one process.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from bench.provenance import commit, hardware, versions
-from odc_triton.base.files import write_file
+from bench.provenance import about, options_of, save_json
 from odc_triton.base.report import table
 from odc_triton.nn import LMHead
 
@@ -32,13 +28,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--vocabulary", type=int, default=32768)
-    parser.add_argument("--columns", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=None, help="JSON file")
-    options = parser.parse_args()
+    options = options_of(__doc__, tokens=2048, vocabulary=32768, columns=1024, rounds=7)
     torch.set_num_threads(1)
     h = torch.randn(options.tokens, options.columns, requires_grad=True)
     targets = torch.randint(0, options.vocabulary, (options.tokens,))
@@ -71,10 +61,9 @@ def main() -> None:
         f"{ratios[options.rounds // 2]:.2f} of the time ({ratios[0]:.2f} to {ratios[-1]:.2f})"
     )
     if options.out:
-        about = {"hardware": hardware(), "versions": versions(), "commit": commit()}
         sizes = {"tokens": options.tokens, "vocabulary": options.vocabulary, "columns": options.columns}
-        result = about | sizes | {"peak_bytes": peaks, "seconds": seconds, "time_ratios": ratios}
-        write_file(options.out, (json.dumps(result, indent=1) + "\n").encode())
+        found = {"peak_bytes": peaks, "seconds": seconds, "time_ratios": ratios}
+        save_json(options.out, about() | sizes | found)
 
 
 if __name__ == "__main__":

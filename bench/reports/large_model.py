@@ -8,13 +8,9 @@ optimizer step, less what they had before the model, beside parameters, gradient
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from pathlib import Path
 
-from bench.provenance import commit, hardware, versions
-from odc_triton.base.files import write_file
+from bench.provenance import about, options_of, save_json
 from odc_triton.comm.launch import launch
 
 TOKENS = 16
@@ -54,10 +50,7 @@ def one_step() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=None, help="JSON file")
-    options = parser.parse_args()
+    options = options_of(__doc__, ranks=2)
     of_ranks = launch(one_step, ranks=options.ranks)
     held, wanted = sum(of["held_bytes"] for of in of_ranks), 16 * of_ranks[0]["parameters"]
     seconds = max(of["seconds"] for of in of_ranks)
@@ -66,8 +59,7 @@ def main() -> None:
         f"held after a step: {held / 1e9:.2f} GB, {held / wanted:.2f} of parameters, gradients and states"
     )
     if options.out:
-        about = {"hardware": hardware(), "versions": versions(), "commit": commit(), "ranks": of_ranks}
-        write_file(options.out, (json.dumps(about | {"held_over_wanted": held / wanted}, indent=1) + "\n").encode())
+        save_json(options.out, about() | {"ranks": of_ranks, "held_over_wanted": held / wanted})
 
 
 if __name__ == "__main__":

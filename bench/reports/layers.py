@@ -8,16 +8,12 @@ medians over interleaved rounds, with the quartiles of the rounds' own ratios.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-from pathlib import Path
 
 from bench.demo import CONFIG, EQUAL_LENGTHS, TOKEN_CAP
 from bench.harness import Work, balanced, single_thread_environment
-from bench.provenance import commit, hardware, versions
+from bench.provenance import about, options_of, save_json
 from bench.variants import Odc, OdcLayers, OdcLayersFused, OdcLayersSplit, Unsharded
-from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 
@@ -25,11 +21,7 @@ VARIANTS = (Unsharded, Odc, OdcLayers, OdcLayersFused, OdcLayersSplit)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=None, help="JSON file")
-    options = parser.parse_args()
+    options = options_of(__doc__, ranks=2, repeats=15)
     single_thread_environment()
     work = Work(dataset="", config=CONFIG, minibatches=[], token_cap=TOKEN_CAP)
     seconds = launch(balanced, VARIANTS, work, EQUAL_LENGTHS, options.repeats, ranks=options.ranks)[0]
@@ -42,9 +34,8 @@ def main() -> None:
         rows.append([name, f"{statistics.median(own):.3f}", *cells])
     print(table(rows, ("", "s per minibatch", "of unsharded", "quartiles")))
     if options.out:
-        about = {"hardware": hardware(), "versions": versions(), "commit": commit()}
-        result = about | {"ranks": options.ranks, "config": CONFIG, "lengths": EQUAL_LENGTHS}
-        write_file(options.out, (json.dumps(result | {"seconds": seconds, "ratios": ratios}, indent=1) + "\n").encode())
+        given = {"ranks": options.ranks, "config": CONFIG, "lengths": EQUAL_LENGTHS}
+        save_json(options.out, about() | given | {"seconds": seconds, "ratios": ratios})
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -20,7 +21,11 @@ BEGIN = "<!-- begin: python -m bench.reports.memory_table -->"
 END = "<!-- end: python -m bench.reports.memory_table -->"
 WORLDS = (1, 2, 4, 8)
 NODES = (2, 4, 8)  # of 8 GPUs each
-# Qwen2.5 as published: hidden, layers, query heads, key/value heads, inner, vocabulary, tied embeddings.
+# Qwen2.5 as published.
+_SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size", "tie_word_embeddings"),
+)
 MODELS = {
     "1.5 B": (1536, 28, 12, 2, 8960, 151936, True),
     "7 B": (3584, 28, 28, 4, 18944, 152064, False),
@@ -31,44 +36,33 @@ MODELS = {
 
 def build(name: str) -> Qwen2ForCausalLM:
     """The model of `MODELS` on the meta device, fp32."""
-    hidden, layers, heads, kv_heads, inner, vocab, tied = MODELS[name]
-    config = Qwen2Config(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=inner,
-        vocab_size=vocab,
-        tie_word_embeddings=tied,
-        dtype=torch.float32,
-    )
+    sizes = dict(zip(_SIZES, MODELS[name], strict=True))
     with torch.device("meta"):
-        return Qwen2ForCausalLM(config)
+        return Qwen2ForCausalLM(Qwen2Config(**sizes, dtype=torch.float32))
+
+
+def _plan(model: Qwen2ForCausalLM, world: int, **others: Any) -> MemoryPlan:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return memory_plan(model, world, mp_policy=policy, backend="cuda", **others)
+
+
+def _odc_parts(plan: MemoryPlan) -> tuple[int, ...]:
+    shards = (plan.compute_shard_bytes, plan.gradient_shard_bytes)
+    return (*shards, plan.persistent_private_bytes, plan.transient_bytes, plan.total_bytes)
+
+
+def _row(name: str, gpus: str, *parts: int) -> str:
+    return f"| {name} | {gpus} | " + " | ".join(f"{part / 1e9:.1f}" for part in parts) + " |"
 
 
 def rows(name: str) -> list[str]:
     """Lines of the two tables for one model: bytes per GPU for each world, then activations per token."""
     model = build(name)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    def plan(world: int, scheme: str) -> MemoryPlan:
-        return memory_plan(model, world, scheme=scheme, mp_policy=policy, backend="cuda")
-
     lines = []
     for world in WORLDS:
-        odc, fsdp2, whole = (plan(world, scheme) for scheme in ("odc", "fsdp2", "fsdp2_no_reshard"))
-        parts = (
-            odc.compute_shard_bytes,
-            odc.gradient_shard_bytes,
-            odc.persistent_private_bytes,
-            odc.transient_bytes,
-            odc.total_bytes,
-            fsdp2.persistent_private_bytes,
-            fsdp2.transient_bytes,
-            fsdp2.total_bytes,
-            whole.total_bytes,
-        )
-        lines.append(f"| {name} | {world} | " + " | ".join(f"{part / 1e9:.1f}" for part in parts) + " |")
+        odc, fsdp2, whole = (_plan(model, world, scheme=scheme) for scheme in ("odc", "fsdp2", "fsdp2_no_reshard"))
+        theirs = (fsdp2.persistent_private_bytes, fsdp2.transient_bytes, fsdp2.total_bytes, whole.total_bytes)
+        lines.append(_row(name, str(world), *_odc_parts(odc), *theirs))
     kept = [
         activation_bytes_per_token(model, itemsize=itemsize, gradient_checkpointing=checkpointing)
         for itemsize in (2, 4)
@@ -81,19 +75,8 @@ def rows(name: str) -> list[str]:
 
 def rows_of_nodes(name: str) -> list[str]:
     """Lines of the table for hybrid sharding: a replica on each node of 8 GPUs."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    lines = []
-    for nodes in NODES:
-        plan = memory_plan(build(name), 8, replicas=nodes, mp_policy=policy, backend="cuda")
-        parts = (
-            plan.compute_shard_bytes,
-            plan.gradient_shard_bytes,
-            plan.persistent_private_bytes,
-            plan.transient_bytes,
-            plan.total_bytes,
-        )
-        lines.append(f"| {name} | {nodes} x 8 | " + " | ".join(f"{part / 1e9:.1f}" for part in parts) + " |")
-    return lines
+    model = build(name)
+    return [_row(name, f"{nodes} x 8", *_odc_parts(_plan(model, 8, replicas=nodes))) for nodes in NODES]
 
 
 def table() -> str:

@@ -8,7 +8,6 @@ The demo's model, data and minibatches. Saving is given as the share of a run th
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,9 +19,8 @@ from typing import Any
 
 from bench.demo import CONFIG, TOKEN_CAP, VOCABULARY
 from bench.harness import single_thread_environment
-from bench.provenance import commit, hardware, versions
+from bench.provenance import about, options_of, save_json
 from bench.stdlib_corpus import build_corpus
-from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
@@ -77,11 +75,7 @@ def measure(options: SftOptions) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--out", type=Path, default=None, help="JSON file")
-    given = parser.parse_args()
+    given = options_of(__doc__, ranks=2, steps=12)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         os.environ["ODC_TRITON_CACHE"] = str(folder / "cache")
@@ -101,10 +95,9 @@ def main() -> None:
     ]
     print(table(rows, ("", "measured", "target")))
     if given.out:
-        about = {"hardware": hardware(), "versions": versions(), "commit": commit(), "ranks": given.ranks}
         found = {"step_s": step_s, "save_s": save_s, "reading_share": reading, "saving_share": saving}
         found |= {"prepare_s": first_s, "open_s": again_s, "records": RECORDS, "of_ranks": of_ranks}
-        write_file(given.out, (json.dumps(about | found, indent=1) + "\n").encode())
+        save_json(given.out, about() | {"ranks": given.ranks} | found)
 
 
 def _prepared_options(folder: Path, steps: int) -> SftOptions:

@@ -7,12 +7,12 @@ or twice), and between them the demo's minibatches. From the first the simulator
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -20,10 +20,9 @@ import torch.distributed as dist
 
 from bench.demo import RANKS, VARIANTS, prepare
 from bench.harness import Work, deal, gather, open_job, single_thread_environment
-from bench.provenance import commit, hardware, versions
+from bench.provenance import about, save_json
 from bench.variants import Pack, Variant
 from odc_triton.balance.collate import count_target_tokens, pack_collate
-from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import IGNORED_LABEL, TokenizedDataset
@@ -32,13 +31,7 @@ from odc_triton.simulate.study import SequenceTime, from_measured
 
 # Tokens of a sequence, and how often a minibatch has it: once for what lengths cost, twice for what a microbatch does.
 POINTS = ((128, 1), (256, 1), (512, 1), (1024, 1), (2048, 1), (128, 2), (512, 2))
-SCHEDULES = {
-    "Fsdp2": "fsdp",
-    "Fsdp2NoReshard": "fsdp-no-reshard",
-    "LayerBarrier": "fsdp",
-    "OdcMicro": "odc",
-    "Odc": "odc",
-}
+SCHEDULES = {"Fsdp2": "fsdp", "Fsdp2NoReshard": "fsdp-no-reshard", "LayerBarrier": "fsdp"}  # of the others: odc
 
 
 def _timed(variant: Variant, index: int, own: Sequence[Pack], total: int) -> float:
@@ -100,16 +93,10 @@ def predict(work: Work, singles: dict[str, list[dict]]) -> dict[str, list[float]
         medians = [statistics.median(point["seconds"]) for point in points]
         times = [SequenceTime(**point | {"seconds": typical}) for point, typical in zip(points, medians, strict=True)]
         job = from_measured(times, ranks=RANKS, layers=work.config["num_hidden_layers"], cost=work.cost())
-        outcome = simulate(
-            minibatches,
-            job=job,
-            schedule=SCHEDULES[kind.__name__],
-            balance=kind.balance,
-            token_cap=work.token_cap,
-        )
-        slowness = [
-            sum(point["seconds"][run] for point in points) / sum(medians) for run in range(len(work.minibatches))
-        ]
+        schedule = SCHEDULES.get(kind.__name__, "odc")
+        outcome = simulate(minibatches, job=job, schedule=schedule, balance=kind.balance, token_cap=work.token_cap)
+        runs = range(len(work.minibatches))
+        slowness = [sum(point["seconds"][run] for point in points) / sum(medians) for run in runs]
         told[kind.name] = [s * slow for s, slow in zip(outcome.seconds.tolist(), slowness, strict=True)]
     return told
 
@@ -117,9 +104,7 @@ def predict(work: Work, singles: dict[str, list[dict]]) -> dict[str, list[float]
 def compare(folder: Path, *, minibatches: int) -> dict:
     """Everything measured and predicted, as plain data; data and tokenizer go to `folder`."""
     work = prepare(folder)
-    work = Work(
-        dataset=work.dataset, config=work.config, minibatches=work.minibatches[:minibatches], token_cap=work.token_cap
-    )
+    work = replace(work, minibatches=work.minibatches[:minibatches])
     singles, measured = launch(measure, work, ranks=RANKS)[0]
     predicted = predict(work, singles)
     return {
@@ -127,9 +112,7 @@ def compare(folder: Path, *, minibatches: int) -> dict:
         "measured_s": measured,
         "predicted_s": predicted,
         "single_sequences": singles,
-        "versions": versions(),
-        "hardware": hardware(),
-        "commit": commit(),
+        **about(),
     }
 
 
@@ -142,16 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     single_thread_environment()
     with tempfile.TemporaryDirectory() as folder:
         found = compare(Path(folder), minibatches=options.minibatches)
-    write_file(options.out, json.dumps(found, indent=1).encode())
-    rows = [
-        [
-            name,
-            f"{statistics.mean(found['measured_s'][name]):.2f}",
-            f"{statistics.mean(found['predicted_s'][name]):.2f}",
-            f"{ratio:.3f}",
-        ]
-        for name, ratio in found["predicted_over_measured"].items()
-    ]
+    save_json(options.out, found)
+    rows = []
+    for name, ratio in found["predicted_over_measured"].items():
+        means = (statistics.mean(found[key][name]) for key in ("measured_s", "predicted_s"))
+        rows.append([name, *(f"{mean:.2f}" for mean in means), f"{ratio:.3f}"])
     print(table(rows, ("", "measured s", "predicted s", "predicted / measured")))
     return 0 if all(0.9 < ratio < 1.1 for ratio in found["predicted_over_measured"].values()) else 1
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import bench.suites.gpu as suite
 from bench.device import Gpu, Rehearsal, refuse_results
-from bench.lines import read
-from bench.provenance import commit, hardware, source_digest, versions
+from bench.provenance import commit, hardware, read_lines, source_digest, versions
 from bench.suites.gpu.ledger import LINES, Ledger, key_of
 from bench.suites.gpu.plan import ON_A_GPU, REHEARSAL, STAGES, Here, chosen, seconds_for
 from bench.suites.gpu.process import ROOT, install
@@ -57,7 +56,7 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
 
 
 def _abouts(out: Path) -> list[dict[str, Any]]:
-    return [line for line in read(out / LINES) if line["kind"] == "about"]
+    return [line for line in read_lines(out / LINES) if line["kind"] == "about"]
 
 
 def main(words: list[str] | None = None) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.lines import append, read
+from bench.provenance import append_line, read_lines
 
 LINES = "outcomes.jsonl"
 
@@ -32,11 +32,11 @@ class Ledger:
     any_code: bool = False
 
     def add(self, kind: str, **record: Any) -> None:
-        append(self.folder / LINES, {"key": self.key, "kind": kind} | record)
+        append_line(self.folder / LINES, {"key": self.key, "kind": kind} | record)
 
     def stage(self, name: str) -> Found:
         place = self.key.partition("-")[0] if self.any_code else self.key
-        return found_of(name, [record for record in read(self.folder / LINES) if record["key"].startswith(place)])
+        return found_of(name, [record for record in read_lines(self.folder / LINES) if record["key"].startswith(place)])
 
 
 @dataclass(kw_only=True)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.lines import read
+from bench.provenance import read_lines
 
 from .ledger import Ledger
 from .process import run
@@ -143,7 +143,7 @@ def write_text(folder: Path, training: Training) -> None:
 
 def _curve(out: Path) -> Callable[[], dict[str, Any] | None]:
     def losses() -> dict[str, Any] | None:
-        found = [record["loss"] for record in read(out / "metrics.jsonl") if "loss" in record]
+        found = [record["loss"] for record in read_lines(out / "metrics.jsonl") if "loss" in record]
         if not found:
             return None
         first, last = (sum(part) / len(part) for part in (found[:_AT_ONCE], found[-_AT_ONCE:]))
@@ -179,11 +179,11 @@ def run_kernels(runs: Runs, out: Path, words: Iterable[str]) -> dict[str, Any]:
             str(out),
         ]
         code, text = run([*command, *words], runs.environment, runs.left_s)
-        ended = bool(cells := read(out / CELLS)) and "end" in cells[-1]
+        ended = bool(cells := read_lines(out / CELLS)) and "end" in cells[-1]
         runs.ledger.add("said", stage=runs.stage, text=tail(text) if code != 0 or not ended else "")
         if ended or code is None:
             break
-    cells = [record["cell"] for record in read(out / CELLS) if "cell" in record]
+    cells = [record["cell"] for record in read_lines(out / CELLS) if "cell" in record]
     right = bool(cells) and all(cell["passed"] for cell in cells)
     return {"passed": code in (0, None) and right, "cut": not cells, "cells": len(cells)}
 
@@ -201,7 +201,7 @@ def run_checked(runs: Runs, checked: dict[str, tuple[str, ...]]) -> dict[str, An
 
 def _cells(out: Path) -> Callable[[], dict[str, Any] | None]:
     def cells() -> dict[str, Any] | None:
-        found = [record["cell"] for record in read(out / CELLS) if "cell" in record]
+        found = [record["cell"] for record in read_lines(out / CELLS) if "cell" in record]
         wrong = [f"{c['operator']}, {c['layer']}, {c['tokens']} tokens: {c['fault']}" for c in found if not c["passed"]]
         return {"cells": len(found), "wrong": wrong} if found else None
 

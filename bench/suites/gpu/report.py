@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.device import WARNING
-from bench.lines import read
+from bench.provenance import read_lines
 from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 
@@ -24,7 +24,7 @@ ONE_GPU = (
 def machines(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
     """What each code, GPU and set of versions is about, and its lines; the last one first."""
     records: dict[str, list[dict[str, Any]]] = {}
-    for record in read(folder / LINES):
+    for record in read_lines(folder / LINES):
         lines = records.pop(record["key"], []) if record["kind"] == "about" else records.setdefault(record["key"], [])
         lines.append(record)
         records[record["key"]] = lines
