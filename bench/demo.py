@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -73,10 +74,6 @@ def prepare(folder: Path) -> Work:
     return Work(dataset=str(folder / "data.npz"), config=CONFIG, minibatches=minibatches, token_cap=TOKEN_CAP)
 
 
-def _progress_line(text: str) -> None:
-    print(f"  {text}", flush=True)
-
-
 def make_report(results: list[Measured], memory: dict, slowdown: dict, work: Work, parameters: int) -> dict:
     """Everything that was measured, as plain data."""
     data = TokenizedDataset.load(work.dataset)
@@ -84,14 +81,16 @@ def make_report(results: list[Measured], memory: dict, slowdown: dict, work: Wor
     odc = timed[Odc.name]
     baselines = [kind.name for kind in (Fsdp2, Fsdp2NoReshard, LayerBarrier)]
     fastest = min(baselines[:2], key=lambda name: sum(timed[name]))
-    report = {
+    in_window = range(WARM_UP, WARM_UP + MINIBATCHES)
+    last = [result.losses[-1] for result in results]
+    return {
         "speedup_vs_fsdp2": bootstrap_ratio(timed[Fsdp2.name], odc),
         "speedup_vs_fastest": {**bootstrap_ratio(timed[fastest], odc), "name": fastest},
         "speedup_vs_layer_barrier": bootstrap_ratio(timed[LayerBarrier.name], odc),
         "speedup_vs_odc_micro": bootstrap_ratio(timed[OdcMicro.name], odc),
         "overhead_vs_unsharded": slowdown["fraction"],
         "overhead_details": slowdown,
-        "idle_fraction": {},
+        "idle_fraction": {r.name: idle_fraction(excerpt({"": r.events}, minibatches=in_window)[""]) for r in results},
         "seconds": {result.name: result.seconds for result in results},
         "step_seconds": {result.name: result.step_seconds for result in results},
         "microbatches": {result.name: result.microbatches for result in results},
@@ -108,14 +107,8 @@ def make_report(results: list[Measured], memory: dict, slowdown: dict, work: Wor
         "token_cap": work.token_cap,
         "ranks": RANKS,
         **about(),
+        "loss_spread": (max(last) - min(last)) / min(last),
     }
-    timed_minibatches = range(WARM_UP, WARM_UP + MINIBATCHES)
-    for result in results:
-        chosen = excerpt({result.name: result.events}, minibatches=timed_minibatches)[result.name]
-        report["idle_fraction"][result.name] = idle_fraction(chosen)
-    last = [result.losses[-1] for result in results]
-    report["loss_spread"] = (max(last) - min(last)) / min(last)
-    return report
 
 
 COLUMNS = ("", "s per minibatch", "ODC + LB-Mini is faster by", "95% interval", "idle", "private MB", "loss at the end")
@@ -127,17 +120,11 @@ def rows_of(report: dict) -> list[list[str]]:
     for name, seconds in report["seconds"].items():
         timed = seconds[WARM_UP:]
         ratio = bootstrap_ratio(timed, odc)
-        rows.append(
-            [
-                name,
-                f"{sum(timed) / len(timed):.2f}",
-                "" if name == Odc.name else f"{ratio['ratio']:.2f}x",
-                "" if name == Odc.name else f"{ratio['low']:.2f} to {ratio['high']:.2f}",
-                f"{report['idle_fraction'][name]:.1%}",
-                f"{report['peak_private_bytes'][name] / 1e6:.0f}",
-                f"{report['loss_last'][name]:.4f}",
-            ]
-        )
+        faster = (f"{ratio['ratio']:.2f}x", f"{ratio['low']:.2f} to {ratio['high']:.2f}")
+        faster = ("", "") if name == Odc.name else faster
+        idle, private_mb = report["idle_fraction"][name], report["peak_private_bytes"][name] / 1e6
+        measured = (f"{idle:.1%}", f"{private_mb:.0f}", f"{report['loss_last'][name]:.4f}")
+        rows.append([name, f"{statistics.mean(timed):.2f}", *faster, *measured])
     return rows
 
 
@@ -181,7 +168,7 @@ def main(out: Path) -> int:
     parameters = sum(p.numel() for p in work.build().parameters())
     print(f"model: Qwen2, {parameters / 1e6:.1f} M parameters, random weights; {RANKS} ranks of one thread", flush=True)
     print(f"training {len(VARIANTS)} variants on the same {WARM_UP + MINIBATCHES} minibatches:", flush=True)
-    results = launch(compare, VARIANTS, work, _progress_line, ranks=RANKS)[0]
+    results = launch(compare, VARIANTS, work, True, ranks=RANKS)[0]
     print("overhead against unsharded compute, then each variant's memory alone:", flush=True)
     slowdown = launch(overhead, work, EQUAL_LENGTHS, OVERHEAD_REPEATS, ranks=RANKS)[0]
     few = replace(work, minibatches=[work.minibatches[0][: SAMPLES // 4]])  # a pack or two a rank: the peak is theirs

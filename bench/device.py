@@ -10,13 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-
-RESULTS = Path(__file__).resolve().parent / "results"
-WARNING = "REHEARSAL without a GPU: no number here is a measurement."
 
 
 class Gpu:
@@ -116,9 +112,3 @@ class Rehearsal(Gpu):
     def environment(self) -> dict[str, str]:
         """No GPU is seen, also where there is one, and ranks side by side take a thread each."""
         return os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-
-
-def refuse_results(folder: Path) -> None:
-    """Raises ValueError where a rehearsal would write among the results."""
-    if folder.resolve().is_relative_to(RESULTS):
-        raise ValueError(f"a rehearsal measures nothing: {folder} is in {RESULTS}, choose another folder")

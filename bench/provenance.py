@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+WARNING = "REHEARSAL without a GPU: no number here is a measurement."
 _PACKAGES = ("odc-triton", "torch", "triton", "transformers", "numpy")
 
 
@@ -30,6 +32,12 @@ def save_json(path: Path, data: object) -> None:
     from odc_triton.base.files import write_file
 
     write_file(path, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def refuse_results(folder: Path) -> None:
+    """Raises ValueError where a rehearsal would write among the results."""
+    if folder.resolve().is_relative_to(RESULTS):
+        raise ValueError(f"a rehearsal measures nothing: {folder} is in {RESULTS}, choose another folder")
 
 
 def options_of(about: str, **numbers: int) -> argparse.Namespace:

@@ -20,15 +20,14 @@ from typing import Any
 import pytest
 
 import bench.suites.gpu as suite
-from bench.device import WARNING, Rehearsal
-from bench.provenance import append_line, read_lines
+from bench.device import Rehearsal
+from bench.provenance import WARNING, append_line, read_lines
 from bench.suites.gpu import measured
 from bench.suites.gpu.__main__ import NAMES
-from bench.suites.gpu.ledger import LINES, Found, Ledger, found_of, key_of
 from bench.suites.gpu.measured import Runs, ending, learned, long_lengths, run_kernels, run_memcheck
+from bench.suites.gpu.outcomes import LINES, ONE_GPU, Found, Ledger, found_of, key_of, write_report
 from bench.suites.gpu.plan import ON_A_GPU, REHEARSAL, STAGES, chosen, seconds_for
 from bench.suites.gpu.process import ROOT, install
-from bench.suites.gpu.report import ONE_GPU, write_report
 from bench.suites.gpu.tests import TEST_S, run_tests
 from tests import ranks
 

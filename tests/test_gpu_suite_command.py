@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.device import RESULTS, WARNING
-from bench.provenance import read_lines
+from bench.provenance import RESULTS, WARNING, read_lines
 from bench.suites.gpu.__main__ import NAMES, main
-from bench.suites.gpu.ledger import LINES
+from bench.suites.gpu.outcomes import LINES
 from bench.suites.gpu.process import ROOT, run
 
 from .test_gpu_suite import ENVIRONMENT, ledger_in, running

@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.device import WARNING
-from bench.provenance import read_lines
+from bench.provenance import WARNING, read_lines
 from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 
@@ -282,21 +281,8 @@ def _alike(about: dict[str, Any]) -> str:
 
 
 COLUMNS = (
-    "operator",
-    "model",
-    "layer",
-    "N x K",
-    "tokens",
-    "world",
-    "check",
-    "p20 us",
-    "p50 us",
-    "p80 us",
-    "TFLOP/s",
-    "HBM GB/s",
-    "link GB/s",
-    "of roofline",
-    "faster than (95% interval)",
+    *("operator", "model", "layer", "N x K", "tokens", "world", "check", "p20 us", "p50 us", "p80 us"),
+    *("TFLOP/s", "HBM GB/s", "link GB/s", "of roofline", "faster than (95% interval)"),
 )
 
 

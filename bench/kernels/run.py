@@ -33,11 +33,11 @@ import torch
 
 from bench.kernels.operators import all_operators  # first: it decides where kernels run  # isort: skip
 
-from bench.device import Gpu, Rehearsal, refuse_results
+from bench.device import Gpu, Rehearsal
 from bench.kernels.cells import LINES, Cell, Report, plain, wanted_first
 from bench.kernels.problem import DEVICE, MODELS, TINY, Model, Operator, Prepared, Problem
 from bench.kernels.timing import Machine, interleaved, median_interval, quantiles, warm_up
-from bench.provenance import append_line, commit, hardware, source_digest, versions
+from bench.provenance import append_line, commit, hardware, refuse_results, source_digest, versions
 
 # In the order of interest, for a run may end early.
 TOKENS = (4096, 16, 128, 16384, 1, 1024, 65536)
@@ -248,7 +248,7 @@ def main(words: Sequence[str] | None = None) -> int:
     dtype = getattr(torch, options.dtype)
     options.out.mkdir(parents=True, exist_ok=True)
     machine = Machine.measured(device, dtype=dtype, peers=options.peers) if timed else None
-    about = {
+    now = {
         "rehearsal": options.rehearse,
         "hardware": hardware(),
         "gpu": device.about(),
@@ -263,7 +263,7 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     if not options.resume:
         (options.out / LINES).unlink(missing_ok=True)
-    append_line(options.out / LINES, {"about": about})
+    append_line(options.out / LINES, {"about": now})
     report = Report.load(options.out)
     kept, seed = len(report.cells), report.about["seed"] if options.seed is None else options.seed
     ended = run_cells(

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bench.demo import RANKS, VARIANTS, prepare
-from bench.harness import Work, deal, gather, open_job, single_thread_environment
+from bench.harness import Work, deal, gather, in_turn, open_job, single_thread_environment
 from bench.provenance import about, save_json
 from bench.variants import Pack, Variant
 from odc_triton.balance.collate import count_target_tokens, pack_collate
@@ -62,7 +62,7 @@ def measure(
     }
     seconds: dict[str, list[float]] = {v.name: [] for v in variants}
     for run in range(len(work.minibatches) + 1):  # the first warms up
-        for variant in variants[run % len(variants) :] + variants[: run % len(variants)]:
+        for variant in in_turn(variants, run):
             for point in singles[variant.name] if run else singles[variant.name][:1]:
                 document = torch.randint(4, work.config["vocab_size"], (point["tokens"],), generator=generator)
                 labels = document.clone()

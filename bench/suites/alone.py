@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.harness import Minibatch, PeakMemory, gather, open_job, train_minibatch
+from bench.harness import Minibatch, PeakMemory, gather, open_job, set_torch_up, train_minibatch
 from bench.provenance import gpu
 from bench.variants import Setting, Variant
 from odc_triton.balance import CostModel
@@ -135,7 +135,7 @@ class Turn:
 def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: int) -> Turn:
     """Builds the variant and trains the minibatches of one round, the first to warm up. Collective."""
     open_job(setting)
-    nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()  # what torch itself sets up on first use
+    set_torch_up()
     watch = PeakMemory()
     before = _device_peak() if setting.device == "cuda" else watch.read()[0]
     data, cost = work.data(), work.cost()

@@ -10,7 +10,6 @@ lengths.json are kept up to date while it runs.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -18,14 +17,20 @@ from pathlib import Path
 
 import torch
 
-from bench.harness import single_thread_environment
-from bench.provenance import commit, hardware, versions
+from bench.harness import in_turn, single_thread_environment
+from bench.provenance import about, save_json
 from bench.suites.alone import LengthsWork, Turn, take_turn
-from bench.suites.lengths_report import ALIKE, COLUMNS, Amounts, Result, as_data, fastest_baseline, loss_spread, row_of
-from bench.suites.peaks import peak_flops
+from bench.suites.lengths_report import (
+    ALIKE,
+    Amounts,
+    Result,
+    as_data,
+    loss_spread,
+    peak_flops,
+    text_of,
+)
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting, Variant
 from odc_triton.base.files import write_file
-from odc_triton.base.report import table
 from odc_triton.cli.bench import BenchOptions
 from odc_triton.comm.launch import launch
 from odc_triton.data.lengths import read_lengths
@@ -106,8 +111,7 @@ def take_turns(
     """
     results = [Result(name=kind.name, is_baseline=kind in BASELINES) for kind in kinds]
     for round_ in range(rounds):
-        for shift in range(len(kinds)):
-            place = (round_ + shift) % len(kinds)
+        for place in in_turn(range(len(kinds)), round_):
             if results[place].failure is not None:
                 continue
             try:
@@ -130,8 +134,8 @@ def main(ranks: int, options: BenchOptions) -> int:
     out.mkdir(parents=True, exist_ok=True)
     timed = [index for round_ in range(options.rounds) for index in work.indices(round_)[1:]]
     tokens, flops = [work.tokens(index) for index in timed], [work.flops(index) for index in timed]
-    about = {"options": asdict(options), "ranks": ranks, **asdict(setting), "token_cap": work.token_cap, "cut": cut}
-    about |= {"hardware": hardware(), "versions": versions(), "commit": commit()}
+    said = {"options": asdict(options), "ranks": ranks, **asdict(setting), "token_cap": work.token_cap, "cut": cut}
+    said |= about()
     mean = sum(work.lengths) / len(work.lengths)
     heading = (
         f"{ranks} ranks on {setting.device}, {setting.dtype}; sequences of {min(work.lengths)} to {max(work.lengths)} "
@@ -144,11 +148,9 @@ def main(ranks: int, options: BenchOptions) -> int:
         seen = {"gpu": turns[0].gpu, "parameters": turns[0].parameters} if turns else {}
         peak = peak_flops((seen.get("gpu") or {}).get("name"), setting.dtype)
         amounts = Amounts(tokens=tokens, flops=flops, ranks=ranks, peak=peak)
-        fastest = fastest_baseline(results)
-        text = table([row_of(result, fastest, amounts) for result in results], COLUMNS)
-        data = as_data(results, amounts, about | seen)
-        write_file(out / "lengths.json", (json.dumps(data, indent=1) + "\n").encode())
-        lines = [heading, "", text, "", *(f"- {key}: {value}" for key, value in (about | seen).items())]
+        text = text_of(results, amounts)
+        save_json(out / "lengths.json", as_data(results, amounts, said | seen))
+        lines = [heading, "", text, "", *(f"- {key}: {value}" for key, value in (said | seen).items())]
         write_file(out / "lengths.md", ("\n".join(lines) + "\n").encode())
         return text
 

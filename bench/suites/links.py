@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
 import time
 import uuid
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.provenance import commit, hardware, versions
+from bench.provenance import about, save_json
 from bench.suites.links_report import Call, Link, as_data, text_of
 from odc_triton.base.files import write_file
 from odc_triton.comm.launch import launch
@@ -368,15 +367,15 @@ def main(words: Sequence[str] | None = None) -> int:
             "Two processes on the CPU: this tries the control flow, and its figures say nothing of links.", flush=True
         )
     options.out.mkdir(parents=True, exist_ok=True)
-    about = {"shape": asdict(shape), "hardware": hardware(), "versions": versions(), "commit": commit()}
-    about["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    said = {"shape": asdict(shape), **about(), "gpus": names}
 
     def measure(pair: PairOfGpus) -> list[dict[str, Call]]:
         return launch(measure_pair, shape, pair.devices, f"links-{uuid.uuid4().hex}", ranks=2)
 
     def so_far(links: list[Link]) -> None:
-        write_file(options.out / "links.json", (json.dumps(as_data(links, about), indent=1) + "\n").encode())
-        lines = [text_of(links), "", *(f"- {key}: {value}" for key, value in about.items())]
+        save_json(options.out / "links.json", as_data(links, said))
+        lines = [text_of(links), "", *(f"- {key}: {value}" for key, value in said.items())]
         write_file(options.out / "links.md", ("\n".join(lines) + "\n").encode())
         last = links[-1]
         print(f"  {last.worker} and {last.owner}: {last.failure or 'measured'}", flush=True)

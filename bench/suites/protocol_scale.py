@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -18,10 +17,9 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.provenance import commit, hardware, versions
+from bench.provenance import about, save_json
 from bench.suites.sleeping import FORWARD_SHARE, Cell, Costs, Measured, Way, main_of_rank, together
 from odc_triton.balance import CostModel
-from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 from odc_triton.simulate import draw, named_lengths
@@ -160,24 +158,16 @@ def in_words(rows: Sequence[dict], costs: dict[int, Costs], mean_sample_s: float
     return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Begun:
     """When a run began and how busy the machine was."""
 
-    start_s: float = dataclasses.field(default_factory=time.monotonic)
-    load: tuple[float, float, float] = dataclasses.field(default_factory=os.getloadavg)
+    def __init__(self) -> None:
+        self.start_s, self.load = time.monotonic(), os.getloadavg()
 
-
-def about(begun: Begun) -> dict:
-    """What the numbers were taken on. Load averages count this run's own ranks while they run."""
-    return {
-        "took_s": time.monotonic() - begun.start_s,
-        "load_average_before": begun.load,
-        "load_average_after": os.getloadavg(),
-        "hardware": hardware(),
-        "versions": versions(),
-        "commit": commit(),
-    }
+    def about(self) -> dict:
+        """What the numbers were taken on. Load averages count this run's own ranks while they run."""
+        loads = {"load_average_before": self.load, "load_average_after": os.getloadavg()}
+        return {"took_s": time.monotonic() - self.start_s, **loads, **about()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -217,9 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "layers": LAYERS,
             "mean_sample_s": MEAN_SAMPLE_S,
             "forward_share": FORWARD_SHARE,
-            **about(begun),
+            **begun.about(),
         }
-        write_file(options.out, (json.dumps(report, indent=1) + "\n").encode())
+        save_json(options.out, report)
     return 0
 
 

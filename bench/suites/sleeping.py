@@ -6,6 +6,8 @@ many ranks run on few cores, and what is measured is who waits for whom, not ari
 
 from __future__ import annotations
 
+import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.suites.gate import Gate
+from bench.harness import in_turn
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.counter import store_counter
 from odc_triton.balance.queue import QUEUE, QueuedPacks, queue_packs
@@ -26,6 +28,7 @@ from odc_triton.simulate import Job, Links, simulate
 
 WIDTH = 8
 FORWARD_SHARE = 1 / 3
+_LONGEST_WAIT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,21 +84,15 @@ class Cell:
         """Seconds of each minibatch as the simulator has them. `empty_s`: of one without microbatches, as measured."""
         # The simulator's FSDP meets once, at the end; here both schedules enter and leave the engine's minibatch.
         meeting_s = empty_s / 2 if way.schedule == "odc" else empty_s
-        outcome = simulate(
-            self.minibatches,
-            job=self.job(ranks, meeting_s),
-            schedule=way.schedule,
-            balance=way.balance,
-            token_cap=self.token_cap,
-        )
-        return outcome.seconds.tolist()
+        how = {"schedule": way.schedule, "balance": way.balance, "token_cap": self.token_cap}
+        return simulate(self.minibatches, job=self.job(ranks, meeting_s), **how).seconds.tolist()
 
     def dealt(self, way: Way, index: int, ranks: int) -> list[list[list[int]]]:
         """Every rank's packs of minibatch `index`; of a queue all packs, as if they were one rank's."""
-        lengths = self.minibatches[index]
+        given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost}
         if way.balance == QUEUE:
-            return [queue_packs(lengths, ranks=ranks, token_cap=self.token_cap, cost=self.cost)]
-        return assign(lengths, ranks=ranks, token_cap=self.token_cap, balance=way.balance, cost=self.cost)
+            return [queue_packs(self.minibatches[index], **given)]
+        return assign(self.minibatches[index], balance=way.balance, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +106,53 @@ class Ran:
     end_s: float
     slept_s: float  # what its packs were to sleep
     packs: int
+
+
+class Gate:
+    """A meeting of all ranks of one machine in well under a millisecond: what stands for a collective's waiting.
+
+    Gloo's barrier passes through log2(ranks) rounds of two threads each, which many ranks on few cores feel; this one
+    wakes rank 0 as ranks arrive and then every rank once. Collective: every rank of the process group makes one, then
+    calls `meet` equally often. Raises TimeoutError where a rank does not come within five minutes, ConnectionError
+    where one has died.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name`: of an abstract Unix socket, the same on every rank, used by no other job."""
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._peers: list[socket.socket] = []
+        address = f"\0odc-gate-{name}"
+        if self.rank == 0:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                listener.bind(address)
+                listener.listen(self.world)
+                dist.barrier()
+                while len(self._peers) < self.world - 1:
+                    listener.settimeout(_LONGEST_WAIT_S)
+                    self._peers.append(listener.accept()[0])
+        else:
+            dist.barrier()
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            peer.connect(address)
+            self._peers.append(peer)
+        for peer in self._peers:
+            # The kernel's own deadline: Python's would make each `recv` two system calls.
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_LONGEST_WAIT_S), 0))
+
+    def meet(self) -> None:
+        """Returns when all ranks have called it."""
+        if self.rank != 0:
+            self._peers[0].send(b"x")
+        for peer in self._peers:
+            if peer.recv(1) != b"x":
+                raise ConnectionError(f"rank {self.rank}: a peer has left before the gate opened")
+        if self.rank == 0:
+            for peer in self._peers:
+                peer.send(b"x")
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
 
 
 class Sleeper:
@@ -230,33 +274,33 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
     costs = _costs(model, x, gate)
     optimizer.step()
     ran: list[Ran] = []
+
+    def run(place: int, index: int, number: int) -> Ran:
+        """One minibatch of one way, from a meeting on."""
+        cell, way = cells[place], cells[place].ways[number]
+        lengths, factor = cell.minibatches[index], cell.slow.get(rank, 1.0)
+        dealt = cell.dealt(way, index, world)
+        if way.balance == QUEUE:
+            packs = QueuedPacks(dealt[0], key=f"{len(ran)}", counter=counter, rank=rank, world=world)
+        else:
+            packs = dealt[rank]
+        model.before_layer = gate.meet if way.schedule == "fsdp" else lambda: None
+        model.sleeper.owed_s, slept = 0.0, []
+        gate.meet()
+        start_s = time.monotonic()
+        with minibatch(model, tokens=len(lengths) if rank == 0 else 0) as mb:
+            for members in packs:
+                slept.append(factor * cell.seconds([lengths[i] for i in members]))
+                (model(x, slept[-1]).sum() / mb.tokens).backward()
+        end_s = time.monotonic()
+        optimizer.step()
+        times = {"start_s": start_s, "end_s": end_s, "slept_s": sum(slept)}
+        return Ran(cell=place, way=number, index=index, packs=len(slept), **times)
+
     for place, cell in enumerate(cells):
-        factor = cell.slow.get(rank, 1.0)
-        for index, lengths in enumerate(cell.minibatches):
-            count = len(cell.ways)
-            for way in [(index + shift) % count for shift in range(count)]:
-                dealt = cell.dealt(cell.ways[way], index, world)
-                queued = cell.ways[way].balance == QUEUE
-                if queued:
-                    packs = QueuedPacks(dealt[0], key=f"{len(ran)}", counter=counter, rank=rank, world=world)
-                else:
-                    packs = dealt[rank]
-                model.before_layer = gate.meet if cell.ways[way].schedule == "fsdp" else lambda: None
-                model.sleeper.owed_s = slept_s = 0.0
-                number = 0
-                gate.meet()
-                start_s = time.monotonic()
-                with minibatch(model, tokens=len(lengths) if rank == 0 else 0) as mb:
-                    for members in packs:
-                        seconds = factor * cell.seconds([lengths[i] for i in members])
-                        (model(x, seconds).sum() / mb.tokens).backward()
-                        slept_s += seconds
-                        number += 1
-                end_s = time.monotonic()
-                optimizer.step()
-                ran.append(
-                    Ran(cell=place, way=way, index=index, start_s=start_s, end_s=end_s, slept_s=slept_s, packs=number)
-                )
+        for index in range(len(cell.minibatches)):
+            for number in in_turn(range(len(cell.ways)), index):
+                ran.append(run(place, index, number))
     gate.close()
     return ran, costs
 

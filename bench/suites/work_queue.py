@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.suites.protocol_scale import MEAN_SAMPLE_S, POPULATION, Begun, about, make_cells, measure
+from bench.provenance import save_json
+from bench.suites.protocol_scale import MEAN_SAMPLE_S, POPULATION, Begun, make_cells, measure
 from bench.suites.sleeping import Measured, Way
 from odc_triton.balance import CostModel, assign, queue_packs
-from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.simulate import draw, named_lengths
 from odc_triton.simulate.study import NAMED
@@ -34,14 +33,8 @@ MINIBATCHES = 6
 TARGETS = {1.0: 0.98, SLOWER: 1.15}  # LB-Mini's time over the queue's, at least
 
 COLUMNS = (
-    "lengths",
-    "samples/rank",
-    "slow rank",
-    "LB-Mini s",
-    "queue s",
-    "queue is faster by",
-    "simulated",
-    "best possible",
+    *("lengths", "samples/rank", "slow rank", "LB-Mini s", "queue s"),
+    *("queue is faster by", "simulated", "best possible"),
 )
 
 
@@ -80,14 +73,10 @@ def orders(name: str, samples: int, ranks: int, *, minibatches: int = 60) -> lis
     slows = [{rank: SLOWER} for rank in range(ranks)]
     totals = dict.fromkeys(("mini", "longest", "planned", "ahead", "mini slow", "planned slow", "ahead slow"), 0.0)
     for lengths in draw(named_lengths(name, POPULATION), samples=samples * ranks, minibatches=minibatches, seed=1):
-        costs = [
-            cost.pack(lengths[i] for i in members)
-            for members in queue_packs(lengths, ranks=ranks, token_cap=cap, cost=cost)
-        ]
-        parts = [
-            sum(cost.sequence(lengths[i]) for members in packs for i in members)
-            for packs in assign(lengths, ranks=ranks, token_cap=cap, balance="mini", cost=cost)
-        ]
+        given = {"ranks": ranks, "token_cap": cap, "cost": cost}
+        costs = [cost.pack(lengths[i] for i in members) for members in queue_packs(lengths, **given)]
+        dealt = assign(lengths, balance="mini", **given)
+        parts = [sum(cost.sequence(lengths[i]) for members in packs for i in members) for packs in dealt]
         totals["mini"] += max(parts)
         totals["longest"] += finish(sorted(costs, reverse=True), ranks, {})
         totals["planned"] += finish(costs, ranks, {})
@@ -131,16 +120,10 @@ def rows_of(results: Sequence[Measured], ranks: int) -> list[dict]:
 
 
 def shown(row: dict) -> list[object]:
-    return [
-        row["lengths"],
-        row["samples_per_rank"],
-        f"{row['slower']:.1f}x" if row["slower"] > 1 else "none",
-        f"{sum(row['mini_s']):.2f}",
-        f"{sum(row['queue_s']):.2f}",
-        f"{row['ratio']:.3f}x",
-        f"{row['ratio_simulated']:.3f}x",
-        f"{row['ratio_best']:.3f}x",
-    ]
+    slow = f"{row['slower']:.1f}x" if row["slower"] > 1 else "none"
+    seconds = [f"{sum(row[key]):.2f}" for key in ("mini_s", "queue_s")]
+    ratios = [f"{row[key]:.3f}x" for key in ("ratio", "ratio_simulated", "ratio_best")]
+    return [row["lengths"], row["samples_per_rank"], slow, *seconds, *ratios]
 
 
 def in_words(rows: Sequence[dict]) -> str:
@@ -183,9 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "computed": [dict(zip(ORDER_COLUMNS, each, strict=True)) for each in computed],
             "mean_sample_s": MEAN_SAMPLE_S,
             "slow_rank": SLOW_RANK,
-            **about(begun),
+            **begun.about(),
         }
-        write_file(options.out, (json.dumps(report, indent=1) + "\n").encode())
+        save_json(options.out, report)
     return 0
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import bench.suites.gpu as suite
-from bench.device import Gpu, Rehearsal, refuse_results
-from bench.provenance import commit, hardware, read_lines, source_digest, versions
-from bench.suites.gpu.ledger import LINES, Ledger, key_of
+from bench.device import Gpu, Rehearsal
+from bench.provenance import about, read_lines, refuse_results, source_digest
+from bench.suites.gpu.outcomes import LINES, Ledger, key_of, write_report
 from bench.suites.gpu.plan import ON_A_GPU, REHEARSAL, STAGES, Here, chosen, seconds_for
 from bench.suites.gpu.process import ROOT, install
 
@@ -79,22 +79,20 @@ def main(words: list[str] | None = None) -> int:
                 command = [sys.executable, "-m", "bench.kernels.run", "--report", "--out", str(options.out)]
                 subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False)
             return _report(options.out)
-        about = {
+        now = {
             "kernel": platform.release(),
             "rehearsal": options.rehearse,
             "gpu": device.about(),
             "gpus": device.count(),
-            "hardware": hardware(),
-            "versions": versions(),
-            "commit": commit(),
+            **about(),
             "source": source_digest(),
             "installed": installed["how"],
             "when": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        for name, value in about.items():
+        for name, value in now.items():
             print(f"{name}: {value}", flush=True)
-        ledger = Ledger(folder=options.out, key=key_of(about), any_code=options.any_code)
-        ledger.add("about", about=about)
+        ledger = Ledger(folder=options.out, key=key_of(now), any_code=options.any_code)
+        ledger.add("about", about=now)
         given = REHEARSAL if options.rehearse else ON_A_GPU
         here = Here(ledger=ledger, given=given, environment=environment, gpus=device.count(), again=options.again)
         stages, others = chosen(options.stages, here.gpus)
@@ -127,8 +125,6 @@ def _run(here: Here, stages: list[Any], deadline_s: float) -> int:
 
 def _report(out: Path, show: str | None = None) -> int:
     """Makes the suite's files anew from the lines that are there; prints one stage, or everything."""
-    from bench.suites.gpu.report import write_report
-
     write_report(out, NAMES)
     text = (out / "gpu_suite.md").read_text()
     if show is not None:

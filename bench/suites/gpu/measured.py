@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.provenance import read_lines
 
-from .ledger import Ledger
+from .outcomes import Ledger
 from .process import run
 from .tests import tail
 

@@ -9,43 +9,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import measured
-from .checks import run_checks
-from .ledger import Ledger
 from .measured import Runs, Training
-from .tests import run_tests
+from .outcomes import Ledger
+from .tests import run_checks, run_tests
 
-QWEN_1_5B = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 151936,
-    "hidden_size": 1536,
-    "intermediate_size": 8960,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
-TINY_QWEN = QWEN_1_5B | {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
+
+def _qwen(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, longest: int) -> dict:
+    sizes = {"vocab_size": vocabulary, "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": longest}
+    return {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **sizes, "tie_word_embeddings": True}
+
+
+QWEN_1_5B = _qwen(151936, 1536, 8960, 28, 12, 2, 32768)
+TINY_QWEN = _qwen(128, 32, 64, 1, 2, 1, 64)
 # 100 steps take seconds on a GPU.
-TRAINED = QWEN_1_5B | {
-    "vocab_size": 4096,
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": False,
-}
+TRAINED = _qwen(4096, 512, 1408, 8, 8, 4, 2048) | {"tie_word_embeddings": False}
 REPLACED = ("--replace-layers", "--fused-head")
 _STAGED = ("--operator", "linear staged", "linear_dx staged")
 
@@ -199,7 +177,7 @@ class Here:
         return Runs(stage=stage, deadline_s=deadline_s, **where)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Stage:
     """`run`: returns whether it passed, and whether the clock alone is why it did not. `seconds`: its share of the
     time. `first`: of the first half hour. `gpus`: how many it needs.
@@ -219,53 +197,35 @@ def _checks(here: Here, stage: str, seconds: float) -> dict[str, Any]:
     return {"passed": right and ending["passed"], "cut": right and ending["cut"]}
 
 
-def _tests(here: Here, stage: str, seconds: float) -> dict[str, Any]:
-    return here.tests(stage, seconds)
+def _runs(do: Callable[[Runs, Given, Here], dict[str, Any]]) -> Callable[[Here, str, float], dict[str, Any]]:
+    return lambda here, stage, seconds: do(here.runs(stage, seconds), here.given, here)
 
 
-def _train(here: Here, stage: str, seconds: float) -> dict[str, Any]:
-    return measured.run_train(here.runs(stage, seconds), here.given.training)
-
-
-def _kernels(here: Here, stage: str, seconds: float) -> dict[str, Any]:
-    return measured.run_kernels(here.runs(stage, seconds), here.ledger.folder, here.given.timed)
-
-
-def _staged(here: Here, stage: str, seconds: float) -> dict[str, Any]:
-    return measured.run_checked(here.runs(stage, seconds), here.given.checked)
-
-
-def _step(here: Here, stage: str, seconds: float) -> dict[str, Any]:
-    given = here.given
-    return measured.run_steps(here.runs(stage, seconds), given.model, given.step_words, given.step)
-
-
-def _memcheck(here: Here, stage: str, seconds: float) -> dict[str, Any]:
-    return measured.run_memcheck(here.runs(stage, seconds))
-
-
-def _links(here: Here, stage: str, seconds: float) -> dict[str, Any]:
-    return measured.run_links(here.runs(stage, seconds), here.given.links_words)
-
-
-def _lengths(here: Here, stage: str, seconds: float) -> dict[str, Any]:
-    given, sizes = here.given, {"ranks": here.gpus, "longest": here.given.longest}
-    return measured.run_lengths(here.runs(stage, seconds), given.model, given.lengths_words, **sizes)
-
+_train = _runs(lambda runs, given, _: measured.run_train(runs, given.training))
+_kernels = _runs(lambda runs, given, here: measured.run_kernels(runs, here.ledger.folder, given.timed))
+_staged = _runs(lambda runs, given, _: measured.run_checked(runs, given.checked))
+_step = _runs(lambda runs, given, _: measured.run_steps(runs, given.model, given.step_words, given.step))
+_memcheck = _runs(lambda runs, _given, _: measured.run_memcheck(runs))
+_links = _runs(lambda runs, given, _: measured.run_links(runs, given.links_words))
+_lengths = _runs(
+    lambda runs, given, here: measured.run_lengths(
+        runs, given.model, given.lengths_words, ranks=here.gpus, longest=given.longest
+    )
+)
 
 STAGES = (
-    Stage(name="checks", seconds=120, run=_checks, first=True),
-    Stage(name="kernels-right", seconds=480, run=_tests, first=True),
-    Stage(name="engine", seconds=360, run=_tests, first=True),
-    Stage(name="train", seconds=180, run=_train, first=True),
-    Stage(name="kernels-timed", seconds=420, run=_kernels, first=True),
-    Stage(name="staged", seconds=150, run=_staged),
-    Stage(name="four", seconds=120, run=_tests),
-    Stage(name="step", seconds=240, run=_step),
-    Stage(name="killed", seconds=90, run=_tests),
-    Stage(name="memcheck", seconds=240, run=_memcheck),
-    Stage(name="links", seconds=120, run=_links, gpus=2),
-    Stage(name="lengths", seconds=420, run=_lengths, gpus=2),
+    Stage("checks", 120, _checks, first=True),
+    Stage("kernels-right", 480, Here.tests, first=True),
+    Stage("engine", 360, Here.tests, first=True),
+    Stage("train", 180, _train, first=True),
+    Stage("kernels-timed", 420, _kernels, first=True),
+    Stage("staged", 150, _staged),
+    Stage("four", 120, Here.tests),
+    Stage("step", 240, _step),
+    Stage("killed", 90, Here.tests),
+    Stage("memcheck", 240, _memcheck),
+    Stage("links", 120, _links, gpus=2),
+    Stage("lengths", 420, _lengths, gpus=2),
 )
 
 
