@@ -6,7 +6,6 @@ the token cap, the samples of every minibatch. Nothing was tuned for the ratio.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import sys
@@ -25,14 +24,13 @@ from bench.harness import (
     single_thread_environment,
 )
 from bench.provenance import about, save_json
-from bench.stdlib_corpus import build_corpus
+from bench.stdlib_corpus import build_corpus, write_text
 from bench.variants import Fsdp2, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Variant
-from odc_triton.base.files import write_file
 from odc_triton.base.report import save_html, save_timeline, table
 from odc_triton.base.trace import excerpt, idle_fraction, save_trace, timeline_text
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
-from odc_triton.data.tokenizer import TextEncoder, save_tokenizer, train_tokenizer
+from odc_triton.data.tokenizer import TextEncoder
 
 RANKS = 2
 VARIANTS: tuple[type[Variant], ...] = (Fsdp2, Fsdp2NoReshard, LayerBarrier, OdcMicro, Odc)
@@ -61,11 +59,8 @@ def prepare(folder: Path) -> Work:
     """Writes corpus, tokenizer and tokenised data into `folder`; returns what will be trained on."""
     folder.mkdir(parents=True, exist_ok=True)
     records, summary = build_corpus()
-    corpus = folder / "corpus.jsonl"
-    write_file(corpus, "".join(json.dumps(record) + "\n" for record in records).encode())
-    tokenizer = train_tokenizer((r["prompt"] + r["completion"] for r in records), vocab_size=VOCABULARY)
-    save_tokenizer(tokenizer, folder / "tokenizer.json")
-    data = tokenize_file(corpus, TextEncoder.of(tokenizer), DataOptions(max_tokens=TOKEN_CAP))
+    tokenizer = write_text(folder, records, CONFIG)
+    data = tokenize_file(folder / "data.jsonl", TextEncoder.of(tokenizer), DataOptions(max_tokens=TOKEN_CAP))
     data.save(folder / "data.npz")
     print(f"data: {summary.files} files of this Python's standard library, {data.summary}")
     order = list(range(len(data)))
@@ -150,7 +145,7 @@ def in_words(report: dict) -> str:
         f"{report['idle_fraction'][Fsdp2.name]:.1%} (waiting and transfers).\n\n"
         f"Peak private memory per rank is {private[Odc.name] / 1e6:.0f} MB with ODC and "
         f"{private[Fsdp2NoReshard.name] / 1e6:.0f} MB with FSDP2 without resharding ({differs:+.0f} MB); parameters "
-        f"and gradients of ODC lie once in {report['memory'][Odc.name]['shared_bytes'] / 1e6:.0f} MB of shared memory "
+        f"and gradients of ODC are in {report['memory'][Odc.name]['shared_bytes'] / 1e6:.0f} MB of shared memory, once "
         f"for the whole job. Against plain unsharded compute on a balanced minibatch ODC costs "
         f"{report['overhead_vs_unsharded']:+.1%}. All variants end with losses within "
         f"{report['loss_spread']:.1e} of each other."

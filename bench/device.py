@@ -2,7 +2,7 @@
 
 A rehearsal runs the benchmarks' own code where there is no GPU: the clock, the files, the report. Kernels then run in
 Triton's interpreter on tiny sizes, and the host's clock times them. Such numbers say nothing about a GPU, so whatever a
-rehearsal writes says what it is, and nothing of it may lie among the results.
+rehearsal writes says what it is, and is refused among the results.
 """
 
 from __future__ import annotations

@@ -130,9 +130,13 @@ def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, in
     `number`: how many the variant has trained before, by which its events are known.
     """
     dealt = deal(work, data, work.minibatches[index], variant.balance, cost)
-    total = sum(count_target_tokens(packs) for packs in dealt)
+    return timed(variant, dealt[dist.get_rank()], sum(count_target_tokens(packs) for packs in dealt), number)
+
+
+def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Minibatch:
+    """Trains this rank's packs of a minibatch with `total` targets, from a meeting of all ranks on. Collective."""
     setting = variant.setting
-    own = [to_device(pack, setting.here) for pack in dealt[dist.get_rank()]]
+    own = [to_device(pack, setting.here) for pack in own]
     variant.start_minibatch(number)
     setting.synchronize()
     gather(None)  # a meeting

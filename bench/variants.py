@@ -1,8 +1,8 @@
 """The ways to train that are compared: FSDP2 in two settings, DDP, our transport with a barrier per layer, ODC.
 
-Every variant trains the same model on the same samples with the same optimizer; they differ in who waits for whom
-and in how samples are dealt. On the CPU each records events in the engine's form: "wait" is time blocked in a
-collective or a meeting, the data's transfer included. On GPUs the host's clock does not see who waits: see alone.py.
+Every variant trains the same model on the same samples with the same optimizer; they differ in how ranks wait for each
+other and in how samples are dealt. On the CPU each records events in the engine's form: "wait" is time blocked in a
+collective or a meeting, the data's transfer included. On GPUs the host's clock sees no waiting: see suites/alone.py.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Fsdp2NoReshard(Fsdp2):
 
 
 class Ddp(Variant):
-    """DDP, all-reducing in the last microbatch only. Its waiting lies within its backward and is not recorded.
+    """DDP, all-reducing in the last microbatch only. Its waiting is part of its backward and is not recorded.
 
     In bf16 it computes under autocast from the embedding on, so that activations are bf16 as FSDP2's are.
     """

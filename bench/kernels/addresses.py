@@ -100,7 +100,7 @@ def _roots(ttir: str) -> list[_Value]:
             regions.append(_Region(results=closed.results, carried=closed.carried))
             continue
         result, operation = _RESULT.match(line), _operation(line)
-        if operation == "block":  # ^bb0(%a: i32, ...): behind a `while`'s condition, what that passed on
+        if operation == "block":  # ^bb0(%a: i32, ...): after a `while`'s condition, what that passed on
             names = re.findall(r"(%[\w$.-]+):", line)
             passed = regions[-1].results
             for index, name in enumerate(names):

@@ -62,7 +62,7 @@ def _build(names: tuple[str, ...], name: str, arch: int) -> Code:
     return build(_cases(names)[name], arch)
 
 
-def compile_all(names: tuple[str, ...], jobs: list[tuple[str, int]], *, processes: int) -> Iterator[Code]:
+def compile_all(names: tuple[str, ...], jobs: list[tuple[str, int]], processes: int) -> Iterator[Code]:
     """The code of each (case's name, architecture) as it is done. Says how far it is on the standard error."""
     began = said = time.monotonic()
     for done, code in enumerate(_built(names, jobs, processes), 1):
@@ -99,7 +99,7 @@ def codes_of(names: tuple[str, ...], options: argparse.Namespace) -> list[Code]:
             wanted |= {(name, arch): f"{case.digest(arch)}-{judges.hexdigest()[:16]}" for arch in options.arch}
     jobs = [key for key, digest in wanted.items() if known.get(f"{key[0]} sm_{key[1]}", {}).get("digest") != digest]
     try:
-        for code in compile_all(names, jobs, processes=options.processes) if jobs else ():
+        for code in compile_all(names, jobs, options.processes) if jobs else ():
             known[f"{code.name} sm_{code.arch}"] = {"digest": wanted[code.name, code.arch], "code": asdict(code)}
     finally:  # an interrupted run goes on where it was
         cache.write_text(json.dumps(known, indent=1))

@@ -187,8 +187,8 @@ def _read_reductions(code: Code, case: Case, ttir: str, ptx: str, sass: str) -> 
 def faults_of_waits(ptx: str) -> list[str]:
     """What is wrong with the order of waits and weight loads in the PTX of a kernel that waits for shards.
 
-    On every path through the code: a load comes behind the branch that decides whether to wait; no load is in flight
-    when a wait begins (it would be one for the rows behind the wait); and between a wait and a TMA load lies a proxy
+    On every path through the code: a load comes after the branch that decides whether to wait; no load is in flight
+    when a wait begins (it would be one for the rows after the wait); and between a wait and a TMA load is a proxy
     fence. Loads of the activations are held to the same, as PTX does not tell them apart.
     """
     code = [line.strip() for line in ptx.splitlines()]

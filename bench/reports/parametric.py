@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from odc_triton.balance import assign_one
@@ -20,6 +20,7 @@ from odc_triton.simulate.study import NAMED, SETTINGS, draw, make_job, named_len
 
 # Where one setting is varied, the others are these.
 MODEL, DATA, GPUS, SAMPLES = "qwen2.5-14b", "longalign", 8, 4
+Panels = dict[str, tuple[Sequence[float], list[dict[str, float]]]]  # what was varied, and the speed-ups
 _COMPARED = ("FSDP2 + LB-Micro", "FSDP2 + global packing", "ODC + LB-Micro", "ODC + LB-Mini")
 _DRAWN = 20_000
 _NODE = 8
@@ -54,23 +55,19 @@ def speedups(
     return told
 
 
-def study() -> dict[str, tuple[Sequence[float], list[dict[str, float]]]]:
-    """Per panel: what was varied and the speed-ups."""
-    panels: dict[str, tuple[Sequence[float], list[dict[str, float]]]] = {}
-    for data in NAMED:
-        sizes = (1, 2, 4, 8, 16)
-        panels[f"samples per GPU, {data}"] = sizes, [speedups(data=data, samples=n) for n in sizes]
-    scales = (16, 8, 4, 2, 1)
+def study() -> Panels:
+    sizes, counts, caps, scales = (1, 2, 4, 8, 16), (2, 4, 8, 16, 32, 64), (1, 2, 4, 8), (16, 8, 4, 2, 1)
+    panels: Panels = {
+        f"samples per GPU, {data}": (sizes, [speedups(data=data, samples=n) for n in sizes]) for data in NAMED
+    }
     longest = [NAMED[DATA].longest // n for n in scales]
     panels["longest sequence, tokens"] = longest, [speedups(shorter=n) for n in scales]
-    counts = (2, 4, 8, 16, 32, 64)
     panels["GPUs"] = counts, [speedups(gpus=n, trials=max(16, min(64, 1024 // n))) for n in counts]
-    caps = (1, 2, 4, 8)
     panels["token cap / longest sequence"] = caps, [speedups(cap=n) for n in caps]
     return panels
 
 
-def print_study(panels: dict[str, tuple[Sequence[float], list[dict[str, float]]]]) -> None:
+def print_study(panels: Panels) -> None:
     rows = []
     for name, (values, found) in panels.items():
         for value, each in zip(values, found, strict=True):
@@ -79,7 +76,7 @@ def print_study(panels: dict[str, tuple[Sequence[float], list[dict[str, float]]]
     print(table(rows, columns))
 
 
-def draw_study(panels: dict[str, tuple[Sequence[float], list[dict[str, float]]]], path: Path) -> None:
+def draw_study(panels: Panels, path: Path) -> None:
     """Four panels, one for each thing varied; data sets are curves of the first."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -111,6 +108,12 @@ def draw_study(panels: dict[str, tuple[Sequence[float], list[dict[str, float]]]]
     figure.savefig(path)
 
 
+def _cpu_seconds(work: Callable[..., object], *given: object, **options: object) -> float:
+    start_s = time.process_time()
+    work(*given, **options)
+    return time.process_time() - start_s
+
+
 def scaling() -> None:
     """Table: share of the time in which GPUs compute, and what balancing takes of the step."""
     kind = DEVICES["h100"]
@@ -133,12 +136,9 @@ def scaling() -> None:
                     cells.append(f"{1 - told.idle_share:.0%}")
                     if schedule == "odc" and each is job and samples == 16:
                         step_s, peak = told.step_s, told.peak_bytes or 0
-            start_s = time.process_time()
-            assign_one(minibatches[0], rank=0, ranks=gpus, token_cap=65_536, balance="mini", cost=model.cost)
-            mini_s = time.process_time() - start_s
-            start_s = time.process_time()
-            queue_packs(minibatches[0], ranks=gpus, token_cap=65_536, cost=model.cost)
-            queue_s = time.process_time() - start_s
+            given = {"ranks": gpus, "token_cap": 65_536, "cost": model.cost}
+            mini_s = _cpu_seconds(assign_one, minibatches[0], rank=0, balance="mini", **given)
+            queue_s = _cpu_seconds(queue_packs, minibatches[0], **given)
             balancing = [
                 f"{step_s:.1f}",
                 f"{mini_s:.3f} ({mini_s / step_s:.2%})",

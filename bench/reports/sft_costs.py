@@ -8,7 +8,6 @@ The demo's model, data and minibatches. Saving is given as the share of a run th
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
@@ -17,13 +16,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from bench.demo import CONFIG, TOKEN_CAP, VOCABULARY
+from bench.demo import CONFIG, TOKEN_CAP
 from bench.harness import single_thread_environment
 from bench.provenance import about, options_of, save_json
-from bench.stdlib_corpus import build_corpus
+from bench.stdlib_corpus import build_corpus, write_text
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
-from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
 from odc_triton.train.sft_options import SftOptions
 
 RECORDS = 10_000
@@ -102,13 +100,7 @@ def main() -> None:
 
 def _prepared_options(folder: Path, steps: int) -> SftOptions:
     """The demo's text, repeated to RECORDS records, its tokenizer and its model's config."""
-    records, _ = build_corpus()
-    lines = [json.dumps(record) for record in records]
-    lines = (lines * -(-RECORDS // len(lines)))[:RECORDS]
-    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
-    tokenizer = train_tokenizer((r["prompt"] + r["completion"] for r in records), vocab_size=VOCABULARY)
-    save_tokenizer(tokenizer, folder / "tokenizer.json")
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"} | CONFIG))
+    write_text(folder, build_corpus()[0], CONFIG, count=RECORDS)
     return SftOptions(
         data=str(folder / "train.jsonl"),
         init=str(folder / "config.json"),

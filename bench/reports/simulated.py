@@ -10,7 +10,6 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from bench.demo import RANKS, VARIANTS, prepare
-from bench.harness import Work, deal, gather, in_turn, open_job, single_thread_environment
+from bench.harness import Work, in_turn, open_job, single_thread_environment, timed, train_minibatch
 from bench.provenance import about, save_json
-from bench.variants import Pack, Variant
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
@@ -34,17 +32,6 @@ POINTS = ((128, 1), (256, 1), (512, 1), (1024, 1), (2048, 1), (128, 2), (512, 2)
 SCHEDULES = {"Fsdp2": "fsdp", "Fsdp2NoReshard": "fsdp-no-reshard", "LayerBarrier": "fsdp"}  # of the others: odc
 
 
-def _timed(variant: Variant, index: int, own: Sequence[Pack], total: int) -> float:
-    """Seconds from all ranks' start to the last one's end of a minibatch, step included. Collective."""
-    variant.start_minibatch(index)
-    dist.barrier()
-    start_s = time.monotonic()
-    variant.gradients(own, total)
-    variant.step()
-    spans = gather((start_s, time.monotonic()))
-    return max(end for _, end in spans) - min(start for start, _ in spans)
-
-
 def measure(
     work: Work, points: Sequence[tuple[int, int]] = POINTS
 ) -> tuple[dict[str, list[dict]], dict[str, list[float]]]:
@@ -52,7 +39,7 @@ def measure(
 
     In every run a variant has all `points` once and then the minibatch, so that a slow spell of the machine meets both.
     """
-    rank, world = open_job()
+    _, world = open_job()
     data, cost = TokenizedDataset.load(work.dataset), work.cost()
     learned = data.summary.target_tokens / data.summary.tokens  # of the others no logits are made
     variants = [kind(work.build) for kind in VARIANTS]
@@ -68,13 +55,11 @@ def measure(
                 labels = document.clone()
                 labels[: round(point["tokens"] * (1 - learned))] = IGNORED_LABEL
                 packs = pack_collate([[{"input_ids": document, "labels": labels}]]) * point["microbatches"]
-                took = _timed(variant, run, packs, count_target_tokens(packs) * world)
+                took = timed(variant, packs, count_target_tokens(packs) * world, run).seconds
                 if run:
                     point["seconds"].append(took)
             if run:
-                dealt = deal(work, data, work.minibatches[run - 1], variant.balance, cost)
-                total = sum(count_target_tokens(packs) for packs in dealt)
-                seconds[variant.name].append(_timed(variant, run, dealt[rank], total))
+                seconds[variant.name].append(train_minibatch(variant, work, data, cost, run - 1, run).seconds)
     dist.destroy_process_group()
     return singles, seconds
 

@@ -1,4 +1,4 @@
-"""The protocol at 8 and 16 ranks without the chips: who waits for whom, measured, simulated, and bounded.
+"""The protocol at 8 and 16 ranks without the chips: how ranks wait for each other, measured, simulated, bounded.
 
     python -m bench.suites.protocol_scale [--quick] [--ranks 8 16] [--lengths longalign swe-smith aime] [--out FILE]
 
@@ -80,7 +80,7 @@ def make_cells(
 
 
 def expected_s(cells: Sequence[Cell], ranks: int) -> float:
-    """What the cells will take, as the simulator has it."""
+    """Seconds that the cells will take, as simulated."""
     return sum(sum(cell.simulated_s(way, ranks)) for cell in cells for way in cell.ways)
 
 

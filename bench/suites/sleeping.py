@@ -1,7 +1,7 @@
 """Training whose layers sleep for as long as a cost model says, on the real engine with real ranks.
 
 Parameters are a few numbers; meetings, hooks, locks, accumulation, the store and the work queue are the library's. So
-many ranks run on few cores, and what is measured is who waits for whom, not arithmetic.
+many ranks run on few cores: waiting is measured, not arithmetic.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LONGEST_WAIT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """Who waits for whom (`schedule`: "fsdp", a meeting before every layer, or "odc") and who gets what."""
+    """`schedule`: "fsdp", a meeting before every layer, or "odc". `balance`: how samples are dealt."""
 
     schedule: str
     balance: str
@@ -81,7 +81,7 @@ class Cell:
         )
 
     def simulated_s(self, way: Way, ranks: int, empty_s: float = 0.0) -> list[float]:
-        """Seconds of each minibatch as the simulator has them. `empty_s`: of one without microbatches, as measured."""
+        """Simulated seconds of each minibatch. `empty_s`: of one without microbatches, as measured."""
         # The simulator's FSDP meets once, at the end; here both schedules enter and leave the engine's minibatch.
         meeting_s = empty_s / 2 if way.schedule == "odc" else empty_s
         how = {"schedule": way.schedule, "balance": way.balance, "token_cap": self.token_cap}

@@ -1,7 +1,7 @@
 """The stages that run the project's own commands: training, kernels, steps, links, memory checks.
 
-Each is a row of runs with names. What a run has found is written down while it goes on, and one that ended well is not
-run again.
+Each is a row of runs with names, which write to a `folder` of the stage's own. What a run has found is written down
+while it goes on, and one that ended well is not run again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import re
 import shutil
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -110,35 +111,23 @@ class Training:
     runs: dict[str, tuple[int, tuple[str, ...]]]
 
 
-def run_train(runs: Runs, training: Training) -> dict[str, Any]:
+def run_train(runs: Runs, training: Training, folder: Path) -> dict[str, Any]:
     """`odc-triton train sft` on source code of the standard library; its loss curve, step by step."""
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        write_text(folder, training)
-        words = ["--data", folder / "data.jsonl", "--init", folder / "config.json", "--tokenizer"]
-        words += [folder / "tokenizer.json", *training.words]
-        results = []
-        for name, (ranks, changes) in training.runs.items():
-            out = folder / name.replace(" ", "-")
-            more = ["--out", out, "--ranks", ranks, "--samples-per-rank", training.samples // ranks, *changes]
-            command = _odc("train", "sft", *map(str, [*words, *more]))
-            results.append(runs.run(name, command, _curve(out), learned, ODC_TRITON_CACHE=str(folder / "cache")))
-    return ending(results)
+    from bench.stdlib_corpus import build_corpus, write_text
 
-
-def write_text(folder: Path, training: Training) -> None:
-    """data.jsonl, tokenizer.json, config.json: real text, the same on every machine with this Python."""
-    import sysconfig
-
-    from bench.stdlib_corpus import build_corpus
-    from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
-
+    # Real text, the same on every machine with this Python.
     records, _ = build_corpus(Path(sysconfig.get_path("stdlib")) / training.modules)
     records = random.Random(0).sample(records, min(training.records, len(records)))
-    (folder / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    texts = (record["prompt"] + record["completion"] for record in records)
-    save_tokenizer(train_tokenizer(texts, vocab_size=training.config["vocab_size"]), folder / "tokenizer.json")
-    (folder / "config.json").write_text(json.dumps(training.config))
+    write_text(folder, records, training.config)
+    words = ["--data", folder / "data.jsonl", "--init", folder / "config.json", "--tokenizer"]
+    words += [folder / "tokenizer.json", *training.words]
+    results = []
+    for name, (ranks, changes) in training.runs.items():
+        out = folder / name.replace(" ", "-")
+        more = ["--out", out, "--ranks", ranks, "--samples-per-rank", training.samples // ranks, *changes]
+        command = _odc("train", "sft", *map(str, [*words, *more]))
+        results.append(runs.run(name, command, _curve(out), learned, ODC_TRITON_CACHE=str(folder / "cache")))
+    return ending(results)
 
 
 def _curve(out: Path) -> Callable[[], dict[str, Any] | None]:
@@ -188,14 +177,13 @@ def run_kernels(runs: Runs, out: Path, words: Iterable[str]) -> dict[str, Any]:
     return {"passed": code in (0, None) and right, "cut": not cells, "cells": len(cells)}
 
 
-def run_checked(runs: Runs, checked: dict[str, tuple[str, ...]]) -> dict[str, Any]:
-    """bench.kernels.run --check, once for each row of options."""
+def run_checked(runs: Runs, checked: dict[str, tuple[str, ...]], folder: Path) -> dict[str, Any]:
+    """`bench.kernels.run --check`, once for each row of options."""
     results = []
-    with tempfile.TemporaryDirectory() as scratch:
-        for number, (name, words) in enumerate(checked.items()):
-            out = Path(scratch) / str(number)
-            command = [sys.executable, "-m", "bench.kernels.run", "--check", "--out", str(out), *words]
-            results.append(runs.run(name, command, _cells(out), lambda _, code: code == 0))
+    for number, (name, words) in enumerate(checked.items()):
+        out = folder / str(number)
+        command = [sys.executable, "-m", "bench.kernels.run", "--check", "--out", str(out), *words]
+        results.append(runs.run(name, command, _cells(out), lambda _, code: code == 0))
     return ending(results)
 
 
@@ -209,17 +197,19 @@ def _cells(out: Path) -> Callable[[], dict[str, Any] | None]:
 
 
 def run_steps(
-    runs: Runs, config: dict[str, Any], given: Iterable[str], steps: dict[str, tuple[int, tuple[str, ...]]]
+    runs: Runs,
+    config: dict[str, Any],
+    given: Iterable[str],
+    steps: dict[str, tuple[int, tuple[str, ...]]],
+    folder: Path,
 ) -> dict[str, Any]:
     """`odc-triton profile` for each of `steps`: processes, and how the model is changed. `given`: its other options."""
-    results = []
-    with tempfile.TemporaryDirectory() as scratch:
-        init = Path(scratch) / "config.json"
-        init.write_text(json.dumps(config))
-        for number, (name, (ranks, changes)) in enumerate(steps.items()):
-            out = Path(scratch) / str(number)
-            command = _odc("profile", "--init", str(init), "--out", str(out), "--ranks", str(ranks), *changes, *given)
-            results.append(runs.run(name, command, _json(out / "profile.json"), _found))
+    results, init = [], folder / "config.json"
+    init.write_text(json.dumps(config))
+    for number, (name, (ranks, changes)) in enumerate(steps.items()):
+        out = folder / str(number)
+        command = _odc("profile", "--init", str(init), "--out", str(out), "--ranks", str(ranks), *changes, *given)
+        results.append(runs.run(name, command, _json(out / "profile.json"), _found))
     return ending(results)
 
 
@@ -240,24 +230,21 @@ def long_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def run_lengths(
-    runs: Runs, config: dict[str, Any], given: Iterable[str], *, ranks: int, longest: int
+    runs: Runs, config: dict[str, Any], given: Iterable[str], folder: Path, *, ranks: int, longest: int
 ) -> dict[str, Any]:
     """`odc-triton bench --lengths` on `ranks` GPUs, as far as it comes in the time. `given`: its other options."""
-    with tempfile.TemporaryDirectory() as scratch:
-        init, lengths, out = (Path(scratch) / name for name in ("config.json", "lengths.txt", "out"))
-        init.write_text(json.dumps(config))
-        lengths.write_text("".join(f"{length}\n" for length in long_lengths(256, longest)))
-        command = _odc("bench", "--lengths", str(lengths), "--init", str(init), "--out", str(out))
-        command += ["--ranks", str(ranks), *given]
-        return ending([runs.run("lengths", command, _json(out / "lengths.json"), _found_something)])
+    init, lengths, out = (folder / name for name in ("config.json", "lengths.txt", "out"))
+    init.write_text(json.dumps(config))
+    lengths.write_text("".join(f"{length}\n" for length in long_lengths(256, longest)))
+    command = _odc("bench", "--lengths", str(lengths), "--init", str(init), "--out", str(out))
+    command += ["--ranks", str(ranks), *given]
+    return ending([runs.run("lengths", command, _json(out / "lengths.json"), _found_something)])
 
 
-def run_links(runs: Runs, given: Iterable[str]) -> dict[str, Any]:
+def run_links(runs: Runs, given: Iterable[str], folder: Path) -> dict[str, Any]:
     """bench.suites.links, as far as it comes in the time."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "out"
-        command = [sys.executable, "-m", "bench.suites.links", "--out", str(out), *given]
-        return ending([runs.run("links", command, _json(out / "links.json"), _found_something)])
+    command = [sys.executable, "-m", "bench.suites.links", "--out", str(folder), *given]
+    return ending([runs.run("links", command, _json(folder / "links.json"), _found_something)])
 
 
 def find_tool(environment: dict[str, str]) -> str | None:

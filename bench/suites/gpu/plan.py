@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from . import measured
@@ -197,21 +199,33 @@ def _checks(here: Here, stage: str, seconds: float) -> dict[str, Any]:
     return {"passed": right and ending["passed"], "cut": right and ending["cut"]}
 
 
-def _runs(do: Callable[[Runs, Given, Here], dict[str, Any]]) -> Callable[[Here, str, float], dict[str, Any]]:
-    return lambda here, stage, seconds: do(here.runs(stage, seconds), here.given, here)
+def _runs(do: Callable[[Runs, Here, Path], dict[str, Any]]) -> Callable[[Here, str, float], dict[str, Any]]:
+    """A stage whose runs write to a new folder, which goes when it ends."""
+
+    def run(here: Here, stage: str, seconds: float) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            return do(here.runs(stage, seconds), here, Path(folder))
+
+    return run
 
 
-_train = _runs(lambda runs, given, _: measured.run_train(runs, given.training))
-_kernels = _runs(lambda runs, given, here: measured.run_kernels(runs, here.ledger.folder, given.timed))
-_staged = _runs(lambda runs, given, _: measured.run_checked(runs, given.checked))
-_step = _runs(lambda runs, given, _: measured.run_steps(runs, given.model, given.step_words, given.step))
-_memcheck = _runs(lambda runs, _given, _: measured.run_memcheck(runs))
-_links = _runs(lambda runs, given, _: measured.run_links(runs, given.links_words))
-_lengths = _runs(
-    lambda runs, given, here: measured.run_lengths(
-        runs, given.model, given.lengths_words, ranks=here.gpus, longest=given.longest
-    )
-)
+_train = _runs(lambda runs, here, folder: measured.run_train(runs, here.given.training, folder))
+_kernels = _runs(lambda runs, here, _: measured.run_kernels(runs, here.ledger.folder, here.given.timed))
+_staged = _runs(lambda runs, here, folder: measured.run_checked(runs, here.given.checked, folder))
+_memcheck = _runs(lambda runs, _here, _folder: measured.run_memcheck(runs))
+_links = _runs(lambda runs, here, folder: measured.run_links(runs, here.given.links_words, folder))
+
+
+@_runs
+def _step(runs: Runs, here: Here, folder: Path) -> dict[str, Any]:
+    return measured.run_steps(runs, here.given.model, here.given.step_words, here.given.step, folder)
+
+
+@_runs
+def _lengths(runs: Runs, here: Here, folder: Path) -> dict[str, Any]:
+    given, sizes = here.given, {"ranks": here.gpus, "longest": here.given.longest}
+    return measured.run_lengths(runs, given.model, given.lengths_words, folder, **sizes)
+
 
 STAGES = (
     Stage("checks", 120, _checks, first=True),

@@ -1,4 +1,4 @@
-"""Commands of the GPU suite: run for so long, and nothing that they started stays behind."""
+"""Commands of the GPU suite: run for a limited time; all that they started ends with them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def install(scratch: Path) -> dict[str, str]:
 def run(
     command: list[str], environment: dict[str, str], seconds: float, watch: Callable[[], None] = lambda: None
 ) -> tuple[int | None, str]:
-    """The exit code, None where the time ran out, and all that was printed. Nothing that it started stays behind.
+    """The exit code, None where the time ran out, and all that was printed. All that it started has ended.
 
     `watch` is called twice a second meanwhile, and once at the end.
     """
