@@ -32,7 +32,7 @@ test-gpu-image test-latest: test-%: .venv-%/.installed
 # Machine code of every kernel for every architecture, by three tritons that are supported; needs no GPU.
 OTHER_TRITONS := out/triton-3.6.0 out/triton-3.9.0
 aot: venv $(OTHER_TRITONS:%=%/triton/__init__.py)
-	env -u TRITON_INTERPRET $(BIN)/python -m bench.aot --also $(OTHER_TRITONS)
+	env -u TRITON_INTERPRET $(BIN)/python -m bench.kernels.aot --also $(OTHER_TRITONS)
 
 out/triton-%/triton/__init__.py: | venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/triton-$* triton==$*

@@ -6,8 +6,8 @@ the token cap, the samples of every minibatch. Nothing was tuned for the ratio.
 
 from __future__ import annotations
 
-import json
 import random
+import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -23,15 +23,14 @@ from bench.harness import (
     peak_memory,
     single_thread_environment,
 )
-from bench.provenance import commit, hardware, versions
-from bench.stdlib_corpus import build_corpus
+from bench.provenance import about, save_json
+from bench.stdlib_corpus import build_corpus, write_text
 from bench.variants import Fsdp2, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Variant
-from odc_triton.base.files import write_file
 from odc_triton.base.report import save_html, save_timeline, table
 from odc_triton.base.trace import excerpt, idle_fraction, save_trace, timeline_text
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
-from odc_triton.data.tokenizer import TextEncoder, save_tokenizer, train_tokenizer
+from odc_triton.data.tokenizer import TextEncoder
 
 RANKS = 2
 VARIANTS: tuple[type[Variant], ...] = (Fsdp2, Fsdp2NoReshard, LayerBarrier, OdcMicro, Odc)
@@ -60,21 +59,14 @@ def prepare(folder: Path) -> Work:
     """Writes corpus, tokenizer and tokenised data into `folder`; returns what will be trained on."""
     folder.mkdir(parents=True, exist_ok=True)
     records, summary = build_corpus()
-    corpus = folder / "corpus.jsonl"
-    write_file(corpus, "".join(json.dumps(record) + "\n" for record in records).encode())
-    tokenizer = train_tokenizer((r["prompt"] + r["completion"] for r in records), vocab_size=VOCABULARY)
-    save_tokenizer(tokenizer, folder / "tokenizer.json")
-    data = tokenize_file(corpus, TextEncoder.of(tokenizer), DataOptions(max_tokens=TOKEN_CAP))
+    tokenizer = write_text(folder, records, CONFIG)
+    data = tokenize_file(folder / "data.jsonl", TextEncoder.of(tokenizer), DataOptions(max_tokens=TOKEN_CAP))
     data.save(folder / "data.npz")
     print(f"data: {summary.files} files of this Python's standard library, {data.summary}")
     order = list(range(len(data)))
     random.Random(0).shuffle(order)
     minibatches = [order[i * SAMPLES : (i + 1) * SAMPLES] for i in range(WARM_UP + MINIBATCHES)]
     return Work(dataset=str(folder / "data.npz"), config=CONFIG, minibatches=minibatches, token_cap=TOKEN_CAP)
-
-
-def _progress_line(text: str) -> None:
-    print(f"  {text}", flush=True)
 
 
 def make_report(results: list[Measured], memory: dict, slowdown: dict, work: Work, parameters: int) -> dict:
@@ -84,14 +76,16 @@ def make_report(results: list[Measured], memory: dict, slowdown: dict, work: Wor
     odc = timed[Odc.name]
     baselines = [kind.name for kind in (Fsdp2, Fsdp2NoReshard, LayerBarrier)]
     fastest = min(baselines[:2], key=lambda name: sum(timed[name]))
-    report = {
+    in_window = range(WARM_UP, WARM_UP + MINIBATCHES)
+    last = [result.losses[-1] for result in results]
+    return {
         "speedup_vs_fsdp2": bootstrap_ratio(timed[Fsdp2.name], odc),
         "speedup_vs_fastest": {**bootstrap_ratio(timed[fastest], odc), "name": fastest},
         "speedup_vs_layer_barrier": bootstrap_ratio(timed[LayerBarrier.name], odc),
         "speedup_vs_odc_micro": bootstrap_ratio(timed[OdcMicro.name], odc),
         "overhead_vs_unsharded": slowdown["fraction"],
         "overhead_details": slowdown,
-        "idle_fraction": {},
+        "idle_fraction": {r.name: idle_fraction(excerpt({"": r.events}, minibatches=in_window)[""]) for r in results},
         "seconds": {result.name: result.seconds for result in results},
         "step_seconds": {result.name: result.step_seconds for result in results},
         "microbatches": {result.name: result.microbatches for result in results},
@@ -107,17 +101,9 @@ def make_report(results: list[Measured], memory: dict, slowdown: dict, work: Wor
         "config": work.config,
         "token_cap": work.token_cap,
         "ranks": RANKS,
-        "versions": versions(),
-        "hardware": hardware(),
-        "commit": commit(),
+        **about(),
+        "loss_spread": (max(last) - min(last)) / min(last),
     }
-    timed_minibatches = range(WARM_UP, WARM_UP + MINIBATCHES)
-    for result in results:
-        chosen = excerpt({result.name: result.events}, minibatches=timed_minibatches)[result.name]
-        report["idle_fraction"][result.name] = idle_fraction(chosen)
-    last = [result.losses[-1] for result in results]
-    report["loss_spread"] = (max(last) - min(last)) / min(last)
-    return report
 
 
 COLUMNS = ("", "s per minibatch", "ODC + LB-Mini is faster by", "95% interval", "idle", "private MB", "loss at the end")
@@ -129,17 +115,11 @@ def rows_of(report: dict) -> list[list[str]]:
     for name, seconds in report["seconds"].items():
         timed = seconds[WARM_UP:]
         ratio = bootstrap_ratio(timed, odc)
-        rows.append(
-            [
-                name,
-                f"{sum(timed) / len(timed):.2f}",
-                "" if name == Odc.name else f"{ratio['ratio']:.2f}x",
-                "" if name == Odc.name else f"{ratio['low']:.2f} to {ratio['high']:.2f}",
-                f"{report['idle_fraction'][name]:.1%}",
-                f"{report['peak_private_bytes'][name] / 1e6:.0f}",
-                f"{report['loss_last'][name]:.4f}",
-            ]
-        )
+        faster = (f"{ratio['ratio']:.2f}x", f"{ratio['low']:.2f} to {ratio['high']:.2f}")
+        faster = ("", "") if name == Odc.name else faster
+        idle, private_mb = report["idle_fraction"][name], report["peak_private_bytes"][name] / 1e6
+        measured = (f"{idle:.1%}", f"{private_mb:.0f}", f"{report['loss_last'][name]:.4f}")
+        rows.append([name, f"{statistics.mean(timed):.2f}", *faster, *measured])
     return rows
 
 
@@ -165,7 +145,7 @@ def in_words(report: dict) -> str:
         f"{report['idle_fraction'][Fsdp2.name]:.1%} (waiting and transfers).\n\n"
         f"Peak private memory per rank is {private[Odc.name] / 1e6:.0f} MB with ODC and "
         f"{private[Fsdp2NoReshard.name] / 1e6:.0f} MB with FSDP2 without resharding ({differs:+.0f} MB); parameters "
-        f"and gradients of ODC lie once in {report['memory'][Odc.name]['shared_bytes'] / 1e6:.0f} MB of shared memory "
+        f"and gradients of ODC are in {report['memory'][Odc.name]['shared_bytes'] / 1e6:.0f} MB of shared memory, once "
         f"for the whole job. Against plain unsharded compute on a balanced minibatch ODC costs "
         f"{report['overhead_vs_unsharded']:+.1%}. All variants end with losses within "
         f"{report['loss_spread']:.1e} of each other."
@@ -183,7 +163,7 @@ def main(out: Path) -> int:
     parameters = sum(p.numel() for p in work.build().parameters())
     print(f"model: Qwen2, {parameters / 1e6:.1f} M parameters, random weights; {RANKS} ranks of one thread", flush=True)
     print(f"training {len(VARIANTS)} variants on the same {WARM_UP + MINIBATCHES} minibatches:", flush=True)
-    results = launch(compare, VARIANTS, work, _progress_line, ranks=RANKS)[0]
+    results = launch(compare, VARIANTS, work, True, ranks=RANKS)[0]
     print("overhead against unsharded compute, then each variant's memory alone:", flush=True)
     slowdown = launch(overhead, work, EQUAL_LENGTHS, OVERHEAD_REPEATS, ranks=RANKS)[0]
     few = replace(work, minibatches=[work.minibatches[0][: SAMPLES // 4]])  # a pack or two a rank: the peak is theirs
@@ -203,7 +183,7 @@ def main(out: Path) -> int:
 
 def write_outputs(out: Path, report: dict, results: Sequence[Measured]) -> None:
     tracks = excerpt({result.name: result.events for result in results}, minibatches=SHOWN)
-    write_file(out / "report.json", json.dumps(report, indent=1).encode())
+    save_json(out / "report.json", report)
     save_trace(tracks, out / "trace.json")
     save_timeline(tracks, out / "timeline.png")
     facts = {**report["versions"], "hardware": report["hardware"], "commit": report["commit"]}

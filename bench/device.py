@@ -2,7 +2,7 @@
 
 A rehearsal runs the benchmarks' own code where there is no GPU: the clock, the files, the report. Kernels then run in
 Triton's interpreter on tiny sizes, and the host's clock times them. Such numbers say nothing about a GPU, so whatever a
-rehearsal writes says what it is, and nothing of it may lie among the results.
+rehearsal writes says what it is, and is refused among the results.
 """
 
 from __future__ import annotations
@@ -10,13 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-
-RESULTS = Path(__file__).resolve().parent / "results"
-WARNING = "REHEARSAL without a GPU: no number here is a measurement."
 
 
 class Gpu:
@@ -116,9 +112,3 @@ class Rehearsal(Gpu):
     def environment(self) -> dict[str, str]:
         """No GPU is seen, also where there is one, and ranks side by side take a thread each."""
         return os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-
-
-def refuse_results(folder: Path) -> None:
-    """Raises ValueError where a rehearsal would write among the results."""
-    if folder.resolve().is_relative_to(RESULTS):
-        raise ValueError(f"a rehearsal measures nothing: {folder} is in {RESULTS}, choose another folder")

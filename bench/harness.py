@@ -7,11 +7,11 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from odc_triton.balance.collate import count_target_tokens, pack_collate, to_dev
 from odc_triton.base.events import Event
 from odc_triton.comm.local_store import rendezvous_url
 from odc_triton.data.dataset import TokenizedDataset
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,12 @@ def gather(value: object) -> list:
     return values
 
 
+def in_turn(items: Sequence[T], round_: int) -> list[T]:
+    """All of them, another one first in each round, so that none always follows the same one."""
+    first = round_ % len(items)
+    return [*items[first:], *items[:first]]
+
+
 def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostModel) -> list[list[Pack]]:
     """Every rank's collated packs of one minibatch."""
     dealt = assign(
@@ -122,9 +130,13 @@ def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, in
     `number`: how many the variant has trained before, by which its events are known.
     """
     dealt = deal(work, data, work.minibatches[index], variant.balance, cost)
-    total = sum(count_target_tokens(packs) for packs in dealt)
+    return timed(variant, dealt[dist.get_rank()], sum(count_target_tokens(packs) for packs in dealt), number)
+
+
+def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Minibatch:
+    """Trains this rank's packs of a minibatch with `total` targets, from a meeting of all ranks on. Collective."""
     setting = variant.setting
-    own = [to_device(pack, setting.here) for pack in dealt[dist.get_rank()]]
+    own = [to_device(pack, setting.here) for pack in own]
     variant.start_minibatch(number)
     setting.synchronize()
     gather(None)  # a meeting
@@ -143,25 +155,25 @@ def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, in
     )
 
 
-def compare(
-    kinds: Sequence[type[Variant]], work: Work, progress: Callable[[str], None] | None = None
-) -> list[Measured]:
-    """Trains every variant on all of `work`, interleaved minibatch by minibatch in a rotating order. Collective."""
+def compare(kinds: Sequence[type[Variant]], work: Work, progress: bool = False) -> list[Measured]:
+    """Trains every variant on all of `work`, interleaved minibatch by minibatch in a rotating order. Collective.
+
+    `progress`: rank 0 prints a line after each.
+    """
     rank, _ = open_job()
     data, cost = work.data(), work.cost()
     variants = [kind(work.build) for kind in kinds]
     results = [Measured(name=kind.name, balance=kind.balance) for kind in kinds]
     for index in range(len(work.minibatches)):
-        turns = [(index + shift) % len(variants) for shift in range(len(variants))]
-        for turn in turns:
-            variant, result = variants[turn], results[turn]
+        for variant, result in in_turn(list(zip(variants, results, strict=True)), index):
             ran = train_minibatch(variant, work, data, cost, index, index)
             result.seconds.append(ran.seconds)
             result.step_seconds.append(ran.step_seconds)
             result.losses.append(ran.loss)
             result.microbatches.append(ran.microbatches)
-            if rank == 0 and progress is not None:
-                progress(f"minibatch {index + 1}/{len(work.minibatches)}  {variant.name}: {result.seconds[-1]:.2f} s")
+            if rank == 0 and progress:
+                which = f"minibatch {index + 1}/{len(work.minibatches)}"
+                print(f"  {which}  {variant.name}: {result.seconds[-1]:.2f} s", flush=True)
     for variant, result in zip(variants, results, strict=True):
         result.events = [event for events in gather(variant.events()) for event in events]
     dist.destroy_process_group()
@@ -182,7 +194,7 @@ def balanced(kinds: Sequence[type[Variant]], work: Work, lengths: list[int], rep
     variants = [kind(work.build) for kind in kinds]
     seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
     for repeat in range(repeats + 1):
-        for variant in variants[repeat % len(variants) :] + variants[: repeat % len(variants)]:
+        for variant in in_turn(variants, repeat):
             dist.barrier()
             start_s = time.monotonic()
             variant.gradients(packs, total)
@@ -240,11 +252,16 @@ class PeakMemory:
         self._thread.join()
 
 
+def set_torch_up() -> None:
+    """What torch itself allocates on first use is no variant's memory."""
+    nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()
+
+
 def peak_memory(kind: type[Variant], work: Work) -> dict[str, int]:
     """Peak bytes over the ranks of one variant alone, above the process before it had a model. Collective."""
     open_job()
     data, cost = work.data(), work.cost()
-    nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()  # what torch itself sets up on first use
+    set_torch_up()
     watch = PeakMemory()
     before, _ = watch.read()
     variant = kind(work.build)

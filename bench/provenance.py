@@ -1,17 +1,52 @@
-"""What a result was measured on: versions, hardware, commit."""
+"""What a result was measured on, and the files that it is written to. Needs no torch.
+
+A result is a JSON file, written whole; what a kill must not lose is a file of lines, one JSON object each.
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import json
 import os
 import platform
 import subprocess
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+WARNING = "REHEARSAL without a GPU: no number here is a measurement."
 _PACKAGES = ("odc-triton", "torch", "triton", "transformers", "numpy")
+
+
+def about() -> dict[str, Any]:
+    """What every result says of itself."""
+    return {"hardware": hardware(), "versions": versions(), "commit": commit()}
+
+
+def save_json(path: Path, data: object) -> None:
+    """Atomically, so that a reader never sees half of it."""
+    from odc_triton.base.files import write_file
+
+    write_file(path, (json.dumps(data, indent=1) + "\n").encode())
+
+
+def refuse_results(folder: Path) -> None:
+    """Raises ValueError where a rehearsal would write among the results."""
+    if folder.resolve().is_relative_to(RESULTS):
+        raise ValueError(f"a rehearsal measures nothing: {folder} is in {RESULTS}, choose another folder")
+
+
+def options_of(about: str, **numbers: int) -> argparse.Namespace:
+    """The command line of a report: an option for each of `numbers`, with its default, and `--out FILE`."""
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file")
+    return parser.parse_args()
 
 
 def versions() -> dict[str, str]:
@@ -79,3 +114,29 @@ def gpu() -> dict[str, str] | None:
     except (OSError, subprocess.SubprocessError) as error:
         return found | {"nvidia-smi": f"did not answer: {error}"}
     return found | dict(zip(fields, (value.strip() for value in done.stdout.split(",")), strict=False))
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """One line, in one write: readers and other writers never see half of it. What a kill left of another one's line
+    is closed first.
+    """
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(file).st_size
+        torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+        os.write(file, b"\n" * torn + json.dumps(record).encode() + b"\n")
+    finally:
+        os.close(file)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All whole lines; none where there is no such file."""
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_bytes().splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # a kill came in the middle of it
+            continue
+    return found

@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from odc_triton.base.files import atomic_file
 
@@ -78,6 +79,23 @@ def write_corpus(path: str | os.PathLike, root: str | os.PathLike | None = None)
         for record in records:
             file.write(json.dumps(record).encode() + b"\n")
     return summary
+
+
+def write_text(folder: Path, records: list[dict[str, str]], config: dict[str, Any], *, count: int | None = None) -> Any:
+    """data.jsonl, tokenizer.json and config.json in `folder`: what `train sft` needs. Returns the tokenizer.
+
+    It has learned the records, `config["vocab_size"]` words. `count`: so many lines, the records over and over.
+    """
+    from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
+
+    lines = [json.dumps(record) + "\n" for record in records]
+    count = len(lines) if count is None else count
+    (folder / "data.jsonl").write_text("".join((lines * -(-count // len(lines)))[:count]))
+    texts = (record["prompt"] + record["completion"] for record in records)
+    tokenizer = train_tokenizer(texts, vocab_size=config["vocab_size"])
+    save_tokenizer(tokenizer, folder / "tokenizer.json")
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"} | config))
+    return tokenizer
 
 
 def _python_files(root: Path) -> Iterator[Path]:

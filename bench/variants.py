@@ -1,8 +1,8 @@
 """The ways to train that are compared: FSDP2 in two settings, DDP, our transport with a barrier per layer, ODC.
 
-Every variant trains the same model on the same samples with the same optimizer; they differ in who waits for whom
-and in how samples are dealt. On the CPU each records events in the engine's form: "wait" is time blocked in a
-collective or a meeting, the data's transfer included. On GPUs the host's clock does not see who waits: see alone.py.
+Every variant trains the same model on the same samples with the same optimizer; they differ in how ranks wait for each
+other and in how samples are dealt. On the CPU each records events in the engine's form: "wait" is time blocked in a
+collective or a meeting, the data's transfer included. On GPUs the host's clock sees no waiting: see suites/alone.py.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Variant(ABC):
     name: ClassVar[str]
     balance: ClassVar[str]
     records_waiting: ClassVar[bool] = True
+    averages: ClassVar[bool] = True  # gradients over the ranks, as FSDP2 and DDP do
 
     def __init__(self, build: Callable[[], nn.Module], setting: Setting | None = None) -> None:
         self.setting = setting or Setting()
@@ -86,21 +87,33 @@ class Variant(ABC):
     @abstractmethod
     def shard(self, model: nn.Module) -> nn.Module: ...
 
-    @abstractmethod
     def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
         """All microbatches of this rank until the gradients of all ranks have landed; returns the summed loss.
 
         `packs`: on this rank's device. `total_tokens`: targets of all ranks' packs together.
         """
+        # Who averages over the ranks gets a scaled loss, so that the mean is the sum over tokens.
+        scale = (dist.get_world_size() if self.averages else 1) / total_tokens
+        total = torch.zeros(())
+        for index, pack in enumerate(packs):
+            self.before_microbatch(last=index == len(packs) - 1)
+            total = total + self.microbatch(index, pack, scale)
+        return total.item()
+
+    def before_microbatch(self, *, last: bool) -> None:  # noqa: B027  most variants have nothing to do
+        """`last`: of this rank in the minibatch."""
 
     def step(self) -> None:
-        with self.log.span("step", microbatch=-1):
+        with self.events_log().span("step", microbatch=-1):
             nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
             self.optimizer.step()
             self.optimizer.zero_grad()
 
+    def events_log(self) -> EventLog:
+        return self.log
+
     def events(self) -> list[Event]:
-        return self.log.drain()
+        return self.events_log().drain()
 
     def start_minibatch(self, index: int) -> None:
         self.log.minibatch = index
@@ -123,13 +136,15 @@ class Variant(ABC):
             return work()
 
 
-class _TimedAllGather(AllGather):
+class _Timed:
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+
+class _TimedAllGather(_Timed, AllGather):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         return self.variant.waiting(
             "all-gather",
@@ -137,13 +152,7 @@ class _TimedAllGather(AllGather):
         )
 
 
-class _TimedReduceScatter(ReduceScatter):
-    def __init__(self, variant: Variant) -> None:
-        self.variant = variant
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
+class _TimedReduceScatter(_Timed, ReduceScatter):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
         return self.variant.waiting(
             "reduce-scatter",
@@ -171,11 +180,6 @@ class Fsdp2(Variant):
                 module.set_custom_reduce_scatter(_TimedReduceScatter(self))
         return model
 
-    def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
-        # FSDP2 averages over the ranks: the loss is scaled so that the mean is the sum over tokens.
-        scale = dist.get_world_size() / total_tokens
-        return float(sum(self.microbatch(index, pack, scale) for index, pack in enumerate(packs)))
-
 
 class Fsdp2Micro(Fsdp2):
     name = "FSDP2 + LB-Micro"
@@ -192,20 +196,14 @@ class Fsdp2NoReshard(Fsdp2):
     balance = "mini"
     reshard = False
 
-    def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
-        scale = dist.get_world_size() / total_tokens
-        total = torch.zeros(())
-        for index, pack in enumerate(packs):
-            last = index == len(packs) - 1
-            self.model.set_requires_gradient_sync(last)
-            self.model.set_reshard_after_backward(last)
-            self.model.set_is_last_backward(last)
-            total = total + self.microbatch(index, pack, scale)
-        return total.item()
+    def before_microbatch(self, *, last: bool) -> None:
+        self.model.set_requires_gradient_sync(last)
+        self.model.set_reshard_after_backward(last)
+        self.model.set_is_last_backward(last)
 
 
 class Ddp(Variant):
-    """DDP, all-reducing in the last microbatch only. Its waiting lies within its backward and is not recorded.
+    """DDP, all-reducing in the last microbatch only. Its waiting is part of its backward and is not recorded.
 
     In bf16 it computes under autocast from the embedding on, so that activations are bf16 as FSDP2's are.
     """
@@ -222,13 +220,8 @@ class Ddp(Variant):
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.setting.device, torch.bfloat16, enabled=self.setting.dtype == "bf16")
 
-    def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
-        scale = dist.get_world_size() / total_tokens
-        total = torch.zeros(())
-        for index, pack in enumerate(packs):
-            self.model.require_backward_grad_sync = index == len(packs) - 1
-            total = total + self.microbatch(index, pack, scale)
-        return total.item()
+    def before_microbatch(self, *, last: bool) -> None:
+        self.model.require_backward_grad_sync = last
 
 
 class Odc(Variant):
@@ -249,14 +242,8 @@ class Odc(Variant):
                 total = total + loss.detach()
         return total.item()
 
-    def step(self) -> None:
-        with engine_of(self.model).events.span("step", microbatch=-1):
-            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-
-    def events(self) -> list[Event]:
-        return engine_of(self.model).events.drain()
+    def events_log(self) -> EventLog:
+        return engine_of(self.model).events
 
 
 class OdcLayers(Odc):
@@ -319,9 +306,7 @@ class Unsharded(Variant):
 
     name = "unsharded"
     balance = "mini"
+    averages = False
 
     def shard(self, model: nn.Module) -> nn.Module:
         return model.to(self.setting.here)
-
-    def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
-        return float(sum(self.microbatch(index, pack, 1 / total_tokens) for index, pack in enumerate(packs)))

@@ -10,7 +10,7 @@ of one for every four numbers, with about as many registers. PTX gives it no sco
 one GPU that is enough, whoever adds: all additions meet in its L2. Over NVLink it is right if they are done in the L2
 of the memory's home, as other additions are; the vendor does not promise it. So where an owner's memory is another
 GPU's, `adds_in_bulk` says no, unless ODC_BULK_REDUCTIONS=on; `off` has none anywhere. The default may change when
-`python -m bench.links --loops 50`, which adds by both at once and compares, has passed on several GPUs.
+`python -m bench.suites.links --loops 50`, which adds by both at once and compares, has passed on several GPUs.
 
 [Note: alignment] An address loaded from a table has no known alignment. Without the hint, 2-byte loads are not joined
 into vectors and additions of 16-bit values become compare-and-swap loops. Hence `peer_address`, and shards that are

@@ -188,7 +188,7 @@ def shared_bytes(operator: str, tile: Any, *, element_bytes: int, arch: int) -> 
 
 
 def fits(operator: str, tile: Any, *, element_bytes: int, arch: int) -> bool:
-    """Whether a tile can be expected to compile on sm_`arch` without a fault; `bench.aot` has the last word."""
+    """Whether a tile can be expected to compile on sm_`arch` without a fault; `bench.kernels.aot` has the last word."""
     rows, columns, _ = (getattr(tile, name) for name in DIMENSIONS[operator])
     enough = shared_bytes(operator, tile, element_bytes=element_bytes, arch=arch) <= SHARED_LIMIT_BYTES[arch]
     # More sums per thread spill, with fp32 operands sooner; sm_100 keeps those of its matrix units in another memory.

@@ -1,4 +1,4 @@
-"""Decides, before anything imports triton, where kernels run: see bench/operators/place.py."""
+"""Decides, before anything imports triton, where kernels run: see bench/kernels/problem.py."""
 
 import os
 import sys

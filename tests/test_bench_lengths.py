@@ -10,11 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.alone import LengthsWork, RandomTokens, Turn, computing_seconds, idle_of_devices, take_turn
 from bench.harness import Minibatch
-from bench.lengths import BASELINES, VARIANTS, chosen, setting_of, take_turns, verdict, work_of
-from bench.lengths_report import COLUMNS, Amounts, Result, as_data, fastest_baseline, figures, row_of
-from bench.peaks import peak_flops, utilisation
+from bench.suites.alone import LengthsWork, RandomTokens, Turn, computing_seconds, idle_of_devices, take_turn
+from bench.suites.lengths import BASELINES, VARIANTS, chosen, setting_of, take_turns, verdict, work_of
+from bench.suites.lengths_report import (
+    COLUMNS,
+    Amounts,
+    Result,
+    as_data,
+    fastest_baseline,
+    figures,
+    peak_flops,
+    row_of,
+    utilisation,
+)
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting
 from odc_triton.cli.bench import BenchOptions
 from odc_triton.cli.command import main

@@ -1,4 +1,4 @@
-"""bench.links: its tables, which pairs it takes, and a real run of two processes over the CPU's heap."""
+"""bench.suites.links: its tables, which pairs it takes, and a real run of two processes over the CPU's heap."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.links import ON_CPU, PairOfGpus, Shape, integers, main, measure_links, measure_pair, pairs_of
-from bench.links_report import COLUMNS, Call, Link, as_data, matrix_of, operators_of, rows_of, text_of
+from bench.suites.links import ON_CPU, PairOfGpus, Shape, integers, main, measure_links, measure_pair, pairs_of
+from bench.suites.links_report import COLUMNS, Call, Link, as_data, matrix_of, operators_of, rows_of, text_of
 
 from . import ranks
 from .test_topology import topology
@@ -113,10 +113,10 @@ def test_wrong_words(capsys, tmp_path: Path) -> None:
 
 
 def _measure(rank: int, world: int, token: str, spoilt: bool) -> dict[str, Call]:
-    import bench.links
+    import bench.suites.links
 
     if spoilt and rank == 1:
-        bench.links._whole_weight = lambda shape, device: torch.zeros(shape.rows, shape.columns)
+        bench.suites.links._whole_weight = lambda shape, device: torch.zeros(shape.rows, shape.columns)
     return measure_pair(SMALL, ON_CPU.devices, token)
 
 
@@ -138,7 +138,7 @@ def test_a_wrong_result_is_an_error() -> None:
 def _by_kernels(rank: int, world: int, token: str) -> tuple[list[str], list[tuple[str, int]]]:
     import torch.distributed as dist
 
-    from bench.links import _wrong_results, on_gpu
+    from bench.suites.links import _wrong_results, on_gpu
     from odc_triton.comm.memory import ApartHeap
 
     heap = ApartHeap(rank=rank, world=2, size_bytes=SMALL.part_bytes, slots=1, token=token, timeout_s=60)

@@ -1,11 +1,11 @@
-"""The models whose layers `bench.run` measures: shapes as transformers', sizes as the checkpoints'."""
+"""The models whose layers `bench.kernels.run` measures: shapes as transformers', sizes as the checkpoints'."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from bench.operators.models import MODELS, TINY, Model
+from bench.kernels.problem import MODELS, TINY, Model
 
 
 @pytest.mark.parametrize("model", [*MODELS.values(), TINY], ids=lambda model: model.name)

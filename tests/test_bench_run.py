@@ -15,16 +15,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.operators import all_operators  # first: it decides where kernels run  # isort: skip
+from bench.kernels.operators import all_operators  # first: it decides where kernels run  # isort: skip
 
-from bench.lines import append
-from bench.operators.cell import Cell
-from bench.operators.models import MODELS, TINY
-from bench.operators.operator import Operator, Prepared, Problem, Results, Work
-from bench.operators.targets import TARGETS, Target, memory_share, over_the_slower, ratio, times, wanted_first
-from bench.operators.timing import median_interval, quantiles
-from bench.roofline import Machine
-from bench.run import COLUMNS, Report, check, main, problems, row_of, run_cells
+from bench.kernels.cells import (
+    COLUMNS,
+    TARGETS,
+    Cell,
+    Report,
+    Target,
+    memory_share,
+    over_the_slower,
+    ratio,
+    row_of,
+    times,
+    wanted_first,
+)
+from bench.kernels.problem import MODELS, TINY, Operator, Prepared, Problem, Results, Work
+from bench.kernels.run import check, main, problems, run_cells
+from bench.kernels.timing import Machine, median_interval, quantiles
+from bench.provenance import append_line
 from odc_kernels.peers import PeerShards, split
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -277,10 +286,10 @@ def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     gather = OPERATORS["gather"]
     todo = [(gather, problem(gather, world=world)) for world in (1, 2, 3)]
     lines = tmp_path / "kernels.jsonl"
-    append(lines, {"about": ABOUT | {"seed": 5}})
+    append_line(lines, {"about": ABOUT | {"seed": 5}})
     run_cells(todo[:1], Report(), machine=None, seed=1, folder=tmp_path)
-    append(lines, {"begin": Cell.of(*todo[1]).name})  # and then it was killed
-    append(lines, {"about": ABOUT | {"seed": 6}})
+    append_line(lines, {"begin": Cell.of(*todo[1]).name})  # and then it was killed
+    append_line(lines, {"about": ABOUT | {"seed": 6}})
     report = Report.load(tmp_path, ABOUT)
     assert report.about["seed"] == 5
     assert report.begun == [Cell.of(*todo[1]).name]
@@ -304,7 +313,7 @@ def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"gpu": {"name": "two"}}, {"source": "2"}, {"rehearsal": True}, {"timed": True}])
 def test_cells_of_something_else_are_not_kept(change: dict, tmp_path: Path) -> None:
     gather = OPERATORS["gather"]
-    append(tmp_path / "kernels.jsonl", {"about": ABOUT})
+    append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
     run_cells([(gather, problem(gather))], Report(), machine=None, seed=1, folder=tmp_path)
     assert len(names_in(tmp_path)) == 1
     assert names_in(tmp_path, ABOUT | change) == []
@@ -316,7 +325,7 @@ def test_what_did_not_fit_did_end(tmp_path: Path) -> None:
     def prepare(given: Problem) -> Prepared:
         raise torch.OutOfMemoryError("tried to allocate too much")
 
-    append(tmp_path / "kernels.jsonl", {"about": ABOUT})
+    append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
     assert run_cells(
         [(replace(gather, prepare=prepare), problem(gather))], Report(), machine=None, seed=1, folder=tmp_path
     )
@@ -327,22 +336,22 @@ def test_what_did_not_fit_did_end(tmp_path: Path) -> None:
 
 HANGS = """
 from pathlib import Path
-from bench.operators import all_operators
-import bench.run, time
-from bench.operators.operator import Problem
-from bench.operators.models import TINY
+from bench.kernels.operators import all_operators
+import time
+from bench.kernels import run
+from bench.kernels.problem import TINY, Problem
 from dataclasses import replace
 import torch
-bench.run.CELL_S = 0.5
+run.CELL_S = 0.5
 gather = all_operators()["gather"]
 given = Problem(model=TINY, layer=gather.layers(TINY)[0], tokens=0, world=1, dtype=torch.bfloat16)
 hanging = replace(gather, prepare=lambda given: time.sleep(60))
-bench.run.run_cells([(hanging, given)], bench.run.Report(), machine=None, seed=1, folder=Path({folder!r}))
+run.run_cells([(hanging, given)], run.Report(), machine=None, seed=1, folder=Path({folder!r}))
 """
 
 
 def test_a_cell_that_hangs_ends_the_process_and_is_named(tmp_path: Path) -> None:
-    append(tmp_path / "kernels.jsonl", {"about": ABOUT})
+    append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
     code = HANGS.format(folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
@@ -378,7 +387,7 @@ def bench(*words: str) -> subprocess.CompletedProcess:
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     # But for what triton 3.6's interpreter does, as in pyproject.toml.
     allowed = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
-    command = [sys.executable, "-W", "error", "-W", allowed, "-m", "bench.run", *words]
+    command = [sys.executable, "-W", "error", "-W", allowed, "-m", "bench.kernels.run", *words]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 

@@ -404,15 +404,15 @@ def test_refusals_name_the_value_and_the_remedy(options, message):
 
 
 def test_the_document_holds_what_the_script_prints():
-    from bench.memory_table import BEGIN, END, table
+    from bench.reports.memory_table import BEGIN, END, table
 
     document = Path(__file__).parents[1].joinpath("docs/memory.md").read_text(encoding="utf-8")
     shown = document.split(BEGIN)[1].split(END)[0].strip()
-    assert shown == table(), "run: python -m bench.memory_table --write docs/memory.md"
+    assert shown == table(), "run: python -m bench.reports.memory_table --write docs/memory.md"
 
 
 def test_write_replaces_what_is_between_the_marks(tmp_path, monkeypatch):
-    from bench import memory_table
+    from bench.reports import memory_table
 
     monkeypatch.setattr(memory_table, "table", lambda: "new")
     path = tmp_path / "page.md"

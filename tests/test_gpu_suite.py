@@ -19,17 +19,16 @@ from typing import Any
 
 import pytest
 
-import bench.gpu_suite as suite
-from bench.device import WARNING, Rehearsal
-from bench.gpu_suite import measured
-from bench.gpu_suite.__main__ import NAMES
-from bench.gpu_suite.ledger import LINES, Found, Ledger, found_of, key_of
-from bench.gpu_suite.measured import Runs, ending, learned, long_lengths, run_kernels, run_memcheck
-from bench.gpu_suite.plan import ON_A_GPU, REHEARSAL, STAGES, chosen, seconds_for
-from bench.gpu_suite.process import ROOT, install
-from bench.gpu_suite.report import ONE_GPU, write_report
-from bench.gpu_suite.tests import TEST_S, run_tests
-from bench.lines import append, read
+import bench.suites.gpu as suite
+from bench.device import Rehearsal
+from bench.provenance import WARNING, append_line, read_lines
+from bench.suites.gpu import measured
+from bench.suites.gpu.__main__ import NAMES
+from bench.suites.gpu.measured import Runs, ending, learned, long_lengths, run_kernels, run_memcheck
+from bench.suites.gpu.outcomes import LINES, ONE_GPU, Found, Ledger, found_of, key_of, write_report
+from bench.suites.gpu.plan import ON_A_GPU, REHEARSAL, STAGES, chosen, seconds_for
+from bench.suites.gpu.process import ROOT, install
+from bench.suites.gpu.tests import TEST_S, run_tests
 from tests import ranks
 
 ENVIRONMENT = Rehearsal().environment()
@@ -158,13 +157,13 @@ def test_runs_keep_what_they_have(
     record = ledger_in(tmp_path).stage("step").runs["one"]
     assert (record["passed"], record["data"], record["cut"]) == (bool(result), data, result is None)
     if result is None:
-        found = [line["data"] for line in read(tmp_path / LINES) if line["passed"] is None]
+        found = [line["data"] for line in read_lines(tmp_path / LINES) if line["passed"] is None]
         assert found == [1, 2], "written down while it went on"
         return
     path.unlink(missing_ok=True)
-    lines = len(read(tmp_path / LINES))
+    lines = len(read_lines(tmp_path / LINES))
     assert once() is result
-    assert (len(read(tmp_path / LINES)) == lines) == result, "what passed is kept, what failed is tried again"
+    assert (len(read_lines(tmp_path / LINES)) == lines) == result, "what passed is kept, what failed is tried again"
 
 
 @pytest.mark.parametrize(
@@ -195,14 +194,14 @@ def test_training_passes_by_its_loss(tmp_path: Path, losses: list[float], code: 
 
 
 def test_kernels_go_on_after_what_ends_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bench.run's process, which ends without a word after its first cell and in order after its second."""
+    """bench.kernels.run's process, which ends without a word after its first cell and in order after its second."""
     calls: list[list[str]] = []
 
     def process(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int, str]:
         calls.append(command)
-        append(tmp_path / "kernels.jsonl", {"cell": {"passed": True}})
+        append_line(tmp_path / "kernels.jsonl", {"cell": {"passed": True}})
         if len(calls) == 2:
-            append(tmp_path / "kernels.jsonl", {"end": True})
+            append_line(tmp_path / "kernels.jsonl", {"end": True})
         return (0, "") if len(calls) == 2 else (1, "Fatal Python error: Aborted")
 
     monkeypatch.setattr(measured, "run", process)
@@ -235,12 +234,12 @@ def test_verdicts(kinds: list[Any], verdict: str) -> None:
 
 def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
-    append(path, {"a": 1})
+    append_line(path, {"a": 1})
     with path.open("ab") as file:
         file.write(b'{"b": ')  # where a kill came
-    assert read(path) == [{"a": 1}]
-    append(path, {"c": 3})
-    assert read(path) == [{"a": 1}, {"c": 3}]
+    assert read_lines(path) == [{"a": 1}]
+    append_line(path, {"c": 3})
+    assert read_lines(path) == [{"a": 1}, {"c": 3}]
 
 
 def test_what_a_result_depends_on() -> None:

@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.device import RESULTS, WARNING
-from bench.gpu_suite.__main__ import NAMES, main
-from bench.gpu_suite.ledger import LINES
-from bench.gpu_suite.process import ROOT, run
-from bench.lines import read
+from bench.provenance import RESULTS, WARNING, read_lines
+from bench.suites.gpu.__main__ import NAMES, main
+from bench.suites.gpu.outcomes import LINES
+from bench.suites.gpu.process import ROOT, run
 
 from .test_gpu_suite import ENVIRONMENT, ledger_in, running
 
@@ -43,7 +42,7 @@ def test_refusals(words: list[str], said: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "bench.gpu_suite", *words]
+    return [sys.executable, "-m", "bench.suites.gpu", *words]
 
 
 def rehearse(out: Path, *words: str) -> subprocess.CompletedProcess:
@@ -57,7 +56,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     told = command("--rehearse", "--out", str(tmp_path), "kernels-timed")
     with subprocess.Popen(told, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL) as process:
         begin_s, deadline_s = time.monotonic(), time.monotonic() + 240
-        while sum("cell" in line for line in read(cells)) < 2:
+        while sum("cell" in line for line in read_lines(cells)) < 2:
             assert process.poll() is None
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
@@ -66,7 +65,7 @@ def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     while list(running(str(tmp_path))):
         assert time.monotonic() < deadline_s, "what it had started dies with it"
         time.sleep(0.05)
-    before = [line["cell"] for line in read(cells) if "cell" in line]
+    before = [line["cell"] for line in read_lines(cells) if "cell" in line]
 
     (tmp_path / "kernels.json").unlink(missing_ok=True)
     done = subprocess.run(command("report", "--out", str(tmp_path)), cwd=ROOT, capture_output=True, text=True)
@@ -123,7 +122,7 @@ def test_the_whole_rehearsal(tmp_path: Path) -> None:
     ],
 )
 def test_words_that_can_not_be(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from bench.gpu_suite.__main__ import parsed
+    from bench.suites.gpu.__main__ import parsed
 
     with pytest.raises(SystemExit):
         parsed([*words, "--out", str(tmp_path)])

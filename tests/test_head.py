@@ -11,7 +11,7 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from bench.head_memory import peak_bytes
+from bench.reports.head_memory import peak_bytes
 from odc_triton.hf import summed_loss
 from odc_triton.nn import LMHead
 from odc_triton.nn.head import FusedLogits

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bench.head_memory import peak_bytes
+from bench.reports.head_memory import peak_bytes
 from odc_triton import OdcError, fully_shard, minibatch, replace_layers, verify
 from odc_triton.nn import Attention, Embedding, Linear, LMHead
 

@@ -9,10 +9,9 @@ from itertools import pairwise
 import pytest
 import torch.distributed as dist
 
-from bench import protocol_scale, sleeping, work_queue
-from bench.gate import Gate
-from bench.protocol_scale import BASELINE, OURS, RANKS, SAMPLES, WAYS, expected_s, in_words, make_cells, rows_of
-from bench.sleeping import Cell, Costs, Measured, Ran, Sleeper, Way, run_cells, together
+from bench.suites import protocol_scale, sleeping, work_queue
+from bench.suites.protocol_scale import BASELINE, OURS, RANKS, SAMPLES, WAYS, expected_s, in_words, make_cells, rows_of
+from bench.suites.sleeping import Cell, Costs, Gate, Measured, Ran, Sleeper, Way, run_cells, together
 from odc_triton.balance import CostModel
 from odc_triton.simulate.study import NAMED
 

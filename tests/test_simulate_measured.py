@@ -9,7 +9,7 @@ import pytest
 
 from bench.demo import VARIANTS
 from bench.harness import Work
-from bench.simulated import measure, predict
+from bench.reports.simulated import measure, predict
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import DataSummary, TokenizedDataset
 from odc_triton.simulate.job import simulate

@@ -1,4 +1,4 @@
-"""Options of `odc-triton bench`. Imports no torch, so that `--help` is quick; bench/lengths.py does the work."""
+"""Options of `odc-triton bench`. Imports no torch, so that `--help` is quick; bench/suites/lengths.py does the work."""
 
 from __future__ import annotations
 

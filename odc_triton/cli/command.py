@@ -109,9 +109,9 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _from_bench(name: str) -> ModuleType:
-    """The module bench/`name`.py. The baselines are not part of the package: they are in the repository, beside it."""
+    """The module bench.`name`. The baselines are not part of the package: they are in the repository, beside it."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / "bench" / f"{name}.py").exists():
+    if not (root / "bench").is_dir():
         raise RuntimeError(
             "the baselines are in the repository's bench/, which is not part of an installed package: clone the "
             "repository and run the command there"
@@ -135,7 +135,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _bench(ranks: int, wanted: BenchOptions) -> int:
-    return _from_bench("lengths").main(ranks, wanted)
+    return _from_bench("suites.lengths").main(ranks, wanted)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:

@@ -1,4 +1,4 @@
-"""Kernels that are wrong on purpose, one fault each, as cases of `bench.aot`: it has to find them."""
+"""Kernels that are wrong on purpose, one fault each, as cases of `bench.kernels.aot`: it has to find them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from bench.machine import Case
-from bench.machine.staged import faults_of_waits
+from bench.kernels.code import Case
 from odc_kernels.device import add_to_peer, bulk_reads_follow, dot, peer_address, wait_for_shard
 
 
@@ -151,8 +150,8 @@ def cases() -> Iterator[Case]:
     yield case("atom", add_and_look, {**adds, "out": "*fp32"}, {"BLOCK": 512}, reduces=True)
     yield case("used", add_and_look_beside_tensor_map, {**adds, "out": "*fp32"}, {"BLOCK": 512}, reduces=True)
     yield case("tile", add_tile, {**adds, "columns": "i32"}, {"BLOCK": 64}, reduces=True)
-    waits = {"w": "*fp32", "out": "*fp32", "flags": "*i32", "status": "*i32", "epoch": "i32"}
+    wait = {"w": "*fp32", "out": "*fp32", "flags": "*i32", "status": "*i32", "epoch": "i32"}
     for name, bulk, early in (("early", False, True), ("unfenced", True, False), ("patient", False, False)):
         constants = {"BLOCK": 512, "BULK": bulk, "EARLY": early}
-        yield case(name, read_before_wait, waits, constants, faults_of_ptx=faults_of_waits)
+        yield case(name, read_before_wait, wait, constants, waits=True)
     yield case("no code", product, data, {"B_T": 128, "B_N": 128, "B_K": 3, "STAGES": 2})

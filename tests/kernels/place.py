@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.operators.place import DEVICE
+from bench.kernels.problem import DEVICE
 from odc_kernels import peers
 
 INTERPRETED = DEVICE.type == "cpu"

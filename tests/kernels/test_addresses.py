@@ -14,7 +14,7 @@ from . import place  # isort: skip
 
 import triton.language as tl
 
-from bench.machine.offsets import faults_of_offsets
+from bench.kernels.addresses import faults_of_offsets
 from odc_kernels.gather import gather_kernel
 from odc_kernels.scatter import scatter_kernel
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from . import place  # isort: skip
 
-from bench.operators.place import DEVICE
+from bench.kernels.problem import DEVICE
 from odc_kernels.gather import gather
 from odc_triton.comm.layout import shard_rows
 from tests import ranks

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from . import place  # isort: skip
 
-from bench.head_memory import peak_bytes
+from bench.reports.head_memory import peak_bytes
 from odc_kernels.linear_cross_entropy import (
     HeadOutput,
     chunk_rows,

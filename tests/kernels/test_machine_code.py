@@ -13,7 +13,8 @@ import pytest
 from . import place  # noqa: F401 # isort: skip
 
 import odc_kernels
-from bench.machine import Case, all_cases
+from bench.kernels.cases import cases as all_cases
+from bench.kernels.code import Case
 from odc_kernels import tiles
 
 from .machine import compiled

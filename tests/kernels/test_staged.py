@@ -9,7 +9,7 @@ import torch
 
 from . import place  # isort: skip
 
-from bench.machine.staged import faults_of_waits
+from bench.kernels.code import faults_of_waits
 from odc_kernels.linear import linear_dx_ref, linear_ref
 from odc_kernels.linear_staged import linear_dx_staged, linear_dx_staged_ref, linear_staged, linear_staged_ref
 from odc_kernels.peers import PeerShards, split

@@ -1,0 +1,1 @@
+"""The kernels alone: checked and timed beside baselines, and their machine code read."""

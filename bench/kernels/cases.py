@@ -1,0 +1,278 @@
+"""What `bench.kernels.aot` compiles: every kernel, by every default configuration and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import triton.language as tl
+
+from odc_kernels import (
+    embedding,
+    gather,
+    linear,
+    linear_staged,
+    online_softmax,
+    qkv,
+    qkv_grad,
+    scatter,
+    tiles,
+    wgrad,
+)
+
+from .code import Case
+
+TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16}
+_SIZES = {"rows": "i32", "rows_per_owner": "i32", "columns": "i32"}
+_MATRIX = {"tokens": "i32", **_SIZES, "rank": "i32", "world": "i32"}
+_ALIGNED_SIZES = ("rows", "rows_per_owner", "columns")
+
+
+def cases() -> Iterator[Case]:
+    yield from _of_memory()
+    yield from _of_embedding()
+    yield from _of_head()
+    for dtype in TYPES:
+        yield from _of_linear(dtype)
+        yield from _of_staged(dtype)
+        yield from _of_wgrad(dtype)
+        yield from _of_qkv(dtype)
+
+
+def _bytes(dtype: str) -> int:
+    return TYPES[dtype].primitive_bitwidth // 8
+
+
+def _of_memory() -> Iterator[Case]:
+    sizes = {"rows": "i32", "rows_per_owner": "i32", "row_elements": "i32", "rank": "i32", "world": "i32"}
+    for source, target in (("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp16", "fp16")):
+        yield Case(
+            name=f"gather {source} to {target}",
+            kernel=gather.gather_kernel,
+            signature={"table": "*i64", "out": f"*{target}", **sizes},
+            constants={"DTYPE": TYPES[source], "ALIGNED": True, "BLOCK": 4096},
+            aligned=("table", "out", "rows_per_owner", "row_elements"),
+            flat=True,
+        )
+    for dtype, even in (("fp32", 4), ("bf16", 8)):
+        pieces = {"sources": "*i64", "offsets": "*i64", "counts": "*i64", "out": f"*{dtype}"}
+        yield Case(
+            name=f"gather_pieces {dtype}",
+            kernel=gather.gather_pieces_kernel,
+            signature=pieces,
+            constants={"DTYPE": TYPES[dtype], "EVEN": even, "BLOCK": 2048},
+            aligned=tuple(pieces),
+        )
+    for dtype in TYPES:
+        yield Case(
+            name=f"scatter {dtype}",
+            kernel=scatter.scatter_kernel,
+            signature={"table": "*i64", "gradient": f"*{dtype}", "scale": "fp32", **sizes},
+            constants={"ALIGNED": True, "BLOCK": 2048},
+            aligned=("table", "gradient", "rows_per_owner", "row_elements"),
+            reduces=True,
+            flat=True,
+        )
+
+
+def _of_embedding() -> Iterator[Case]:
+    tile, grad_tile = embedding.EMBEDDING, embedding.EMBEDDING_GRAD
+    runs = {"ids": "*i64", "begins": "*i64", "ends": "*i64", "table": "*i64", "partial": "*fp32"}
+    sizes = {"scale": "fp32", "tokens": "i32", **_SIZES, "padding": "i32"}
+    grad = partial(
+        Case,
+        constants={"SEGMENT": grad_tile.segment, "BLOCK_T": grad_tile.t, "BLOCK_K": grad_tile.k},
+        num_warps=grad_tile.num_warps,
+        reduces=True,
+    )
+    for dtype in TYPES:
+        yield Case(
+            name=f"embedding {dtype}",
+            kernel=embedding.embedding_kernel,
+            signature={"ids": "*i64", "table": "*i64", "out": f"*{dtype}", **_SIZES},
+            constants={"DTYPE": TYPES[dtype], "BLOCK_K": tile.k},
+            aligned=("ids", "table", "out", "columns"),
+            num_warps=tile.num_warps,
+        )
+        yield grad(
+            name=f"embedding_grad {dtype}",
+            kernel=embedding.embedding_grad_kernel,
+            signature={"dy": f"*{dtype}", "order": "*i64", "shift": "i32", **runs, **sizes},
+            aligned=("dy", "order", *runs, "columns"),
+        )
+    yield grad(
+        name="embedding_grad_long",
+        kernel=embedding.embedding_grad_long_kernel,
+        signature={**runs, **sizes},
+        aligned=(*runs, "columns"),
+    )
+
+
+def _of_head() -> Iterator[Case]:
+    tile = online_softmax.ONLINE_SOFTMAX
+    sizes = {"scale": "fp32", "tokens": "i32", "stride": "i32", "count": "i32", "first": "i32"}
+    running = dict.fromkeys(("maximum", "total", "moment", "picked"), "*fp32")
+    given = dict.fromkeys(("lse", "entropy", "g_logp", "g_entropy"), "*fp32")
+    blocks = {"BLOCK_T": tile.t, "BLOCK_V": tile.v}
+    for dtype in TYPES:
+        data = {"logits": f"*{dtype}", "targets": "*i64"}
+        yield Case(
+            name=f"linear_cross_entropy softmax {dtype}",
+            kernel=online_softmax.online_softmax_kernel,
+            signature={**data, **running, **sizes},
+            constants=blocks,
+            aligned=("logits", "targets", *running, "stride"),
+            num_warps=tile.num_warps,
+        )
+        yield Case(
+            name=f"linear_cross_entropy dz {dtype}",
+            kernel=online_softmax.softmax_grad_kernel,
+            signature={**data, **given, **sizes, "vocabulary": "i32", "ignore_index": "i32"},
+            constants={"HAS_ENTROPY": True, **blocks},
+            aligned=("logits", "targets", *given, "stride"),
+            num_warps=tile.num_warps,
+        )
+
+
+def _tiled(operator: str, dtype: str, tokens: int) -> dict[str, Any]:
+    """The options of a kernel whose tile is the same on all architectures, and its blocks as `constants`."""
+    tile = tiles.tile_of(operator, element_bytes=_bytes(dtype), arch=90, tokens=tokens)
+    blocks = {"BLOCK_T": tile.t, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "UPCAST": False, "DTYPE": TYPES[dtype]}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "matrix": dtype != "fp32"}
+    return {"constants": blocks, **options}
+
+
+def _of_linear(dtype: str) -> Iterator[Case]:
+    for tokens in (64, 256) if dtype != "fp32" else (64,):
+        few = "" if tokens > 64 else " T<=64"
+        options = _tiled("linear", dtype, tokens)
+        options["constants"]["HAS_BIAS"] = True
+        data = {"x": f"*{dtype}", "w_table": "*i64", "b_table": "*i64", "y": f"*{dtype}"}
+        yield Case(
+            name=f"linear {dtype}{few}",
+            kernel=linear.linear_kernel,
+            signature={**data, **_MATRIX},
+            aligned=(*data, *_ALIGNED_SIZES),
+            **options,
+        )
+        data = {"dy": f"*{dtype}", "w_table": "*i64", "dx": f"*{dtype}"}
+        yield Case(
+            name=f"linear_dx {dtype}{few}",
+            kernel=linear.linear_dx_kernel,
+            signature={**data, **_MATRIX},
+            aligned=(*data, *_ALIGNED_SIZES),
+            **_tiled("linear_dx", dtype, tokens),
+        )
+
+
+def _staged_blocks(operator: str, dtype: str) -> dict[str, Callable[[int], int]]:
+    def tile(arch: int) -> tiles.LinearTile:
+        return tiles.tile_of(operator, element_bytes=_bytes(dtype), arch=arch, tokens=4096)
+
+    fields = {"BLOCK_T": "t", "BLOCK_N": "n", "BLOCK_K": "k", "GROUP": "group", "STAGES": "num_stages"}
+    return {name: lambda arch, field=field: getattr(tile(arch), field) for name, field in fields.items()}
+
+
+def _of_staged(dtype: str) -> Iterator[Case]:
+    wait = {"flags": "*i32", "status": "*i32", "epoch": "i32", "spins": "i32", **_MATRIX}
+    staged = partial(Case, num_warps=8, matrix=dtype != "fp32", waits=True)
+    pointer, common, sizes = f"*{dtype}", {"DTYPE": TYPES[dtype], "UPCAST": False}, ("flags", "status", *_ALIGNED_SIZES)
+    bulk = {"BULK": lambda arch: arch >= 90}
+    # Owners' rows that are no multiple of a tile leave by pointers.
+    for name, whole in ((f"staged {dtype}", True), (f"staged {dtype} ragged", False)):
+        data = {"x": pointer, "w": pointer, "b_table": "*i64", "y": pointer}
+        out = {"BULK_OUT": lambda arch, whole=whole: whole and arch >= 90}
+        yield staged(
+            name=name,
+            kernel=linear_staged.linear_staged_kernel,
+            signature={**data, **wait},
+            constants={"HAS_BIAS": True, **common},
+            by_arch={**bulk, **out, **_staged_blocks("linear_staged", dtype)},
+            aligned=(*data, *sizes),
+        )
+    data = {"dy": pointer, "w": pointer, "dx": pointer}
+    yield staged(
+        name=f"staged_dx {dtype}",
+        kernel=linear_staged.linear_dx_staged_kernel,
+        signature={**data, **wait},
+        constants=common,
+        by_arch={**bulk, **_staged_blocks("linear_dx_staged", dtype)},
+        aligned=(*data, *sizes),
+    )
+
+
+def _of_wgrad(dtype: str) -> Iterator[Case]:
+    tile = tiles.WGRAD_FP32 if dtype == "fp32" else tiles.WGRAD
+    data = {"dy": f"*{dtype}", "x": f"*{dtype}", "w_table": "*i64", "db": "*fp32"}
+    blocks = {"BLOCK_N": tile.n, "BLOCK_K": tile.k, "BLOCK_T": tile.t, "GROUP": tile.group}
+    for name, far in ((f"wgrad {dtype}", False), (f"wgrad {dtype} far", True)):
+        yield Case(
+            name=name,
+            kernel=wgrad.wgrad_kernel,
+            signature={**data, "scale": "fp32", **_MATRIX},
+            constants={"HAS_BIAS": True, "UPCAST": False, **blocks},
+            by_arch={"BULK": lambda arch, far=far: arch >= 90 and not far},
+            aligned=(*data, *_ALIGNED_SIZES),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+            matrix=dtype != "fp32",
+            reduces=True,
+            far=far,
+        )
+
+
+_TABLES = {"wq_table": "*i64", "wk_table": "*i64", "wv_table": "*i64"}
+_BIASES = {"bq_table": "*i64", "bk_table": "*i64", "bv_table": "*i64"}
+_PER_OWNER = {"q_rows_per_owner": "i32", "kv_rows_per_owner": "i32"}
+_PEERS = {**_PER_OWNER, "rank": "i32", "world": "i32"}
+_HEADS = {"tokens": "i32", "q_heads": "i32", "kv_heads": "i32", "table_rows": "i32"}
+_ROPE = {"cos": "*fp32", "sin": "*fp32", "positions": "*i64"}
+
+
+def _of_qkv(dtype: str) -> Iterator[Case]:
+    vector = 16 // _bytes(dtype)
+    for tokens, word in ((64, "few"), (4096, "many")) if dtype != "fp32" else ((4096, "any"),):
+        for head_dim in (64, 128, 256):
+            yield _qkv_forward(dtype, head_dim, tokens, word)
+        options = _tiled("qkv_dx", dtype, tokens)
+        options["constants"]["VECTOR"] = vector
+        data = dict.fromkeys(("dq_pre", "dk_pre", "dv", "dx"), f"*{dtype}")
+        sizes = {"tokens": "i32", "columns": "i32", "q_rows": "i32", "kv_rows": "i32"}
+        yield Case(
+            name=f"qkv dx {dtype}, {word} tokens",
+            kernel=qkv_grad.qkv_dx_kernel,
+            signature={**data, **_TABLES, **sizes, **_PEERS},
+            aligned=(*data, *_TABLES, "q_rows", "kv_rows", *_PER_OWNER),
+            **options,
+        )
+    names = ("dq", "dk", "q_pre", "k_pre", "q_norm", "k_norm", "dq_pre", "dk_pre")
+    data = {**dict.fromkeys(names, f"*{dtype}"), "dq_norm_parts": "*fp32", "dk_norm_parts": "*fp32"}
+    for head_dim in (64, 128, 256):
+        yield Case(
+            name=f"qkv undo {dtype} heads of {head_dim}",
+            kernel=qkv_grad.qk_undo_kernel,
+            signature={**data, **_ROPE, **_HEADS, "eps": "fp32"},
+            constants={"HAS_NORM": True, "HEAD_DIM": head_dim, "BLOCK_T": 32},
+            aligned=(*data, *_ROPE),
+            num_warps=qkv_grad.UNDO_WARPS,
+        )
+
+
+def _qkv_forward(dtype: str, head_dim: int, tokens: int, word: str) -> Case:
+    operator, vector = "qkv" if head_dim <= 128 else "qkv_wide", 16 // _bytes(dtype)
+    tile = tiles.tile_of(operator, element_bytes=_bytes(dtype), arch=90, tokens=tokens)  # the same for all
+    data = dict.fromkeys(("x", "q_norm", "k_norm", "q", "k", "v", "q_pre", "k_pre"), f"*{dtype}")
+    flags = {"VECTOR": vector, "RUN": vector, "HAS_BIAS": True, "HAS_NORM": True, "SAVE": True, "UPCAST": False}
+    blocks = {"HEAD_DIM": head_dim, "BLOCK_T": tile.t, "BLOCK_K": tile.k, "GROUP": tile.group}
+    return Case(
+        name=f"qkv {dtype} heads of {head_dim}, {word} tokens",
+        kernel=qkv.qkv_kernel,
+        signature={**data, **_TABLES, **_BIASES, **_ROPE, **_HEADS, **_PEERS, "columns": "i32", "eps": "fp32"},
+        constants={"DTYPE": TYPES[dtype], **flags, **blocks},
+        # The number of columns is known to be a multiple of VECTOR only, and not of 16.
+        aligned=(*data, *_TABLES, *_BIASES, *_ROPE, *_PER_OWNER),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        matrix=dtype != "fp32",
+    )

@@ -1,0 +1,115 @@
+"""Times on a GPU (or on a stand-in), side by side: every function once a round, the L2 flushed before each.
+
+And the roofline: the least time that a call could take, the slowest of its arithmetic, its memory and its link.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench.device import Gpu
+
+from .problem import Run, Work
+
+WARM_UP = 3
+
+
+def quantiles(us: Sequence[float]) -> dict[str, float]:
+    """p20, p50, p80, the nearest of the values."""
+    ordered = sorted(us)
+    return {f"p{percent}": ordered[round((len(ordered) - 1) * percent / 100)] for percent in (20, 50, 80)}
+
+
+def median_interval(values: Sequence[float]) -> dict[str, float]:
+    """The median and a 95% interval for it that assumes no distribution: by the order of the values alone."""
+    ordered = sorted(values)
+    count = len(ordered)
+    reach = 0.98 * math.sqrt(count)
+    low, high = max(math.floor(count / 2 - reach), 0), min(math.ceil(count / 2 + reach), count - 1)
+    return {"median": quantiles(values)["p50"], "low": ordered[low], "high": ordered[high]}
+
+
+def warm_up(runs: Mapping[str, Run], gpu: Gpu) -> tuple[dict[str, Run], dict[str, str]]:
+    """The functions that run, after a few calls of each, and why the others don't: a baseline may need more memory, or
+    a newer torch. What "ours" raises is raised.
+    """
+    good, missing = {}, {}
+    for name, run in runs.items():
+        try:
+            for _ in range(WARM_UP):
+                run()
+            gpu.synchronize()
+            good[name] = run
+        except (RuntimeError, TypeError) as error:
+            if name == "ours":
+                raise
+            missing[name] = str(error).splitlines()[0]
+    return good, missing
+
+
+def interleaved(runs: Mapping[str, Run], gpu: Gpu, *, seconds: float) -> dict[str, list[float]]:
+    """Microseconds of every call, one of each function a round, as many rounds as fit into `seconds` or so.
+
+    Every round begins with another function, so that none always follows the same one.
+    """
+    flush = torch.empty(gpu.flush_bytes, dtype=torch.int8, device=gpu.type)
+    names = list(runs)
+    us: dict[str, list[float]] = {name: [] for name in names}
+    least, most = gpu.rounds
+    rounds, done = least, 0
+    while done < rounds:
+        turn = done % len(names)
+        marks = {}
+        for name in names[turn:] + names[:turn]:
+            flush.zero_()
+            begin = gpu.mark()
+            runs[name]()
+            marks[name] = begin, gpu.mark()
+        gpu.synchronize()
+        for name, (begin, end) in marks.items():
+            us[name].append(gpu.us_between(begin, end))
+        done += 1
+        if done == least:
+            round_seconds = sum(map(sum, us.values())) / done / 1e6 + 5e-4 * len(names)
+            rounds = min(max(int(seconds / round_seconds), least), most)
+    return us
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What this GPU reached in this run, so that its clocks and its heat are in the roofline. `link_bytes_s`: of pinned
+    host memory, 0 where there is no link.
+    """
+
+    flops: float
+    hbm_bytes_s: float  # counting what is read and what is written
+    link_bytes_s: float = 0.0
+
+    @classmethod
+    def measured(cls, gpu: Gpu, *, dtype: torch.dtype, peers: str, seconds: float = 0.5) -> Machine:
+        """The rates of the library's product of two square matrices and of copies, on random numbers."""
+        a, b = (torch.randn(gpu.side, gpu.side, device=gpu.type, dtype=dtype) for _ in range(2))
+        source = torch.randint(-128, 127, (gpu.copy_bytes,), dtype=torch.int8, device=gpu.type)
+        target, out = torch.empty_like(source), torch.empty_like(a)
+        runs = {"product": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
+        if peers == "pinned":
+            pinned = source.cpu().pin_memory()
+            runs["link"] = lambda: target.copy_(pinned, non_blocking=True)
+        for run in runs.values():
+            run()
+        second = {name: quantiles(us)["p50"] / 1e6 for name, us in interleaved(runs, gpu, seconds=seconds).items()}
+        return cls(
+            flops=2 * gpu.side**3 / second["product"],
+            hbm_bytes_s=2 * gpu.copy_bytes / second["copy"],
+            link_bytes_s=gpu.copy_bytes / second["link"] if "link" in second else 0.0,
+        )
+
+    def seconds(self, work: Work) -> float:
+        """The roofline. Without a link the peers' memory is this GPU's, and its traffic is added to the own."""
+        if self.link_bytes_s:
+            return max(work.flops / self.flops, work.hbm_bytes / self.hbm_bytes_s, work.link_bytes / self.link_bytes_s)
+        return max(work.flops / self.flops, (work.hbm_bytes + work.peer_bytes) / self.hbm_bytes_s)

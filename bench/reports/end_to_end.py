@@ -1,0 +1,135 @@
+"""Who gains and who does not: all baselines over three distributions of lengths and three seeds.
+
+    python -m bench.reports.end_to_end --out bench/results
+
+Writes end_to_end.json and end_to_end.md; docs/performance.md shows the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from bench.demo import CONFIG, RANKS, prepare
+from bench.harness import Measured, Work, bootstrap_ratio, compare, single_thread_environment
+from bench.provenance import about, save_json
+from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro
+from odc_triton.base.files import write_file
+from odc_triton.base.report import table
+from odc_triton.base.trace import excerpt, idle_fraction
+from odc_triton.comm.launch import launch
+from odc_triton.data.dataset import DataSummary, TokenizedDataset
+
+VARIANTS = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc)
+BASELINES = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp)
+TOKEN_CAP = 2048
+TOKENS = 8_000  # about as many in every minibatch of all ranks, whatever the lengths
+WARM_UP = 1
+MINIBATCHES = 3
+SEEDS = (0, 1, 2)
+
+
+def chat_like(generator: random.Random) -> int:
+    """Short instructions and answers: log-normal, median 150 tokens."""
+    return min(max(int(generator.lognormvariate(5.0, 0.7)), 8), 1024)
+
+
+def longalign_like(generator: random.Random) -> int:
+    """LongAlign's mean 16.5 K and maximum 64 K tokens, divided by 32: log-normal, mean about 516, at most 2,048."""
+    return min(max(int(generator.lognormvariate(5.8, 1.0)), 16), 2048)
+
+
+def equal(generator: random.Random) -> int:
+    """Nothing to balance: all 512 tokens."""
+    return 512
+
+
+DISTRIBUTIONS = {"chat-like": chat_like, "LongAlign-like / 32": longalign_like, "equal": equal}
+
+
+def make_work(base: Work, lengths_of, seed: int, path: Path) -> Work:
+    """Samples of drawn lengths, cut from the demo's real text; whole minibatches of about TOKENS tokens."""
+    text = TokenizedDataset.load(base.dataset).tokens
+    generator = random.Random(seed)
+    lengths: list[int] = []
+    minibatches: list[list[int]] = []
+    for _ in range(WARM_UP + MINIBATCHES):
+        first, tokens = len(lengths), 0
+        while tokens < TOKENS or (len(lengths) - first) % RANKS:
+            lengths.append(lengths_of(generator))
+            tokens += lengths[-1]
+        minibatches.append(list(range(first, len(lengths))))
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    start = generator.randrange(len(text) - int(offsets[-1]))
+    summary = DataSummary(
+        records=len(lengths),
+        samples=len(lengths),
+        truncated=0,
+        dropped_too_long=0,
+        dropped_no_target=0,
+        tokens=int(offsets[-1]),
+        target_tokens=int(offsets[-1]) - len(lengths),
+    )
+    prompts = np.zeros(len(lengths), dtype=np.int32)
+    TokenizedDataset.of_prompts(text[start : start + int(offsets[-1])], offsets, prompts, summary).save(path)
+    return replace(base, dataset=str(path), minibatches=minibatches, token_cap=TOKEN_CAP, seed=seed)
+
+
+def measure(name: str, seed: int, base: Work, folder: Path) -> list[Measured]:
+    work = make_work(base, DISTRIBUTIONS[name], seed, folder / "drawn.npz")
+    return launch(compare, VARIANTS, work, ranks=RANKS)[0]
+
+
+def summarise(cells: dict[str, list[list[Measured]]]) -> tuple[list[list[str]], dict]:
+    """One row per distribution and variant: times of ODC + LB-Mini's, over all seeds' minibatches together."""
+    rows, numbers = [], {}
+    for name, runs in cells.items():
+        of = {kind.name: [result for run in runs for result in run if result.name == kind.name] for kind in VARIANTS}
+        timed = {key: [second for result in found for second in result.seconds[WARM_UP:]] for key, found in of.items()}
+        shown = range(WARM_UP, WARM_UP + MINIBATCHES)
+        fastest = min((kind.name for kind in BASELINES), key=lambda key: sum(timed[key]))
+        numbers[name] = {"fastest_baseline": fastest, "variants": {}}
+        for kind in VARIANTS:
+            ratio = bootstrap_ratio(timed[kind.name], timed[Odc.name])
+            idle = [idle_fraction(excerpt({"": r.events}, minibatches=shown)[""]) for r in of[kind.name]]
+            numbers[name]["variants"][kind.name] = {**ratio, "seconds": timed[kind.name], "idle_fraction": idle}
+            mark = " (fastest baseline)" if kind.name == fastest else ""
+            mean, interval = statistics.mean(timed[kind.name]), f"{ratio['low']:.2f} to {ratio['high']:.2f}"
+            waited = f"{statistics.mean(idle):.1%}" if kind.records_waiting else "not recorded"
+            rows.append([name, kind.name + mark, f"{mean:.2f}", f"{ratio['ratio']:.2f}", interval, waited])
+    return rows, numbers
+
+
+COLUMNS = ("lengths", "variant", "s per minibatch", "time over ODC + LB-Mini's", "95% interval", "idle")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("bench/results"))
+    out = parser.parse_args().out
+    single_thread_environment()
+    start_s = time.monotonic()
+    cells: dict[str, list[list[Measured]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        base = prepare(Path(scratch))
+        for name in DISTRIBUTIONS:
+            for seed in SEEDS:
+                cells.setdefault(name, []).append(measure(name, seed, base, Path(scratch)))
+                print(f"{name}, seed {seed}: done after {time.monotonic() - start_s:.0f} s", flush=True)
+    rows, numbers = summarise(cells)
+    text = table(rows, COLUMNS)
+    out.mkdir(parents=True, exist_ok=True)
+    save_json(out / "end_to_end.json", about() | {"config": CONFIG, "ranks": RANKS, "cells": numbers})
+    write_file(out / "end_to_end.md", (text + "\n").encode())
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Programs that compare many settings in one run: GPUs, links, lengths, numbers of ranks."""

@@ -1,0 +1,208 @@
+"""One variant in a job of its own: how fast, how much memory, how idle. Nothing else is in the ranks' memory.
+
+Idle on the CPU: the share of the ranks' time in which they do nothing useful, by their own events (`idle_fraction`). On
+GPUs: the share of a further minibatch, run under torch's profiler, in which no kernel computes: waiting, transfers that
+nothing hides, and gaps between kernels.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.harness import Minibatch, PeakMemory, gather, open_job, set_torch_up, train_minibatch
+from bench.provenance import gpu
+from bench.variants import Setting, Variant
+from odc_triton.balance import CostModel
+from odc_triton.base.trace import (
+    ACCUMULATE,
+    GATHER,
+    IDLE,
+    MEETINGS,
+    Span,
+    category_of_kernel,
+    excerpt,
+    idle_fraction,
+    overlapping,
+)
+
+_NO_COMPUTE = (ACCUMULATE, GATHER, MEETINGS, IDLE)
+
+
+class RandomTokens:
+    """Samples of the given lengths, each of random tokens of its own: the same on every rank and for every variant."""
+
+    def __init__(self, lengths: Sequence[int], vocabulary: int, seed: int) -> None:
+        self.lengths, self._vocabulary, self._seed = lengths, vocabulary, seed
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + index)
+        return {"input_ids": torch.randint(0, self._vocabulary, (self.lengths[index],), generator=generator)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthsWork:
+    """What is trained on, as `harness.Work`: random tokens of given lengths, any causal LM of transformers.
+
+    `lengths`: tokens of every sample. `minibatches`: indices of all ranks' samples, `round_size` minibatches a round,
+    the first of each round to warm up. No sample is longer than `token_cap`.
+    """
+
+    model: str | None
+    init: str | None
+    lengths: list[int]
+    minibatches: list[list[int]]
+    round_size: int
+    token_cap: int
+    gradient_checkpointing: bool = False
+    seed: int = 0
+
+    @classmethod
+    def drawn(
+        cls, lengths: Sequence[int], *, samples: int, rounds: int, timed: int, seed: int, **others: Any
+    ) -> LengthsWork:
+        """Minibatches of `samples` each, from the lengths in a random order, over again where they don't suffice."""
+        generator, order = random.Random(seed), []
+        count = samples * rounds * (timed + 1)
+        while len(order) < count:
+            order += generator.sample(range(len(lengths)), len(lengths))
+        taken = [lengths[index] for index in order[:count]]
+        minibatches = [list(range(first, first + samples)) for first in range(0, count, samples)]
+        return cls(lengths=taken, minibatches=minibatches, round_size=timed + 1, seed=seed, **others)
+
+    def indices(self, round_: int) -> range:
+        """The minibatches of a round."""
+        return range(round_ * self.round_size, (round_ + 1) * self.round_size)
+
+    @cached_property
+    def config(self) -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(self.init or self.model, trust_remote_code=False).get_text_config()
+
+    def data(self) -> RandomTokens:
+        return RandomTokens(self.lengths, self.config.vocab_size, self.seed)
+
+    def build(self) -> nn.Module:
+        from odc_triton.checkpoint import load_causal_lm
+
+        torch.manual_seed(self.seed)
+        model = load_causal_lm(model=self.model, init=self.init)
+        if self.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
+
+    def cost(self) -> CostModel:
+        """In floating-point operations of forward and backward."""
+        return CostModel.from_config(self.config)
+
+    def tokens(self, index: int) -> int:
+        return sum(self.lengths[sample] for sample in self.minibatches[index])
+
+    def flops(self, index: int) -> float:
+        """Of one minibatch's forward and backward, whatever is recomputed."""
+        cost = self.cost()
+        return math.fsum(cost.sequence(self.lengths[sample]) for sample in self.minibatches[index])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One variant's turn in one round. `idle`: 0 to 1, None where it is not recorded. Lists: by timed minibatch.
+
+    `peak_bytes`, by rank, beyond what was taken before the model: on the CPU by the process, its share of shared memory
+    included; on a GPU on the whole device, torch's reserve, symmetric memory and NCCL's buffers included.
+    """
+
+    seconds: list[float]
+    microbatches: list[list[int]]
+    first_loss: float
+    peak_bytes: list[int]
+    idle: float | None
+    parameters: int
+    gpu: dict[str, str] | None = None
+
+
+def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: int) -> Turn:
+    """Builds the variant and trains the minibatches of one round, the first to warm up. Collective."""
+    open_job(setting)
+    set_torch_up()
+    watch = PeakMemory()
+    before = _device_peak() if setting.device == "cuda" else watch.read()[0]
+    data, cost = work.data(), work.cost()
+    with watch:
+        variant = kind(work.build, setting)
+        parameters = sum(p.numel() for p in variant.model.parameters())
+        ran = [
+            train_minibatch(variant, work, data, cost, index, number)
+            for number, index in enumerate(work.indices(round_))
+        ]
+        peaks = gather((_device_peak() if setting.device == "cuda" else watch.peak()) - before)
+    events = [event for of_rank in gather(variant.events()) for event in of_rank]
+    if setting.device == "cuda":
+        idle = _profiled_idle(variant, work, data, cost, work.indices(round_)[-1], len(ran))
+    elif kind.records_waiting:
+        idle = idle_fraction(excerpt({"": events}, minibatches=range(1, len(ran)))[""])
+    else:
+        idle = None
+    del variant
+    gc.collect()  # a heap goes before its process group does; nobody reads it any more since the gathering above
+    gather(None)
+    dist.destroy_process_group()
+    return Turn(
+        seconds=[each.seconds for each in ran[1:]],
+        microbatches=[each.microbatches for each in ran[1:]],
+        first_loss=ran[0].loss,
+        peak_bytes=peaks,
+        idle=idle,
+        parameters=parameters,
+        gpu=gpu() if setting.device == "cuda" else None,
+    )
+
+
+def _device_peak() -> int:
+    """The most that torch reserved, and what was taken on the device beside it: it is this rank's alone."""
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.max_memory_reserved() + (total - free) - torch.cuda.memory_reserved()
+
+
+def _profiled_idle(
+    variant: Variant, work: LengthsWork, data: RandomTokens, cost: CostModel, index: int, number: int
+) -> float:
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        offset_s = time.time() - time.monotonic()  # the profiler's clock tells the time of day
+        ran = train_minibatch(variant, work, data, cost, index, number)
+    kernels = [
+        (event.name(), event.start_ns() / 1e9 - offset_s, (event.start_ns() + event.duration_ns()) / 1e9 - offset_s)
+        for event in record.profiler.kineto_results.events()
+        if event.device_type() == DeviceType.CUDA and not event.is_user_annotation()
+    ]
+    return idle_of_devices(gather(computing_seconds(kernels, ran)), ran)
+
+
+def computing_seconds(kernels: Sequence[tuple[str, float, float]], ran: Minibatch) -> float:
+    """For how long of a minibatch some kernel of (name, start_s, end_s) computed, no matter on how many streams."""
+    spans = [
+        Span(category_of_kernel(name, frozenset()), start_s, end_s)
+        for name, start_s, end_s in kernels
+        if "nccl" not in name.lower() and not name.lower().startswith("memset")
+    ]
+    seconds = overlapping(spans, ran.start_s, ran.end_s)
+    return sum(value for category, value in seconds.items() if category not in _NO_COMPUTE)
+
+
+def idle_of_devices(computing: Sequence[float], ran: Minibatch) -> float:
+    """The share of the ranks' time in which their devices computed nothing. `computing`: seconds by rank."""
+    return 1 - sum(computing) / (len(computing) * ran.seconds)

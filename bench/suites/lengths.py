@@ -1,0 +1,178 @@
+"""All ways to train, side by side on given lengths of sequences: what `odc-triton bench` runs.
+
+    odc-triton bench --lengths FILE --init CONFIG --ranks 2
+
+Each variant has its turn in every round, in a job of its own, so that it has the memory to itself and one that runs out
+of it ends no other's. In a round all train the same minibatches from the same weights; the next round takes new ones
+and begins with another variant. Over NCCL where every rank has a GPU, else over gloo on the CPU. The table and
+lengths.json are kept up to date while it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from bench.harness import in_turn, single_thread_environment
+from bench.provenance import about, save_json
+from bench.suites.alone import LengthsWork, Turn, take_turn
+from bench.suites.lengths_report import (
+    ALIKE,
+    Amounts,
+    Result,
+    as_data,
+    loss_spread,
+    peak_flops,
+    text_of,
+)
+from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting, Variant
+from odc_triton.base.files import write_file
+from odc_triton.cli.bench import BenchOptions
+from odc_triton.comm.launch import launch
+from odc_triton.data.lengths import read_lengths
+from odc_triton.data.records import Record
+
+BASELINES = (Fsdp2Micro, Fsdp2, Fsdp2NoReshard, Ddp)
+VARIANTS = (*BASELINES, LayerBarrier, OdcMicro, Odc)
+
+Turns = Callable[[type[Variant], int], Turn]
+
+
+def setting_of(options: BenchOptions, ranks: int, gpus: int) -> Setting:
+    """Where it runs. Raises ValueError for "cuda" with more ranks than GPUs: NCCL takes one rank a GPU."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if gpus >= ranks else "cpu"
+    elif device == "cuda" and gpus < ranks:
+        raise ValueError(f"device is 'cuda' with {ranks} ranks, and there are {gpus} GPUs: give --ranks {max(gpus, 1)}")
+    return Setting(device=device, dtype=options.dtype or ("bf16" if device == "cuda" else "fp32"))
+
+
+def chosen(names: str | None) -> tuple[type[Variant], ...]:
+    """The variants of those names, in the order of VARIANTS; all for None. Raises ValueError for an unknown one."""
+    if names is None:
+        return VARIANTS
+    wanted = [name.strip() for name in names.split(",")]
+    known = [kind.name for kind in VARIANTS]
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"variants has {name!r}; choose from {', '.join(map(repr, known))}")
+    return tuple(kind for kind in VARIANTS if kind.name in wanted)
+
+
+def work_of(options: BenchOptions, ranks: int) -> tuple[LengthsWork, int]:
+    """What is trained on, and how many of the file's sequences were cut off at the token cap."""
+    lengths = read_lengths(options.lengths, count_tokens=_counter(options.tokenizer or options.model))
+    cap = options.token_cap or max(lengths)
+    work = LengthsWork.drawn(
+        [min(length, cap) for length in lengths],
+        samples=options.samples_per_rank * ranks,
+        rounds=options.rounds,
+        timed=options.minibatches,
+        seed=options.seed,
+        model=options.model,
+        init=options.init,
+        token_cap=cap,
+        gradient_checkpointing=options.gradient_checkpointing,
+    )
+    return work, sum(length > cap for length in lengths)
+
+
+def _counter(source: str | None) -> Callable[[Record], int] | None:
+    """Counts a text's tokens as training would; the tokenizer is loaded when there is one to count."""
+    if source is None:
+        return None
+    encoders: list = []
+
+    def count(record: Record) -> int:
+        from transformers import AutoTokenizer
+
+        from odc_triton.data.dataset import encode_records
+        from odc_triton.data.tokenizer import TextEncoder
+
+        if not encoders:
+            encoders.append(TextEncoder.of(AutoTokenizer.from_pretrained(source, trust_remote_code=False)))
+        ((ids, _),) = encode_records([record], encoders[0], max_tokens=sys.maxsize)
+        return len(ids)
+
+    return count
+
+
+def take_turns(
+    kinds: Sequence[type[Variant]], rounds: int, turn: Turns, ended: Callable[[list[Result], int], None]
+) -> list[Result]:
+    """Every variant's turn in every round, each round begun by another; one that fails has no more turns.
+
+    `ended` is told of the results so far, and whose turn it was, after each.
+    """
+    results = [Result(name=kind.name, is_baseline=kind in BASELINES) for kind in kinds]
+    for round_ in range(rounds):
+        for place in in_turn(range(len(kinds)), round_):
+            if results[place].failure is not None:
+                continue
+            try:
+                results[place].turns.append(turn(kinds[place], round_))
+            except (RuntimeError, ValueError) as error:
+                results[place].failure = str(error)
+            ended(results, place)
+    return results
+
+
+def main(ranks: int, options: BenchOptions) -> int:
+    """Runs it; returns 0, or 1 where nothing ran to its end, one failed otherwise than by memory, or losses differ."""
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}; give at least 1")
+    setting, kinds = setting_of(options, ranks, torch.cuda.device_count()), chosen(options.variants)
+    work, cut = work_of(options, ranks)
+    if setting.device == "cpu":
+        single_thread_environment()
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    timed = [index for round_ in range(options.rounds) for index in work.indices(round_)[1:]]
+    tokens, flops = [work.tokens(index) for index in timed], [work.flops(index) for index in timed]
+    said = {"options": asdict(options), "ranks": ranks, **asdict(setting), "token_cap": work.token_cap, "cut": cut}
+    said |= about()
+    mean = sum(work.lengths) / len(work.lengths)
+    heading = (
+        f"{ranks} ranks on {setting.device}, {setting.dtype}; sequences of {min(work.lengths)} to {max(work.lengths)} "
+        f"tokens, {mean:.0f} on average, {cut} of the file's cut; packs of at most {work.token_cap}"
+    )
+    print(heading, flush=True)
+
+    def save(results: Sequence[Result]) -> str:
+        turns = [turn for result in results for turn in result.turns]
+        seen = {"gpu": turns[0].gpu, "parameters": turns[0].parameters} if turns else {}
+        peak = peak_flops((seen.get("gpu") or {}).get("name"), setting.dtype)
+        amounts = Amounts(tokens=tokens, flops=flops, ranks=ranks, peak=peak)
+        text = text_of(results, amounts)
+        save_json(out / "lengths.json", as_data(results, amounts, said | seen))
+        lines = [heading, "", text, "", *(f"- {key}: {value}" for key, value in (said | seen).items())]
+        write_file(out / "lengths.md", ("\n".join(lines) + "\n").encode())
+        return text
+
+    def ended(results: list[Result], place: int) -> None:
+        result = results[place]
+        save(results)
+        took = result.remark or f"{sum(result.turns[-1].seconds) / len(result.turns[-1].seconds):.3f} s a minibatch"
+        print(f"  {result.name}: {took}", flush=True)
+
+    def turn(kind: type[Variant], round_: int) -> Turn:
+        return launch(take_turn, kind, work, setting, round_, ranks=ranks)[0]
+
+    results = take_turns(kinds, options.rounds, turn, ended)
+    print(f"\n{save(results)}\n\nwritten to {out}: lengths.json, lengths.md")
+    return verdict(results, setting.dtype)
+
+
+def verdict(results: Sequence[Result], dtype: str) -> int:
+    """The exit status, and what is wrong on stderr."""
+    spread = loss_spread(results)
+    if spread > ALIKE[dtype]:
+        print(f"first losses differ by {spread:.1e}: they did not train alike", file=sys.stderr)
+        return 1
+    broken = [result for result in results if result.failure is not None and not result.ran_out_of_memory]
+    return 1 if broken or not any(result.turns for result in results) else 0

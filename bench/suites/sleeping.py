@@ -1,0 +1,366 @@
+"""Training whose layers sleep for as long as a cost model says, on the real engine with real ranks.
+
+Parameters are a few numbers; meetings, hooks, locks, accumulation, the store and the work queue are the library's. So
+many ranks run on few cores: waiting is measured, not arithmetic.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.harness import in_turn
+from odc_triton.balance import CostModel, assign
+from odc_triton.balance.counter import store_counter
+from odc_triton.balance.queue import QUEUE, QueuedPacks, queue_packs
+from odc_triton.comm.local_store import rendezvous_url
+from odc_triton.engine.api import minibatch
+from odc_triton.sharding.shard import fully_shard
+from odc_triton.simulate import Job, Links, simulate
+
+WIDTH = 8
+FORWARD_SHARE = 1 / 3
+_LONGEST_WAIT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """`schedule`: "fsdp", a meeting before every layer, or "odc". `balance`: how samples are dealt."""
+
+    schedule: str
+    balance: str
+
+    @property
+    def name(self) -> str:
+        how = {"local": "LocalSort", "micro": "LB-Micro", "global": "global packing", "mini": "LB-Mini", QUEUE: "queue"}
+        return f"{'layer barrier' if self.schedule == 'fsdp' else 'ODC'} + {how[self.balance]}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Minibatches that every one of `ways` runs, in turns. `minibatches`: tokens of all ranks' samples.
+
+    `seconds_per_cost`: what a unit of `cost` sleeps, forward and backward, over all `layers`. `slow`: per rank how many
+    times longer it sleeps.
+    """
+
+    name: str
+    samples: int  # per rank
+    minibatches: list[list[int]]
+    ways: tuple[Way, ...]
+    token_cap: int
+    cost: CostModel
+    seconds_per_cost: float
+    layers: int
+    slow: dict[int, float] = field(default_factory=dict)
+
+    def seconds(self, lengths: Sequence[int]) -> float:
+        """Of one microbatch on a rank of usual speed."""
+        return self.seconds_per_cost * self.cost.pack(lengths)
+
+    def job(self, ranks: int, meeting_s: float) -> Job:
+        """The same for the simulator."""
+        return Job(
+            links=Links.none(ranks),
+            seconds=self.seconds,
+            cost=self.cost,
+            layers=self.layers,
+            forward_share=FORWARD_SHARE,
+            prefetch=False,
+            overlap=False,
+            slow=self.slow,
+            meeting_s=meeting_s,
+        )
+
+    def simulated_s(self, way: Way, ranks: int, empty_s: float = 0.0) -> list[float]:
+        """Simulated seconds of each minibatch. `empty_s`: of one without microbatches, as measured."""
+        # The simulator's FSDP meets once, at the end; here both schedules enter and leave the engine's minibatch.
+        meeting_s = empty_s / 2 if way.schedule == "odc" else empty_s
+        how = {"schedule": way.schedule, "balance": way.balance, "token_cap": self.token_cap}
+        return simulate(self.minibatches, job=self.job(ranks, meeting_s), **how).seconds.tolist()
+
+    def dealt(self, way: Way, index: int, ranks: int) -> list[list[list[int]]]:
+        """Every rank's packs of minibatch `index`; of a queue all packs, as if they were one rank's."""
+        given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost}
+        if way.balance == QUEUE:
+            return [queue_packs(self.minibatches[index], **given)]
+        return assign(self.minibatches[index], balance=way.balance, **given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """One minibatch of one way on one rank; times of the machine's monotonic clock, which ranks share."""
+
+    cell: int
+    way: int
+    index: int
+    start_s: float
+    end_s: float
+    slept_s: float  # what its packs were to sleep
+    packs: int
+
+
+class Gate:
+    """A meeting of all ranks of one machine in well under a millisecond: what stands for a collective's waiting.
+
+    Gloo's barrier passes through log2(ranks) rounds of two threads each, which many ranks on few cores feel; this one
+    wakes rank 0 as ranks arrive and then every rank once. Collective: every rank of the process group makes one, then
+    calls `meet` equally often. Raises TimeoutError where a rank does not come within five minutes, ConnectionError
+    where one has died.
+    """
+
+    def __init__(self, name: str) -> None:
+        """`name`: of an abstract Unix socket, the same on every rank, used by no other job."""
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._peers: list[socket.socket] = []
+        address = f"\0odc-gate-{name}"
+        if self.rank == 0:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+                listener.bind(address)
+                listener.listen(self.world)
+                dist.barrier()
+                while len(self._peers) < self.world - 1:
+                    listener.settimeout(_LONGEST_WAIT_S)
+                    self._peers.append(listener.accept()[0])
+        else:
+            dist.barrier()
+            peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            peer.connect(address)
+            self._peers.append(peer)
+        for peer in self._peers:
+            # The kernel's own deadline: Python's would make each `recv` two system calls.
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_LONGEST_WAIT_S), 0))
+
+    def meet(self) -> None:
+        """Returns when all ranks have called it."""
+        if self.rank != 0:
+            self._peers[0].send(b"x")
+        for peer in self._peers:
+            if peer.recv(1) != b"x":
+                raise ConnectionError(f"rank {self.rank}: a peer has left before the gate opened")
+        if self.rank == 0:
+            for peer in self._peers:
+                peer.send(b"x")
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+
+
+class Sleeper:
+    """Sleeps as long as it is told in total: what one sleep lasts too long is taken from the next.
+
+    A sleep ends 0.1 ms late on an idle machine and some ms on a busy one; spinning for the rest instead would take the
+    cores from the ranks that have to wake.
+    """
+
+    def __init__(self) -> None:
+        self.owed_s = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        now = time.monotonic()
+        until = now + seconds - self.owed_s
+        if until > now:
+            time.sleep(until - now)
+        self.owed_s = time.monotonic() - until
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, sleeper: Sleeper, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.sleeper, ctx.backward_s = sleeper, backward_s
+        sleeper.sleep(forward_s)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:  # type: ignore[override]
+        ctx.sleeper.sleep(ctx.backward_s)
+        return grad, None, None, None
+
+
+class SleepingLayer(nn.Module):
+    def __init__(self, sleeper: Sleeper) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.sleeper = sleeper
+        self.seconds = 0.0  # of the next microbatch's forward and backward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        share = FORWARD_SHARE * self.seconds
+        return _Sleep.apply(self.linear(x), self.sleeper, share, self.seconds - share)
+
+
+class SleepingModel(nn.Module):
+    """`layers` that sleep; `before_layer` runs ahead of each, in forward and in backward."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.sleeper = Sleeper()
+        self.layers = nn.ModuleList([SleepingLayer(self.sleeper) for _ in range(layers)])
+        self.before_layer: Callable[[], None] = lambda: None
+        for layer in self.layers:
+            layer.register_forward_pre_hook(lambda *_: self.before_layer())
+            layer.register_full_backward_pre_hook(lambda *_: self.before_layer())
+
+    def forward(self, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        for layer in self.layers:
+            layer.seconds = seconds / len(self.layers)
+            x = layer(x)
+        return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds at no compute: of one meeting at a layer, of gloo's barrier instead, of a minibatch without microbatches
+    (its two meetings), and of a layer's forward or backward without and with a meeting.
+
+    At no compute all ranks want the cores at once: an upper bound of what a layer that sleeps has beside its sleep.
+    """
+
+    gate_s: float
+    gloo_s: float
+    empty_s: float
+    layer_s: float
+    layer_with_gate_s: float
+
+
+def _costs(model: SleepingModel, x: torch.Tensor, gate: Gate, repeats: int = 20) -> Costs:
+    """Medians over `repeats`."""
+
+    def median(work: Callable[[], Any], each: int) -> float:
+        took = []
+        for _ in range(repeats):
+            gate.meet()
+            start_s = time.monotonic()
+            work()
+            took.append((time.monotonic() - start_s) / each)
+        return sorted(took)[repeats // 2]
+
+    layers = 2 * len(model.layers)
+    gate_s = median(lambda: [gate.meet() for _ in range(10)], 10)
+    gloo_s = median(lambda: [dist.barrier() for _ in range(10)], 10)
+
+    def empty() -> None:
+        with minibatch(model, tokens=1):
+            pass
+
+    empty_s = median(empty, 1)
+    with minibatch(model, tokens=1):
+        layer_s = median(lambda: model(x, 0.0).sum().backward(), layers)
+        model.before_layer = gate.meet
+        with_gate_s = median(lambda: model(x, 0.0).sum().backward(), layers)
+    return Costs(gate_s=gate_s, gloo_s=gloo_s, empty_s=empty_s, layer_s=layer_s, layer_with_gate_s=with_gate_s)
+
+
+def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
+    """What a rank of the job does: all cells, each minibatch by every way in turn, in a rotating order. Collective.
+
+    `name`: as `Gate`'s. All cells have as many layers.
+    """
+    gate, counter = Gate(name), store_counter()
+    torch.manual_seed(0)
+    model = fully_shard(SleepingModel(cells[0].layers), backend="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(1, WIDTH, requires_grad=True)  # else torch leaves the first layer's backward out
+    costs = _costs(model, x, gate)
+    optimizer.step()
+    ran: list[Ran] = []
+
+    def run(place: int, index: int, number: int) -> Ran:
+        """One minibatch of one way, from a meeting on."""
+        cell, way = cells[place], cells[place].ways[number]
+        lengths, factor = cell.minibatches[index], cell.slow.get(rank, 1.0)
+        dealt = cell.dealt(way, index, world)
+        if way.balance == QUEUE:
+            packs = QueuedPacks(dealt[0], key=f"{len(ran)}", counter=counter, rank=rank, world=world)
+        else:
+            packs = dealt[rank]
+        model.before_layer = gate.meet if way.schedule == "fsdp" else lambda: None
+        model.sleeper.owed_s, slept = 0.0, []
+        gate.meet()
+        start_s = time.monotonic()
+        with minibatch(model, tokens=len(lengths) if rank == 0 else 0) as mb:
+            for members in packs:
+                slept.append(factor * cell.seconds([lengths[i] for i in members]))
+                (model(x, slept[-1]).sum() / mb.tokens).backward()
+        end_s = time.monotonic()
+        optimizer.step()
+        times = {"start_s": start_s, "end_s": end_s, "slept_s": sum(slept)}
+        return Ran(cell=place, way=number, index=index, packs=len(slept), **times)
+
+    for place, cell in enumerate(cells):
+        for index in range(len(cell.minibatches)):
+            for number in in_turn(range(len(cell.ways)), index):
+                ran.append(run(place, index, number))
+    gate.close()
+    return ran, costs
+
+
+def main_of_rank(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
+    """`run_cells` in a process that the launcher started."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rendezvous_url())
+    try:
+        return run_cells(cells, name)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One way's minibatches of one cell, in order; seconds."""
+
+    cell: Cell
+    way: Way
+    seconds: list[float]
+    simulated: list[float]
+    mean_work: list[float]  # sum of all packs / ranks: no dealing can be faster
+    largest_work: list[float]  # of the rank that slept longest
+    microbatches: list[list[int]]  # of each rank
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds)
+
+    @property
+    def off(self) -> float:
+        """The simulation over the measurement, less 1."""
+        return sum(self.simulated) / self.total - 1
+
+    @property
+    def over_bound(self) -> float:
+        """The measurement over its own largest rank's work, less 1."""
+        return self.total / sum(self.largest_work) - 1
+
+
+def together(cells: Sequence[Cell], of_ranks: Sequence[Sequence[Ran]], empty_s: float = 0.0) -> list[Measured]:
+    """What `run_cells` returned on every rank, by cell and way, beside the simulation, which is told `empty_s`."""
+    results = []
+    for place, cell in enumerate(cells):
+        for number, way in enumerate(cell.ways):
+            runs = [
+                sorted((r for r in ran if (r.cell, r.way) == (place, number)), key=lambda r: r.index)
+                for ran in of_ranks
+            ]
+            minibatches = list(zip(*runs, strict=True))
+            results.append(
+                Measured(
+                    cell=cell,
+                    way=way,
+                    seconds=[max(r.end_s for r in m) - min(r.start_s for r in m) for m in minibatches],
+                    simulated=cell.simulated_s(way, len(of_ranks), empty_s),
+                    mean_work=[sum(map(cell.seconds, ([n] for n in m))) / len(of_ranks) for m in cell.minibatches],
+                    largest_work=[max(r.slept_s for r in m) for m in minibatches],
+                    microbatches=[[r.packs for r in m] for m in minibatches],
+                )
+            )
+    return results
