@@ -16,8 +16,8 @@ _SOCKET_CHARACTERS = 107 - len("/symm_mem-") - 7
 # A fork server has imported all of this when it forks a test's ranks: if a library had initialised CUDA, no rank could.
 _FORK = """
 import os
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as tests/ranks.py sets it
-import tests.preload, tests.models, torch
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as tests/support/ranks.py sets it
+import tests.support.preload, tests.support.models, torch
 child = os.fork()
 if not child:
     {touch}

@@ -19,7 +19,7 @@ from typing import Any
 from .ledger import Ledger
 from .process import run
 
-# Of one test. More than the 120 s after which tests/ranks.py names the ranks that did not end.
+# Of one test. More than the 120 s after which tests/support/ranks.py names the ranks that did not end.
 TEST_S = 150
 TAIL_LINES = 60
 _TEXT_CHARACTERS = 6000
