@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .kernels import place as place
+from tests.support import place as place
 
 os.environ["ODC_TUNED"] = "off"  # what the tests measure must not depend on what was tuned here
 

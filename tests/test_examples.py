@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from . import ranks
-from .models import build
+from tests.support import ranks
+from tests.support.models import build
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}

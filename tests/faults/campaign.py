@@ -13,10 +13,10 @@ from pathlib import Path
 from odc_triton.base.report import table
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
-from tests import ranks
 from tests.faults.inject import PHASES, Fault, run_with
 from tests.faults.trial import Result, run_trial
-from tests.sft_case import case, write_case
+from tests.support import ranks
+from tests.support.sft_case import case, write_case
 
 STEPS = 5
 COLUMNS = ("trial", "world", "rank", "phase", "minibatch", "moment", "signal", "ended after", "resumed at", "error")

@@ -13,8 +13,8 @@ from pathlib import Path
 from odc_triton.checkpoint.steps import verify
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
-from tests import ranks
 from tests.faults.inject import Fault, run_with
+from tests.support import ranks
 
 WITHIN_S = 10.0  # of the death, or of the deadline
 DEADLINE_S = 8.0  # of trials in which a rank is stopped; a shorter one could be passed by a busy machine

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests import ranks
-from tests.models import CASES, build, microbatches
-from tests.test_parity import DEALS, REPLACING, SIZES, TRANSFORMS, relative, whole_model_error
-
-from .marks import MARKS, ONE_GPU, take_gpu
+from tests.engine.test_parity import DEALS, REPLACING, SIZES, TRANSFORMS, relative, whole_model_error
+from tests.gpu.marks import MARKS, ONE_GPU, take_gpu
+from tests.support import ranks
+from tests.support.models import CASES, build, microbatches
 
 pytestmark = MARKS
 STEPS = 10

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from odc_triton.comm.layout import ALIGNMENT_BYTES, Region
 from odc_triton.comm.memory import CudaHeap
 from odc_triton.comm.memory.heap import Word
-from tests import ranks
-
-from .marks import MARKS, ONE_GPU, gpu_of, take_gpu
+from tests.gpu.marks import MARKS, ONE_GPU, gpu_of, take_gpu
+from tests.support import ranks
 
 pytestmark = MARKS
 ROUNDS = 20

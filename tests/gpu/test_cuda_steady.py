@@ -13,12 +13,11 @@ from torch import nn
 
 from odc_triton.comm.launch import launch
 from odc_triton.comm.local_store import rendezvous_url
-from tests import ranks
-from tests.families import CHANGES, build
-from tests.test_host_waits import _PACKS, LAYERS, _packs
-
-from .launched import Blocks, launched, one_step
-from .marks import MARKS, take_gpu
+from tests.engine.test_host_waits import _PACKS, LAYERS, _packs
+from tests.gpu.launched import Blocks, launched, one_step
+from tests.gpu.marks import MARKS, take_gpu
+from tests.support import ranks
+from tests.support.families import CHANGES, build
 
 pytestmark = MARKS
 STEADY = 3  # minibatches after which memory stays as it is: libraries make workspaces in the first ones

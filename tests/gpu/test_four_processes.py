@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests import ranks
-
-from .marks import MARKS, ONE_GPU
-from .test_cuda_engine import _bf16, _compare
-from .test_cuda_heap import ROUNDS, _contend, _integers, _tokens
+from tests.gpu.marks import MARKS, ONE_GPU
+from tests.gpu.test_cuda_engine import _bf16, _compare
+from tests.gpu.test_cuda_heap import ROUNDS, _contend, _integers, _tokens
+from tests.support import ranks
 
 pytestmark = MARKS
 WORLD = 4

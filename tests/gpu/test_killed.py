@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import ranks
-from tests.leftovers import assert_none_since, names
-from tests.test_faults import SLOW_S, batch, build
-
-from .marks import MARKS, gpu_of, take_gpu
+from tests.faults.test_faults import SLOW_S, batch, build
+from tests.gpu.marks import MARKS, gpu_of, take_gpu
+from tests.support import ranks
+from tests.support.leftovers import assert_none_since, names
 
 pytestmark = MARKS
 NAMED_WITHIN_S = 10  # what the library promises for a process that is gone

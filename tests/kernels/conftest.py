@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from . import place
+from tests.support import place
 
 
 @pytest.fixture

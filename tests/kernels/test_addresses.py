@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from . import place  # isort: skip
+from tests.support import place  # isort: skip
 
 import triton.language as tl
 
 from bench.kernels.addresses import faults_of_offsets
 from odc_kernels.gather import gather_kernel
 from odc_kernels.scatter import scatter_kernel
-
-from .machine import compiled
+from tests.support.aot import compiled
 
 pytestmark = place.MARKS
 
@@ -44,7 +43,7 @@ def test_no_kernel_multiplies_addresses_in_32_bits(tmp_path_factory: pytest.Temp
 
 def test_32_bit_products_are_found(tmp_path: Path) -> None:
     names = ("copy_narrow", "copy_narrow_if", "copy_narrow_stride", "copy_flat")
-    failed, codes = compiled(tmp_path, "--cases", "tests.kernels.bad_kernels", "--arch", "90", "--kernel", *names)
+    failed, codes = compiled(tmp_path, "--cases", "tests.support.bad_kernels", "--arch", "90", "--kernel", *names)
     assert failed == 1
     found = {name: [re.sub("%\\w+ = ", "", fault) for fault in code["faults"]] for (name, _), code in codes.items()}
     product = "32-bit address arithmetic: arith.muli"

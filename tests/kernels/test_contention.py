@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import place  # isort: skip
+from tests.support import place  # isort: skip
 
 from odc_kernels.peers import PeerShards
 from odc_kernels.scatter import scatter
 from odc_kernels.tiles import WgradTile
 from odc_kernels.wgrad import wgrad
-from tests import ranks
+from tests.support import ranks
 
 pytestmark = pytest.mark.skipif(not place.INTERPRETED, reason="tests/gpu/test_cuda_heap.py does it on GPUs")
 WGRAD_TILE = WgradTile(n=16, k=16, t=16, group=2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from . import place  # isort: skip
+from tests.support import place  # isort: skip
 
 from odc_kernels.embedding import (
     EmbeddingGradTile,
@@ -20,9 +20,8 @@ from odc_kernels.embedding import (
     embedding_ref,
 )
 from odc_kernels.peers import PeerShards, join
-from tests import ranks
-
-from .place import split
+from tests.support import ranks
+from tests.support.place import split
 
 pytestmark = place.MARKS
 

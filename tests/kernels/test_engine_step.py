@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from . import place  # isort: skip
+from tests.support import place  # isort: skip
 
 from bench.kernels.problem import DEVICE
 from odc_kernels.gather import gather
 from odc_triton.comm.layout import shard_rows
-from tests import ranks
+from tests.support import ranks
 
 pytestmark = [] if place.INTERPRETED else [pytest.mark.gpu]
 BACKEND = "cpu-interpreter" if place.INTERPRETED else "cuda"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import place  # isort: skip
+from tests.support import place  # isort: skip
 
 from odc_kernels.gather import Pieces, gather, gather_pieces, gather_pieces_ref, gather_ref
 from odc_kernels.peers import PeerShards, join
 from odc_kernels.scatter import scatter, scatter_ref
-
-from .place import split
+from tests.support.place import split
 
 pytestmark = place.MARKS
 WORLDS = [1, 2, 3, 4, 8]

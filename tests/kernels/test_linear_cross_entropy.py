@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from . import place  # isort: skip
+from tests.support import place  # isort: skip
 
 from bench.reports.head_memory import peak_bytes
 from odc_kernels.linear_cross_entropy import (
@@ -23,8 +23,7 @@ from odc_kernels.linear_cross_entropy import (
 )
 from odc_kernels.online_softmax import SoftmaxState, SoftmaxTile, online_softmax, softmax_grad
 from odc_kernels.peers import PeerShards, join
-
-from .place import split
+from tests.support.place import split
 
 pytestmark = place.MARKS
 

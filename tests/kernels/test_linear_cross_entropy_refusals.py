@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import place  # noqa: F401  isort: skip
+from tests.support import place  # noqa: F401  isort: skip
 
 from odc_kernels.linear_cross_entropy import HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
 from odc_kernels.online_softmax import SoftmaxState, online_softmax

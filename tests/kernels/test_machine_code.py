@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from . import place  # noqa: F401 # isort: skip
+from tests.support import place  # noqa: F401 # isort: skip
 
 import odc_kernels
 from bench.kernels.cases import cases as all_cases
 from bench.kernels.code import Case
 from odc_kernels import tiles
-
-from .machine import compiled
+from tests.support.aot import compiled
 
 _NAMES = {"t": "BLOCK_T", "n": "BLOCK_N", "k": "BLOCK_K", "group": "GROUP", "num_stages": "STAGES"}
 
@@ -85,7 +84,7 @@ BAD = {
 
 
 def test_each_fault_is_found(out: Path) -> None:
-    failed, codes = compiled(out / "bad", "--cases", "tests.kernels.bad_kernels", "--arch", "90", "--kernel", *BAD)
+    failed, codes = compiled(out / "bad", "--cases", "tests.support.bad_kernels", "--arch", "90", "--kernel", *BAD)
     assert failed == 1
     found = {name: code["faults"] for (name, _), code in codes.items()}
     found["no code"] = [fault.partition(":")[0] for fault in found["no code"]]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import place  # isort: skip
+from tests.support import place  # isort: skip
 
 from odc_kernels.linear import linear, linear_dx, linear_dx_ref, linear_ref
 from odc_kernels.peers import PeerShards, join
 from odc_kernels.tiles import LinearTile, WgradTile
 from odc_kernels.wgrad import wgrad, wgrad_ref
-
-from .place import split
+from tests.support.place import split
 
 pytestmark = place.MARKS
 

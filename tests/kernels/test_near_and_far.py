@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from . import place  # isort: skip
+from tests.support import place  # isort: skip
 
 from odc_kernels.device import adds_in_bulk
 from odc_kernels.linear import linear_ref

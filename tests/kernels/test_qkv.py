@@ -11,14 +11,13 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotary
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
-from . import place  # isort: skip
+from tests.support import place  # isort: skip
 
 from odc_kernels.peers import PeerShards, join
 from odc_kernels.qkv import QkNorm, QkvWeights, Rope, qkv, qkv_ref
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad, qkv_grad_ref
 from odc_kernels.tiles import LinearTile, QkvTile, WgradTile
-
-from .place import split
+from tests.support.place import split
 
 pytestmark = place.MARKS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import place  # noqa: F401  isort: skip
+from tests.support import place  # noqa: F401  isort: skip
 
 from odc_kernels.peers import PeerShards, split
 from odc_kernels.qkv import QkNorm, QkvWeights, Rope, qkv

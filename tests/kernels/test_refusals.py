@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import place  # noqa: F401  isort: skip
+from tests.support import place  # noqa: F401  isort: skip
 
 from odc_kernels.gather import gather
 from odc_kernels.linear import linear

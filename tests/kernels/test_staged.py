@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from . import place  # isort: skip
+from tests.support import place  # isort: skip
 
 from bench.kernels.code import faults_of_waits
 from odc_kernels.linear import linear_dx_ref, linear_ref
@@ -15,7 +15,7 @@ from odc_kernels.linear_staged import linear_dx_staged, linear_dx_staged_ref, li
 from odc_kernels.peers import PeerShards, split
 from odc_kernels.staged import StagedWeight, check, pull
 from odc_kernels.tiles import LinearTile
-from tests import ranks
+from tests.support import ranks
 
 pytestmark = place.MARKS
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from . import place  # noqa: F401  isort: skip
+from tests.support import place  # noqa: F401  isort: skip
 
 from odc_kernels.linear_staged import linear_dx_staged, linear_staged
 from odc_kernels.peers import PeerShards, split

@@ -80,12 +80,12 @@ ON_A_GPU = Given(
         "engine": Tests(
             files=(
                 "tests/gpu/test_cuda_engine.py",
-                "tests/test_gathered.py",
+                "tests/engine/test_gathered.py",
                 "tests/gpu/test_cuda_steady.py",
-                "tests/test_hf_attention.py",
-                "tests/test_gathered_usage.py",
-                "tests/test_foreach.py",
-                "tests/test_collate.py",
+                "tests/hf/test_attention.py",
+                "tests/engine/test_gathered_usage.py",
+                "tests/engine/test_foreach.py",
+                "tests/balance/test_collate.py",
             ),
             workers=2,
         ),
@@ -124,13 +124,15 @@ ON_A_GPU = Given(
 _ON_THE_CPU = "not gpu and not slow"
 REHEARSAL = Given(
     tests={
-        "checks": Tests(files=("tests/test_plan.py",), marker=_ON_THE_CPU, workers=0, words=("-x",)),
+        "checks": Tests(files=("tests/comm/test_layout.py",), marker=_ON_THE_CPU, workers=0, words=("-x",)),
         "kernels-right": Tests(
             files=("tests/kernels/test_gather_scatter.py",), marker=_ON_THE_CPU, workers=2, words=("-k", "float32")
         ),
-        "engine": Tests(files=("tests/test_foreach.py", "tests/test_collate.py"), marker=_ON_THE_CPU, workers=2),
-        "four": Tests(files=("tests/test_heap.py",), marker=_ON_THE_CPU),
-        "killed": Tests(files=("tests/test_faults.py",), marker=_ON_THE_CPU, words=("-k", "test_killed")),
+        "engine": Tests(
+            files=("tests/engine/test_foreach.py", "tests/balance/test_collate.py"), marker=_ON_THE_CPU, workers=2
+        ),
+        "four": Tests(files=("tests/comm/test_heap.py",), marker=_ON_THE_CPU),
+        "killed": Tests(files=("tests/faults/test_faults.py",), marker=_ON_THE_CPU, words=("-k", "test_killed")),
     },
     training=Training(
         modules="email",

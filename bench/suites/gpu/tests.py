@@ -22,7 +22,7 @@ from typing import Any
 from .outcomes import Ledger
 from .process import run
 
-# Of one test. More than the 120 s after which tests/ranks.py names the ranks that did not end.
+# Of one test. More than the 120 s after which tests/support/ranks.py names the ranks that did not end.
 TEST_S = 150
 TAIL_LINES = 60
 _TEXT_CHARACTERS = 6000
@@ -79,8 +79,8 @@ _SOCKET_CHARACTERS = 107 - len("/symm_mem-") - 7
 # A fork server has imported all of this when it forks a test's ranks: if a library had initialised CUDA, no rank could.
 _FORK = """
 import os
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as tests/ranks.py sets it
-import tests.preload, tests.models, torch
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as tests/support/ranks.py sets it
+import tests.support.preload, tests.support.models, torch
 child = os.fork()
 if not child:
     {touch}

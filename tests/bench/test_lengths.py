@@ -1,0 +1,405 @@
+"""`odc-triton bench --lengths`: what it is told, what it trains on, what it makes of the numbers, and real turns."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.harness import Minibatch
+from bench.suites.alone import LengthsWork, RandomTokens, Turn, computing_seconds, idle_of_devices, take_turn
+from bench.suites.lengths import BASELINES, VARIANTS, chosen, setting_of, take_turns, verdict, work_of
+from bench.suites.lengths_report import (
+    COLUMNS,
+    Amounts,
+    Result,
+    as_data,
+    fastest_baseline,
+    figures,
+    peak_flops,
+    row_of,
+    utilisation,
+)
+from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting
+from odc_triton.cli.bench import BenchOptions
+from odc_triton.cli.command import main
+from odc_triton.comm.launch import launch
+from odc_triton.data.lengths import read_lengths
+from odc_triton.data.records import Record
+from tests.support import ranks
+
+CONFIG = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+@pytest.fixture
+def lengths(tmp_path: Path) -> str:
+    path = tmp_path / "lengths.txt"
+    path.write_text("\n".join(map(str, (9, 40, 17, 6, 25, 12))))
+    return str(path)
+
+
+# ---------------------------------------------------------------------- what it is told
+
+
+def test_lengths_of_every_form(tmp_path: Path) -> None:
+    path = tmp_path / "lengths"
+    path.write_text('7\n\n{"length": 4000}\n 12 \n{"text": "abc"}\n{"prompt": "ab", "completion": "abcde"}\n')
+
+    def count(record: Record) -> int:
+        return len(record.completion) + (0 if record.prompt is None else 100 * len(record.prompt))
+
+    assert read_lengths(path, count_tokens=count) == [7, 4000, 12, 3, 205]
+    assert read_lengths(path, 100, count) == [7, 100, 12, 3, 100]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("5\nseven\n", "line 2: 'seven' is not a length"),
+        ("5\n1\n", "line 2: '1'"),
+        ("5\n-3\n", "line 2"),
+        ("5\n2.5\n", "line 2"),
+        ('{"length": true}', "line 1: True"),
+        ('{"length": 1}', "line 1: 1 is not a length"),
+        ('{"length": null}', "line 1: None"),
+        ('5\n{"length": 3', "line 2: not valid JSON"),
+        ('{"words": 3}', "line 1: needs 'text'"),
+        ('{"text": "hello"}', "line 1 has a text and no `length`: give --tokenizer"),
+        ("\n\n", "has no lengths"),
+    ],
+)
+def test_wrong_lengths_are_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"lengths\.txt") as caught:
+        read_lengths(path)
+    assert words in str(caught.value)
+
+
+def test_a_text_without_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "lengths"
+    path.write_text('{"text": ""}')
+    with pytest.raises(ValueError, match="line 1 is a text of 1 tokens"):
+        read_lengths(path, count_tokens=lambda record: 1)
+
+
+def test_texts_are_counted_as_training_counts_them(tmp_path: Path, config: str) -> None:
+    from odc_triton.data.dataset import DataOptions, tokenize_file
+    from odc_triton.data.tokenizer import TextEncoder, to_transformers, train_tokenizer
+
+    tokenizer = to_transformers(train_tokenizer(["some words to learn pairs from, some words"], vocab_size=300))
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    path = tmp_path / "texts.jsonl"
+    records = [{"text": "some words"}, {"prompt": "some", "completion": "words to learn"}, {"text": "x" * 90}]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = tokenize_file(path, TextEncoder.of(tokenizer), DataOptions(max_tokens=1000))
+    options = BenchOptions(
+        lengths=str(path), init=config, tokenizer=str(tmp_path / "tokenizer"), samples_per_rank=1, minibatches=1
+    )
+    work, cut = work_of(replace(options, rounds=3), 1)
+    assert sorted(work.lengths) == sorted([*data.lengths.tolist()] * 2)
+    assert cut == 0
+    assert work.token_cap == max(data.lengths)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"init": None}, "either --model"),
+        ({"model": "some"}, "either --model"),
+        ({"init": "nowhere.json"}, "init is nowhere.json: there is no such file"),
+        ({"lengths": "nowhere.txt"}, "lengths is nowhere.txt"),
+        ({"token_cap": 1}, "token_cap is 1"),
+        ({"minibatches": 0}, "minibatches is 0"),
+        ({"rounds": 0}, "rounds is 0"),
+        ({"samples_per_rank": -1}, "samples_per_rank is -1"),
+        ({"out": __file__}, "which is a file"),
+    ],
+)
+def test_wrong_options(config: str, lengths: str, changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        BenchOptions(**({"init": config, "lengths": lengths} | changes))
+
+
+def test_wrong_options_of_the_command(config: str, lengths: str, tmp_path: Path, capsys) -> None:
+    given = ["bench", "--init", config, "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        main(given)
+    assert "--lengths" in capsys.readouterr().err
+    assert main([*given, "--lengths", lengths, "--variants", "odc"]) == 1
+    assert "'odc'; choose from 'FSDP2 + LB-Micro'" in capsys.readouterr().err
+    assert main([*given, "--lengths", lengths, "--ranks", "0"]) == 1
+    assert "ranks is 0" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_where_it_runs(config: str, lengths: str) -> None:
+    options = BenchOptions(init=config, lengths=lengths)
+    assert setting_of(options, 2, gpus=0) == Setting(device="cpu", dtype="fp32")
+    assert setting_of(options, 2, gpus=1) == Setting(device="cpu", dtype="fp32")
+    assert setting_of(options, 2, gpus=4) == Setting(device="cuda", dtype="bf16")
+    assert setting_of(replace(options, device="cpu", dtype="bf16"), 2, gpus=4) == Setting(device="cpu", dtype="bf16")
+    with pytest.raises(ValueError, match="4 ranks, and there are 2 GPUs: give --ranks 2"):
+        setting_of(replace(options, device="cuda"), 4, gpus=2)
+
+
+def test_variants_by_name() -> None:
+    assert chosen(None) == VARIANTS
+    assert set(VARIANTS) == {Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc}
+    assert chosen(f" {Odc.name} ,{Ddp.name}") == (Ddp, Odc)
+
+
+# ---------------------------------------------------------------------- what it trains on
+
+
+def test_work(config: str, lengths: str) -> None:
+    options = BenchOptions(init=config, lengths=lengths, samples_per_rank=2, minibatches=2, rounds=2, token_cap=20)
+    work, cut = work_of(options, 3)
+    assert cut == 2
+    assert [list(work.indices(round_)) for round_ in range(2)] == [[0, 1, 2], [3, 4, 5]]
+    assert [len(samples) for samples in work.minibatches] == [6] * 6
+    # Six samples in the file and six in a minibatch: each holds all of them, in an order of its own.
+    for index, samples in enumerate(work.minibatches):
+        assert Counter(work.lengths[sample] for sample in samples) == Counter((9, 20, 17, 6, 20, 12))
+        assert work.tokens(index) == 84
+    assert work.lengths[:6] != work.lengths[6:12]
+    assert work_of(options, 3)[0].lengths == work.lengths
+    assert work_of(replace(options, seed=1), 3)[0].lengths != work.lengths
+
+
+def test_flops_are_six_per_weight_and_token(config: str) -> None:
+    work = LengthsWork(
+        model=None, init=config, lengths=[1, 64], minibatches=[[0], [1]], round_size=1, token_cap=64, seed=0
+    )
+    model = work.build()
+    weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n)
+    assert work.flops(0) == pytest.approx(6 * weights, rel=0.05)  # and a little attention
+    assert work.flops(1) > 64 * work.flops(0)
+
+
+def test_random_tokens() -> None:
+    data = RandomTokens([5, 9], 97, seed=3)
+    assert [len(data[index]["input_ids"]) for index in range(2)] == [5, 9]
+    assert torch.equal(data[1]["input_ids"], RandomTokens([5, 9], 97, seed=3)[1]["input_ids"])
+    assert not torch.equal(data[1]["input_ids"], RandomTokens([5, 9], 97, seed=4)[1]["input_ids"])
+    assert int(max(data[index]["input_ids"].max() for index in range(2))) < 97
+
+
+# ---------------------------------------------------------------------- what it makes of the numbers
+
+
+def _turn(seconds: list[float], *, loss: float = 4.0, peak: int = 10**9, idle: float | None = 0.25) -> Turn:
+    return Turn(
+        seconds=seconds,
+        microbatches=[[1, 1]] * len(seconds),
+        first_loss=loss,
+        peak_bytes=[peak, peak // 2],
+        idle=idle,
+        parameters=10,
+    )
+
+
+AMOUNTS = Amounts(tokens=[100, 300, 200, 400], flops=[1e12, 3e12, 2e12, 4e12], ranks=2, peak=1e12)
+
+
+def _results() -> list[Result]:
+    return [
+        Result(name="slow", is_baseline=True, turns=[_turn([2.0, 6.0]), _turn([4.0, 8.0])]),
+        Result(name="fast", is_baseline=True, turns=[_turn([1.0, 3.0]), _turn([2.0, 4.0], peak=3 * 10**9)]),
+        Result(name="full", is_baseline=True, turns=[_turn([0.1, 0.3])], failure="CUDA out of memory. Tried 2 GiB"),
+        Result(name="ours", is_baseline=False, turns=[_turn([0.5, 1.5], idle=None), _turn([1.0, 2.0], idle=None)]),
+        Result(name="none", is_baseline=False, failure="rank 1 failed first: ValueError: no luck"),
+    ]
+
+
+def test_figures() -> None:
+    results = _results()
+    fastest = fastest_baseline(results)
+    assert fastest is results[1], "one that ran out of memory is not what others are measured by"
+    ours, fast, full, none = (figures(results[index], fastest, AMOUNTS) for index in (3, 1, 2, 4))
+    assert ours["tokens_per_s_per_rank"] == pytest.approx(1000 / 5 / 2)
+    assert ours["mfu"] == pytest.approx(1e13 / 5 / 2 / 1e12)
+    assert ours["speed"] == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.0})
+    assert ours["idle"] is None
+    assert fast["peak_gb"] == 3.0
+    assert fast["idle"] == 0.25
+    assert full["tokens_per_s_per_rank"] == pytest.approx(400 / 0.4 / 2), "of the round that it ended"
+    assert full["speed"]["ratio"] == pytest.approx(10.0)
+    assert set(none.values()) == {None}
+
+
+def test_rows() -> None:
+    results = _results()
+    rows = {row[0]: row for row in (row_of(result, results[1], AMOUNTS) for result in results)}
+    assert all(len(row) == len(COLUMNS) for row in rows.values())
+    assert rows["fast (fastest baseline)"][5:] == ["1.00", "-", ""]
+    assert rows["ours"] == ["ours", "100", "100.0%", "1.00", "-", "2.00", "2.00 to 2.00", ""]
+    assert rows["full"][-1] == "out of memory in round 2"
+    assert rows["none"][1:] == ["-"] * 6 + ["failed in round 1: rank 1 failed first: ValueError: no luck"]
+    killed = Result(name="killed", is_baseline=True, failure="rank 0 failed first: Signal 9 (SIGKILL) received")
+    assert killed.ran_out_of_memory
+    assert "killed in round 1" in row_of(killed, None, AMOUNTS)[-1]
+
+
+def test_data() -> None:
+    data = json.loads(json.dumps(as_data(_results(), AMOUNTS, {"commit": "abc"})))
+    assert data["commit"] == "abc"
+    assert data["fastest_baseline"] == "fast"
+    assert data["variants"]["full"]["failure"]["out_of_memory"]
+    assert not data["variants"]["none"]["failure"]["out_of_memory"]
+    assert data["variants"]["ours"]["turns"][1]["seconds"] == [1.0, 2.0]
+    nothing = as_data([Result(name="a", is_baseline=True, failure="out of memory")], AMOUNTS, {})
+    assert nothing["fastest_baseline"] is None
+
+
+def test_verdict(capsys) -> None:
+    good = _results()[:4]
+    assert verdict(good, "fp32") == 0, "running out of memory is a result"
+    assert verdict(_results(), "fp32") == 1
+    assert verdict([Result(name="a", is_baseline=True, failure="out of memory")], "fp32") == 1
+    other = Result(name="other", is_baseline=False, turns=[_turn([1.0], loss=4.1)])
+    assert verdict([*good, other], "fp32") == 1
+    assert "did not train alike" in capsys.readouterr().err
+    other.turns[0] = replace(other.turns[0], first_loss=4.01)
+    assert verdict([*good, other], "bf16") == 0
+
+
+def test_turns_are_interleaved_and_a_failure_hides_no_other() -> None:
+    kinds, asked, told = (Fsdp2, Ddp, Odc), [], []
+
+    def turn(kind: type, round_: int) -> Turn:
+        asked.append((kind, round_))
+        if (kind, round_) == (Ddp, 1):
+            raise RuntimeError("rank 1 failed first: OutOfMemoryError: CUDA out of memory")
+        return _turn([1.0])
+
+    results = take_turns(kinds, 3, turn, lambda results, place: told.append(results[place].name))
+    assert asked == [(Fsdp2, 0), (Ddp, 0), (Odc, 0), (Ddp, 1), (Odc, 1), (Fsdp2, 1), (Odc, 2), (Fsdp2, 2)]
+    assert [len(result.turns) for result in results] == [3, 1, 3]
+    assert [result.is_baseline for result in results] == [True, True, False]
+    assert results[1].remark == "out of memory in round 2"
+    assert told == [kind.name for kind, _ in asked]
+
+
+def test_peaks() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989.4e12
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756.5e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bf16") == 312e12
+    assert peak_flops("NVIDIA L4", "bf16") == 121e12
+    for unknown in ("NVIDIA L40", "NVIDIA A10G", "NVIDIA GB200", "NVIDIA H200 MIG 1g.18gb", None):
+        assert peak_flops(unknown, "bf16") is None
+    assert peak_flops("NVIDIA H200", "fp32") is None
+    assert utilisation(1e15, 2.0, 4, 1e15) == 0.125
+    assert utilisation(1e15, 2.0, 4, None) is None
+
+
+def test_idle_of_gpus() -> None:
+    ran = Minibatch(start_s=10.0, end_s=14.0, step_seconds=0.1, loss=1.0, microbatches=[1, 1])
+    kernels = [
+        ("nvjet_gemm", 9.0, 11.0),
+        ("elementwise", 10.5, 11.5),
+        ("ncclDevKernel_AllGather", 11.0, 13.5),
+        ("Memcpy PtoP (Device -> Device)", 13.0, 13.5),
+        ("Memset (Device)", 13.0, 13.5),
+        ("scatter_kernel", 13.0, 13.5),
+        ("FusedAdam", 13.5, 14.5),
+    ]
+    assert computing_seconds(kernels, ran) == pytest.approx(2.0)
+    assert idle_of_devices([2.0, 3.0], ran) == pytest.approx(0.375)
+
+
+# ---------------------------------------------------------------------- real turns
+
+
+def _take(rank: int, world: int, kind: type, work: LengthsWork, dtype: str) -> Turn:
+    return take_turn(kind, work, Setting(dtype=dtype), 1)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [(Fsdp2Micro, "fp32"), (Odc, "fp32"), (Ddp, "bf16"), (OdcMicro, "bf16")])
+def test_a_turn(config: str, kind: type, dtype: str) -> None:
+    work = LengthsWork.drawn(
+        [9, 40, 17, 6, 25, 12], samples=4, rounds=2, timed=1, seed=0, model=None, init=config, token_cap=40
+    )
+    first, second = ranks.run(_take, 2, kind, work, dtype)
+    assert first.first_loss == second.first_loss
+    # Untrained, it knows nothing: the loss is that of guessing among 97 tokens, within what random weights differ by.
+    assert first.first_loss == pytest.approx(4.57, abs=0.1)
+    for turn in (first, second):
+        assert len(turn.seconds) == len(turn.microbatches) == 1
+        assert min(turn.seconds) > 0
+        assert all(count >= 1 for count in turn.microbatches[0])
+        assert len(turn.peak_bytes) == 2
+        assert min(turn.peak_bytes) > 4 * turn.parameters / 2  # at least a rank's share of the weights
+        assert turn.idle is None if kind is Ddp else 0 < turn.idle < 1
+        assert turn.gpu is None
+
+
+class Greedy(Odc):
+    """Needs more memory than any machine has, on one rank."""
+
+    name = "greedy"
+
+    def shard(self, model: torch.nn.Module) -> torch.nn.Module:
+        import torch.distributed as dist
+
+        if dist.get_rank() == 1:
+            torch.empty(2**52)
+        return super().shard(model)
+
+
+@pytest.mark.slow
+def test_out_of_memory_is_a_row(config: str) -> None:
+    work = LengthsWork.drawn([9, 17], samples=2, rounds=1, timed=1, seed=0, model=None, init=config, token_cap=40)
+
+    def turn(kind: type, round_: int) -> Turn:
+        return launch(take_turn, kind, work, Setting(), round_, ranks=2)[0]
+
+    greedy, odc = take_turns((Greedy, Odc), 1, turn, lambda results, place: None)
+    assert greedy.ran_out_of_memory, greedy.failure
+    assert greedy.remark == "out of memory in round 1"
+    assert len(odc.turns) == 1
+
+
+@pytest.mark.slow
+def test_the_command(config: str, lengths: str, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "deep" / "out"
+    names = [kind.name for kind in (Fsdp2Micro, Ddp, Odc)]
+    given = ["--lengths", lengths, "--init", config, "--out", str(out), "--rounds", "1", "--minibatches", "2"]
+    given += ["--ranks", "2", "--samples-per-rank", "2"]
+    assert main(["bench", *given, "--variants", ",".join(names)]) == 0
+    said = capsys.readouterr().out
+    assert "2 ranks on cpu, fp32" in said
+    data = json.loads((out / "lengths.json").read_text())
+    assert list(data["variants"]) == names
+    assert data["fastest_baseline"] in [kind.name for kind in BASELINES]
+    assert {"commit", "hardware", "versions", "options"} <= data.keys()
+    for found in data["variants"].values():
+        assert found["failure"] is None
+        assert found["tokens_per_s_per_rank"] > 0
+        assert found["mfu"] is None
+        assert len(found["turns"][0]["seconds"]) == 2
+    assert data["loss_spread"] < 1e-4  # fp32 sums in another order
+    table = (out / "lengths.md").read_text()
+    assert all(name in table and name in said for name in names)
+    assert sorted(path.name for path in out.iterdir()) == ["lengths.json", "lengths.md"]

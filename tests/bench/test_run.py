@@ -1,0 +1,416 @@
+"""The kernels' benchmark: its registry, its shapes, its checks, its report. What it times needs a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.kernels.operators import all_operators  # first: it decides where kernels run  # isort: skip
+
+from bench.kernels.cells import (
+    COLUMNS,
+    TARGETS,
+    Cell,
+    Report,
+    Target,
+    memory_share,
+    over_the_slower,
+    ratio,
+    row_of,
+    times,
+    wanted_first,
+)
+from bench.kernels.problem import MODELS, TINY, Operator, Prepared, Problem, Results, Work
+from bench.kernels.run import check, main, problems, run_cells
+from bench.kernels.timing import Machine, median_interval, quantiles
+from bench.provenance import append_line
+from odc_kernels.peers import PeerShards, split
+
+ROOT = Path(__file__).resolve().parents[2]
+OPERATORS = all_operators()
+
+
+def problem(operator: Operator, *, tokens: int = 5, world: int = 3, layer: int = 0) -> Problem:
+    tokens = tokens if operator.has_tokens else 0
+    return Problem(model=TINY, layer=operator.layers(TINY)[layer], tokens=tokens, world=world, dtype=torch.bfloat16)
+
+
+def test_every_kernel_file_is_measured() -> None:
+    files = {path.stem for path in (ROOT / "kernels").glob("*.py")} - {"device", "peers", "streams", "tiles"}
+    assert {name for operator in OPERATORS.values() for name in operator.kernels} == files
+
+
+def test_what_only_reads_peers_comes_first() -> None:
+    reduces = [operator.reduces for operator in OPERATORS.values()]
+    assert reduces == sorted(reduces)
+    assert any(reduces)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("world", [1, 4])
+def test_every_operator_is_right_and_its_baselines_run(name: str, world: int) -> None:
+    torch.manual_seed(0)  # few random ids may all be this rank's own, which makes no link bytes
+    given = problem(OPERATORS[name], world=world)
+    cell, prepared = Cell.of(OPERATORS[name], given), OPERATORS[name].prepare(given)
+    check(cell, prepared)
+    assert cell.passed, cell.fault
+    assert cell.errors
+    for baseline in prepared.baselines.values():
+        baseline()
+    assert prepared.work.hbm_bytes > 0
+    assert (prepared.work.link_bytes > 0) == (world > 1)
+
+
+def test_work_by_hand() -> None:
+    # "gate, up" of the tiny model: 75 rows of 48, of which rank 0 of 3 owns 25.
+    direct, reading, adding = (
+        OPERATORS[name].prepare(problem(OPERATORS[name], layer=2)).work for name in ("linear direct", "gather", "wgrad")
+    )
+    assert direct == Work(
+        flops=2 * 5 * 75 * 48,
+        hbm_bytes=2 * (5 * 48 + 25 * 48 + 5 * 75),
+        link_bytes=2 * 50 * 48,
+        peer_bytes=2 * 50 * 48,
+    )
+    assert reading == Work(hbm_bytes=2 * (25 + 75) * 48, link_bytes=2 * 50 * 48, peer_bytes=2 * 50 * 48)
+    assert adding == Work(
+        flops=2 * 5 * 75 * 48,
+        hbm_bytes=2 * 5 * (75 + 48) + 8 * 25 * 48,
+        link_bytes=4 * 50 * 48,
+        peer_bytes=8 * 50 * 48,
+    )
+
+
+def test_the_roofline_by_hand() -> None:
+    work = Work(flops=100.0, hbm_bytes=10.0, link_bytes=6.0, peer_bytes=12.0)
+    assert Machine(flops=1000.0, hbm_bytes_s=10.0).seconds(work) == pytest.approx(2.2)  # loopback: all bytes are here
+    assert Machine(flops=1000.0, hbm_bytes_s=10.0, link_bytes_s=10.0).seconds(work) == pytest.approx(1.0)
+    assert Machine(flops=1000.0, hbm_bytes_s=10.0, link_bytes_s=1.0).seconds(work) == pytest.approx(6.0)
+    assert Machine(flops=10.0, hbm_bytes_s=10.0).seconds(work) == pytest.approx(10.0)
+
+
+def test_quantiles_and_intervals() -> None:
+    assert quantiles([5.0, 1.0, 3.0, 2.0, 4.0, 0.0]) == {"p20": 1.0, "p50": 2.0, "p80": 4.0}
+    found = median_interval([float(value) for value in range(100)])
+    # The 40th and 60th of 100 values hold their median with a probability of 95%.
+    assert found["low"] == pytest.approx(40, abs=1)
+    assert found["high"] == pytest.approx(60, abs=1)
+    assert found["low"] < found["median"] < found["high"]
+    assert median_interval([1.0]) == {"median": 1.0, "low": 1.0, "high": 1.0}
+
+
+def some_cells(*, peers: str = "loopback") -> list[tuple[Operator, Problem]]:
+    return problems(
+        list(OPERATORS.values()), list(MODELS.values()), (4096, 1), (8, 1), dtype=torch.bfloat16, peers=peers
+    )
+
+
+def test_what_is_most_wanted_comes_first_and_operators_take_turns() -> None:
+    cells = [Cell.of(*pair) for pair in some_cells()]
+    order = [wanted_first(cell) for cell in cells]
+    assert order == sorted(order)
+    first = [cell for cell in cells if wanted_first(cell) == 0]
+    assert {(cell.model, cell.world) for cell in first} == {("llama-3-8b", 8)}
+    wanted = {"linear staged", "linear_dx staged", "wgrad", "embedding", "embedding_grad", "gather", "scatter"}
+    wanted |= {"linear_cross_entropy", "linear_cross_entropy_grad"}
+    assert wanted <= {cell.operator for cell in first}
+    assert len({cell.operator for cell in first[: len(wanted)]}) == len(wanted)
+    has_target = [any(target.applies(cell) for target in TARGETS) for cell in cells if wanted_first(cell) > 0]
+    assert has_target == sorted(has_target, reverse=True)
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert not [cell for cell in cells if cell.operator == "linear direct" and cell.tokens > 1024]
+    assert {cell.tokens for cell in cells if cell.operator == "gather"} == {0}
+
+
+def test_pinned_peers_leave_out_a_world_of_one_and_add_last() -> None:
+    pairs = some_cells(peers="pinned")
+    assert {given.world for _, given in pairs} == {8}
+    reduces = [operator.reduces for operator, _ in pairs]
+    assert reduces == sorted(reduces)
+
+
+def test_shards_elsewhere_must_be_pinned() -> None:
+    shards = split(torch.zeros(4, 2), 2)
+    with pytest.raises(ValueError, match="put it on meta or pin its memory"):
+        PeerShards.of(shards, shape=(4, 2), device=torch.device("meta"))
+    assert PeerShards.of(shards, shape=(4, 2), device=shards[0].device).device == shards[0].device
+
+
+def timed(operator: str, **changes: object) -> Cell:
+    """A cell as if ours had taken 10 us and every baseline as long as `baselines_us` says."""
+    baselines_us: dict[str, float] = changes.pop("baselines_us", {})
+    cell = replace(Cell.of(OPERATORS[operator], problem(OPERATORS[operator])), model="llama-3-8b", **changes)
+    cell.us = {name: {"p50": us} for name, us in ({"ours": 10.0} | baselines_us).items()}
+    cell.ratios = {name: {"median": us / 10.0, "low": 0.0, "high": 9.0} for name, us in baselines_us.items()}
+    return cell
+
+
+def test_values_of_targets() -> None:
+    cell = timed("wgrad", baselines_us={"a": 12.0, "b": 8.0}, peak_bytes=3, whole_bytes=24)
+    assert ratio("a")(cell) == 1.2
+    assert ratio("a", "b", "missing")(cell) == 0.8
+    assert ratio("missing")(cell) is None
+    assert times("b")(cell) == 1.25
+    assert times("missing")(cell) is None
+    assert over_the_slower("a", "b")(cell) == 10 / 12
+    assert over_the_slower("a", "missing")(cell) is None
+    assert memory_share(cell) == 1 / 8
+    assert memory_share(replace(cell, peak_bytes=None)) is None
+
+
+def test_the_worst_cell_decides_a_target() -> None:
+    target = Target(text="t", applies=lambda cell: cell.tokens > 1, value=ratio("a"), limit=0.95)
+    good, bad = (timed("wgrad", tokens=9, world=world, baselines_us={"a": us}) for world, us in ((1, 9.6), (8, 9.4)))
+    ignored = timed("wgrad", tokens=1, baselines_us={"a": 1.0})
+    assert target.verdict([]) == target.verdict([ignored])
+    assert target.verdict([])["verdict"] == "not measured"
+    assert target.verdict([good, ignored])["verdict"] == "reached"
+    missed = target.verdict([good, bad])
+    assert (missed["verdict"], missed["cell"], missed["cells"]) == ("missed", bad.name, 2)
+    assert missed["worst"] == pytest.approx(0.94)
+    at_most = replace(target, limit=0.95, at_least=False)
+    assert at_most.verdict([good, bad])["worst"] == pytest.approx(0.96)
+
+
+def test_every_target_is_about_baselines_that_exist() -> None:
+    cells = []
+    for name, operator in OPERATORS.items():
+        baselines = dict.fromkeys(operator.prepare(problem(operator)).baselines, 10.0)
+        for peers, tokens in (("loopback", 4096), ("loopback", 64), ("pinned", 4096)):
+            tokens = tokens if operator.has_tokens else 0
+            sizes = {"peak_bytes": 1, "whole_bytes": 8} if "entropy" in name else {}
+            cells.append(timed(name, peers=peers, tokens=tokens, baselines_us=baselines, **sizes))
+    for target in TARGETS:
+        applying = [cell for cell in cells if target.applies(cell)]
+        assert applying, target.text
+        for cell in applying:
+            assert target.value(cell) is not None, (target.text, cell.name)
+
+
+def broken(operator: Operator, change: Callable[[Results], Results]) -> Operator:
+    """The operator, checked against something else."""
+
+    def prepare(given: Problem) -> Prepared:
+        prepared = operator.prepare(given)
+        return replace(prepared, check=lambda: change(prepared.check()))
+
+    return replace(operator, prepare=prepare)
+
+
+def larger(results: Results) -> Results:
+    for name, got, want in results:
+        yield name, got, want * 1.05
+
+
+def unwritten(results: Results) -> Results:
+    for name, got, want in results:
+        got = got.clone()
+        got[-1, -1] = torch.nan
+        yield name, got, want
+        yield name, torch.zeros_like(got), torch.zeros_like(want)
+
+
+def narrower(results: Results) -> Results:
+    for name, got, want in results:
+        yield name, got, want[:, 1:]
+
+
+def raising(results: Results) -> Results:
+    raise RuntimeError("no such instruction\nand more")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (larger, r"y is off by [45]\..*allowed 1.6e-02"),
+        (unwritten, "y is off by inf"),
+        (narrower, "its reference"),
+        (raising, "RuntimeError: no such instruction$"),
+    ],
+)
+def test_a_wrong_result_fails_its_cell_and_no_other(change: Callable, words: str, tmp_path: Path) -> None:
+    linear = OPERATORS["linear direct"]
+    todo = [(broken(linear, change), problem(linear)), (linear, problem(linear))]
+    report = Report()
+    run_cells(todo, report, machine=None, seed=1, folder=tmp_path)
+    wrong, right = report.cells
+    assert not wrong.passed
+    assert re.search(words, wrong.fault), wrong.fault
+    assert right.passed
+    assert not report.passed
+    assert "FAILED" in report.text()
+    assert json.loads((tmp_path / "kernels.json").read_text())["passed"] is False
+
+
+def test_a_baseline_that_raises_fails_its_cell_where_nothing_is_timed(tmp_path: Path) -> None:
+    gather = OPERATORS["gather"]
+
+    def prepare(given: Problem) -> Prepared:
+        return replace(gather.prepare(given), baselines={"none": lambda: torch.empty(2) @ torch.empty(3)})
+
+    report = Report()
+    run_cells([(replace(gather, prepare=prepare), problem(gather))], report, machine=None, seed=1, folder=tmp_path)
+    assert not report.passed
+
+
+def test_no_cell_begins_after_the_deadline(tmp_path: Path) -> None:
+    gather = OPERATORS["gather"]
+    report = Report()
+    todo = [(gather, problem(gather)), (gather, problem(gather, world=4))]
+    run_cells(todo, report, machine=None, seed=1, folder=tmp_path, deadline_s=time.monotonic() - 1)
+    assert report.cells == []
+    assert [line.rpartition(": ")[2] for line in report.left_out] == ["no time left"] * 2
+    assert "world 4" in report.left_out[1]
+    assert not report.passed
+    assert json.loads((tmp_path / "kernels.json").read_text())["left_out"] == report.left_out
+
+
+ABOUT = {"gpu": {"name": "one"}, "source": "1", "timed": False, "dtype": "bfloat16", "versions": {}}
+
+
+def names_in(folder: Path, about: dict | None = ABOUT) -> list[str]:
+    return [cell.name for cell in Report.load(folder, about).cells]
+
+
+def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
+    gather = OPERATORS["gather"]
+    todo = [(gather, problem(gather, world=world)) for world in (1, 2, 3)]
+    lines = tmp_path / "kernels.jsonl"
+    append_line(lines, {"about": ABOUT | {"seed": 5}})
+    run_cells(todo[:1], Report(), machine=None, seed=1, folder=tmp_path)
+    append_line(lines, {"begin": Cell.of(*todo[1]).name})  # and then it was killed
+    append_line(lines, {"about": ABOUT | {"seed": 6}})
+    report = Report.load(tmp_path, ABOUT)
+    assert report.about["seed"] == 5
+    assert report.begun == [Cell.of(*todo[1]).name]
+    assert "cut short by a kill" in report.text()
+    ran: list[int] = []
+
+    def noted(operator: Operator, given: Problem) -> tuple[Operator, Problem]:
+        def prepare(of: Problem) -> Prepared:
+            ran.append(of.world)
+            return operator.prepare(of)
+
+        return replace(operator, prepare=prepare), given
+
+    assert run_cells([noted(*pair) for pair in todo], report, machine=None, seed=1, folder=tmp_path)
+    assert ran == [3, 2], "what was measured is kept, what did not end comes last"
+    assert report.begun == []
+    assert sorted(names_in(tmp_path)) == sorted(Cell.of(*pair).name for pair in todo)
+    assert names_in(tmp_path, None) == names_in(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"gpu": {"name": "two"}}, {"source": "2"}, {"rehearsal": True}, {"timed": True}])
+def test_cells_of_something_else_are_not_kept(change: dict, tmp_path: Path) -> None:
+    gather = OPERATORS["gather"]
+    append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
+    run_cells([(gather, problem(gather))], Report(), machine=None, seed=1, folder=tmp_path)
+    assert len(names_in(tmp_path)) == 1
+    assert names_in(tmp_path, ABOUT | change) == []
+
+
+def test_what_did_not_fit_did_end(tmp_path: Path) -> None:
+    gather = OPERATORS["gather"]
+
+    def prepare(given: Problem) -> Prepared:
+        raise torch.OutOfMemoryError("tried to allocate too much")
+
+    append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
+    assert run_cells(
+        [(replace(gather, prepare=prepare), problem(gather))], Report(), machine=None, seed=1, folder=tmp_path
+    )
+    report = Report.load(tmp_path, ABOUT)
+    assert report.begun == []
+    assert "too much" in report.left_out[0]
+
+
+HANGS = """
+from pathlib import Path
+from bench.kernels.operators import all_operators
+import time
+from bench.kernels import run
+from bench.kernels.problem import TINY, Problem
+from dataclasses import replace
+import torch
+run.CELL_S = 0.5
+gather = all_operators()["gather"]
+given = Problem(model=TINY, layer=gather.layers(TINY)[0], tokens=0, world=1, dtype=torch.bfloat16)
+hanging = replace(gather, prepare=lambda given: time.sleep(60))
+run.run_cells([(hanging, given)], run.Report(), machine=None, seed=1, folder=Path({folder!r}))
+"""
+
+
+def test_a_cell_that_hangs_ends_the_process_and_is_named(tmp_path: Path) -> None:
+    append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
+    code = HANGS.format(folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "run_cells" in done.stderr, "where it hung"
+    assert len(Report.load(tmp_path, ABOUT).begun) == 1
+
+
+def test_a_row_of_a_timed_cell() -> None:
+    cell = timed("wgrad", baselines_us={"torch.mm": 12.0}, passed=True, missing={"torch.mm, add": "out of memory"})
+    row = dict(zip(COLUMNS, row_of(cell), strict=True))
+    assert row["p50 us"] == 10.0
+    assert row["faster than (95% interval)"] == "torch.mm 1.20 (0.00 to 9.00); torch.mm, add: out of memory"
+
+
+@pytest.mark.parametrize(
+    ("words", "known"),
+    [
+        (["--operator", "conv"], "no operator 'conv'; known are.*'gather'.*'wgrad'"),
+        (["--model", "gpt-2"], "no model 'gpt-2'; known are 'llama-3-8b'.*'qwen2.5-32b'"),
+        (["--tokens", "0"], "at least 1, not 0"),
+    ],
+)
+def test_unknown_names_list_the_known(words: list[str], known: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert re.search(known, capsys.readouterr().err)
+
+
+def bench(*words: str) -> subprocess.CompletedProcess:
+    """The command as it runs on a machine without a GPU."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    # But for what triton 3.6's interpreter does, as in pyproject.toml.
+    allowed = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
+    command = [sys.executable, "-W", "error", "-W", allowed, "-m", "bench.kernels.run", *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_without_a_gpu_it_checks_and_says_that_it_timed_nothing(tmp_path: Path) -> None:
+    words = ["--operator", "gather", "wgrad", "--tokens", "3", "--world", "1", "3", "--dtype", "float16"]
+    done = bench(*words, "--seed", "7", "--out", str(tmp_path / "new"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("No GPU: ")
+    assert "20 of 20 cells passed their check, nothing was timed; 0 left out; 0 kept from before; seed 7" in done.stdout
+    data = json.loads((tmp_path / "new" / "kernels.json").read_text())
+    assert set(data) == {
+        *("rehearsal", "hardware", "gpu", "reached", "timed", "peers", "dtype", "seed", "versions", "commit", "source"),
+        *("passed", "cells", "targets", "left_out", "not_ended"),
+    }
+    assert (data["timed"], data["gpu"], data["peers"]) == (False, None, "loopback: no link in these figures")
+    assert len(data["cells"]) == 20
+    assert set(data["cells"][0]) == set(asdict(Cell.of(OPERATORS["gather"], problem(OPERATORS["gather"]))))
+    assert {cell["dtype"] for cell in data["cells"]} == {"float16"}
+    assert {target["verdict"] for target in data["targets"]} == {"not measured"}
+    assert "not measured" in (tmp_path / "new" / "kernels.md").read_text()
+
+
+def test_without_a_gpu_pinned_peers_are_refused() -> None:
+    done = bench("--peers", "pinned")
+    assert done.returncode == 2
+    assert "there is no GPU; use --peers loopback" in done.stderr

@@ -1,0 +1,139 @@
+"""The baselines train alike, and the numbers of a report are what they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.demo import COLUMNS, WARM_UP, in_words, make_report, rows_of
+from bench.harness import Measured, Work, bootstrap_ratio
+from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Unsharded
+from odc_triton.balance.collate import count_target_tokens, pack_collate
+from odc_triton.base.events import Event
+from odc_triton.base.trace import meetings
+from tests.support import ranks
+
+CONFIG = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+ALL = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc)
+
+
+def _packs(seed: int) -> list[dict]:
+    generator = torch.Generator().manual_seed(seed)
+    documents = [torch.randint(0, 97, (n,), generator=generator) for n in (9, 4, 17, 6, 12, 5)]
+    return pack_collate(
+        [[{"input_ids": a}, {"input_ids": b}] for a, b in zip(documents[::2], documents[1::2], strict=True)]
+    )
+
+
+def _weights(model: torch.nn.Module) -> dict:
+    from torch.distributed.tensor import DTensor
+
+    values = {}
+    for name, value in model.named_parameters():
+        value = value.detach()
+        values[name.removeprefix("module.")] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return values
+
+
+def two_steps(rank: int, world: int, kind: type) -> tuple[dict, list[Event], list[float]]:
+    """Unequal counts where the variant allows it, equal ones where every rank must come as often."""
+    work = Work(dataset="", config=CONFIG, minibatches=[], token_cap=128)
+    variant = kind(work.build)
+    losses = []
+    for step in range(2):
+        packs = _packs(step)
+        shares = [packs[:1], packs[1:]] if kind.balance == "mini" else [packs[:1] + packs[2:], packs[1:2] + packs[2:]]
+        variant.start_minibatch(step)
+        losses.append(variant.gradients(shares[rank], sum(count_target_tokens(share) for share in shares)))
+        variant.step()
+    return _weights(variant.model), variant.events(), losses
+
+
+def alone(mini: bool) -> dict:
+    torch.set_num_threads(1)
+    work = Work(dataset="", config=CONFIG, minibatches=[], token_cap=128)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        variant = Unsharded(work.build)
+        for step in range(2):
+            packs = _packs(step) if mini else [*_packs(step), _packs(step)[2]]
+            variant.gradients(packs, count_target_tokens(packs))
+            variant.step()
+    finally:
+        torch.distributed.destroy_process_group()
+    return _weights(variant.model)
+
+
+@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
+def test_variant_equals_unsharded(kind: type) -> None:
+    want = alone(mini=kind.balance == "mini")
+    outcomes = ranks.run(two_steps, 2, kind)
+    for weights, events, _ in outcomes:
+        assert weights.keys() == want.keys()
+        for name, value in want.items():
+            # fp32 sums in another order, two AdamW steps of 3e-4
+            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5, msg=name)
+        assert {event.minibatch for event in events} >= {0, 1}
+    count = len(meetings([event for _, events, _ in outcomes for event in events]))
+    if kind in (Odc, OdcMicro):
+        assert count == 4, "two meetings per minibatch"
+    elif kind is Fsdp2NoReshard:
+        gathers = [event for _, events, _ in outcomes for event in events if event.label == "all-gather"]
+        assert len(gathers) == 2 * 2 * (CONFIG["num_hidden_layers"] + 1), "once per unit, rank and minibatch"
+    elif kind is not Ddp:
+        assert count >= 2 * 2 * CONFIG["num_hidden_layers"]
+
+
+def test_bootstrap_ratio() -> None:
+    fast = [1.0, 2.0, 1.5, 1.2]
+    exact = bootstrap_ratio([2 * t for t in fast], fast)
+    assert exact == pytest.approx({"ratio": 2.0, "low": 2.0, "high": 2.0})
+    noisy = bootstrap_ratio([1.0, 4.0, 1.0, 2.0], fast)
+    assert noisy["low"] < noisy["ratio"] < noisy["high"]
+
+
+def test_report_says_what_was_measured(tmp_path) -> None:
+    import numpy as np
+
+    from odc_triton.data.dataset import DataSummary, TokenizedDataset
+
+    summary = DataSummary(
+        records=2, samples=2, truncated=0, dropped_too_long=0, dropped_no_target=0, tokens=7, target_tokens=5
+    )
+    arrays = np.arange(7, dtype=np.int32), np.array([0, 3, 7]), np.array([1, 1], dtype=np.int32)
+    TokenizedDataset.of_prompts(*arrays, summary).save(tmp_path / "data.npz")
+    count = WARM_UP + 6
+    work = Work(dataset=str(tmp_path / "data.npz"), config=CONFIG, minibatches=[[0, 1]] * count, token_cap=128)
+    pace = {Fsdp2: 2.0, Fsdp2NoReshard: 1.5, LayerBarrier: 1.4, OdcMicro: 1.1, Odc: 1.0}
+    results = []
+    for kind, seconds in pace.items():
+        result = Measured(name=kind.name, balance=kind.balance, seconds=[seconds] * count, losses=[3.0, 2.0] * count)
+        result.step_seconds, result.microbatches = [0.1] * count, [[2, 2]] * count
+        result.events = [
+            Event(rank=rank, kind=what, start_s=k * 10 + a, end_s=k * 10 + b, minibatch=k)
+            for k in range(count)
+            for rank in (0, 1)
+            for what, a, b in (("forward", 0, 3), ("wait", 3, 4))
+        ]
+        results.append(result)
+    memory = {kind.name: {"peak_private_bytes": 5, "shared_bytes": 9} for kind in pace}
+    report = make_report(results, memory, {"fraction": 0.01}, work, parameters=10)
+    assert report["speedup_vs_fsdp2"]["ratio"] == pytest.approx(2.0)
+    assert report["speedup_vs_fastest"]["name"] == Fsdp2NoReshard.name
+    assert report["speedup_vs_fastest"]["ratio"] == pytest.approx(1.5)
+    assert report["speedup_vs_layer_barrier"]["ratio"] == pytest.approx(1.4)
+    assert report["idle_fraction"][Odc.name] == pytest.approx(0.25)
+    assert report["loss_first"][Odc.name] == 3.0
+    assert report["loss_last"][Odc.name] == 2.0
+    assert report["loss_spread"] == 0
+    assert report["tokens"] == 6 * 7
+    assert "2.00 times faster than FSDP2" in in_words(report)
+    assert all(len(row) == len(COLUMNS) for row in rows_of(report))

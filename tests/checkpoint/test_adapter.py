@@ -1,0 +1,109 @@
+"""LoRA by PEFT on sharded models: the base read by shards, the adapter trained, saved, and loaded by plain PEFT."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import ranks
+from tests.support.models import CASES, build, microbatches
+
+# PEFT asks transformers by a name that is going away.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+
+IDS = torch.arange(3, 12)[None]
+
+
+def _trained(rank: int, world: int, base: Path, folder: Path) -> tuple[torch.Tensor, torch.Tensor, int]:
+    import peft
+
+    from odc_triton import fully_shard, minibatch
+    from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained, with_adapter
+    from odc_triton.checkpoint.steps import Checkpoints
+
+    def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+        model = fully_shard(with_adapter(meta_causal_lm(model=str(base)), config))
+        load_pretrained_shards(model, base)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    def logits(model: torch.nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return model(input_ids=IDS, use_cache=False).logits
+
+    model, optimizer = make(5)
+    first = logits(model)
+    dist.barrier()
+    for step in range(2):
+        with minibatch(model, tokens=1):
+            for batch in microbatches("qwen2", [6, 9], seed=step)[rank::world]:
+                CASES["qwen2"].loss(model, batch).backward()
+        optimizer.step()
+    if rank == 0:
+        save_pretrained(model, folder)
+    dist.barrier()
+    path = Checkpoints(folder.parent / "run", keep=1).save(model=model, optimizer=optimizer, state={}, step=2)
+    trained = logits(model)
+    other, its_optimizer = make(6)
+    Checkpoints(folder.parent / "run", keep=1).load(path, model=other, optimizer=its_optimizer)
+    assert torch.equal(logits(other), trained)
+    return first, trained, len(optimizer.state)
+
+
+def test_an_adapter_trains_and_loads_in_peft(tmp_path: Path) -> None:
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    build("qwen2", seed=3).save_pretrained(tmp_path / "base")
+    outcomes = ranks.run(_trained, 2, tmp_path / "base", tmp_path / "adapter")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").eval()
+    with torch.no_grad():
+        untouched = plain(input_ids=IDS, use_cache=False).logits
+        model = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").eval()
+        want = model(input_ids=IDS, use_cache=False).logits
+    assert (want - untouched).abs().max() > 0.005  # far more than what is compared below
+    for first, trained, states in outcomes:
+        assert states == 8  # A and B of two layers' two projections; the base has none
+        # The same numbers at other addresses, for which the library may choose another kernel.
+        torch.testing.assert_close(first, untouched, rtol=1e-5, atol=1e-6)  # B starts at 0
+        torch.testing.assert_close(trained, want, rtol=1e-5, atol=1e-6)
+    assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "base")
+    assert config["inference_mode"] is True
+
+
+def test_first_values_are_pefts() -> None:
+    """A of a model on the meta device is drawn as A of a real one is, B is 0."""
+    import peft
+
+    from odc_triton.checkpoint import with_adapter
+
+    with torch.device("meta"):
+        model = build("qwen2")
+    adapted = with_adapter(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    values = {name: value for name, value in adapted.named_parameters() if value.requires_grad}
+    assert len(values) == 4
+    for name, value in values.items():
+        # Kaiming's bound for a = sqrt(5) is 1 / sqrt(fan in), here 32 inputs.
+        assert (0.1 < value.abs().max() <= 32**-0.5) if "lora_A" in name else not value.any()
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"init_lora_weights": "pissa"}]
+)
+def test_adapters_that_need_weights_are_refused(options: dict) -> None:
+    import peft
+
+    from odc_triton.checkpoint import with_adapter
+
+    with pytest.raises(NotImplementedError, match="leave out"):
+        with_adapter(build("qwen2"), peft.LoraConfig(target_modules=["q_proj"], **options))

@@ -1,0 +1,75 @@
+"""`odc-triton export`: a checkpoint of a run as a folder of plain transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from odc_triton.cli.command import main
+from tests.checkpoint.test_training import _make, train
+from tests.support import ranks
+from tests.support.models import build
+
+IDS = torch.arange(3, 12)[None]
+
+
+def _run(rank: int, world: int, folder: Path) -> dict[str, torch.Tensor]:
+    from odc_triton import full_parameters
+    from odc_triton.checkpoint.steps import Checkpoints
+
+    model, optimizer = _make("gpt2-tied", bf16=False)
+    checkpoints = Checkpoints(folder, keep=2)
+    for step in (1, 2):
+        train(model, optimizer, "gpt2-tied", range(step))
+        checkpoints.save(model=model, optimizer=optimizer, state={}, step=step)
+    return dict(full_parameters(model))
+
+
+def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
+
+    (weights, _) = ranks.run(_run, 2, tmp_path / "run")
+    plain = build("gpt2-tied").eval()
+    plain.config.save_pretrained(tmp_path / "config")
+    save_tokenizer(train_tokenizer(["some words, some more words"] * 9, vocab_size=300), tmp_path / "tokenizer.json")
+    config, tokenizer = str(tmp_path / "config" / "config.json"), str(tmp_path / "tokenizer.json")
+    for dtype in ("fp32", "bf16"):
+        out = tmp_path / dtype
+        command = ["export", str(tmp_path / "run"), "--init", config, "--tokenizer", tokenizer]
+        assert main([*command, "--out", str(out), "--dtype", dtype]) == 0
+        assert "step-00000002 is in" in capsys.readouterr().out
+        torch_dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        got = AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager").eval()
+        assert got.dtype == torch_dtype
+        for name, value in got.named_parameters():
+            assert torch.equal(value, weights[name].to(torch_dtype)), name
+        with torch.no_grad():
+            plain.load_state_dict(weights, strict=False)
+            want = plain.to(torch_dtype)(input_ids=IDS, use_cache=False).logits
+            assert torch.equal(got(input_ids=IDS, use_cache=False).logits, want)
+        assert json.loads((out / "generation_config.json").read_text())["bos_token_id"] == 1
+        assert AutoTokenizer.from_pretrained(out).encode("some words")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "run").rename(tmp_path / "whole" / "checkpoints")
+    command[1] = str(tmp_path / "whole")  # as `train sft` leaves it
+    assert main([*command, "--out", str(tmp_path / "again")]) == 0
+    assert "whole/checkpoints/step-00000002 is in" in capsys.readouterr().out
+    assert main([*command, "--out", str(tmp_path / "fp32")]) == 1
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build("gpt2-tied").config.save_pretrained(tmp_path)
+    assert main(["export", str(tmp_path), "--init", str(tmp_path / "config.json"), "--out", str(tmp_path / "o")]) == 1
+    assert "is no checkpoint (step-…), no folder of them, and no run's folder with any" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["export", str(tmp_path), "--out", str(tmp_path / "o")])
+    said = capsys.readouterr().err
+    assert "give either --model or --init" in said
+    assert said.startswith("usage: odc-triton export CHECKPOINT --NAME VALUE …")
+    assert len(said.splitlines()) == 2

@@ -1,0 +1,400 @@
+"""What can happen to a checkpoint: full disks, damage, hostile files, another run in its folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
+from odc_triton.checkpoint.dcp import read_metadata
+from odc_triton.checkpoint.steps import Checkpoints, verify
+from tests.checkpoint.test_training import _make, train
+from tests.support import ranks
+from tests.support.models import build
+
+MODEL = "qwen2"
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    from odc_triton import full_parameters
+
+    return dict(full_parameters(model))
+
+
+def saved_twice(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer, Checkpoints]:
+    """A world of one in this process, with checkpoints of steps 1 and 2."""
+    model, optimizer = _make(MODEL, bf16=False)
+    checkpoints = Checkpoints(folder, keep=3)
+    for step in (1, 2):
+        train(model, optimizer, MODEL, range(step - 1, step))
+        checkpoints.save(model=model, optimizer=optimizer, state={"step": step}, step=step)
+    return model, optimizer, checkpoints
+
+
+def unfinished(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".step")]
+
+
+# ------------------------------------------------------------------ the last few stay
+
+
+def test_the_last_few_stay(tmp_path: Path) -> None:
+    model, optimizer, _ = saved_twice(tmp_path)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (3, 1):  # the last is of a run that went on from an older one
+        path = checkpoints.save(model=model, optimizer=optimizer, state={"step": step}, step=step)
+        assert checkpoints.newest() == path
+    assert [path.name for path in checkpoints.all()] == ["step-00000003", "step-00000001"]
+    assert checkpoints.load(checkpoints.newest(), model=model, optimizer=None) == {"step": 1}
+    assert unfinished(tmp_path) == []
+
+
+def test_keep_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep is 0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+# ------------------------------------------------------------------ damage
+
+
+@pytest.mark.parametrize(
+    "damage", ["truncated", "one bit", "missing", "no manifest", "manifest cut", "manifest edited"]
+)
+def test_damage_is_named_and_an_older_one_used_where_asked_for(tmp_path: Path, damage: str) -> None:
+    model, optimizer, checkpoints = saved_twice(tmp_path)
+    newest = checkpoints.newest()
+    assert newest.name == "step-00000002"
+    shard, manifest = newest / "__0_0.distcp", newest / "manifest.json"
+    content = bytearray(shard.read_bytes())
+    if damage == "truncated":
+        os.truncate(shard, len(content) // 2)
+    elif damage == "one bit":
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    elif damage == "missing":
+        shard.unlink()
+    elif damage == "no manifest":
+        manifest.unlink()
+    elif damage == "manifest cut":
+        os.truncate(manifest, manifest.stat().st_size - 20)
+    else:
+        manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))
+    name = "manifest.json" if "manifest" in damage else "__0_0.distcp"
+    before = _weights(model)
+    with pytest.raises(CheckpointCorrupt, match=name):
+        checkpoints.load(newest, model=model, optimizer=optimizer)
+    with pytest.raises(CheckpointCorrupt, match=name):
+        verify(newest)
+    assert all(torch.equal(value, before[key]) for key, value in _weights(model).items())  # nothing overwritten
+    if damage != "one bit":
+        with pytest.raises(CheckpointCorrupt, match=name):
+            checkpoints.newest()
+    with pytest.warns(UserWarning, match=name):
+        older = checkpoints.newest(fallback=True)
+    assert older.name == "step-00000001"
+    assert checkpoints.load(older, model=model, optimizer=optimizer) == {"step": 1}
+    # What is saved from here on is the newest, whatever its number, and pushes out damaged ones first.
+    saved = Checkpoints(tmp_path, keep=2).save(model=model, optimizer=optimizer, state={"step": 2}, step=2)
+    verify(saved)
+    assert Checkpoints(tmp_path, keep=2).newest() == saved
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "new", keep=1).newest() is None
+    assert Checkpoints(tmp_path / "new", keep=1).newest(fallback=True) is None
+    model, optimizer = _make(MODEL, bf16=False)
+    with pytest.raises(CheckpointFailed, match="there is no such folder"):
+        Checkpoints(tmp_path, keep=1).load(tmp_path / "step-00000009", model=model, optimizer=optimizer)
+
+
+# ------------------------------------------------------------------ of another model
+
+
+def test_another_architecture(tmp_path: Path) -> None:
+    from odc_triton import fully_shard
+
+    _, _, checkpoints = saved_twice(tmp_path)
+    path = checkpoints.newest()
+    other = fully_shard(build("llama"))
+    before = _weights(other)
+    with pytest.raises(
+        CheckpointDiffers, match=r"another model than this .*q_proj.bias is not in this ODCLlama.*"
+    ) as e:
+        checkpoints.load(path, model=other, optimizer=None)
+    assert "and 1 more" in str(e.value)  # two layers of three biases, five shown
+    assert all(torch.equal(value, before[key]) for key, value in _weights(other).items())
+    from tests.support.models import _causal_lm
+
+    wide = fully_shard(_causal_lm("Qwen2", intermediate_size=64))
+    with pytest.raises(CheckpointDiffers, match=r"gate_proj.weight is \[48, 32\] .* and \[64, 32\] here"):
+        checkpoints.load(path, model=wide, optimizer=None)
+    with pytest.raises(CheckpointDiffers, match=r"is torch\.float32 .* torch\.bfloat16 here, which would round it"):
+        checkpoints.load(path, model=fully_shard(build(MODEL).bfloat16().requires_grad_(False)), optimizer=None)
+    double = fully_shard(build(MODEL).double())
+    checkpoints.load(path, model=double, optimizer=None)  # nothing is lost
+    model = fully_shard(build(MODEL))
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    with pytest.raises(CheckpointDiffers, match=r"max_exp_avg_sq of model.embed_tokens.weight is not"):
+        checkpoints.load(path, model=model, optimizer=optimizer)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    with pytest.raises(CheckpointDiffers, match=r"exp_avg of .* is not in this SGD"):
+        checkpoints.load(path, model=model, optimizer=optimizer)
+
+
+# ------------------------------------------------------------------ hostile
+
+
+class _Bomb:
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (self.mark,)
+
+
+@pytest.mark.parametrize("damage", ["lacking", "half", "beyond", "negative", "twice", "overlapping", "no data"])
+def test_a_list_that_does_not_cover_its_tensors(tmp_path: Path, damage: str) -> None:
+    model, optimizer, checkpoints = saved_twice(tmp_path / "saved")
+    path = tmp_path / "edited"
+    shutil.copytree(checkpoints.newest(), path)
+    for name in ("manifest.json", "state.json"):  # a folder as FSDP2's scripts write it: nothing to check it by
+        (path / name).unlink()
+    metadata = read_metadata(path)
+    name = next(name for name in metadata.state_dict_metadata if name.endswith("layers.1.mlp.up_proj.weight"))
+    chunks = metadata.state_dict_metadata[name].chunks
+    (chunk,) = chunks
+    rows, columns = chunk.sizes
+    if damage == "lacking":
+        chunks.clear()
+    elif damage == "half":
+        chunk.sizes = torch.Size((rows // 2, columns))
+    elif damage == "beyond":
+        chunk.sizes = torch.Size((rows + 1, columns))
+    elif damage == "negative":
+        chunk.offsets = torch.Size((-1, 0))
+    elif damage == "twice":
+        chunks.append(chunk)
+    elif damage == "overlapping":  # as many elements as there are
+        place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+        chunk.sizes = torch.Size((rows // 2, columns))
+        chunks.append(ChunkStorageMetadata(torch.Size((rows // 2 - 1, 0)), chunk.sizes))
+        metadata.storage_data[MetadataIndex(name, chunks[1].offsets)] = place
+    else:
+        del metadata.storage_data[MetadataIndex(name, chunk.offsets)]
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    before = _weights(model)
+    with pytest.raises(CheckpointCorrupt, match=r"up_proj\.weight"):
+        checkpoints.load(path, model=model, optimizer=optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in _weights(model).items())
+
+
+def test_a_changed_bit_in_any_file_is_found(tmp_path: Path) -> None:
+    _, _, checkpoints = saved_twice(tmp_path)
+    path = checkpoints.newest()
+    files = [file for file in path.iterdir() if file.name != "manifest.json"]
+    assert {".metadata", "__0_0.distcp", "random-0.json", "state.json"} <= {file.name for file in files}
+    for file in files:
+        good = file.read_bytes()
+        file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        with pytest.raises(CheckpointCorrupt, match=re.escape(file.name)):
+            verify(path)
+        file.write_bytes(good)
+    verify(path)
+
+
+def test_a_manifest_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No folder of a finished checkpoint's name without one."""
+    from odc_triton.checkpoint import folder as manifest
+
+    model, optimizer, checkpoints = saved_twice(tmp_path)
+
+    def no_space(self: manifest.Manifest) -> bytes:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(manifest.Manifest, "to_json", no_space)
+    with pytest.raises(CheckpointFailed, match="no space left"):
+        checkpoints.save(model=model, optimizer=optimizer, state={"step": 3}, step=3)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000001", "step-00000002"]
+    assert unfinished(tmp_path) == []
+
+
+def test_pickles_are_not_run(tmp_path: Path) -> None:
+    """In the metadata, as a record and inside one, and among the values that are no tensors."""
+    model, optimizer, checkpoints = saved_twice(tmp_path / "saved")
+    path = tmp_path / "hostile"
+    shutil.copytree(checkpoints.newest(), path)
+    for name in ("manifest.json", "state.json"):  # a folder as FSDP2's scripts write it: nothing to check it by
+        (path / name).unlink()
+    mark = tmp_path / "ran"
+    metadata = read_metadata(path)
+    good = (path / ".metadata").read_bytes()
+    for bad in (_Bomb(mark), [metadata, _Bomb(mark)]):
+        (path / ".metadata").write_bytes(pickle.dumps(bad))
+        with pytest.raises(CheckpointCorrupt, match=r"posix\.mkdir"):
+            checkpoints.load(path, model=model, optimizer=optimizer)
+        assert not mark.exists()
+    metadata.planner_data = {"x": _Bomb(mark)}
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointCorrupt, match=r"posix\.mkdir"):
+        checkpoints.load(path, model=model, optimizer=optimizer)
+    pickle.loads((path / ".metadata").read_bytes())
+    assert mark.exists()  # the test can fail: plain pickle runs it
+    mark.rmdir()
+
+    # A value that is no tensor: the learning rate.
+    (path / ".metadata").write_bytes(good)
+    metadata = read_metadata(path)
+    index = next(index for index in metadata.storage_data if index.fqn.endswith("param_groups.0.lr"))
+    torch.save(_Bomb(mark), path / "bomb.distcp")
+    info = metadata.storage_data[index]
+    info.relative_path, info.offset, info.length = "bomb.distcp", 0, (path / "bomb.distcp").stat().st_size
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointCorrupt, match="can't be read"):
+        checkpoints.load(path, model=model, optimizer=optimizer)
+    assert not mark.exists()
+    info.relative_path = "../../etc/passwd"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointCorrupt, match="no file of its folder"):
+        checkpoints.load(path, model=model, optimizer=optimizer)
+
+
+# ------------------------------------------------------------------ no space, no permission, no folder
+
+
+def _full(rank: int, world: int, folder: Path, small: Path, way: str) -> tuple[str, str, list[int]]:
+    """Saves step 1 well and step 2 badly: rank 1 can't write. The ranks go on and save step 3."""
+    model, optimizer = _make(MODEL, bf16=False)
+    checkpoints = Checkpoints(folder, keep=3)
+    train(model, optimizer, MODEL, range(1))
+    saving = {"model": model, "optimizer": optimizer, "state": {}}
+    checkpoints.save(**saving, step=1)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    filler = folder / "filler"
+    if rank == 1 and way == "file too large":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
+    elif rank == 0 and way == "no space":
+        with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(b"x" * 4096)
+    elif rank == 0 and way == "vanished":
+        folder.rename(folder.with_name("away"))
+    dist.barrier()
+    problem: tuple[str, str, list[int]] = ("", "", [])
+    try:
+        checkpoints.save(**saving, step=2)
+    except CheckpointFailed as error:
+        problem = (type(error).__name__, str(error), error.ranks)
+    dist.barrier()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    if rank == 0 and way == "vanished":
+        folder.with_name("away").rename(folder)
+    if rank == 0:
+        filler.unlink(missing_ok=True)
+        assert [path.name for path in checkpoints.all()] == ["step-00000001"]
+        assert unfinished(folder) == []
+    dist.barrier()
+    train(model, optimizer, MODEL, range(1, 2))
+    checkpoints.save(**saving, step=3)
+    return problem
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MB: room for one checkpoint of the small model, which the second fills."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+_WORDS = {"file too large": "rank 1: File too large", "vanished": "rank 0: .* has vanished"}
+
+
+@pytest.mark.parametrize("way", _WORDS)
+def test_a_rank_that_can_not_write(tmp_path: Path, way: str) -> None:
+    folder = tmp_path / "run"
+    for problem in ranks.run(_full, 2, folder, tmp_path, way):
+        kind, text, _ = problem
+        assert kind == "CheckpointFailed"
+        assert re.search(_WORDS[way], text), text
+    assert [path.name for path in Checkpoints(folder, keep=3).all()] == ["step-00000001", "step-00000003"]
+    for path in Checkpoints(folder, keep=3).all():
+        verify(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted by root only; EFBIG is tested without")
+def test_no_space_left(small_disk: Path) -> None:
+    outcomes = ranks.run(_full, 2, small_disk, small_disk, "no space")
+    assert len(set(map(str, outcomes))) == 1  # the same error on both
+    assert "No space left on device" in outcomes[0][1]
+    for path in Checkpoints(small_disk, keep=3).all():
+        verify(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted by root only")
+def test_read_only(small_disk: Path) -> None:
+    model, optimizer, checkpoints = saved_twice(small_disk)
+    del checkpoints  # it holds a file open
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    checkpoints = Checkpoints(small_disk, keep=1)
+    with pytest.raises(CheckpointFailed, match="Read-only file system"):
+        checkpoints.save(model=model, optimizer=optimizer, state={}, step=3)
+    assert checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer) == {"step": 2}
+
+
+# ------------------------------------------------------------------ two runs, one folder
+
+
+def _hold(rank: int, world: int, folder: Path, seconds: float) -> None:
+    kept = saved_twice(folder)  # the lock goes with the last of these
+    time.sleep(seconds)
+    del kept
+
+
+def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from odc_triton.checkpoint import steps as module
+
+    monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.2)
+    with ranks.start(_hold, 1, tmp_path, 600.0) as job:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "step-00000002").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        running = tmp_path / ".step-00000003.abcd1234.saving"  # as if it saved now
+        running.mkdir()
+        model, optimizer = _make(MODEL, bf16=False)
+        mine = Checkpoints(tmp_path, keep=1)
+        with pytest.raises(CheckpointFailed, match=f"process {job.processes[0].pid} saves its checkpoints in"):
+            mine.save(model=model, optimizer=optimizer, state={}, step=9)
+        assert running.exists()
+        job.processes[0].kill()
+        job.processes[0].join()
+        mine.save(model=model, optimizer=optimizer, state={}, step=9)
+        assert not running.exists()  # its owner was gone
+
+
+def test_state_must_be_json(tmp_path: Path) -> None:
+    model, optimizer, checkpoints = saved_twice(tmp_path)
+    with pytest.raises(CheckpointFailed, match="set is not JSON serializable"):
+        checkpoints.save(model=model, optimizer=optimizer, state={"x": {1}}, step=3)
+    assert json.loads((checkpoints.newest() / "state.json").read_text()) == {"step": 2}

@@ -1,0 +1,240 @@
+"""Hugging Face folders into shards and out of them: same values, same logits, no private copies."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from odc_triton.base.errors import CheckpointDiffers, CheckpointFailed
+from tests.support import ranks
+from tests.support.models import build
+from tests.support.sft_case import QWEN2
+
+IDS = torch.arange(3, 12)[None]
+NAMES = ["qwen2", "gpt2-tied", "qwen3-moe"]
+
+
+def _sharded(folder: Path, bf16: bool = False) -> nn.Module:
+    from odc_triton import MixedPrecisionPolicy, fully_shard
+    from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
+
+    model = fully_shard(
+        meta_causal_lm(model=str(folder)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
+    )
+    load_pretrained_shards(model, folder)
+    return model.eval()
+
+
+def _loaded_and_exported(
+    rank: int, world: int, folder: Path, out: Path, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    from odc_triton import full_parameters
+    from odc_triton.checkpoint import save_pretrained
+
+    model = _sharded(folder)
+    if rank == 0:
+        save_pretrained(model, out, dtype=dtype, shard_bytes=20_000)
+    dist.barrier()
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits, dict(full_parameters(model))
+
+
+def _plain_logits(folder: Path, **options: object) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("files", ["one", "many"])
+def test_a_folder_in_and_out(tmp_path: Path, name: str, files: str) -> None:
+    """Rows of tied, merged (experts) and odd tensors, over two ranks: what comes out is bitwise what went in."""
+    model = build(name, seed=3)
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path / "in", max_shard_size="30KB" if files == "many" else "1GB")
+    assert (tmp_path / "in" / "model.safetensors.index.json").exists() == (files == "many")
+    want = _plain_logits(tmp_path / "in")
+    for logits, weights in ranks.run(_loaded_and_exported, 2, tmp_path / "in", tmp_path / "out", None):
+        for key, value in model.named_parameters():
+            assert torch.equal(weights[key], value), key
+        # The same numbers at other addresses, for which the library may choose another kernel.
+        torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-6)
+    assert torch.equal(_plain_logits(tmp_path / "out"), want)
+    config, generation = (json.loads((tmp_path / "out" / f"{n}config.json").read_text()) for n in ("", "generation_"))
+    assert config["architectures"] == [type(model).__name__]
+    assert config["dtype"] == "float32"
+    assert generation["max_new_tokens"] == 7
+    written = [path.name for path in (tmp_path / "out").glob("*.safetensors")]
+    assert len(written) > 2
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    # The same tensors under the same names as transformers itself writes.
+    assert _names(tmp_path / "out") == _names(tmp_path / "in")
+
+
+def _names(folder: Path) -> dict[str, list[int]]:
+    from safetensors import safe_open
+
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+def test_in_bf16(tmp_path: Path) -> None:
+    """Stored in bf16, masters in fp32, out in bf16: no value changes on the way."""
+    build("qwen2", seed=3).to(torch.bfloat16).save_pretrained(tmp_path / "in")
+    ((logits, _),) = ranks.run(_loaded_and_exported, 1, tmp_path / "in", tmp_path / "out", torch.bfloat16)
+    assert logits.dtype == torch.float32
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert torch.equal(_plain_logits(tmp_path / "out"), _plain_logits(tmp_path / "in"))
+    # The same numbers at other addresses, as above.
+    torch.testing.assert_close(logits, _plain_logits(tmp_path / "in", dtype=torch.float32), rtol=1e-5, atol=1e-6)
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    from odc_triton import fully_shard
+    from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
+
+    build("llama").save_pretrained(tmp_path / "llama")
+    build("qwen2").save_pretrained(tmp_path / "qwen2")
+    model = fully_shard(meta_causal_lm(model=str(tmp_path / "qwen2")))
+    with pytest.raises(CheckpointDiffers, match=r"q_proj\.bias is not in the files"):
+        load_pretrained_shards(model, tmp_path / "llama")
+    with pytest.warns(UserWarning, match=r"6 tensors that the model has no place for: .*bias"):
+        load_pretrained_shards(fully_shard(build("llama")), tmp_path / "qwen2")
+    from tests.support.models import _causal_lm
+
+    with pytest.raises(CheckpointDiffers, match=r"gate_proj\.weight is \[48, 32\] in the files and \[64, 32\] here"):
+        load_pretrained_shards(fully_shard(_causal_lm("Qwen2", intermediate_size=64)), tmp_path / "qwen2")
+    pickled = tmp_path / "pickled"
+    pickled.mkdir()
+    torch.save({}, pickled / "pytorch_model.bin")
+    with pytest.raises(CheckpointFailed, match=r"pytorch_model\.bin, a pickle, .* convert it once"):
+        load_pretrained_shards(model, pickled)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(CheckpointFailed, match="holds no model's weights"):
+        load_pretrained_shards(model, tmp_path / "none")
+
+
+def test_a_cut_file(tmp_path: Path) -> None:
+    from odc_triton import fully_shard
+    from odc_triton.base.errors import CheckpointCorrupt
+    from odc_triton.checkpoint import load_pretrained_shards
+
+    build("qwen2").save_pretrained(tmp_path)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointCorrupt, match=r"model\.safetensors can't be read"):
+        load_pretrained_shards(fully_shard(build("qwen2")), tmp_path)
+
+
+def test_an_export_does_not_replace(tmp_path: Path) -> None:
+    from odc_triton import fully_shard
+    from odc_triton.checkpoint import save_pretrained
+
+    model = fully_shard(build("qwen2"))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(FileExistsError, match="is not empty"):
+        save_pretrained(model, tmp_path / "out")
+    save_pretrained(model, tmp_path / "out", overwrite=True)
+    assert not (tmp_path / "out" / "mine").exists()
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+# ------------------------------------------------------------------ memory
+
+
+def _memory(rank: int, world: int, folder: Path, out: Path) -> list[int]:
+    from bench.harness import PeakMemory
+    from odc_triton import fully_shard
+    from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
+
+    small = fully_shard(build("qwen2"))  # what torch and transformers set up on first use
+    small(input_ids=IDS)
+    model = fully_shard(meta_causal_lm(model=str(folder)))
+    peaks = []
+    dist.barrier()
+    before, _ = PeakMemory.read()
+    with PeakMemory(every_s=0.002) as peak:
+        load_pretrained_shards(model, folder)
+    peaks.append(peak.private_bytes - before)
+    dist.barrier()
+    before, _ = PeakMemory.read()
+    with PeakMemory(every_s=0.002) as peak:
+        if rank == 0:
+            save_pretrained(model, out, shard_bytes=4_000_000)
+        dist.barrier()
+    peaks.append(peak.private_bytes - before)
+    return peaks
+
+
+def test_no_private_copy(tmp_path: Path) -> None:
+    from tests.support.models import _causal_lm
+
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12, "vocab_size": 8192}
+    model = _causal_lm("Qwen2", **sizes)
+    model_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "in")
+    del model
+    largest_bytes = 8192 * 256 * 4
+    assert model_bytes > 50e6
+    for rank, (loading, saving) in enumerate(ranks.run(_memory, 2, tmp_path / "in", tmp_path / "out")):
+        # One tensor's rows; twice, as malloc may keep what it freed. The whole model is 55 MB.
+        assert loading < 2 * largest_bytes + 4e6, (rank, loading)
+        # Rank 0: a unit, here the root's two large tensors, and a file's worth of tensors.
+        assert saving < (3 * largest_bytes + 8e6 if rank == 0 else 2e6), (rank, saving)
+
+
+def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from odc_triton.checkpoint.pretrained import load_causal_lm, meta_causal_lm
+    from odc_triton.data.tokenizer import read_tokenizer
+
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}})
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Own", None]}}))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+    for read in (
+        lambda: meta_causal_lm(model=str(tmp_path)),
+        lambda: load_causal_lm(model=str(tmp_path), init=None),
+        lambda: read_tokenizer(str(tmp_path)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"own \(auto_map.*odc-triton runs no code from a model's folder"
+        ) as caught:
+            read()
+        assert "trust_remote_code" not in str(caught.value)  # no command here takes it
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; a model needs at least 1"),
+        ({"hidden_act": "foo"}, "hidden_act is 'foo'; transformers has .*silu"),
+        (
+            {"intermediate_size": "wide"},
+            r"can't make a causal LM of this config \(TypeError|is not the config of a model",
+        ),
+    ],
+)
+def test_a_config_of_no_model_is_named(tmp_path: Path, changes: dict, said: str) -> None:
+    from odc_triton.checkpoint import meta_causal_lm
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(QWEN2 | changes))
+    with pytest.raises(ValueError, match=said) as caught:
+        meta_causal_lm(init=str(path))
+    assert str(caught.value).startswith(str(path))

@@ -1,0 +1,122 @@
+"""`Checkpoints`: a run that goes on from one is the run that was not interrupted, on any number of ranks."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support import ranks
+from tests.support.models import CASES, build, microbatches
+
+SAVED_AT, STEPS = 2, 4
+
+
+def _make(name: str, bf16: bool, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from odc_triton import MixedPrecisionPolicy, fully_shard
+
+    model = fully_shard(build(name, seed), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, name: str, steps: range, *, noise: bool = False
+) -> list[float]:
+    """Losses of whole minibatches, the same samples whatever the world. `noise`: random numbers scale each loss."""
+    from odc_triton import minibatch
+
+    case, losses, rank, world = CASES[name], [], dist.get_rank(), dist.get_world_size()
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)  # a schedule
+        mine = microbatches(name, [6, 9, 4], seed=step)[rank::world]
+        total = torch.zeros(())
+        with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
+            for batch in mine:
+                loss = case.loss(model, batch) / mb.tokens
+                if noise:
+                    loss = loss * (1 + torch.rand(()) + random.random())
+                loss.backward()
+                total += loss.detach().float()
+        dist.all_reduce(total)
+        losses.append(total.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _save(rank: int, world: int, folder: Path, name: str, bf16: bool, noise: bool) -> list[float]:
+    from odc_triton.checkpoint.steps import Checkpoints
+
+    model, optimizer = _make(name, bf16)
+    torch.manual_seed(rank)
+    random.seed(rank)
+    train(model, optimizer, name, range(SAVED_AT), noise=noise)
+    state = {"step": SAVED_AT, "seed": 7, "sampler": {"epoch": 1, "position": 3}}
+    path = Checkpoints(folder, keep=2).save(model=model, optimizer=optimizer, state=state, step=SAVED_AT)
+    assert path == folder / "step-00000002"
+    return train(model, optimizer, name, range(SAVED_AT, STEPS), noise=noise)
+
+
+def _resume(rank: int, world: int, folder: Path, name: str, bf16: bool, noise: bool) -> tuple[list[float], Any]:
+    from odc_triton.checkpoint.steps import Checkpoints
+
+    model, optimizer = _make(name, bf16, seed=9)
+    checkpoints = Checkpoints(folder, keep=2)
+    state = checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer)
+    drawn = torch.rand((), generator=_copy_of_generator()).item()
+    assert optimizer.param_groups[0]["lr"] == 1e-2 / SAVED_AT
+    return train(model, optimizer, name, range(SAVED_AT, STEPS), noise=noise), (state, drawn)
+
+
+def _copy_of_generator() -> torch.Generator:
+    generator = torch.Generator()
+    generator.set_state(torch.get_rng_state())
+    return generator
+
+
+@pytest.mark.parametrize(("name", "bf16"), [("qwen2", False), ("qwen2", True), ("gpt2-tied", False), ("conv", False)])
+def test_resuming_on_one_rank_is_bitwise(tmp_path: Path, name: str, bf16: bool) -> None:
+    (want,) = ranks.run(_save, 1, tmp_path, name, bf16, True)
+    ((got, (state, _)),) = ranks.run(_resume, 1, tmp_path, name, bf16, True)
+    assert got == want
+    assert state == {"step": SAVED_AT, "seed": 7, "sampler": {"epoch": 1, "position": 3}}
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16", "worlds"),
+    [("qwen2", False, (2, 1)), ("qwen2", True, (2, 3)), ("gpt2-tied", False, (1, 2)), ("conv", False, (2, 3))],
+)
+def test_resuming_on_other_ranks(tmp_path: Path, name: str, bf16: bool, worlds: tuple[int, int]) -> None:
+    """On as many ranks, with their random numbers, and on another number of them, where no loss depends on these."""
+    saving, loading = worlds
+    (want, *_) = ranks.run(_save, saving, tmp_path / "same", name, bf16, True)
+    for got, _ in ranks.run(_resume, saving, tmp_path / "same", name, bf16, True):
+        # Exactly the same state; only the sums over ranks may be taken in another order.
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    (want, *_) = ranks.run(_save, saving, tmp_path / "other", name, bf16, False)
+    drawn = []
+    for got, (state, number) in ranks.run(_resume, loading, tmp_path / "other", name, bf16, False):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+        assert state["step"] == SAVED_AT
+        drawn.append(number)
+    assert len(set(drawn)) == loading  # random numbers of their own
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    """An optimizer that never stepped goes on as one that never stepped: no state is made up."""
+    from odc_triton.checkpoint.steps import Checkpoints
+
+    model, optimizer = _make("qwen2", bf16=False)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    path = checkpoints.save(model=model, optimizer=optimizer, state={"step": 0}, step=0)
+    want = train(model, optimizer, "qwen2", range(2))
+    other, its_optimizer = _make("qwen2", bf16=False, seed=9)
+    assert checkpoints.load(path, model=other, optimizer=its_optimizer) == {"step": 0}
+    assert not its_optimizer.state
+    assert train(other, its_optimizer, "qwen2", range(2)) == want

@@ -1,0 +1,345 @@
+"""What a measurement decides, the table it leaves, who reads that, and a real run of the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from odc_kernels.tiles import LinearTile, WgradTile
+from odc_triton import fully_shard, minibatch
+from odc_triton.base.errors import RanksDiffer
+from odc_triton.cli.command import main
+from odc_triton.cli.tune import TuneOptions
+from odc_triton.cli.tune.candidates import decide, tiles, ways
+from odc_triton.cli.tune.workload import Workload, workloads_of
+from odc_triton.engine.api import engine_of
+from odc_triton.nn.choice import TABLE, as_choice, choose
+from odc_triton.nn.replace import replace_layers
+from odc_triton.nn.tuned import Line, Place, Tuned, default_folder, load, save, warn_of_untuned
+from tests.cli.test_profile import CONFIG
+from tests.support import ranks
+
+HERE = Place(backend="cpu", processor="A processor", topology="cpu", ranks=2)
+PLAIN, FUSED, DIRECT = "eager/gathered/split", "eager/gathered/fused", "triton/direct/fused"
+
+# ------------------------------------------------------------------ the decision
+
+
+def test_only_what_is_clearly_faster_displaces_the_shipped_way() -> None:
+    shipped = {8: PLAIN}
+    assert decide({8: {PLAIN: [1.0] * 4, FUSED: [0.9] * 4}}, shipped) == {8: FUSED}
+    assert decide({8: {PLAIN: [1.0] * 4, FUSED: [0.98] * 4}}, shipped) == {8: PLAIN}  # within the margin
+    noisy = {PLAIN: [1.0, 1.0, 1.0, 1.0, 1.0], FUSED: [0.5, 0.5, 0.5, 1.1, 1.1]}  # faster in the median, not clearly
+    assert decide({8: noisy}, shipped) == {8: PLAIN}
+    assert decide({8: {FUSED: [9.0]}}, shipped) == {8: FUSED}  # the shipped way did not run
+    with pytest.raises(ValueError, match="no way to run it with 8 tokens"):
+        decide({8: {}}, shipped)
+
+
+def test_an_operator_of_one_backend_has_the_same_for_all_tokens() -> None:
+    few, many = {PLAIN: [1.0], DIRECT: [0.2]}, {PLAIN: [10.0], DIRECT: [12.0]}
+    shipped = {8: PLAIN, 99: PLAIN}
+    assert decide({8: few, 99: many}, shipped) == {8: DIRECT, 99: PLAIN}
+    assert decide({8: few, 99: many}, shipped, one_backend=True) == {8: PLAIN, 99: PLAIN}
+    assert decide({8: few, 99: many | {DIRECT: [8.0]}}, shipped, one_backend=True) == {8: DIRECT, 99: DIRECT}
+    with pytest.raises(ValueError, match="no backend gave a result for every"):
+        decide({8: {PLAIN: [1.0]}, 99: {DIRECT: [1.0]}}, shipped, one_backend=True)
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([PLAIN, FUSED, DIRECT]), st.lists(st.floats(0.1, 9), min_size=5, max_size=5), min_size=1
+    )
+)
+def test_never_slower_than_the_shipped_way(rounds: dict[str, list[float]]) -> None:
+    taken = decide({1: rounds}, {1: PLAIN})[1]
+    medians = {way: statistics.median(each) for way, each in rounds.items()}
+    assert medians[taken] <= medians.get(PLAIN, float("inf"))
+    if PLAIN not in rounds:
+        assert medians[taken] == min(medians.values())
+
+
+# ------------------------------------------------------------------ the table
+
+
+def _line(**changes: object) -> Line:
+    choice = replace(as_choice(DIRECT), tiles=(("linear", LinearTile(t=128)), ("wgrad", WgradTile(n=64))))
+    about = {"operator": "linear", "shape": (8, 4), "dtype": "float32", "tokens": 16, "choice": choice}
+    return Line(**about | {"seconds": {DIRECT: 0.5}} | changes)
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:
+    save(HERE, [_line(), _line(tokens=None, choice=as_choice(PLAIN))], tmp_path)
+    found = load(HERE, tmp_path)
+    assert found.lines == (_line(), _line(tokens=None, choice=as_choice(PLAIN)))
+    table = found.table("float32")
+    few = choose("linear", shape=(8, 4), tokens=16, device_type="cuda", table=table)
+    assert few.tile("wgrad") == WgradTile(n=64)
+    assert few.tile("linear") == LinearTile(t=128)
+    assert few.tile("linear_dx") is None
+    assert choose("linear", shape=(8, 4), tokens=17, device_type="cuda", table=table).words == PLAIN
+    assert choose("linear", shape=(9, 4), tokens=1, device_type="cuda", table=table) == TABLE[0].choice  # as shipped
+    assert found.table("bfloat16") is TABLE
+    told = choose("linear", shape=(8, 4), tokens=1, device_type="cuda", given="eager/split", table=table)
+    assert told.words == "eager/direct/split"  # an argument comes before the table
+
+
+def test_what_was_measured_before_stays(tmp_path: Path) -> None:
+    save(HERE, [_line(), _line(shape=(1, 1))], tmp_path)
+    save(HERE, [_line(choice=as_choice(FUSED)), _line(dtype="bfloat16")], tmp_path)
+    found = load(HERE, tmp_path).lines
+    assert found == (_line(shape=(1, 1)), _line(choice=as_choice(FUSED)), _line(dtype="bfloat16"))
+
+
+def test_other_places_have_other_tables(tmp_path: Path) -> None:
+    save(HERE, [_line()], tmp_path)
+    for change in ({"processor": "B"}, {"topology": "nvlink-4x25"}, {"ranks": 3}, {"backend": "cpu-apart"}):
+        assert load(replace(HERE, **change), tmp_path) == Tuned()
+    assert load(HERE, None) == Tuned()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"versions": {"torch": "0.1"}}, "was measured with {'torch': '0.1'}, and here are"),
+        ({"format": 99}, "format 99"),
+        ({"place": {}}, "ValueError"),
+        ({"lines": [{"operator": "linear"}]}, "KeyError: 'choice'"),
+        ({"lines": 3}, "TypeError"),
+        (None, "JSONDecodeError"),
+    ],
+)
+def test_a_table_that_does_not_hold_is_left_with_the_reason(tmp_path: Path, change: dict | None, why: str) -> None:
+    path = save(HERE, [_line()], tmp_path)
+    text = json.dumps(json.loads(path.read_text()) | change) if change is not None else path.read_text()[:50]
+    path.write_text(text)
+    found = load(HERE, tmp_path)
+    assert found.lines == ()
+    assert why in found.unused
+    assert "odc-triton tune" in found.unused
+    assert "ODC_TUNED=off" in found.unused
+
+
+@pytest.mark.parametrize(
+    ("backend", "tuned", "environment", "said"),
+    [
+        ("cuda", Tuned(), {}, True),
+        ("cpu", Tuned(), {}, False),
+        ("cuda", Tuned(digest="abc"), {}, False),
+        ("cuda", Tuned(unused="of another version"), {}, False),
+        ("cuda", Tuned(), {"ODC_TUNED": "off"}, False),
+        ("cuda", Tuned(), {"ODC_OPERATORS": "eager"}, False),
+    ],
+)
+def test_who_runs_untuned_on_a_gpu_hears_of_it(
+    backend: str, tuned: Tuned, environment: dict[str, str], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ODC_TUNED")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_untuned(backend, tuned)
+    assert ["odc-triton tune" in str(each.message) for each in caught] == [True] * said
+
+
+def test_words_that_the_operator_does_not_know_are_not_taken(tmp_path: Path) -> None:
+    path = save(HERE, [_line()], tmp_path)
+    content = json.loads(path.read_text())
+    content["lines"][0]["operator"] = "embedding"
+    content["lines"][0]["choice"] = "triton/staged/fused"
+    path.write_text(json.dumps(content))
+    assert "embedding does not know staged" in load(HERE, tmp_path).unused
+
+
+def test_where_tables_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ODC_TUNED", "off")
+    assert default_folder() is None
+    monkeypatch.setenv("ODC_TUNED", "/some/where")
+    assert default_folder() == Path("/some/where")
+    monkeypatch.delenv("ODC_TUNED")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "odc-triton" / "tuned"
+
+
+# ------------------------------------------------------------------ who reads it
+
+
+def _own_place(rank_count: int) -> Place:
+    from odc_triton.sharding.backend import CpuBackend
+
+    return CpuBackend().place([None] * rank_count)
+
+
+def _sharded_with(folder: str) -> tuple[str, str, torch.Tensor, torch.Tensor]:
+    """What runs for few and for many tokens, and a landed gradient beside plain torch's."""
+    os.environ["ODC_TUNED"] = folder
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8, bias=False))
+    plain = nn.Linear(4, 8, bias=False)
+    plain.load_state_dict(model[0].state_dict())
+    replace_layers(model, verbose=False)
+    fully_shard(model, backend="cpu")
+    parameter = engine_of(model).parameters[0]
+    x = torch.randn(5, 4)
+    with minibatch(model):
+        model(x).square().sum().backward()
+    plain(x).square().sum().backward()
+    about = {"shape": (8, 4), "device_type": "cpu", "table": parameter.table}
+    few, many = (choose("linear", tokens=tokens, **about).words for tokens in (5, 500))
+    return few, many, parameter.sharded.grad.full_tensor(), plain.weight.grad
+
+
+def _on_a_rank(rank: int, world: int, folder: str) -> tuple[str, str, bool]:
+    few, many, got, want = _sharded_with(folder)
+    torch.testing.assert_close(got, want)
+    return few, many, True
+
+
+def test_layers_follow_it(tmp_path: Path) -> None:
+    save(_own_place(2), [_line(choice=as_choice(FUSED))], tmp_path)
+    assert ranks.run(_on_a_rank, 2, str(tmp_path)) == [(FUSED, PLAIN, True)] * 2
+
+
+def _other_table(rank: int, world: int, folder: str) -> str:
+    try:
+        _sharded_with(folder if rank else "off")
+    except RanksDiffer as error:
+        return str(error)
+    return "sharded"
+
+
+def test_ranks_that_read_different_tables_are_refused(tmp_path: Path) -> None:
+    save(_own_place(2), [_line(choice=as_choice(FUSED))], tmp_path)
+    for said in ranks.run(_other_table, 2, str(tmp_path)):
+        assert said.startswith("fully_shard: ranks [1] read another tuned table than rank 0")
+
+
+def test_an_unusable_table_is_said_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(_own_place(1), [_line()], tmp_path)
+    path.write_text("nothing")
+    monkeypatch.setenv("ODC_TUNED", str(tmp_path))
+    with pytest.warns(UserWarning, match=r"is not used: it can't be read"):
+        few, _, got, want = _sharded_with(str(tmp_path))
+    assert few == PLAIN
+    torch.testing.assert_close(got, want)
+
+
+# ------------------------------------------------------------------ what is measured
+
+
+def test_workloads_are_those_of_the_layers() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
+    config = Qwen3Config(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    replace_layers(model, roles=["attention", "embedding", "linear", "head"], verbose=False)
+    assert workloads_of(model) == {
+        Workload(operator="qkv", shape=(64, 16), kv_rows=32, head_dim=16, norm=True): 3,
+        Workload(operator="embedding", shape=(50, 16)): 1,
+        Workload(operator="linear", shape=(16, 64)): 3,
+        Workload(operator="linear", shape=(24, 16)): 6,
+        Workload(operator="linear", shape=(16, 24)): 3,
+        Workload(operator="log_probs", shape=(50, 16)): 1,
+    }
+
+
+def test_the_shipped_way_is_measured_first_and_each_once() -> None:
+    of = Workload(operator="linear", shape=(64, 64))
+    assert list(ways(of, 8, device="cpu", apart=False, kernels=False)) == [PLAIN, FUSED]
+    on_gpu = ways(of, 8, device="cuda", apart=True, kernels=True)
+    assert next(iter(on_gpu)) == PLAIN
+    assert FUSED not in on_gpu
+    on_one = ways(of, 8, device="cuda", apart=True, kernels=True, shared=True)
+    assert set(on_gpu) - set(on_one) == {"triton/staged/split", "triton/staged/fused"}
+    assert {choice.words for choice in on_gpu.values()} == set(on_gpu)
+    table = Workload(operator="embedding", shape=(64, 64))
+    assert next(iter(ways(table, 8, device="cuda", apart=True, kernels=True))) == DIRECT
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100, 120])
+def test_tiles_to_try_are_those_of_the_kernels_that_run(arch: int) -> None:
+    of = Workload(operator="linear", shape=(4096, 4096))
+    about = {"tokens": 4096, "world": 8, "element_bytes": 2, "arch": arch, "most": 3}
+    found = list(tiles(as_choice("triton/staged/fused"), of, **about))
+    assert [kernel for kernel, _, _ in found] == ["linear_staged"] * 3 + ["linear_dx_staged"] * 3 + ["wgrad"] * 3
+    assert len({name for _, name, _ in found}) == 9
+    for kernel, _, choice in found:
+        assert choice.tile(kernel) is not None
+        assert choice.words == "triton/staged/fused"
+    assert not list(tiles(as_choice(PLAIN), of, **about))
+
+
+# ------------------------------------------------------------------ the command
+
+
+def _config(folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder / "config.json")
+
+
+def test_the_command_writes_the_table_of_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--init", _config(tmp_path), "--tokens", "4,32", "--rounds", "2", "--folder", str(tmp_path / "tuned")]
+    assert main(["tune", *options, "--ranks", "2", "--operators", "linear,qkv"]) == 0
+    said = capsys.readouterr().out
+    assert "linear 64 x 32" in said
+    assert "the only way here" in said
+    found = load(_own_place(2), tmp_path / "tuned")
+    assert {(line.operator, line.shape, line.tokens) for line in found.lines} == {
+        ("linear", shape, tokens) for shape in ((32, 32), (64, 32), (32, 64)) for tokens in (4, None)
+    }
+    for line in found.lines:
+        assert set(line.seconds) == {PLAIN, FUSED}
+        assert all(seconds > 0 for seconds in line.seconds.values())
+
+
+@pytest.mark.slow
+def test_kernels_are_measured_where_they_run(tmp_path: Path) -> None:
+    """In Triton's interpreter: each candidate gives the shipped way's result, so none is refused."""
+    options = ["--init", _config(tmp_path), "--tokens", "8", "--rounds", "1", "--folder", str(tmp_path / "tuned")]
+    assert main(["tune", *options, "--ranks", "2", "--backend", "cpu-interpreter"]) == 0
+    (path,) = (tmp_path / "tuned").iterdir()
+    lines = json.loads(path.read_text())["lines"]
+    assert {line["operator"] for line in lines} == {"linear", "qkv", "embedding", "log_probs"}
+    for line in lines:
+        assert any(way.startswith("triton") for way in line["seconds"])
+        shape = tuple(line["shape"])
+        asked = ways(Workload(operator=line["operator"], shape=shape), 8, device="cpu", apart=True, kernels=True)
+        assert set(line["seconds"]) == set(asked)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens": "12,x"}, "tokens is '12,x'; give whole numbers"),
+        ({"tokens": "0"}, "give whole numbers of at least 1"),
+        ({"operators": "linear,conv"}, "operators has conv; there are linear, qkv"),
+        ({"rounds": 0}, "give at least 1"),
+        ({"init": "nowhere.json"}, "there is no such file"),
+        ({"model": "x"}, "give either --model or --init"),
+        ({"folder": None}, "ODC_TUNED=off"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path: Path, change: dict, message: str) -> None:
+    right = {"init": _config(tmp_path), "tokens": "8", "folder": str(tmp_path)}
+    assert TuneOptions(**right).counts == [8]
+    with pytest.raises(ValueError, match=message):
+        TuneOptions(**right | change)
+
+
+def test_what_would_override_the_measurement_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ODC_OPERATORS", "eager")
+    with pytest.raises(ValueError, match="ODC_OPERATORS is set"):
+        TuneOptions(init=_config(tmp_path), tokens="8", folder=str(tmp_path))

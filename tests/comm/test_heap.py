@@ -1,0 +1,258 @@
+"""The shared heap: who may open it, what its tensors share, and locks that outlive no holder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import stat
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from odc_triton.base.errors import DeadlineExceeded
+from odc_triton.comm.layout import Region
+from odc_triton.comm.memory.heap import Word
+from odc_triton.comm.memory.locks import ByteLocks
+from odc_triton.comm.memory.rendezvous import peer_uid, receive_files, send_files
+from odc_triton.comm.memory.shm import SharedMemoryHeap, _new_memfd
+from tests.support import leftovers, ranks
+
+ROUNDS = 200
+SOON = timedelta(seconds=30)
+
+
+def _heap(rank: int, world: int, size_bytes: int = 4096, slots: int = 1) -> SharedMemoryHeap:
+    return SharedMemoryHeap(
+        rank=rank, world=world, size_bytes=size_bytes, slots=slots, token=f"test-{os.getppid()}", timeout_s=20
+    )
+
+
+def _region(*shape: int, offset_bytes: int = 0) -> Region:
+    return Region(shape=shape, dtype="float32", itemsize=4, offset_bytes=offset_bytes)
+
+
+def test_memfd_is_private_and_of_fixed_size() -> None:
+    before = leftovers.names()
+    fd = _new_memfd("odc-test", 4096)
+    try:
+        assert stat.S_IMODE(os.fstat(fd).st_mode) == 0o600
+        assert not os.get_inheritable(fd)
+        for size in (0, 8192):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, size)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        leftovers.assert_none_since(before)
+        assert os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:odc-test")
+    finally:
+        os.close(fd)
+
+
+def test_views_share_memory_but_not_versions() -> None:
+    heap = _heap(0, 1)
+    region = _region(6, 2)
+    whole, shard = heap.whole(region), heap.shard(region, 0)
+    assert whole.data_ptr() == shard.data_ptr()
+    assert whole.data_ptr() % 64 == 0
+    before = whole._version
+    shard.add_(1)
+    assert whole._version == before
+    assert whole.tolist() == [[1, 1]] * 6
+    heap.close()
+    assert whole.sum() == 12  # tensors outlive the heap
+
+
+def test_more_than_dev_shm() -> None:
+    """The size is not bound by /dev/shm: pages exist once they are touched."""
+    free = os.statvfs("/dev/shm")
+    size = free.f_frsize * free.f_blocks + 2**30
+    heap = _heap(0, 1, size_bytes=size)
+    last = heap.whole(_region(4, offset_bytes=size - 16))
+    last.fill_(1)
+    assert last.sum() == 4
+    heap.close()
+
+
+def testpeer_uid() -> None:
+    here, there = socket.socketpair(socket.AF_UNIX)
+    with here, there:
+        assert peer_uid(here) == os.getuid()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_other_users_are_turned_away() -> None:
+    token = f"uid-{os.getpid()}"
+    stranger = os.fork()
+    if stranger == 0:
+        os.setuid(65534)
+        deadline_s = time.monotonic() + 10
+        while time.monotonic() < deadline_s:
+            with socket.socket(socket.AF_UNIX) as connection:
+                try:
+                    connection.connect(f"\0odc-{token}")
+                    connection.sendall(b"\1\0\0\0")
+                    _, fds, _, _ = socket.recv_fds(connection, 1, 2)
+                    os._exit(1 if fds else 0)  # turned away: end of file, nothing received
+                except ConnectionRefusedError:
+                    time.sleep(0.01)
+                except OSError:
+                    os._exit(0)
+        os._exit(2)
+    with open("/dev/null") as file, pytest.raises(DeadlineExceeded, match=r"ranks \[1\]"):
+        send_files([file.fileno()], token=token, world=2, timeout_s=1)
+    assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0
+
+
+def _connected(address: str) -> socket.socket:
+    connection, deadline_s = socket.socket(socket.AF_UNIX), time.monotonic() + 10
+    while connection.connect_ex(address) != 0:
+        assert time.monotonic() < deadline_s, "nobody listens there"
+        time.sleep(0.01)
+    return connection
+
+
+def test_rendezvous_names_who_is_missing() -> None:
+    token = f"missing-{os.getpid()}"
+    with pytest.raises(DeadlineExceeded, match="waited 0 s for rank 0 to offer"):
+        receive_files(2, token=token, rank=1, timeout_s=0.1)
+    received = []
+
+    def come_after_a_silent_client() -> None:
+        with _connected(f"\0odc-{token}"):
+            received.extend(receive_files(1, token=token, rank=2, timeout_s=10))
+
+    with open("/dev/null") as file:
+        peer = threading.Thread(target=come_after_a_silent_client)
+        peer.start()
+        with pytest.raises(DeadlineExceeded) as caught:
+            send_files([file.fileno()], token=token, world=4, timeout_s=2)
+        peer.join()
+    assert caught.value.ranks == [1, 3]
+    assert not os.get_inheritable(received[0])
+    os.close(received[0])
+    assert token not in Path("/proc/net/unix").read_text()
+
+
+def test_locks_of_one_process() -> None:
+    locks = ByteLocks(_new_memfd("odc-test-locks", 4))
+    assert locks.try_lock(1)
+    assert locks.holder_pid(1) is None  # one's own locks don't count
+    child = os.fork()
+    if child == 0:  # fcntl locks are not inherited
+        os._exit(locks.try_lock(1) * 2 + locks.try_lock(2))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    locks.unlock(1)
+    assert locks.try_lock(1)
+    locks.close()
+
+
+def _contend(rank: int, world: int) -> list[float]:
+    heap = _heap(rank, world)
+    region = _region(3 * 5, 7)
+    shards = [heap.shard(region, owner) for owner in range(world)]
+    dist.barrier()
+    for number in range(ROUNDS):
+        pending = [(rank + step) % world for step in range(world)]
+        while pending:
+            for owner in list(pending):
+                if heap.try_lock(0, owner):
+                    shards[owner].add_(1 + (number + rank) % 3)
+                    heap.unlock(0, owner)
+                    pending.remove(owner)
+    dist.barrier()
+    return heap.whole(region).unique().tolist()
+
+
+def test_contention_is_exact() -> None:
+    want = [float(sum(1 + (number + rank) % 3 for rank in range(3) for number in range(ROUNDS)))]
+    assert ranks.run(_contend, 3) == [want] * 3
+
+
+def _two_threads(rank: int, world: int) -> list[float]:
+    """Two threads of each rank add whole gradients of one parameter: fcntl alone would not keep them apart."""
+    from torch import nn
+
+    from odc_triton import fully_shard
+
+    model = fully_shard(nn.Linear(768, 768, bias=False))
+    (parameter,) = model._odc_engine.parameters
+    accumulator, target = parameter._accumulator, parameter.storage.target
+
+    def add() -> None:
+        for _ in range(ROUNDS // 8):
+            accumulator.add(torch.ones(768, 768), target, name=parameter.name, waited=lambda _: None)
+
+    threads = [threading.Thread(target=add) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    dist.barrier()
+    return parameter.storage.gradient_shard.unique().tolist()
+
+
+def test_threads_add_exactly() -> None:
+    assert ranks.run(_two_threads, 2) == [[float(2 * 2 * (ROUNDS // 8))]] * 2
+
+
+def _killed_holder(rank: int, world: int) -> tuple:
+    heap = _heap(rank, world)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        assert heap.try_lock(0, 0)
+        store.set("held", "1")
+        time.sleep(60)
+    store.wait(["held"], SOON)
+    before = (heap.try_lock(0, 0), heap.lock_holder(0, 0), heap.is_alive(1))
+    os.kill(heap.seen(Word.PID)[1], signal.SIGKILL)
+    deadline_s = time.monotonic() + 10
+    while not heap.try_lock(0, 0):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return before, (heap.lock_holder(0, 0), heap.is_alive(1), heap.seen(Word.LEFT))
+
+
+def test_kill_releases_locks() -> None:
+    with ranks.start(_killed_holder, 2) as job:
+        first, second = job.join(60)
+    assert first.error is None, first.error
+    before, after = first.value
+    assert before == (False, 1, True)
+    assert after == (None, False, [0, 0])
+    assert second.signal == signal.SIGKILL
+
+
+def _forked(rank: int, world: int) -> tuple[list[int], bool]:
+    """A data loader's worker ends: its rank has not left."""
+    heap = _heap(rank, world)
+    dist.barrier()
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            heap.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+    dist.barrier()
+    seen = heap.seen(Word.LEFT), heap.is_alive(1)
+    dist.barrier()
+    return seen
+
+
+def test_a_forked_child_leaves_nothing() -> None:
+    assert ranks.run(_forked, 2) == [([0, 0], True)] * 2
+
+
+def test_a_folder_too_long_for_sockets() -> None:
+    from odc_triton.comm.memory.cuda import check_socket_folder
+
+    check_socket_folder("/tmp")
+    check_socket_folder("/" + "a" * 89)
+    with pytest.raises(RuntimeError, match=r"TMPDIR is '/a+', .* more than 107 bytes: set TMPDIR to a shorter path"):
+        check_socket_folder("/" + "a" * 90)

@@ -1,0 +1,165 @@
+"""The launcher: what it returns, what it says when a rank fails, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from odc_triton.comm.launch import Interrupted, RemoteTraceback, launch
+from tests.support import leftovers
+
+
+def _work(what: str, folder: str) -> dict:
+    rank = int(os.environ["RANK"])
+    Path(folder, f"rank-{rank}").write_text(str(os.getpid()))
+    if what == "return":
+        import torch
+        import torch.distributed as dist
+
+        from odc_triton.comm.local_store import rendezvous_url
+
+        dist.init_process_group("gloo", rendezvous_url())
+        total = torch.tensor([rank + 1.0])
+        dist.all_reduce(total)
+        dist.destroy_process_group()
+        return {"rank": rank, "sum": total}
+    if what == "raise" and rank == 1:
+        raise ValueError("in two\nlines")
+    if what == "all raise":
+        while len(list(Path(folder).glob("rank-*"))) < 2:  # a rank that starts much later would be told to end
+            time.sleep(0.01)
+        raise OSError("no such data")
+    if what == "blames" and rank == 0:
+        from odc_triton.base.errors import RankLost
+
+        raise RankLost([1], "rank 1 died")
+    if what == "blames":
+        time.sleep(0.5)
+        raise ValueError("the cause")
+    if what == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stopped":
+        sys.exit(128 + signal.SIGTERM)
+    if what.startswith("Ctrl-C") and rank == 1:
+        while what != "Ctrl-C" and not Path(folder, "deaf").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+    if what in ("Ctrl-C, blamed", "Ctrl-C, and a failure"):
+        from odc_triton.base.errors import RankLost
+
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        Path(folder, "deaf").touch()
+        time.sleep(0.5)
+        raise RankLost([1], "rank 1 died") if "blamed" in what else ValueError("no space")
+    time.sleep(60)
+    return {}
+
+
+def test_returns_by_rank(tmp_path: Path) -> None:
+    results = launch(_work, "return", str(tmp_path), ranks=3)
+    assert [result["rank"] for result in results] == [0, 1, 2]
+    assert all(result["sum"].item() == 6 for result in results)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("raise", "rank 1 failed first: ValueError: in two lines"),
+        ("all raise", "OSError: no such data"),
+        ("blames", "rank 1 failed first: ValueError: the cause"),
+        ("killed", "rank 1 failed first: its process was killed by SIGKILL"),
+    ],
+)
+def test_root_cause_in_one_line(tmp_path: Path, what: str, words: str) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        launch(_work, what, str(tmp_path), ranks=2)
+    assert str(caught.value).startswith(words)
+    assert "\n" not in str(caught.value)
+    assert time.monotonic() - start_s < 50, "the other rank was told to end"
+    assert isinstance(caught.value.__cause__, RemoteTraceback) == (what != "killed")
+    assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.glob("rank-*"))
+
+
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [
+        ("stopped", signal.SIGTERM),  # the ranks agreed on it
+        ("Ctrl-C", signal.SIGINT),  # one rank heard of it: the other is told
+        ("Ctrl-C, blamed", signal.SIGINT),
+    ],
+)
+def test_a_wish_to_stop(tmp_path: Path, what: str, number: int) -> None:
+    with pytest.raises(Interrupted) as caught:
+        launch(_work, what, str(tmp_path), ranks=2)
+    assert caught.value.signal == number
+
+
+def test_a_failure_after_a_wish_to_stop(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="rank 0 failed first: ValueError: no space"):
+        launch(_work, "Ctrl-C, and a failure", str(tmp_path), ranks=2)
+
+
+_SCRIPT = """
+import sys
+from odc_triton.comm.launch import Interrupted, launch
+from tests.comm.test_launch import _work
+if __name__ == "__main__":
+    try:
+        launch(_work, "wait", sys.argv[1], ranks=2)
+    except Interrupted as wish:
+        sys.exit(128 + wish.signal)
+"""
+
+
+def _is_starting(launcher: subprocess.Popen) -> bool:
+    return any("spawn_main" in " ".join(each.cmdline()) for each in psutil.Process(launcher.pid).children())
+
+
+def test_ctrl_c_while_ranks_start(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    found = leftovers.interrupted([sys.executable, str(script), str(tmp_path)], _is_starting)
+    assert found == (128 + signal.SIGINT, "")
+
+
+def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment)
+    try:
+        deadline_s = time.monotonic() + 100
+        while len(files := list(tmp_path.glob("rank-*"))) < 2 or not all(path.read_text() for path in files):
+            assert launcher.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        pids = [int(path.read_text()) for path in files]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    finally:
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+    deadline_s = time.monotonic() + 5
+    while alive := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+        assert time.monotonic() < deadline_s, f"ranks {alive} outlive their launcher"
+        time.sleep(0.05)
+
+
+def test_more_ranks_than_cores(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from odc_triton.comm.launch import warn_of_few_cores
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cores = len(os.sched_getaffinity(0))
+    warn_of_few_cores(cores)
+    assert capfd.readouterr().err == ""
+    warn_of_few_cores(cores + 1)
+    assert f"{cores + 1} ranks share {cores} cores" in capfd.readouterr().err

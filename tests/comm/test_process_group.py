@@ -1,0 +1,151 @@
+"""Which GPU is whose and what a process group communicates by, however ranks are launched."""
+
+from __future__ import annotations
+
+import os
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from odc_triton.base.errors import RanksDiffer
+from odc_triton.comm.launch import launch
+from odc_triton.comm.process_group import gpu_index, group_kinds, start_process_group
+from odc_triton.sharding.backend import backend_of
+from odc_triton.sharding.collect import refuse_unshardable
+from tests.support import ranks
+
+A, B, C = "GPU-a", "GPU-b", "GPU-c"
+TORCHRUN = {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "visible", "known", "index"),
+    [
+        ({}, 1, {}, 0),  # a notebook
+        ({}, 8, {"current": 5}, 5),
+        (TORCHRUN, 8, {}, 3),
+        (TORCHRUN, 1, {}, 0),  # each process sees its own GPU only
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 1, {}, 0),
+        (TORCHRUN, 2, {}, 1),  # four ranks on each of two
+        ({"RANK": "2", "WORLD_SIZE": "4"}, 1, {}, 0),  # Ray: masked, without LOCAL_RANK
+        ({"RANK": "2", "WORLD_SIZE": "4"}, 4, {}, 2),
+        (TORCHRUN, 8, {"current": 0}, 3),  # something asked CUDA: that is no choice
+        (TORCHRUN, 8, {"current": 6}, 6),
+        (TORCHRUN, 8, {"current": 0, "has_group": True}, 0),
+        (TORCHRUN, 8, {"has_group": True}, 3),
+        (TORCHRUN, 8, {"current": 0, "bound": 4, "has_group": True}, 4),
+    ],
+)
+def test_a_ranks_gpu(environment: dict[str, str], visible: int, known: dict[str, Any], index: int) -> None:
+    assert gpu_index(environment, visible, **known) == index
+
+
+def test_a_rank_that_sees_no_gpu() -> None:
+    with pytest.raises(RuntimeError, match="CUDA_VISIBLE_DEVICES is ''"):
+        gpu_index(TORCHRUN | {"CUDA_VISIBLE_DEVICES": ""}, 0)
+
+
+@pytest.mark.parametrize(
+    ("devices", "kinds"),
+    [
+        ([None], "gloo"),
+        ([None, None], "gloo"),
+        ([A], "cpu:gloo,cuda:nccl"),
+        ([A, B, C], "cpu:gloo,cuda:nccl"),
+        ([A, A], "gloo"),
+        ([A, B, A, B], "gloo"),
+        ([A, B, B], "gloo"),
+    ],
+)
+def test_nccl_only_where_all_gpus_differ(devices: list[str | None], kinds: str) -> None:
+    assert group_kinds(devices) == kinds
+
+
+def test_some_ranks_without_a_gpu() -> None:
+    with pytest.raises(RanksDiffer, match=re.escape("ranks [1, 2] compute on the CPU")):
+        group_kinds([A, None, None])
+
+
+# ---------------------------------------------------------------------- real ranks, started as torchrun starts them
+
+
+def _one_step() -> float:
+    from odc_triton import fully_shard, minibatch
+
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(5, 3), backend="cpu")
+    with minibatch(model, tokens=1):
+        (model(torch.ones(1, 5)).sum() / 2).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # DTensor's own all-reduce, over the group
+    return float(norm.full_tensor())
+
+
+def _launched() -> tuple[float, str, int, float]:
+    for variable in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(variable)
+    norm = _one_step()
+    kinds, world = dist.get_backend(), dist.get_world_size()
+    dist.destroy_process_group()
+    again = _one_step()
+    dist.destroy_process_group()
+    return norm, kinds, world, again
+
+
+def test_ranks_without_a_process_group() -> None:
+    for norm, kinds, world, again in launch(_launched, ranks=2):
+        assert (kinds, world) == ("gloo", 2)
+        # Each of the weight's 15 and the bias' 3 gradients is 1.
+        assert norm == again == pytest.approx(18**0.5, rel=1e-6)
+
+
+class _Gpus:
+    """Devices as they are where one rank has been shown no GPU."""
+
+    mesh_device = "cuda"
+
+    def device_id(self) -> str:
+        return A
+
+
+def _one_without() -> tuple[str, str]:
+    rank = int(os.environ["RANK"])
+    try:
+        start_process_group(backend_of("cpu", None) if rank == 0 else _Gpus(), timedelta(seconds=60))
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    return "started", ""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a rank must see no GPU")
+def test_a_rank_without_a_gpu_is_told_to_all() -> None:
+    (kind, words), (own_kind, own_words) = launch(_one_without, ranks=2)
+    assert own_kind == "RuntimeError"
+    assert "sees no GPU" in own_words
+    assert kind == "RanksDiffer"
+    assert words.startswith("rank 1 has no device: RuntimeError: this rank sees no GPU")
+
+
+def _users_group(rank: int, world: int) -> tuple[float, bool]:
+    from odc_triton.sharding.agree import default_mesh
+
+    mesh = default_mesh(timedelta(minutes=1), "cpu")
+    return _one_step(), mesh.get_group() is dist.group.WORLD
+
+
+def test_a_users_process_group_is_taken_as_it_is() -> None:
+    for norm, is_theirs in ranks.run(_users_group, 2):
+        assert norm == pytest.approx(18**0.5, rel=1e-6)
+        assert is_theirs
+
+
+def test_a_model_on_a_gpu_and_a_mesh_on_the_cpu() -> None:
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.empty(2, 2, device="cuda"))
+    with pytest.raises(ValueError, match=r"w is on cuda:0: .* or 'cpu', where their shards lie. Move the model"):
+        refuse_unshardable("w", weight, "cpu")

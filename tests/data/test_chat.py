@@ -1,0 +1,263 @@
+"""Conversations: what the assistant said is learned, whatever the template, or the record is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from odc_triton.data import chat
+from odc_triton.data.dataset import DataOptions, tokenize_file
+from odc_triton.data.records import DataError
+from odc_triton.data.tokenizer import TextEncoder
+from tests.data.test_dataset import samples_of, write_lines
+from tests.support.chats import CHATML, MARKED, MARKED_WORDS, SPACED, THINKING, WRITERS, Pieces, chatml, make_tokenizer
+
+processors = pytest.importorskip("tokenizers").processors
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    return {name: make_tokenizer(template) for name, (template, _) in WRITERS.items()}
+
+
+def said(*contents: str) -> list[dict]:
+    """User and assistant in turn."""
+    return [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(contents)]
+
+
+def expected(tokenizer, pieces: Pieces) -> tuple[list[int], list[int], bool]:
+    """(ids, labels, whether some token lies across a boundary of what is learned), from the text alone."""
+    text = "".join(part for part, _ in pieces)
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    learned = np.concatenate([np.full(len(part), flag) for part, flag in pieces])
+    labels, across = [], False
+    for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+        flags = learned[begin:end]
+        across |= bool(flags.any() and not flags.all())
+        labels.append(token if flags.any() else -100)
+    return encoding.ids, labels, across
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_samples_by_template(tokenizers, tmp_path, name):
+    tokenizer, write = tokenizers[name], WRITERS[name][1]
+    conversations = [
+        said("hello", "yes"),
+        [{"role": "system", "content": "be kind"}, *said("hello é", "yes, 😀", "and?", " no ", "x")],
+        said("", ""),
+        [*said("two", "in a"), {"role": "assistant", "content": "row"}],
+    ]
+    path = write_lines(tmp_path / "data.jsonl", *({"messages": each} for each in conversations))
+    data = tokenize_file(path, TextEncoder.of(tokenizer))
+    wanted = [expected(tokenizer, write(each)) for each in conversations]
+    if name == "marked words":  # an empty answer leaves nothing to learn
+        del wanted[2]
+    assert not any(across for *_, across in wanted)
+    assert samples_of(data) == [(ids, labels) for ids, labels, _ in wanted]
+    assert data.summary.dropped_no_target == (name == "marked words")
+    # No end token is added: the template says how a conversation ends.
+    assert samples_of(data)[0][0] == tokenizer.apply_chat_template(conversations[0])["input_ids"]
+
+
+def test_offsets_without_white_space(tmp_path):
+    """Some tokenizers report a token's characters without its leading white space, where marks may begin and end."""
+    tokenizer = make_tokenizer(MARKED_WORDS)
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    words = [" yes", "no \n", "é 😀 ", "😀"]
+    path = write_lines(tmp_path / "data.jsonl", *({"messages": said("why", each, "and", "x")} for each in words))
+    for each, (_, labels) in zip(words, samples_of(tokenize_file(path, TextEncoder.of(tokenizer))), strict=True):
+        learned = np.array(labels) != -100
+        first = learned.copy()
+        first[learned.argmax() + int(np.argmin(learned[learned.argmax() :])) :] = False
+        assert tokenizer.decode(np.array(labels)[first]) == each
+        assert tokenizer.decode(np.array(labels)[learned & ~first]) == "x"
+
+
+def test_learned_text_is_what_the_assistant_said(tokenizers, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", {"messages": said("hello", "yes", "why", "no")})
+    for name, text in (("chatml", "yes<|im_end|>\nno<|im_end|>\n"), ("llama", "yes<|eot|>no<|eot|>")):
+        ((_, labels),) = samples_of(tokenize_file(path, TextEncoder.of(tokenizers[name])))
+        assert tokenizers[name].decode([label for label in labels if label != -100]) == text
+
+
+CONTENTS = st.text(st.sampled_from("ab \n\0é😀\u2028"), max_size=6) | st.sampled_from(
+    ["<|im_end|>", "yes\n\n\n", "<|end|>"]
+)
+CONVERSATIONS = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system"]), "content": CONTENTS}),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(name=st.sampled_from(list(WRITERS)), messages=CONVERSATIONS, max_tokens=st.integers(2, 60))
+@example(name="chatml", messages=said("a", "\n\nb"), max_tokens=60)
+@example(name="llama", messages=said("a", "b"), max_tokens=60)
+@example(name="marked words", messages=said("a", "é"), max_tokens=60)
+@example(name="marked words", messages=said("a", "😀", "b"), max_tokens=60)
+def test_samples_against_the_text(tokenizers, tmp_path_factory, name, messages, max_tokens):
+    path = write_lines(tmp_path_factory.getbasetemp() / "chat.jsonl", {"messages": messages})
+    tokenizer = tokenizers[name]
+    ids, labels, _ = expected(tokenizer, WRITERS[name][1](messages))
+    cut_ids, cut_labels = ids[:max_tokens], labels[:max_tokens]
+    try:
+        data = tokenize_file(path, TextEncoder.of(tokenizer), DataOptions(max_tokens=max_tokens))
+    except DataError as error:
+        reason = str(error)
+    else:
+        assert samples_of(data) == [(cut_ids, cut_labels)]
+        return
+    assert "chat.jsonl" in reason
+    if "begins with the assistant" in reason:
+        assert messages[0]["role"] == "assistant"
+    elif "between two tokens" in reason:
+        # A prefix may have other tokens than the whole without one across, but only by white space.
+        assert any(part[:1].isspace() for part, learned in WRITERS[name][1](messages) if learned)
+    else:
+        assert "leaves no sample" in reason
+        assert all(label == -100 for label in cut_labels[1:])
+
+
+def test_forms_may_be_mixed_and_long_files_come_in_batches(tokenizers, tmp_path):
+    tokenizer = tokenizers["chatml"]
+    records = [
+        {"messages": said("hello", "yes")},
+        {"text": "hello"},
+        {"prompt": "again", "completion": "no"},
+        {"messages": said("again", "no", "and", "yes"), "prompt": "again"},
+    ] * 3
+    path = write_lines(tmp_path / "data.jsonl", *records)
+    data = tokenize_file(path, TextEncoder.of(tokenizer))
+    for batch_records in (1, 5):
+        again = tokenize_file(path, TextEncoder.of(tokenizer), DataOptions(batch_records=batch_records))
+        assert samples_of(again) == samples_of(data)
+    ids, labels, _ = expected(tokenizer, WRITERS["chatml"][1](records[3]["messages"]))
+    assert samples_of(data)[3] == (ids, labels)
+    assert data.summary.samples == 12
+
+
+SPACE_AFTER = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "message"),
+    [
+        (None, said("a", "b"), "need a tokenizer with a chat template, and this .* has none; put the template"),
+        (CHATML, said("a", "\n\nb"), "message 1 of the assistant does not begin between two tokens .*strip it"),
+        (SPACED, said("a", "yes"), "ends its header of message 1 in white space, which this tokenizer joins"),
+        (SPACE_AFTER, said("a", "yes", "b"), "ends message 1 in white space.*what follows: put a template without it"),
+        (SPACE_AFTER, said("a", "yes ", "b"), "the chat template ends message 1 in white space"),
+        (SPACE_AFTER.replace("}} {%", "}}{%"), said("a", "yes ", "b"), "does not end between two tokens .*strip it"),
+        (CHATML, said("a", "b")[1:], "begins with the assistant; put a message of the user first"),
+        (THINKING, said("a", "<think>1</think>b", "c", "d"), "message 1 of the assistant.*differently when the whole"),
+        ("{{ messages[9].content }}", said("a", "b"), r"refuses this conversation \(UndefinedError"),
+        ("{{ raise_exception('roles must alternate') }}", said("a", "b"), "refuses this conversation .*roles must alt"),
+        (MARKED + "{{ 1 // 0 }}", said("a", "b"), r"refuses this conversation \(ZeroDivisionError"),
+        ("{% if", said("a", "b"), r"refuses this conversation \(TemplateSyntaxError"),
+    ],
+)
+def test_unusable_conversation_is_named(tmp_path, template, messages, message):
+    tokenizer = make_tokenizer(template)
+    records = [{"text": "fine"}, {"messages": messages}]
+    path = write_lines(tmp_path / "data.jsonl", *records)
+    with pytest.raises(DataError, match=f"(?s)data.jsonl, line 2: .*{message}"):
+        tokenize_file(path, TextEncoder.of(tokenizer))
+
+
+def test_the_right_line_of_a_batch_is_named(tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", *[{"messages": said("a", "b")}] * 3, {"messages": said("a", "oops")})
+    refuses = "{% if messages[-1].content == 'oops' %}{{ raise_exception('no') }}{% endif %}"
+    for template in (CHATML + refuses, MARKED + refuses):
+        with pytest.raises(DataError, match=r"line 4: .*no"):
+            tokenize_file(path, TextEncoder.of(make_tokenizer(template)))
+
+
+def test_nobody_says_anything(tokenizers, tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", {"messages": [{"role": "user", "content": "a"}]})
+    for name in ("chatml", "marked"):
+        with pytest.raises(DataError, match=r"leaves no sample.*1 dropped with nothing to learn.*role is 'assistant'"):
+            tokenize_file(path, TextEncoder.of(tokenizers[name]))
+
+
+def test_long_conversations_come_in_portions(tokenizers, tmp_path, monkeypatch):
+    conversations = [said(*["why", "yes and no"] * turns) for turns in (1, 40, 7, 1)]
+    path = write_lines(tmp_path / "data.jsonl", *({"messages": each} for each in conversations))
+    wanted = [expected(tokenizers["chatml"], chatml(each))[:2] for each in conversations]
+    encoder = TextEncoder.of(tokenizers["chatml"])
+    for characters in (1, 900, 10**9):
+        monkeypatch.setattr(chat, "_CHARACTERS", characters)
+        assert samples_of(tokenize_file(path, encoder)) == wanted
+        cut = tokenize_file(path, encoder, DataOptions(max_tokens=70))
+        assert samples_of(cut) == [(ids[:70], labels[:70]) for ids, labels in wanted]
+
+
+def test_prefixes_end_where_samples_are_cut(tokenizers, tmp_path):
+    """A conversation of a thousand turns, one of which counts, is not rendered a thousand times."""
+    rendered = []
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.apply_chat_template = lambda messages, **options: (
+        rendered.append(len(messages)) or tokenizers["chatml"].apply_chat_template(messages, **options)
+    )
+    path = write_lines(tmp_path / "data.jsonl", {"messages": said(*["why", "yes"] * 500)})
+    tokenize_file(path, TextEncoder.of(tokenizer), DataOptions(max_tokens=40))
+    assert len(rendered) <= 1 + 40
+    assert max(rendered[1:]) <= 40
+
+
+def test_other_fields_reach_the_template(tmp_path):
+    template = CHATML.replace("{{ m['content'] }}", "{{ m.get('name', '') }}{{ m['content'] }}")
+    messages = [
+        {"role": "user", "content": "hello", "name": "yes"},
+        {"role": "assistant", "content": "no", "name": None},
+    ]
+    path = write_lines(tmp_path / "data.jsonl", {"messages": messages})
+    tokenizer = make_tokenizer(template)
+    ((ids, _),) = samples_of(tokenize_file(path, TextEncoder.of(tokenizer)))
+    assert tokenizer.decode(ids).startswith("<|im_start|>user\nyeshello<|im_end|>\n<|im_start|>assistant\nno")
+
+
+KEYS = st.sampled_from(["text", "prompt", "completion", "messages", "role", "content", "tools", "x", "\udfff"])
+WORDS = st.sampled_from(["user", "assistant", "\0", "\ud800", "1e999", "<|im_end|>"]) | st.text(max_size=3)
+NUMBERS = st.integers(-(10**60), 10**60) | st.floats()
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4),
+    max_leaves=8,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": WORDS | JSON_VALUES, "content": WORDS | JSON_VALUES}, optional={"x": JSON_VALUES}),
+    max_size=4,
+)
+LINES = st.lists(
+    st.dictionaries(KEYS, JSON_VALUES, max_size=3).map(json.dumps)
+    | st.fixed_dictionaries({"messages": MESSAGES}).map(json.dumps)
+    | st.integers(1, 3000).map(lambda depth: '{"messages": ' * depth + "1" + "}" * depth)
+    | st.integers(1, 3000).map(
+        lambda depth: '{"messages": [{"role": "user", "content": "a", "x": ' + "[" * depth + "]" * depth + "}]}"
+    )
+    | st.integers(1, 6000).map(lambda digits: '{"text": "a", "x": ' + "9" * digits + "}"),
+    min_size=1,
+    max_size=3,
+).map(lambda lines: "\n".join(lines).encode())
+
+
+@settings(max_examples=400, deadline=None)
+@given(name=st.sampled_from(["chatml", "marked"]), content=LINES | st.binary(max_size=60))
+def test_no_input_raises_anything_but_data_error(tokenizers, tmp_path_factory, name, content):
+    path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
+    path.write_bytes(content)
+    try:
+        data = tokenize_file(path, TextEncoder.of(tokenizers[name]))
+    except DataError as error:
+        str(error).encode()  # a message that can't be written would be a traceback later
+        assert "fuzz.jsonl" in str(error)  # noqa: PT017 - whether it raises depends on the input
+    else:
+        assert data.summary.samples == len(data) > 0

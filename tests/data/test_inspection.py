@@ -1,0 +1,141 @@
+"""`odc-triton data inspect`: counts against plain loops, and what it prints."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc_triton.cli.command import main
+from odc_triton.data.dataset import DataOptions, tokenize_file
+from odc_triton.data.inspection import inspect_data
+from odc_triton.data.records import DataError
+from odc_triton.data.sources import JsonLines
+from odc_triton.data.tokenizer import TextEncoder
+from tests.data.test_dataset import CHARACTERS, RECORDS, write_lines
+from tests.support.chats import CHATML, make_tokenizer
+
+CHAT = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "yes\x1b[2J"}]}
+
+
+@settings(max_examples=100, deadline=None)
+@given(records=RECORDS, cap=st.integers(2, 12))
+def test_counts_are_those_of_the_preparation(tmp_path_factory, records, cap):
+    path = write_lines(tmp_path_factory.getbasetemp() / "inspect.jsonl", *records)
+    found, lengths = inspect_data(JsonLines(path), CHARACTERS, token_cap=cap, vocabulary=100)
+    data = tokenize_file(path, CHARACTERS)
+    assert lengths.tolist() == data.lengths.tolist()
+    assert (found.records, found.samples) == (len(records), len(data))
+    assert found.forms.get("text", 0) == sum("text" in record for record in records)
+    assert (found.tokens, found.target_tokens) == (data.summary.tokens, data.summary.target_tokens)
+    assert found.tokens_outside == sum(int(token) >= 100 for sample in data for token in sample["input_ids"])
+    assert found.lengths["100"] == max(lengths)
+    for shortest, longest, count in found.histogram:
+        assert count == sum(shortest <= length <= longest for length in lengths)
+    assert sum(count for *_, count in found.histogram) == len(data)
+    try:
+        cut = tokenize_file(path, CHARACTERS, DataOptions(max_tokens=cap)).summary
+    except DataError:
+        assert found.too_long_nothing_left == found.too_long == found.samples
+    else:
+        assert found.too_long == cut.truncated + found.too_long_nothing_left
+        assert found.tokens_over_cap == sum(max(length - cap, 0) for length in lengths)
+        assert found.too_long_nothing_left == cut.dropped_no_target - found.nothing_to_learn
+    assert found.example == []  # these characters can't be decoded
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inspect")
+    write_lines(folder / "data$1.jsonl", {"text": "yes " * 50}, CHAT, CHAT, {"prompt": "and", "completion": "no"})
+    make_tokenizer(CHATML).save_pretrained(folder / "model")
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 296}))
+    return folder
+
+
+def test_page(folder, capsys):
+    out = folder / "new" / "lengths.png"
+    command = ["data", "inspect", str(folder / "data$1.jsonl"), "--tokenizer", str(folder / "model"), "--out", str(out)]
+    assert main([*command, "--token-cap", "30", "--model", str(folder / "model")]) == 1  # one token is outside
+    page = capsys.readouterr().out
+    for line in (
+        r"data\$1\.jsonl: 4 records \(1 of text, 2 of messages, 1 of prompt and completion\)",
+        r"4 samples, \d+ tokens, \d+ of them learned \(\d+%\)",
+        r" +median +\d+",
+        r" +32 to +63 +1  #+ +over the cap",
+        r"1 samples \(25.0%\) are longer than the cap of 30 tokens: truncating cuts off \d+ tokens and leaves 0 of",
+        r"\d tokens are outside of the model's vocabulary of 296 \(the largest is 296\)",
+    ):
+        assert re.search(f"(?m)^.*{line}", page), line
+    assert page.endswith("<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n«yes\\x1b[2J<|im_end|>\n»\n")
+    assert "\x1b" not in page
+    picture = out.read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 5_000
+
+
+def test_json_and_bytes(folder, capsys):
+    assert main(["data", "inspect", str(folder / "data$1.jsonl"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["unit"] == "bytes"
+    # Text and completion with an end of one; a conversation is its texts.
+    assert found["tokens"] == 201 + 2 * len("whyyes\x1b[2J") + len("andno") + 1
+    assert found["target_tokens"] == 200 + 2 * len("yes\x1b[2J") + len("no") + 1
+    assert found["lengths"]["100"] == 201
+    assert found["vocabulary"] is None
+    assert main(["data", "inspect", str(folder / "data$1.jsonl")]) == 0
+    page = capsys.readouterr().out
+    assert "give --tokenizer for tokens" in page
+    assert "no sample is longer than the cap of 4,096 bytes" in page
+
+
+def test_agrees_with_training_on_real_tokens(folder):
+    path = folder / "data$1.jsonl"
+    encoder = TextEncoder.of(make_tokenizer(CHATML))
+    found, _ = inspect_data(JsonLines(path), encoder, token_cap=20)
+    data = tokenize_file(path, encoder)
+    learned = "".join(text for flag, text in found.example if flag)
+    assert learned == "yes\x1b[2J<|im_end|>\n"
+    assert np.sum([found.tokens, found.target_tokens]) == data.summary.tokens + data.summary.target_tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["broken.jsonl"], "broken.jsonl, line 2: not valid JSON"),
+        (["empty.jsonl"], "empty.jsonl is empty"),
+        (["nothing.jsonl"], "nothing.jsonl leaves no sample to train on"),
+        (["missing.jsonl"], "missing.jsonl cannot be read: No such file"),
+        (["data$1.jsonl", "--token-cap", "1"], "max_tokens is 1; it must be at least 2"),
+        (["data$1.jsonl", "--tokenizer", "empty.jsonl.json"], "there is no such file"),
+    ],
+)
+def test_unusable_data_ends_with_one_line(folder, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(folder)
+    (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text"')
+    (folder / "empty.jsonl").write_text("")
+    write_lines(folder / "nothing.jsonl", {"messages": [{"role": "user", "content": "a"}]})
+    assert main(["data", "inspect", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert re.fullmatch(f"odc-triton: .*{message}.*\n", printed.err)
+
+
+def test_status_says_whether_the_model_has_all_tokens(folder, capsys):
+    (folder / "large").mkdir()
+    (folder / "large" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 1000}')
+    command = ["data", "inspect", str(folder / "data$1.jsonl"), "--tokenizer", str(folder / "model")]
+    assert main([*command, "--model", str(folder / "large")]) == 0  # and 1 where it has not: `test_page`
+    assert "all token ids are within the model's vocabulary of 1,000" in capsys.readouterr().out
+
+
+def test_picture_needs_matplotlib(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["data", "inspect", str(folder / "data$1.jsonl"), "--out", str(folder / "no.png")]) == 1
+    assert 'pip install "odc-triton[plot]"' in capsys.readouterr().err
+    assert not (folder / "no.png").exists()

@@ -1,0 +1,281 @@
+"""Prepared data: found again, made anew when anything changed or is damaged, in memory that does not grow."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from odc_triton.balance import MinibatchSampler
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, split_samples, tokenize_file, tokenize_source
+from odc_triton.data.prepared import FOLDER, default_folder, prepare_data
+from odc_triton.data.records import DataError
+from odc_triton.data.sources import Rows
+from odc_triton.data.tokenizer import TextEncoder
+from tests.data.test_dataset import CHARACTERS, samples_of, write_lines
+from tests.support.chats import CHATML, MARKED, make_tokenizer
+
+ENCODER = replace(CHARACTERS, fingerprint="characters")
+
+
+def never(texts):
+    raise AssertionError("tokenised again")
+
+
+NEVER = replace(ENCODER, encode_batch=never)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write_lines(tmp_path / "data.jsonl", {"text": "abc"}, {"prompt": "a", "completion": "xy"})
+
+
+def test_samples_are_found_again(path, tmp_path):
+    first = prepare_data(str(path), ENCODER, folder=tmp_path / "kept")
+    again = prepare_data(str(path), NEVER, folder=tmp_path / "kept")
+    assert samples_of(again) == samples_of(first) == samples_of(tokenize_file(path, ENCODER))
+    assert again.summary == first.summary
+    assert again.path == first.path
+    assert [each.name for each in (tmp_path / "kept").iterdir()] == [first.path.name]
+    assert first.path.name.startswith("data.jsonl-")
+    assert samples_of(TokenizedDataset.load(first.path)) == samples_of(first)  # what the other ranks do
+    with np.load(first.path, allow_pickle=False) as plain:
+        assert plain["tokens"].tolist() == first.tokens.tolist()
+
+
+def test_any_change_is_another_file(path, tmp_path):
+    folder = tmp_path / "kept"
+    prepare_data(str(path), ENCODER, folder=folder)
+    for encoder, options in (
+        (replace(ENCODER, fingerprint="another"), None),
+        (ENCODER, DataOptions(max_tokens=100)),
+        (ENCODER, DataOptions(too_long="drop")),
+    ):
+        with pytest.raises(AssertionError, match="tokenised again"):
+            prepare_data(str(path), replace(encoder, encode_batch=never), options, folder=folder)
+        prepare_data(str(path), encoder, options, folder=folder)
+    prepare_data(str(path), NEVER, DataOptions(batch_records=1), folder=folder)  # changes no sample
+    prepare_data(os.path.relpath(path), NEVER, folder=folder)
+
+    # Edited in place, with its size and date kept.
+    before = path.stat()
+    path.write_text(path.read_text().replace("abc", "abx"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert samples_of(prepare_data(str(path), ENCODER, folder=folder))[0][0] == [2, *map(ord, "abx"), 1]
+
+
+def test_fingerprints_of_tokenizers():
+    kinds = [TextEncoder.of(make_tokenizer(template)).fingerprint for template in (CHATML, MARKED, None, CHATML)]
+    assert kinds[0] == kinds[3]
+    assert len(set(kinds)) == 3
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.eos_token = "<|im_end|>"
+    kinds.append(TextEncoder.of(tokenizer).fingerprint)
+    tokenizer.backend_tokenizer.add_tokens(["yes"])
+    kinds.append(TextEncoder.of(tokenizer).fingerprint)
+    kinds.append(TextEncoder.of(tokenizer.backend_tokenizer).fingerprint)
+    assert len(set(kinds)) == 6
+
+
+@pytest.mark.parametrize("damage", ["token", "offset", "cut", "empty", "text", "zip"])
+def test_damaged_file_is_made_anew(path, tmp_path, damage):
+    first = prepare_data(str(path), ENCODER, folder=tmp_path / "kept")
+    wanted, file = samples_of(first), first.path
+    raw = bytearray(file.read_bytes())
+    if damage in ("token", "offset"):  # stays consistent or not: only checksums see the first
+        values = first.tokens if damage == "token" else first.offsets
+        at = raw.index(values.tobytes())
+        assert at % 64 == 0  # mapped as it lies
+        raw[at + values.itemsize] ^= 1
+    else:
+        whole = len(raw) // 2
+        raw = {"cut": raw[:whole], "empty": b"", "text": b"x" * 500, "zip": raw[:-30] + bytes(30)}[damage]
+    file.write_bytes(raw)
+    with pytest.warns(RuntimeWarning, match="the data are prepared again: .* is not a prepared data set"):
+        again = prepare_data(str(path), ENCODER, folder=tmp_path / "kept")
+    assert samples_of(again) == wanted
+    assert samples_of(prepare_data(str(path), NEVER, folder=tmp_path / "kept")) == wanted
+
+
+def test_nothing_is_left_of_a_preparation_that_failed(path, tmp_path):
+    folder = tmp_path / "kept"
+    with path.open("a") as file:
+        file.write("broken\n")
+    seen = []
+    with pytest.raises(DataError, match="line 3: not valid JSON"):
+        prepare_data(
+            str(path),
+            ENCODER,
+            DataOptions(batch_records=1),
+            folder=folder,
+            progress=lambda *_: seen.append(list(folder.iterdir())),
+        )
+    assert seen == [[], []]  # also while it ran: a kill leaves nothing
+    assert list(folder.iterdir()) == []
+
+
+def test_file_that_grows_while_it_is_read_is_refused(path, tmp_path):
+    def grow(*_):
+        with path.open("a") as file:
+            file.write("\n")
+
+    with pytest.raises(DataError, match=r"data\.jsonl changed while it was read"):
+        prepare_data(str(path), ENCODER, folder=tmp_path / "kept", progress=grow)
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_file_that_cannot_be_written_is_named(path, tmp_path):
+    program = (
+        "import resource, sys; from tests.data.test_prepared import *\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
+        "prepare_data(sys.argv[1], ENCODER, folder=sys.argv[2])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, path, tmp_path / "kept"], capture_output=True, text=True, check=False
+    )
+    assert "OSError: [Errno 27] File too large while the samples were written: '" in done.stderr
+    assert list((tmp_path / "kept").iterdir()) == []
+
+
+def test_what_has_no_fingerprint_is_not_kept(path, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.jsonl or its encoder has no fingerprint"):
+        prepare_data(str(path), CHARACTERS, folder=tmp_path)
+    with pytest.raises(ValueError, match="rows or its encoder has no fingerprint"):
+        prepare_data(Rows([{"text": "a"}], "rows"), ENCODER, folder=tmp_path)
+    assert tokenize_source(Rows([{"text": "a"}], "rows"), ENCODER, tmp_path / "mine.npz").samples == 1
+
+
+def test_default_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(FOLDER, raising=False)
+    assert default_folder() == tmp_path / "odc-triton"
+    monkeypatch.setenv(FOLDER, str(tmp_path / "here"))
+    assert default_folder() == tmp_path / "here"
+
+
+def test_samples_are_pages_of_the_file(path, tmp_path):
+    data = prepare_data(str(path), ENCODER, folder=tmp_path / "kept")
+    for values in (data.tokens, data.offsets, data.spans):
+        assert isinstance(values.base, np.memmap)
+        assert values.base.mode == "r"
+        assert values.flags.aligned
+        with pytest.raises(ValueError, match="read-only"):
+            values[0] = 0
+    sent = pickle.dumps(data)  # to a worker process of a DataLoader
+    assert len(sent) < 500
+    assert samples_of(pickle.loads(sent)) == samples_of(data)
+    unnamed = tokenize_file(path, ENCODER)
+    assert unnamed.path is None
+    assert samples_of(pickle.loads(pickle.dumps(unnamed))) == samples_of(unnamed)
+
+
+GROWTH = """
+import json, sys
+import numpy as np
+from odc_triton.data.dataset import DataOptions
+from odc_triton.data.prepared import prepare_data
+from odc_triton.data.tokenizer import TextEncoder
+
+def status(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+encoder = TextEncoder(
+    encode_batch=lambda texts: [np.frombuffer(text.encode(), np.uint8).tolist() for text in texts],
+    end_id=256, fingerprint="bytes",
+)
+before = status("VmHWM")
+data = prepare_data(sys.argv[1], encoder, DataOptions(max_tokens=5000, batch_records=64), folder=sys.argv[2])
+peak = status("VmHWM") - before
+before = status("RssAnon")
+total = sum(int(sample["labels"].sum() > 0) for sample in data)
+print(json.dumps({"peak": peak, "read": status("RssAnon") - before, "samples": total, "bytes": data.tokens.nbytes}))
+"""
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    grown = []
+    for records in (1_000, 10_000):
+        path = tmp_path / f"{records}.jsonl"
+        with path.open("w") as file:
+            file.writelines(json.dumps({"text": f"{number} " + "word " * 600}) + "\n" for number in range(records))
+        command = [sys.executable, "-c", GROWTH, path, tmp_path / "kept"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        grown.append(json.loads(done.stdout))
+    small, large = grown
+    assert (small["samples"], large["samples"]) == (1_000, 10_000)
+    assert large["bytes"] > 110e6  # what an array in memory would have taken, at the least
+    # KiB. The second file has 9,000 samples more, of 24 bytes each beside their tokens; the rest is the allocator's.
+    assert large["peak"] - small["peak"] < 8_000
+    assert large["read"] < 4_000  # of its own; the pages that it reads are the file's
+
+
+# --- order and splits ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    path = tmp_path_factory.mktemp("many") / "data.jsonl"
+    write_lines(path, *({"text": "a" * (number % 17)} for number in range(50)))
+    return tokenize_file(path, CHARACTERS)
+
+
+def test_split_is_by_seed_and_number_alone(many):
+    train, evaluation = split_samples(many, 0.2, seed=3)
+    assert evaluation.indices.tolist() == [2, 21, 27, 30, 31, 34, 36, 44, 45, 46]  # written down once: it must stay
+    assert sorted([*train.indices, *evaluation.indices]) == list(range(50))
+    assert split_samples(many, 10, seed=3)[1].indices.tolist() == evaluation.indices.tolist()
+    assert split_samples(many, 10, seed=4)[1].indices.tolist() != evaluation.indices.tolist()
+    # A larger one takes more, not others.
+    assert set(evaluation.indices) < set(split_samples(many, 20, seed=3)[1].indices)
+    assert len(split_samples(many, 0.001)[1]) == 1
+
+
+def test_subset_reads_like_a_data_set(many):
+    train, evaluation = split_samples(many, 7)
+    for part in (train, evaluation):
+        assert samples_of(part) == [samples_of(many)[index] for index in part.indices]
+        assert part.lengths.tolist() == [len(sample["labels"]) for sample in part]
+        assert part.target_counts.tolist() == [(sample["labels"][1:] != -100).sum() for sample in part]
+    assert evaluation.largest_token == many.largest_token == ord("a")
+    assert evaluation.summary == (
+        f"7 of 50 samples, {evaluation.lengths.sum()} tokens, {evaluation.target_counts.sum()} of them learned"
+    )
+    assert evaluation[-1]["input_ids"].tolist() == evaluation[6]["input_ids"].tolist()
+    for index in (7, -8):
+        with pytest.raises(IndexError, match=f"sample {index} of a subset of 7"):
+            evaluation[index]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, -0.5, 1.5, float("nan"), 50, 51, 0.999])
+def test_split_that_leaves_nothing_is_refused(many, wrong):
+    with pytest.raises(ValueError, match=r"evaluation split .*(give a number|would take 5\d of 50 samples)"):
+        split_samples(many, wrong)
+
+
+def test_order_is_the_same_on_every_world_size_and_another_every_epoch(many):
+    train, _ = split_samples(many, 2)
+    orders = []
+    for world in (1, 2, 3, 4):
+        samplers = [
+            MinibatchSampler(train.lengths.tolist(), 12 // world, 64, seed=5, rank=rank, world=world)
+            for rank in range(world)
+        ]
+        epochs = []
+        for _ in range(3):
+            ranks = [list(sampler) for sampler in samplers]
+            epochs.append(
+                [sorted(i for packs in step for pack in packs for i in pack) for step in zip(*ranks, strict=True)]
+            )
+        orders.append(epochs)
+    assert orders[0] == orders[1] == orders[2] == orders[3]
+    for epoch in orders[0]:
+        assert sorted(index for step in epoch for index in step) == list(range(48))
+    assert orders[0][0] != orders[0][1] != orders[0][2]

@@ -1,0 +1,149 @@
+"""The tokenizer: trained, stored, and those of models."""
+
+from __future__ import annotations
+
+import string
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc_triton.data.dataset import tokenize_file
+from odc_triton.data.tokenizer import (
+    COMPLETION,
+    END,
+    PROMPT,
+    SPECIAL_TOKENS,
+    TextEncoder,
+    load_tokenizer,
+    save_tokenizer,
+    to_transformers,
+    train_tokenizer,
+)
+from tests.bench.test_corpus import some_corpus as some_corpus
+from tests.data.test_dataset import samples_of, write_lines
+
+
+@pytest.fixture(scope="module")
+def trained(some_corpus):
+    pytest.importorskip("tokenizers")
+    return train_tokenizer((record["completion"] for record in some_corpus), vocab_size=600)
+
+
+def test_training_is_repeatable_and_keeps_its_size(trained, some_corpus):
+    texts = [record["completion"] for record in some_corpus]
+    assert train_tokenizer(texts, vocab_size=600).to_str() == trained.to_str()
+    assert trained.get_vocab_size() == 600
+    assert [trained.token_to_id(token) for token in SPECIAL_TOKENS] == [0, 1, 2, 3]
+    assert train_tokenizer([], vocab_size=300).get_vocab_size() == 260
+    with pytest.raises(ValueError, match=r"vocab_size is 259 tokens; .* need 260"):
+        train_tokenizer(texts, vocab_size=259)
+
+
+def test_training_reads_no_more_than_its_sample():
+    read = []
+
+    def texts():
+        for letter in string.ascii_letters:
+            read.append(letter)
+            yield letter * 10
+
+    train_tokenizer(texts(), vocab_size=300, sample_bytes=35)
+    assert read == ["a", "b", "c", "d"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+def test_every_text_comes_back(trained, text):
+    (ids,) = TextEncoder.of(trained).encode_batch([text])
+    assert trained.decode(ids, skip_special_tokens=False) == text
+
+
+def test_file_and_transformers_give_the_same_samples(trained, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    path = write_lines(
+        tmp_path / "data.jsonl",
+        {"prompt": "def f():\n", "completion": "    return 1\n"},
+        {"text": "import é"},
+    )
+    save_tokenizer(trained, tmp_path / "tokenizer.json")
+    to_transformers(trained).save_pretrained(tmp_path / "model")
+    expected = samples_of(tokenize_file(path, TextEncoder.of(trained)))
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    for tokenizer in (loaded, to_transformers(loaded), auto):
+        assert samples_of(tokenize_file(path, TextEncoder.of(tokenizer))) == expected
+    (ids, labels), (text_ids, text_labels) = expected
+    assert loaded.decode(ids, skip_special_tokens=False) == (f"{PROMPT}def f():\n{COMPLETION}    return 1\n{END}")
+    learned = [label for label in labels if label != -100]
+    assert loaded.decode(learned, skip_special_tokens=False) == f"    return 1\n{END}"
+    assert ids[-len(learned) :] == learned
+    assert text_labels == text_ids
+    assert (auto.eos_token, auto.pad_token_id) == (END, 1)
+
+
+def test_model_tokenizer_keeps_its_beginning_of_sequence():
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    options = {"bos_token": "<s>", "eos_token": "</s>"}
+    plain = TextEncoder.of(transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options))
+    assert (plain.before_text, plain.before_prompt, plain.before_completion) == ((), (), ())
+    words.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    begun = TextEncoder.of(transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options))
+    assert (begun.before_text, begun.before_prompt, begun.before_completion) == ((0,), (0,), ())
+    assert (begun.encode_batch(["a a"]), begun.end_id) == ([[2, 2]], 1)
+    del options["eos_token"]
+    with pytest.raises(ValueError, match="has no end-of-sequence token; set its eos_token"):
+        TextEncoder.of(transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options))
+    with pytest.raises(ValueError, match=r"has no token '<\|end\|>'"):
+        TextEncoder.of(words)
+    words.enable_padding()
+    with pytest.raises(ValueError, match=r"call its no_padding\(\)"):
+        TextEncoder.of(words)
+
+
+TEXTS = ["some words, some more words", "", f"{END} written out"]
+
+
+def test_a_file_that_pads_and_cuts_does_neither_here(trained):
+    want = to_transformers(trained)(TEXTS, add_special_tokens=False)["input_ids"]
+    tokenizer = to_transformers(trained)
+    encoder = TextEncoder.of(tokenizer)
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=40)
+    assert encoder.encode_batch(TEXTS) == want
+    assert min(map(len, want)) == 0
+    assert 3 < max(map(len, want)) < 40
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_tokenizer_with_code_or_settings_of_its_own_is_asked_itself(trained, split):
+    from transformers import PreTrainedTokenizerFast
+
+    class Reversed(PreTrainedTokenizerFast):
+        def _encode_plus(self, *arguments, **options):
+            found = super()._encode_plus(*arguments, **options)
+            found["input_ids"] = [ids[::-1] if isinstance(ids, list) else ids for ids in found["input_ids"]]
+            return found
+
+    kind = PreTrainedTokenizerFast if split else Reversed
+    tokenizer = kind(tokenizer_object=trained, eos_token=END, split_special_tokens=split)
+    want = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
+    assert TextEncoder.of(tokenizer).encode_batch(TEXTS) == want
+    assert want != to_transformers(trained)(TEXTS, add_special_tokens=False)["input_ids"]
+
+
+def test_file_that_is_no_tokenizer_is_refused(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer.json: "):
+        load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_missing_library_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r'pip install "odc-triton\[demo\]"'):
+        train_tokenizer(["a"])

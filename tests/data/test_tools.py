@@ -1,0 +1,124 @@
+"""Conversations with tools: what the assistant says and calls is learned, and nothing is left out unsaid."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from odc_triton.data.dataset import tokenize_file
+from odc_triton.data.records import DataError, read_rows
+from odc_triton.data.tokenizer import TextEncoder
+from tests.data.test_chat import expected
+from tests.data.test_dataset import samples_of, write_lines
+from tests.support.chats import CHATML, MARKED, Pieces, make_tokenizer
+
+# As Qwen 2.5 writes them: tools in a message of the system, answers of tools in one of the user, neighbours together.
+QWEN = (
+    "{% if tools %}<|im_start|>system{% for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}<|im_end|>"
+    "{{ '\n' }}{% endif %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}{{ '\n' }}<a>{{ m.content }}</a>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>{{ '\n' }}{% endif %}"
+    "{% elif m.role == 'assistant' %}<|im_start|>assistant{{ '\n' }}GENERATION{% if m.content %}{{ m.content }}"
+    "{% if m.tool_calls %}{{ '\n' }}{% endif %}{% endif %}{% for call in m.tool_calls or [] %}"
+    "<call>{{ call.function | tojson }}</call>{% endfor %}<|im_end|>{{ '\n' }}ENDGENERATION"
+    "{% else %}<|im_start|>{{ m.role }}{{ '\n' }}{{ m.content }}<|im_end|>{{ '\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{{ '\n' }}{% endif %}"
+)
+TEMPLATES = {
+    "by prefixes": QWEN.replace("ENDGENERATION", "").replace("GENERATION", ""),
+    "by marks": QWEN.replace("ENDGENERATION", "{% endgeneration %}").replace("GENERATION", "{% generation %}"),
+}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+
+
+def call(name: str, **arguments: object) -> dict:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+MESSAGES = [
+    {"role": "user", "content": "add"},
+    {"role": "assistant", "content": None, "tool_calls": [call("add", a=1, b=None), call("add", a=2)]},
+    {"role": "tool", "content": "yes"},
+    {"role": "tool", "content": "no é"},
+    {"role": "assistant", "content": "and again", "tool_calls": [call("add", a=3)]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "the user asks"},
+]
+
+
+def qwen(messages: list[dict], tools: list[dict]) -> Pieces:
+    pieces = [
+        ("<|im_start|>system" + "".join(f"\n{json.dumps(each)}" for each in tools) + "<|im_end|>\n", False)
+    ] * bool(tools)
+    for at, message in enumerate(messages):
+        if message["role"] == "tool":
+            opens, closes = messages[at - 1]["role"] != "tool", messages[at + 1]["role"] != "tool"
+            answer = f"\n<a>{message['content']}</a>"
+            pieces.append((opens * "<|im_start|>user" + answer + closes * "<|im_end|>\n", False))
+            continue
+        pieces.append((f"<|im_start|>{message['role']}\n", False))
+        calls = [f"<call>{json.dumps(each['function'])}</call>" for each in message.get("tool_calls", [])]
+        said = [message["content"]] if message.get("content") else []
+        text = "\n".join(said + ["".join(calls)] * bool(calls))
+        pieces.append((f"{text}<|im_end|>\n", message["role"] == "assistant"))
+    return pieces
+
+
+@pytest.mark.parametrize("way", TEMPLATES)
+def test_calls_and_tools_are_rendered_and_calls_are_learned(tmp_path, way):
+    tokenizer = make_tokenizer(TEMPLATES[way])
+    without_content = [{name: each[name] for name in each if each[name] is not None} for each in MESSAGES]
+    records = [
+        {"messages": MESSAGES, "tools": [TOOL, TOOL]},
+        {"messages": MESSAGES, "tools": []},
+        {"messages": without_content, "tools": None},
+        {"messages": [MESSAGES[0], MESSAGES[-1]], "tools": [TOOL]},
+    ]
+    data = tokenize_file(write_lines(tmp_path / "data.jsonl", *records), TextEncoder.of(tokenizer))
+    wanted = [expected(tokenizer, qwen(each["messages"], each["tools"] or [])) for each in records]
+    assert not any(across for *_, across in wanted)
+    assert samples_of(data) == [(ids, labels) for ids, labels, _ in wanted]
+    learned = tokenizer.decode([label for label in samples_of(data)[0][1] if label != -100])
+    assert learned.startswith('<call>{"name": "add", "arguments": {"a": 1, "b": null}}</call><call>')
+    assert "é" not in learned
+    assert "parameters" not in learned
+
+
+def test_a_template_of_its_own_for_tools(tmp_path):
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.chat_template = {"default": CHATML, "tool_use": TEMPLATES["by marks"]}
+    talk = [MESSAGES[0], MESSAGES[-1]]
+    path = write_lines(tmp_path / "data.jsonl", {"messages": talk, "tools": [TOOL]}, {"messages": talk})
+    wanted = [expected(tokenizer, qwen(talk, tools))[:2] for tools in ([TOOL], [])]
+    assert samples_of(tokenize_file(path, TextEncoder.of(tokenizer))) == wanted
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "message"),
+    [
+        (CHATML, {"messages": [MESSAGES[0], MESSAGES[-1]], "tools": [TOOL]}, "leaves out the record's 'tools'; give a"),
+        (MARKED, {"messages": [MESSAGES[0], MESSAGES[-1]], "tools": [TOOL]}, "leaves out the record's 'tools'; give a"),
+        (CHATML, {"messages": MESSAGES}, "leaves out the messages' 'tool_calls'; give a template"),
+        (MARKED, {"messages": MESSAGES}, "leaves out the messages' 'tool_calls'; give a template"),
+    ],
+)
+def test_what_a_template_leaves_out_is_named(tmp_path, template, record, message):
+    path = write_lines(tmp_path / "data.jsonl", {"text": "fine"}, record)
+    with pytest.raises(DataError, match=f"data.jsonl, line 2: the chat template {message}"):
+        tokenize_file(path, TextEncoder.of(make_tokenizer(template)))
+
+
+def test_fields_that_only_a_table_has_are_left_out():
+    """All structs of a column have the same fields there."""
+    arguments = {"a": 1, "b": None}
+    calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
+    rows = [{"messages": [{"role": "user", "content": "a", "tool_calls": None},
+                          {"role": "assistant", "content": None, "tool_calls": calls}],
+             "tools": [{"function": {"name": "add", "x": None}}]}]  # fmt: skip
+    (record,) = read_rows(rows, "rows")
+    assert record.tools == [{"function": {"name": "add"}}]
+    assert record.messages[0] == {"role": "user", "content": "a"}
+    called = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert record.messages[1] == {"role": "assistant", "tool_calls": [called]}
+    assert record.characters > len("add")

@@ -1,0 +1,133 @@
+"""What a rank tells its peers is true of its device too: by a simulated device, on which a layer's work is still to do.
+
+Layers here enqueue work as a kernel of theirs would be, and nothing but a drain waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from odc_triton import full_parameters, fully_shard, minibatch
+from odc_triton.engine.gradients import KernelAccumulator, Target
+from odc_triton.engine.simulated_device import SimulatedDevice
+from odc_triton.engine.storage import Storage
+from odc_triton.engine.streams import DeviceStreams
+from odc_triton.nn.replace import replace_layers
+from tests.support import ranks
+
+
+class Late(nn.Module):
+    """A layer whose work is enqueued on whichever stream is current. `done`: how often it was done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.done, self.device = nn.Linear(2, 2, bias=False), 0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.device.enqueue(self.device.current(), self._work)
+        return self.linear(x)
+
+    def _work(self) -> None:
+        self.done += 1
+
+
+@pytest.fixture(params=["gathered", "on demand"])
+def model(request: pytest.FixtureRequest) -> Iterator[Late]:
+    """Of parameters on demand nothing is gathered, so nothing but the layer itself uses the current stream."""
+    layer = Late()
+    if request.param == "on demand":
+        replace_layers(layer, roles=["linear"], choice="eager/direct/fused", verbose=False)
+    model = fully_shard(layer, backend="cpu-apart")
+    model.device = model._odc_engine.streams.first.device
+    assert model.device.kind == "late"
+    return model
+
+
+def test_a_minibatch_ends_when_every_stream_has_ended(model: Late) -> None:
+    streams = [model.device.current(), *(model.device.stream() for _ in range(2))]
+    with minibatch(model):
+        for stream in streams:
+            with model.device.computing_on(stream):
+                model(torch.ones(1, 2)).sum().backward()
+        assert model.done == 0
+    assert model.done == 3
+
+
+def test_an_evaluation_has_read_when_it_looks_whether_it_was_torn(model: Late) -> None:
+    look = model._odc_engine.publication.check_not_torn
+    seen = []
+    model._odc_engine.publication.check_not_torn = lambda: (seen.append(model.done), look())
+    with torch.no_grad(), model.device.computing_on(model.device.stream()):
+        model(torch.ones(1, 2))
+    assert seen == [1]
+
+
+def test_whole_parameters_have_been_read(model: Late, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Storage.read
+
+    def reads_late(self: Storage) -> torch.Tensor:
+        value = read(self)
+        late = torch.full_like(value, torch.nan)
+        model.device.enqueue(model.device.current(), lambda: late.copy_(value))
+        return late
+
+    monkeypatch.setattr(Storage, "read", reads_late)
+    for _, value in full_parameters(model):
+        assert value.isfinite().all()
+
+
+def test_a_kernel_that_adds_is_waited_for() -> None:
+    device = SimulatedDevice()
+    streams, shards, done = DeviceStreams(device), [torch.zeros(2, 4)], []
+    with device.computing_on(device.stream()):
+        KernelAccumulator(streams).sink(Target(slot=0, shards=shards, rank=0), name="w", waited=lambda _: None)
+        device.enqueue(device.current(), lambda: done.append(True))
+    streams.drain(1.0, "a test")
+    assert done == [True]
+
+
+def test_an_operator_waits_for_what_was_fetched_ahead() -> None:
+    engine = fully_shard(nn.Linear(2, 2), backend="cpu-apart")._odc_engine
+    engine.units[0].fetch()
+    for parameter in engine.parameters:
+        (whole,) = parameter.parts("gathered")
+        assert torch.equal(whole, parameter.read())
+
+
+def test_unsharded_parameters_are_there() -> None:
+    model = fully_shard(nn.Linear(2, 2), backend="cpu-apart")
+    wanted = dict(full_parameters(model))
+    model.unshard()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, wanted[name])
+    model.reshard()
+
+
+def _status_on_rank_1(rank: int, world: int) -> tuple[str, list[int]]:
+    """On rank 1 a kernel waits in vain for an owner's rows, as its status says; what each rank is told."""
+    from odc_triton import MinibatchFailed
+
+    model = fully_shard(nn.Linear(4, 4), backend="cpu-apart")
+    weight = next(each for each in model._odc_engine.parameters if each.name == "weight")
+    said = ""
+    try:
+        with minibatch(model):
+            model(torch.ones(1, 4)).sum().backward()
+            pulled = weight.pull()
+            if rank == 1:
+                pulled.status.fill_(1)
+    except MinibatchFailed as error:
+        said, failed = str(error), list(error.ranks)
+    with minibatch(model):
+        model(torch.ones(1, 4)).sum().backward()
+    return said, failed
+
+
+def test_a_kernel_that_waited_in_vain_fails_the_minibatch_on_all_ranks() -> None:
+    for said, failed in ranks.run(_status_on_rank_1, 2):
+        assert failed == [1]
+        assert "the rows of owner 0 of a weight (4, 4) did not arrive at rank 1" in said

@@ -1,0 +1,186 @@
+"""Evaluation, generate() and full_parameters outside of a minibatch, by one rank alone too."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support import ranks
+from tests.support.models import CASES, build, microbatches
+
+BF16 = torch.bfloat16
+CASE = CASES["qwen2"]
+PROMPT = torch.tensor([[5, 9, 3, 17]])
+
+
+def _generate(model: nn.Module) -> list[int]:
+    return model.generate(PROMPT, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()
+
+
+def _losses(model: nn.Module) -> list[float]:
+    return [CASE.loss(model, batch).item() for batch in microbatches("qwen2", [8, 11], seed=100)]
+
+
+def _plain(bf16: bool, steps: int) -> list[nn.Module]:
+    """The model after each step; in bf16 its gradients are taken on, and it is read as, a bf16 copy."""
+    master = build("qwen2")
+    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2)
+    seen = []
+    for step in range(steps):
+        for batch in microbatches("qwen2", [6, 9], seed=step):
+            model = build("qwen2")
+            model.load_state_dict(master.state_dict())
+            model.to(BF16 if bf16 else torch.float32)
+            (CASE.loss(model, batch) / 15).backward()
+            for parameter, computed in zip(master.parameters(), model.parameters(), strict=True):
+                gradient = computed.grad.float()
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        optimizer.step()
+        optimizer.zero_grad()
+        copy = build("qwen2")
+        copy.load_state_dict(master.state_dict())
+        seen.append(copy.to(BF16 if bf16 else torch.float32).eval())
+    return seen
+
+
+def _alone(rank: int, world: int, bf16: bool, mode: str) -> list[tuple]:
+    from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch
+
+    model = fully_shard(build("qwen2"), mp_policy=MixedPrecisionPolicy(param_dtype=BF16 if bf16 else None))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if rank == 1:  # late: rank 0 must not read what has not been stepped yet
+        optimizer.register_step_pre_hook(lambda *_: time.sleep(0.3))
+    evaluate = {"no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]
+    seen = []
+    for step in range(3):
+        batch = microbatches("qwen2", [6, 9], seed=step)[rank]
+        model.train()
+        with minibatch(model, tokens=CASE.count(batch)) as mb:
+            (CASE.loss(model, batch) / mb.tokens).backward()
+        optimizer.step()
+        if rank == 0:
+            model.eval()
+            with evaluate():
+                seen.append((_losses(model), _generate(model), dict(full_parameters(model))))
+    return seen
+
+
+@pytest.mark.parametrize(("bf16", "mode"), [(False, "no_grad"), (True, "no_grad"), (False, "inference")])
+def test_rank_0_alone_right_after_its_step(bf16: bool, mode: str) -> None:
+    seen, nothing = ranks.run(_alone, 2, bf16, mode)
+    assert nothing == []
+    for (losses, tokens, parameters), plain in zip(seen, _plain(bf16, 3), strict=True):
+        assert list(parameters) == [name for name, _ in plain.named_parameters()]
+        with torch.no_grad():
+            # fp32: sums in another order. bf16: such a difference may flip a rounding, 2^-8, of a few of the weights.
+            torch.testing.assert_close(losses, _losses(plain), rtol=1e-3 if bf16 else 1e-5, atol=0)
+            assert tokens == _generate(plain)
+        for name, value in plain.named_parameters():
+            assert parameters[name].dtype == value.dtype
+        # By norm over all: AdamW turns a gradient element that is nothing but rounding into a full step.
+        errors = [(parameters[name] - value).double().square().sum() for name, value in plain.named_parameters()]
+        norms = [value.double().square().sum() for value in plain.parameters()]
+        assert (sum(errors) / sum(norms)).sqrt() < (1e-2 if bf16 else 1e-5)
+
+
+def _everywhere(rank: int, world: int) -> tuple:
+    from odc_triton import full_parameters, fully_shard
+
+    model = fully_shard(build("gpt2-tied")).eval()
+    before = dict(full_parameters(model))
+    for _, value in full_parameters(model):
+        value.zero_()  # a copy: nobody else sees it
+    walk = full_parameters(model)
+    first = next(walk)
+    with torch.no_grad():
+        return before, first, model(PROMPT).logits, _generate(model)
+
+
+def test_before_any_step() -> None:
+    plain = build("gpt2-tied").eval()
+    with torch.no_grad():
+        logits, tokens = plain(PROMPT).logits, _generate(plain)
+    for parameters, (name, value), got, generated in ranks.run(_everywhere, 3):
+        assert list(parameters) == [key for key, _ in plain.named_parameters()]  # a tied one once
+        assert name == next(iter(parameters))
+        assert torch.equal(value, parameters[name])
+        torch.testing.assert_close(got, logits, rtol=0, atol=0)
+        assert generated == tokens
+
+
+def _torn(rank: int, world: int) -> str:
+    """Rank 1 steps while rank 0 still walks: what rank 0 would read is neither the old nor the new model."""
+    from odc_triton import full_parameters, fully_shard, publish
+
+    model = fully_shard(build("conv"))
+    walk = full_parameters(model) if rank == 0 else iter(())
+    if rank == 0:
+        next(walk)
+    dist.barrier()
+    if rank == 1:
+        publish(model)
+    dist.barrier()
+    try:
+        list(walk)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_torn_read_is_refused() -> None:
+    words, nothing = ranks.run(_torn, 2)
+    assert "ranks [1] stepped or published while rank 0 was still reading" in words
+    assert nothing == ""
+
+
+def _slow_step(rank: int, world: int) -> str:
+    """Rank 0 evaluates while rank 1's step writes its masters, which peers read where they are written."""
+    from odc_triton import fully_shard, minibatch
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:
+            super().step()
+            dist.barrier()  # it has begun, and rank 0 reads
+            dist.barrier()
+
+    model = fully_shard(nn.Sequential(nn.Linear(2, 2)))
+    optimizer = Slow(model.parameters(), lr=0.1)
+    with minibatch(model):
+        model(torch.ones(1, 2)).sum().backward()
+    if rank == 1:
+        optimizer.step()
+        return ""
+    dist.barrier()
+    try:
+        with torch.no_grad():
+            model(torch.ones(1, 2))
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    dist.barrier()
+    return said
+
+
+def test_a_reading_during_a_slow_step_is_refused() -> None:
+    said, _ = ranks.run(_slow_step, 2)
+    assert "ranks [1] stepped or published while rank 0 was still reading" in said
+
+
+def _stepped_meanwhile(rank: int, world: int) -> None:
+    from odc_triton import full_parameters, fully_shard, publish
+
+    model = fully_shard(build("conv"))
+    walk = full_parameters(model)
+    next(walk)
+    dist.barrier()
+    publish(model)
+    with pytest.raises(RuntimeError, match="start a new one"):
+        next(walk)
+
+
+def test_a_walk_does_not_mix_two_steps() -> None:
+    ranks.run(_stepped_meanwhile, 2)

@@ -1,0 +1,425 @@
+"""Modules, graphs and loops as users write them, where whole parameters are gathered and freed, against plain torch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from odc_triton import fully_shard, minibatch, register_fsdp_forward_method
+from odc_triton.nn.operand import is_sharded
+from tests.support import ranks
+from tests.support.place import DEVICE, INTERPRETED
+
+BACKEND = "cpu-apart" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+STEPS, MICROBATCHES = 2, 3
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    """Three blocks. Before them two layers of the root's own: their backward needs a weight after all blocks' did."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6))
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+        self.head = nn.Linear(6, 4)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.stem(x)))
+
+
+def _data(number: int, rank: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number + 1000 * rank)
+    return torch.randn(5, 6, generator=generator).to(DEVICE)
+
+
+def _loss(y: torch.Tensor) -> torch.Tensor:
+    return y.square().sum() / 10
+
+
+def _simple(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    _loss(y := model(_data(number, rank))).backward()
+    return y
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`microbatch(model, number, rank)` runs forward and backward; `inner(model)` are units sharded before the root."""
+
+    build: Callable[[], nn.Module] = Net
+    microbatch: Callable[[nn.Module, int, int], torch.Tensor] = _simple
+    inner: Callable[[nn.Module], list[nn.Module]] = lambda model: []
+    prepare: Callable[[nn.Module], None] = lambda model: None
+
+
+def _filled(model: nn.Module) -> list[str]:
+    return sorted(unit.name for unit in model._odc_engine.units if any(each.is_filled for each in unit.gathered))
+
+
+def _shard(case: Case) -> nn.Module:
+    model = case.build()
+    for module in case.inner(model):
+        fully_shard(module, backend=BACKEND)
+    fully_shard(model, backend=BACKEND)
+    case.prepare(model)
+    return model
+
+
+def _train(model: nn.Module, case: Case, of_ranks: list[int]) -> tuple[list, list[dict], list[list[str]]]:
+    """Outputs, gradients per step, and what was left filled after a step."""
+    sharded = is_sharded(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    outputs, gradients, left = [], [], []
+    for step in range(STEPS):
+        with minibatch(model, tokens=1) if sharded else contextlib.nullcontext():
+            for rank in of_ranks:
+                for micro in range(MICROBATCHES):
+                    y = case.microbatch(model, MICROBATCHES * step + micro, rank)
+                    outputs.append((rank, y.detach().clone().cpu()))
+                    left.append(_filled(model) if sharded else [])
+        found = {name: p.grad for name, p in model.named_parameters()}
+        if sharded:
+            found = {name: None if grad is None else grad.full_tensor() for name, grad in found.items()}
+        gradients.append({name: None if grad is None else grad.clone().cpu() for name, grad in found.items()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs, gradients, left
+
+
+def _train_rank(rank: int, world: int, name: str) -> tuple:
+    return _train(_shard(CASES[name]), CASES[name], [rank])
+
+
+def _compare(case: Case, results: list[tuple]) -> None:
+    want_outputs, want_gradients, _ = _train(case.build().to(DEVICE), case, list(range(len(results))))
+    for rank, (outputs, gradients, left) in enumerate(results):
+        assert not any(left), f"rank {rank} left whole parameters behind: {left}"
+        # The same operations in fp32; gradients of several microbatches and ranks are summed in another order.
+        for (_, got), want in zip(outputs, [y for of, y in want_outputs if of == rank], strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        for got_step, want_step in zip(gradients, want_gradients, strict=True):
+            for name, want in want_step.items():
+                assert (got_step[name] is None) == (want is None), name
+                if want is not None:
+                    torch.testing.assert_close(
+                        got_step[name], want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+                    )
+
+
+class Structured(Block):
+    def forward(self, x: dict, *, scale: list) -> tuple:
+        h = self.up(x["x"])
+        return {"x": x["x"] + self.down(torch.tanh(h)) * scale[0]}, None, h.mean()
+
+
+class StructuredNet(Net):
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        means = []
+        for block in self.blocks:
+            x, _, mean = block({"x": x} if torch.is_tensor(x) else x, scale=[x["x"] if isinstance(x, dict) else x, 2])
+            means.append(mean)
+        return x["x"] + sum(means)
+
+
+class SharedNet(Net):
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](super().body(super().body(x)))
+        return torch.tanh(self.blocks[0](2 * x) * self.blocks[0](3 * x))
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.inner, self.leave, self.skip = nn.Linear(6, 6), Block(), nn.Linear(6, 6), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.enter(x)) * x
+        x = torch.tanh(self.enter(x)) * x
+        return self.leave(x if self.skip else self.inner(x))
+
+
+def _outer_and_inner(model: nn.Module) -> list[nn.Module]:
+    return [unit for block in model.blocks for unit in (block.inner, block)]
+
+
+def _later_inner(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    model.blocks[0].skip = number == 0
+    return _simple(model, number, rank)
+
+
+class Low(nn.Module):
+    """LoRA's pattern: a frozen weight, which the backward needs for dx, beside two small ones that train."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def _lora() -> nn.Module:
+    model = Net().requires_grad_(False)
+    for block in model.blocks:
+        block.up, block.down = Low(block.up), Low(block.down)
+    return model
+
+
+def _evaluations_between(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    y = model(_data(number, rank))
+    with torch.no_grad():
+        reference = model(_data(number + 50, rank))
+    with torch.inference_mode():
+        model(_data(number, rank))
+    _loss(y - reference).backward()
+    return y
+
+
+def _checkpointed(model: nn.Module, number: int, rank: int, *, how: str, **kind: bool) -> torch.Tensor:
+    if how == "model":
+        _loss(y := checkpoint(model, _data(number, rank).requires_grad_(), **kind)).backward()
+        return y
+    first = 1 if how == "blocks" else 2  # how many blocks in the first part
+
+    def part(start: int, stop: int, x: torch.Tensor) -> torch.Tensor:
+        return part(start + 1, stop, model.blocks[start](x)) if start < stop else x
+
+    model.body = lambda x: checkpoint(partial(part, first, 3), checkpoint(partial(part, 0, first), x, **kind), **kind)
+    return _simple(model, number, rank)
+
+
+def _compile(model: nn.Module) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+
+
+_KINDS = {
+    "reentrant": {"use_reentrant": True},
+    "saved": {"use_reentrant": False},
+    "late": {"use_reentrant": False, "early_stop": False},
+}
+
+WORKS = {
+    "structures": Case(build=partial(StructuredNet, Structured)),
+    "shared": Case(build=SharedNet),
+    "nested": Case(build=partial(Net, Outer), inner=_outer_and_inner),
+    "lora": Case(build=_lora),
+    "evaluations between": Case(microbatch=_evaluations_between),
+    "compiled": Case(prepare=_compile),
+    **{
+        f"checkpoint {how} {kind}": Case(microbatch=partial(_checkpointed, how=how, **_KINDS[kind]))
+        for how in ("blocks", "segment", "model")
+        for kind in _KINDS
+        if (how, kind) != ("model", "reentrant")
+    },
+}
+
+
+def _two_forwards(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    chosen, rejected = model(_data(number, rank)), model(_data(number + 50, rank))
+    _loss(chosen * rejected).backward()
+    return chosen
+
+
+class Method(Net):
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = torch.tanh(self.stem[0](x))[:, :6]
+        return _loss(self(x))
+
+
+def _method(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    (loss := model.loss(_data(number, rank))).backward()
+    return loss
+
+
+def _penalty(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+    x = _data(number, rank).requires_grad_()
+    y = model(x)
+    (gradient,) = torch.autograd.grad(_loss(y), x, create_graph=True)
+    (_loss(y) + _loss(gradient)).backward()
+    return y
+
+
+class Listing(Block):
+    def forward(self, x: torch.Tensor, losses: list) -> torch.Tensor:
+        losses.append(self.up(x).square().mean())
+        return super().forward(x)
+
+
+class ListingNet(Net):
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        for block in self.blocks:
+            x = block(x, losses)
+        return x + sum(losses)
+
+
+class Ignoring(Block):
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+class IgnoringNet(Net):
+    def __init__(self) -> None:
+        super().__init__(Ignoring)
+        self.memory = nn.Linear(6, 6)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.memory(x.detach())
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
+CASES = WORKS | {
+    "two forwards, one backward": Case(microbatch=_two_forwards),
+    "nested from the second on": Case(build=partial(Net, Outer), inner=_outer_and_inner, microbatch=_later_inner),
+    "checkpoint model reentrant": Case(microbatch=partial(_checkpointed, how="model", use_reentrant=True)),
+    "a method calls the forward": Case(
+        build=Method, microbatch=_method, prepare=lambda model: register_fsdp_forward_method(model, "loss")
+    ),
+    "gradient penalty": Case(microbatch=_penalty),
+    "a list is written to": Case(build=partial(ListingNet, Listing)),
+    "an input is ignored": Case(build=IgnoringNet),
+}
+
+
+# Tracing reads the .grad of a tensor that is no leaf, which torch warns about.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("name", CASES)
+def test_as_plain_torch(name: str) -> None:
+    _compare(CASES[name], [_train(_shard(CASES[name]), CASES[name], [0])])
+
+
+@pytest.mark.parametrize("name", ["structures", "shared", "nested", "lora", "checkpoint segment saved"])
+def test_as_plain_torch_on_two_ranks(name: str) -> None:
+    _compare(CASES[name], ranks.run(_train_rank, 2, name))
+
+
+@pytest.mark.parametrize("how", ["forward", "backward", "caught"])
+def test_an_exception_leaves_nothing_whole(how: str) -> None:
+    case = Case()
+    model = _shard(case)
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("overflow")
+
+    up = model.blocks[1].up
+    hook = up.register_forward_hook(fail) if how == "forward" else up.register_full_backward_hook(fail)
+
+    def failing() -> None:
+        with minibatch(model, tokens=1):
+            with contextlib.suppress(ArithmeticError) if how == "caught" else contextlib.nullcontext():
+                _simple(model, 0, 0)
+            hook.remove()
+            _simple(model, 0, 0)
+
+    with pytest.raises(RuntimeError, match="minibatch 0 failed"):
+        failing()
+    hook.remove()
+    assert _filled(model) == []
+    _compare(case, [_train(model, case, [0])])
+
+
+def test_values_written_before_a_minibatch_are_read() -> None:
+    model, plain = _shard(Case()), Net().to(DEVICE)
+    model(_data(0))  # an evaluation that builds a graph
+    with torch.no_grad():
+        for parameter in [*model.parameters(), *plain.parameters()]:
+            parameter.mul_(0.5)
+    with minibatch(model):
+        y = model(_data(1))
+    torch.testing.assert_close(y, plain(_data(1)))
+
+
+@dataclasses.dataclass
+class State:
+    x: torch.Tensor
+
+
+class Stateful(Block):
+    def forward(self, state: State) -> State:
+        return State(super().forward(state.x))
+
+
+class StatefulNet(Net):
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        return super().body(State(x)).x
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        Net,
+        partial(StatefulNet, Stateful),
+    ],
+)
+def test_one_unit_and_the_next_are_whole_in_a_backward(build: Callable[[], nn.Module]) -> None:
+    model = _shard(Case(build=build))
+    seen: list[list[str]] = []
+    for block in model.blocks:
+        block.up.register_full_backward_pre_hook(lambda *_: seen.append(_filled(model)))
+    with minibatch(model):
+        for number in range(2):
+            _simple(model, number, 0)
+    assert max(map(len, seen)) == 3, seen
+
+
+def test_a_frozen_model_in_a_checkpoint_is_freed() -> None:
+    model, teacher = _shard(Case()), _shard(Case(build=lambda: Net().requires_grad_(False)))
+    with minibatch(model):
+        x = _data(0)
+        checkpoint(lambda x: _loss(model(x) - teacher(x)), x, use_reentrant=False).backward()
+    assert _filled(teacher) == []
+
+
+class Prompt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(1, 6))
+
+    def forward(self, count: int) -> torch.Tensor:
+        return self.rows.expand(count, -1)
+
+
+class Prompted(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = Prompt()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.prompt(len(x)))
+
+
+def _prompted(rank: int, world: int) -> tuple:
+    case = Case(build=Prompted, inner=lambda model: [model.prompt, *model.blocks])
+    return _train(_shard(case), case, [rank])
+
+
+def test_a_view_of_a_parameter_as_output() -> None:
+    _compare(Case(build=Prompted), ranks.run(_prompted, 1))  # in a process of its own: it may die

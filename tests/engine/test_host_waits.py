@@ -1,0 +1,102 @@
+"""No host waits for its device inside a microbatch: counted on the CPU, where CUDA's ways are taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
+from odc_triton.balance.collate import count_target_tokens, pack_collate, to_device
+from odc_triton.hf import enable_packing, summed_loss
+from odc_triton.nn.replace import replace_layers
+from tests.support import ranks
+from tests.support.families import CHANGES, build
+from tests.support.host_waits import HostWaits
+
+LAYERS = ("attention", "embedding", "linear")
+# What only the CPU does, at which nothing can wait there: places, and why.
+ON_THE_CPU_ONLY = {
+    "functional/embedding.py": "rows are summed by plain torch; on CUDA a kernel does it, as shards take kernels only",
+    "functional/log_probs.py": "targets are checked; on CUDA a wrong one gives NaN",
+}
+_PACKS = [(7, 1, 12), (5,), (3, 3, 3, 3), (2, 18)]
+
+
+def _packs(lengths: list[tuple[int, ...]]) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(0)
+    return pack_collate(
+        [[{"input_ids": torch.randint(3, 97, (length,), generator=generator)} for length in pack] for pack in lengths]
+    )
+
+
+def _microbatches(model: nn.Module, packs: list[dict[str, Any]]) -> dict[str, int]:
+    """What would wait in each forward and backward of a minibatch, all together."""
+    with minibatch(model, tokens=count_target_tokens(packs)) as mb:
+        here = [to_device(pack, "cpu") for pack in packs]
+        with HostWaits(model) as waits:
+            for pack in here:
+                (summed_loss(model, pack) / mb.tokens).backward()
+    return dict(waits.found)
+
+
+def _counted(rank: int, world: int, name: str, roles: tuple[str, ...], change: str, bf16: bool) -> dict[str, int]:
+    model = build(name)
+    enable_packing(model)
+    if roles:
+        replace_layers(model, roles=roles, verbose=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else None
+    model = fully_shard(CHANGES[change](model), backend="cpu-apart", mp_policy=policy)
+    return _microbatches(model, _packs(_PACKS[rank:]))
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "change", "bf16"),
+    [
+        *((name, (), "none", False) for name in ("llama", "mistral-window", "gemma3", "phi3", "gpt2", "qwen3-moe")),
+        ("qwen2", (), "checkpointing", True),
+        ("qwen2", LAYERS, "none", False),
+        ("qwen3", (*LAYERS, "head"), "none", False),
+        ("llama", (*LAYERS, "head"), "checkpointing", True),
+    ],
+)
+def test_nothing_waits(name: str, roles: tuple[str, ...], change: str, bf16: bool) -> None:
+    for found in ranks.run(_counted, 2, name, roles, change, bf16):
+        waits = {what for what in found if what.partition(" at ")[2].partition(":")[0] not in ON_THE_CPU_ONLY}
+        assert not waits
+        assert bool(found) == bool(roles), "what only the CPU does is seen"
+
+
+def test_what_waits_is_seen() -> None:
+    model = build("qwen2")
+    enable_packing(model)
+    fully_shard(model, backend="cpu-apart")
+    bare = [{name: pack[name] for name in ("input_ids", "position_ids", "labels")} for pack in _packs(_PACKS[:1])]
+    found = _microbatches(model, bare)
+    places = {what.rpartition(":")[0]: count for what, count in found.items()}
+    assert places.pop("nonzero at hf/loss.py") == 1
+    assert places.pop("_local_scalar_dense at transformers/masking_utils.py") == 1
+    assert places == {  # each of two layers
+        "_local_scalar_dense at hf/attention.py": 2,
+        "nonzero at hf/attention.py": 2,
+        "tolist at hf/attention.py": 2,
+    }
+
+
+def test_what_a_users_loss_waits_for_is_seen() -> None:
+    model = nn.Sequential(nn.Linear(3, 2))
+    fully_shard(model, backend="cpu-apart")
+    with minibatch(model), HostWaits(model) as waits:
+        loss = model(torch.ones(4, 3)).sum()
+        float(loss.detach())
+        loss[None][torch.tensor([True])].tolist()
+        torch.tensor([1.0], device="cpu")
+        loss.backward()
+    assert sorted(what.partition(" at ")[0] for what in waits.found) == [
+        "_local_scalar_dense",
+        "index by a mask",
+        "tensor",
+        "tolist",
+    ]

@@ -1,0 +1,442 @@
+"""Several replicas of ranks that share memory: gradients summed and parameters exchanged over a process group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from odc_triton.sharding.footprint import memory_plan
+from tests.checkpoint.test_dcp import _train as train_dealt
+from tests.engine.test_parity import DEALS, SIZES, relative, unsharded, whole_model_error
+from tests.support import ranks, two_hosts
+from tests.support.models import CASES, build, microbatches
+from tests.support.two_hosts import why_not
+
+NAMES = ("replicate", "shard")
+BF16 = torch.bfloat16
+STEPS = 10
+
+
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    names = NAMES if len(shape) == 2 else ("shard",)
+    return dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+# ---------------------------------------------------------------------- against one process
+
+
+def _train(
+    rank: int, world: int, shape: tuple[int, ...], name: str, backend: str, style: str = "root", steps: int = STEPS
+) -> tuple:
+    from odc_triton import full_parameters, fully_shard, minibatch
+
+    case, model, mesh = CASES[name], build(name, seed=0 if rank == 0 else 7), mesh_of(shape)
+    if style == "bottom-up":
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh, backend=backend)
+    fully_shard(model, mesh=mesh, backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    first, norms, losses = {}, [], []
+    for step in range(steps):
+        batches = microbatches(name, SIZES, seed=step)
+        mine = [batches[index] for index in DEALS[world][rank]]
+        total = torch.zeros(())
+        with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
+            for batch in mine:
+                loss = case.loss(model, batch) / mb.tokens
+                loss.backward()
+                total += loss.detach()
+        dist.all_reduce(total)
+        losses.append(total.item())
+        if step == 0:
+            first = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters() if p.grad is not None}
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
+        optimizer.step()
+        if step == 4 and rank == 1:  # one rank alone evaluates right after its step
+            with torch.no_grad():
+                case.loss(model, batches[0])
+    local = sum(p.to_local().numel() for p in model.parameters() if p.dim())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    state_bytes = sum((s.to_local() if hasattr(s, "to_local") else s).nbytes for s in states)
+    return first, dict(full_parameters(model)), norms, losses, (local, state_bytes)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2-tied", "conv"])
+def test_against_one_process(name: str, backend: str) -> None:
+    """Uneven counts, a rank without microbatches; in "conv" a scalar, an empty parameter and rows fewer than ranks."""
+    want_first, want, want_norms = unsharded(name, STEPS, ["none"])
+    results = ranks.run(_train, 4, (2, 2), name, backend)
+    for first, weights, norms, losses, _ in results:
+        assert first.keys() == want_first.keys()
+        for key, gradient in want_first.items():
+            # fp32 sums in another order; an attention bias of GPT-2 is rounding only.
+            torch.testing.assert_close(first[key], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+        assert weights.keys() == want.keys()
+        assert whole_model_error(weights, want) <= 1e-5  # 1e-7 per operation, amplified by ten steps of AdamW
+        torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=0)
+        assert losses == results[0][3]
+        for key, value in results[0][1].items():
+            assert torch.equal(weights[key], value), key  # all replicas hold the same parameters
+    # Masters lie on all ranks, each element once.
+    assert sum(local for *_, (local, _) in results) == sum(p.numel() for p in build(name).parameters() if p.dim())
+    *_, (_, state_bytes) = results[0]
+    assert state_bytes == memory_plan(build(name), 2, replicas=2).optimizer_state_bytes
+
+
+def _without_tokens(rank: int, world: int) -> dict[str, torch.Tensor]:
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(build("qwen2"), mesh=mesh_of((2, 2)))
+    (batch,) = microbatches("qwen2", [5], seed=rank)
+    with minibatch(model):
+        CASES["qwen2"].loss(model, batch).backward()
+    return {key: p.grad.full_tensor().clone() for key, p in model.named_parameters()}
+
+
+def test_without_tokens_gradients_are_divided_by_all_ranks() -> None:
+    model = build("qwen2")
+    for rank in range(4):
+        (batch,) = microbatches("qwen2", [5], seed=rank)
+        (CASES["qwen2"].loss(model, batch) / 4).backward()
+    for gradients in ranks.run(_without_tokens, 4):
+        for key, p in model.named_parameters():
+            torch.testing.assert_close(gradients[key], p.grad, rtol=1e-4, atol=1e-6)  # fp32 sums in another order
+
+
+def test_three_replicas_of_one_rank() -> None:
+    _, want, want_norms = unsharded("conv", 3, ["none"])
+    for _, weights, norms, *_ in ranks.run(_train, 3, (3, 1), "conv", "cpu", "root", 3):
+        assert whole_model_error(weights, want) <= 1e-5  # as above
+        torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=0)
+
+
+def test_bottom_up() -> None:
+    _, want, _ = unsharded("qwen2", 3, ["none"])
+    for _, weights, *_ in ranks.run(_train, 4, (2, 2), "qwen2", "cpu", "bottom-up", 3):
+        assert whole_model_error(weights, want) <= 1e-5  # as above
+        assert all(relative(weights[key], value) <= 1e-3 for key, value in want.items())
+
+
+@pytest.mark.parametrize(("shape", "world"), [((2, 1), 2), ((1, 2), 2)])
+def test_with_one_replica_or_one_rank_each(shape: tuple[int, int], world: int) -> None:
+    flat = ranks.run(_train, world, (world,), "conv", "cpu", "root", 3)
+    both = ranks.run(_train, world, shape, "conv", "cpu", "root", 3)
+    for (first, weights, norms, *_), (want_first, want, want_norms, *_) in zip(both, flat, strict=True):
+        # Two summands commute; within a replica the order of arrival is not fixed, for three microbatches and more.
+        for key in want:
+            torch.testing.assert_close(weights[key], want[key], rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(first[key], want_first[key], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(norms, want_norms, rtol=1e-5, atol=0)
+
+
+# ---------------------------------------------------------------------- shapes, dtypes, initial values
+
+
+class Rows(nn.Module):
+    """7, 1, 2 and no rows over 2 x 2 ranks; one frozen; one that nobody uses; a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seven, self.one, self.two = nn.Linear(4, 7), nn.Linear(7, 1), nn.Linear(7, 2)
+        self.empty = nn.Parameter(torch.empty(0, 2))
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.frozen, self.never = nn.Linear(4, 4), nn.Linear(3, 3)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("offset", torch.ones(4))
+
+    def reset_parameters(self) -> None:
+        """Of its own tensors; those of its children are their own."""
+        nn.init.constant_(self.scale, 2.0)
+        nn.init.ones_(self.offset)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.seven(self.frozen(x + self.offset.to(x.dtype))))
+        return (self.one(x).sum() + self.two(x).sum() + self.empty.sum()) * self.scale
+
+
+def _rows(rank: int, world: int, dtype: torch.dtype | None, meta: str) -> tuple:
+    from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch
+    from odc_triton.comm import replicas
+
+    if meta == "others":
+        replicas._BUFFER_BYTES = 48  # parts are cut to fit it
+    torch.manual_seed(0)
+    where = "meta" if meta == "all" or (meta == "others" and rank) else "cpu"
+    with torch.device(where):
+        model = Rows()
+    if rank and where == "cpu":
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(float("nan"))  # rank 0's values count
+    policy, backend = MixedPrecisionPolicy(param_dtype=dtype), "cpu" if dtype is None else "cpu-apart"
+    model = fully_shard(model, mesh=mesh_of((2, 2)), mp_policy=policy, backend=backend)
+    start = dict(full_parameters(model))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    gradients = {}
+    for _ in range(2):
+        with minibatch(model, tokens=1):
+            model(x.to(dtype or torch.float32)).backward()
+        gradients = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    rows = {key: len(p.to_local()) if p.dim() else None for key, p in model.named_parameters()}
+    return start, gradients, dict(full_parameters(model)), rows, model.state_dict()["offset"]
+
+
+@pytest.mark.parametrize("meta", ["none", "others", "all"])
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_odd_rows(dtype: torch.dtype | None, meta: str) -> None:
+    results = ranks.run(_rows, 4, dtype, meta)
+    compute = dtype or torch.float32
+    master, model = Rows(), Rows().to(compute)
+    start = results[0][0]
+    if meta != "all":
+        torch.manual_seed(0)
+        plain = Rows().state_dict()
+        assert all(torch.equal(start[key], plain[key].to(compute)) for key in start)
+    master.load_state_dict(start, strict=False)
+    if dtype is not None and meta == "others":
+        torch.manual_seed(0)
+        master.load_state_dict(Rows().state_dict())
+    model.load_state_dict(start, strict=False)
+    gradients: dict[str, torch.Tensor] = {}
+    for _ in range(2):
+        model.zero_grad()
+        sums = {key: torch.zeros_like(p) for key, p in master.named_parameters()}
+        for rank in range(4):
+            model.zero_grad()
+            model(torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)).to(compute)).backward()
+            for key, p in model.named_parameters():
+                if p.grad is not None:
+                    sums[key] += p.grad.float()
+        used = [key for key, p in model.named_parameters() if p.grad is not None]
+        gradients = {key: sums[key] for key in used}
+        with torch.no_grad():
+            for key, p in master.named_parameters():
+                if key in used:
+                    p -= 0.1 * sums[key]
+        model.load_state_dict(master.state_dict())
+    limit = 1e-5 if dtype is None else 3e-2  # a master's last bit may turn a bf16's, of 8
+    for _, got, weights, _, offset in results:
+        assert got.keys() == gradients.keys()
+        assert not any(key.startswith(("frozen", "never")) for key in got)
+        for key, value in gradients.items():
+            assert not value.numel() or relative(got[key], value) <= limit, key
+        for key, p in master.named_parameters():
+            assert not p.numel() or relative(weights[key], p.detach().to(compute)) <= limit, key
+            assert torch.equal(weights[key], results[0][2][key]), key
+        assert torch.equal(offset, torch.ones(4))
+    # Shard 0 has rows 0-3 of seven, shard 1 the rest; replica 0 their first halves. Ranks are (0, 0), (0, 1), (1, 0), …
+    assert [rows["seven.weight"] for *_, rows, _ in results] == [2, 2, 2, 1]
+    assert [rows["two.weight"] for *_, rows, _ in results] == [1, 1, 0, 0]
+    assert [rows["one.weight"] for *_, rows, _ in results] == [1, 0, 0, 0]
+
+
+# ---------------------------------------------------------------------- checkpoints
+
+
+def _sharded(shape: tuple[int, ...], name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from odc_triton import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=BF16 if name == "qwen2" else None)
+    model = fully_shard(build(name, seed), mesh=mesh_of(shape), mp_policy=policy)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _save(rank: int, world: int, shape: tuple[int, ...], folder: str, name: str) -> list[float]:
+    model, optimizer = _sharded(shape, name, seed=0)
+    train_dealt(model, optimizer, name, range(2), rank)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=f"{folder}/sharded")
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        torch.save(whole, f"{folder}/whole.pt")
+    return train_dealt(model, optimizer, name, range(2, 4), rank)
+
+
+def _load(rank: int, world: int, shape: tuple[int, ...], folder: str, name: str) -> tuple[list[float], bool]:
+    model, optimizer = _sharded(shape, name, seed=9)
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=f"{folder}/sharded")
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    loaded = {key: p.full_tensor().clone() for key, p in model.named_parameters()}
+    whole = torch.load(f"{folder}/whole.pt")
+    same = all(torch.equal(value, whole[key]) for key, value in loaded.items())
+    model.load_state_dict(whole)  # whole tensors, of which each rank takes its part
+    same = same and all(torch.equal(p.full_tensor(), whole[key]) for key, p in model.named_parameters())
+    return train_dealt(model, optimizer, name, range(2, 4), rank), same
+
+
+@pytest.mark.parametrize("name", ["conv", pytest.param("qwen2", marks=pytest.mark.slow)])
+def test_checkpoints_across_mesh_shapes(tmp_path: Path, name: str) -> None:
+    """fp32, and bf16 beside fp32 masters."""
+    (want, *_) = ranks.run(_save, 4, (2, 2), str(tmp_path), name)
+    for shape in ((2, 2), (2,), (1, 4)) if name == "conv" else ((2,),):
+        world = torch.Size(shape).numel()
+        for losses, same in ranks.run(_load, world, shape, str(tmp_path), name):
+            assert same
+            # Exactly the same state; only the sums over ranks may be taken in another order.
+            torch.testing.assert_close(losses, want, rtol=1e-6, atol=0)
+
+
+def test_a_one_dimensional_checkpoint_loads(tmp_path: Path) -> None:
+    (want, *_) = ranks.run(_save, 2, (2,), str(tmp_path), "conv")
+    for losses, same in ranks.run(_load, 4, (2, 2), str(tmp_path), "conv"):
+        assert same
+        torch.testing.assert_close(losses, want, rtol=1e-6, atol=0)  # as above
+
+
+# ---------------------------------------------------------------------- a rank dies
+
+
+def _killed(rank: int, world: int, where: str, victim: int) -> tuple:
+    from odc_triton import OdcError, fully_shard, minibatch
+
+    model = fully_shard(build("conv"), mesh=mesh_of((2, 2)), timeout=timedelta(seconds=60))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (batch,) = microbatches("conv", [3], seed=0)
+
+    def die(*_: object) -> None:
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    start_s = time.monotonic()
+    try:
+        for number in range(2):
+            if number == 1 and where == "forward":
+                model.conv1.register_forward_hook(die)
+            with minibatch(model, tokens=1):
+                CASES["conv"].loss(model, batch).backward()
+                if number == 1 and where == "exit":
+                    die()
+            if number == 1 and where == "sum":
+                die()
+            if number == 1 and where == "step":
+                optimizer.register_step_post_hook(die)  # comes after our own
+                optimizer.register_step_pre_hook(die)
+            optimizer.step()
+        with minibatch(model, tokens=1):
+            pass
+    except OdcError as error:
+        return type(error).__name__, error.ranks, str(error), time.monotonic() - start_s
+    return "no error", [], "", 0.0
+
+
+@pytest.mark.parametrize(("where", "victim"), [("forward", 3), ("exit", 0), ("sum", 3), ("step", 0)])
+def test_a_killed_rank_is_named_by_all_others(where: str, victim: int) -> None:
+    with ranks.start(_killed, 4, where, victim) as job:
+        others = [rank for rank in range(4) if rank != victim]
+        for outcome in job.wait_for(others, timeout_s=30):
+            assert outcome.error is None, outcome.error
+            kind, named, text, seconds = outcome.value
+            assert (kind, named) == ("RankLost", [victim]), text
+            assert f"rank {victim} died" in text
+            assert seconds < 10  # found dead, not late
+
+
+def _raising(rank: int, world: int) -> tuple[dict, list]:
+    from odc_triton import MinibatchFailed, fully_shard, minibatch
+
+    model = fully_shard(build("conv"), mesh=mesh_of((2, 2)))
+    (batch,) = microbatches("conv", [3], seed=0)
+    failed = {}
+    for number in range(2):
+        try:
+            with minibatch(model, tokens=1):
+                CASES["conv"].loss(model, batch).backward()
+                if rank == 2 and number == 0:
+                    raise ValueError("no luck")
+        except MinibatchFailed as error:
+            failed = error.ranks
+            assert all(p.grad is None for p in model.parameters())
+    return failed, [p.grad.full_tensor() for p in model.parameters()]
+
+
+def test_a_microbatch_that_raised_fails_on_all_replicas() -> None:
+    model = build("conv")
+    CASES["conv"].loss(model, microbatches("conv", [3], seed=0)[0]).backward()
+    for failed, gradients in ranks.run(_raising, 4):
+        assert failed == {2: "ValueError: no luck"}
+        for got, p in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(got, 4 * p.grad, rtol=1e-4, atol=1e-5)  # four equal summands, in fp32
+
+
+def _stopped(rank: int, world: int, where: str) -> tuple:
+    from odc_triton import OdcError, fully_shard, minibatch
+
+    model = fully_shard(build("conv"), mesh=mesh_of((2, 2)), timeout=timedelta(seconds=15))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if rank == 3 and where == "before its part of the sum":
+        model._odc_engine.replicas.sum_parts = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        for number in range(2):
+            with minibatch(model, tokens=1):
+                if rank == 3 and number == 1:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                CASES["conv"].loss(model, microbatches("conv", [3], seed=0)[0]).backward()
+            optimizer.step()
+    except OdcError as error:
+        return type(error).__name__, error.ranks
+    return "no error", []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["in a minibatch", "before its part of the sum"])
+def test_a_stopped_rank_is_named_at_the_deadline(where: str) -> None:
+    with ranks.start(_stopped, 4, where) as job:
+        outcomes = job.wait_for([0, 1, 2], timeout_s=90)
+        assert [outcome.error for outcome in outcomes] == [None] * 3
+        # Rank 1 waits for the stopped one's part of the sum, and gives up first; nobody is to blame but rank 3.
+        for outcome in outcomes:
+            assert outcome.value in (("DeadlineExceeded", [3]), ("RankLost", [1]))
+        assert outcomes[1].value == ("DeadlineExceeded", [3])
+
+
+# ---------------------------------------------------------------------- between hosts
+
+
+@pytest.mark.slow
+def test_two_hosts(tmp_path: Path) -> None:
+    """Replicas in two network namespaces: nothing goes between them but by TCP."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = ["unshare", "-rn", sys.executable, "-m", "tests.support.two_hosts", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=180, env=environment, cwd=Path(__file__).parents[2])
+    seen = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    _, want, want_norms = unsharded("conv", two_hosts.STEPS, ["none"])
+    for rank, theirs in enumerate(seen):
+        assert "ranks 0 to 3 share memory and lie on several hosts" in theirs["one dimension"]
+        assert theirs["without a mesh"] == (2, [rank % 2, rank % 2 + 2])
+        _, weights, norms, *_ = theirs["trained"]
+        assert whole_model_error(weights, want) <= 1e-5  # fp32 sums in another order
+        torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=0)
+    heaps = [theirs["heaps"] for theirs in seen]
+    assert heaps[0] == heaps[1] != set()
+    assert heaps[2] == heaps[3] != set()
+    assert not heaps[0] & heaps[2]
+    for theirs in seen[:3]:
+        kind, ranks_named, seconds = theirs["killed"]
+        assert (kind, ranks_named) == ("RankLost", [3])
+        assert seconds < 10  # found dead, not late

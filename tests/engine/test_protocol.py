@@ -1,0 +1,403 @@
+"""The minibatch protocol: who waits for whom and when, what a gradient is made of, what a model leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.faults.test_faults import Blocks, batch, build
+from tests.support import ranks
+
+SOON = timedelta(seconds=30)  # a deadline for what must happen at once
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+# ---------------------------------------------------------------------- nobody waits inside a minibatch
+
+
+def _no_barrier(rank: int, world: int) -> tuple[int, list[str]]:
+    from odc_triton import fully_shard, minibatch
+    from odc_triton.engine.api import events
+
+    model = fully_shard(build())
+    meetings = model._odc_engine.meetings
+    if rank == 1:  # its first layer ends only after rank 0 has done everything
+        model.blocks[0].register_forward_hook(lambda *_: _store().wait(["rank 0 is through"], SOON))
+    held = meetings.held
+    events(model)
+    with minibatch(model):
+        for seed in range(1 if rank == 1 else 4):
+            model(batch(seed)).sum().backward()
+        if rank == 0:
+            _store().set("rank 0 is through", "1")
+    return meetings.held - held, [event.label for event in events(model) if event.kind == "wait"]
+
+
+def test_no_barrier_per_layer() -> None:
+    for held, waits in ranks.run(_no_barrier, 2):
+        assert held == 2
+        assert waits == ["enter minibatch 0", "leave minibatch 0"]
+
+
+def _many(rank: int, world: int) -> list[int]:
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(build())
+    keys = []
+    for number in range(23):
+        with minibatch(model):
+            pass
+        if number in (2, 22):
+            keys.append(_store().num_keys())
+    return keys
+
+
+def test_store_does_not_grow() -> None:
+    for early, late in ranks.run(_many, 2):
+        assert late <= early + 4  # each rank's key of the last two meetings; 40 meetings lie between
+
+
+def _lock_wait(rank: int, world: int) -> list:
+    from odc_triton import fully_shard, minibatch
+    from odc_triton.engine.api import events
+
+    model = fully_shard(build())
+    engine = model._odc_engine
+    slot = next(p.slot for p in engine.parameters if p.name == "head.weight")
+    with minibatch(model):
+        if rank == 1:
+            assert engine.heap.try_lock(slot, 1)
+            _store().set("held", "1")
+            _store().wait(["head of rank 0"], SOON)
+            time.sleep(0.05)
+            engine.heap.unlock(slot, 1)
+        else:
+            _store().wait(["held"], SOON)
+            output = model(batch(0))
+            output.register_hook(lambda _: _store().set("head of rank 0", "1"))
+            output.sum().backward()
+    return events(model)
+
+
+def test_wait_for_a_lock_is_an_event() -> None:
+    first, second = ranks.run(_lock_wait, 2)
+    (wait,) = [event for event in first if event.label == "lock of head.weight"]
+    (backward,) = [event for event in first if event.kind == "backward"]
+    assert wait.kind == "wait"
+    assert wait.minibatch == wait.microbatch == 0
+    assert backward.start_s <= wait.start_s < wait.end_s <= backward.end_s
+    assert not any(event.label.startswith("lock") for event in second)
+
+
+# ---------------------------------------------------------------------- reading outside of a minibatch
+
+
+def _interrupted_evaluation(rank: int, world: int) -> float:
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(build())
+    handle = model.blocks[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        model(batch(0))
+    handle.remove()
+    assert all(isinstance(p, dist.tensor.DTensor) for p in model.parameters())
+    with minibatch(model, tokens=1):  # goes on as if nothing had happened
+        model(batch(0)).sum().backward()
+    return model.head.bias.grad.full_tensor()[0].item()
+
+
+def test_interrupted_evaluation_leaves_no_trace() -> None:
+    assert ranks.run(_interrupted_evaluation, 2) == [2 * 3.0] * 2  # two ranks, three rows each
+
+
+def _evaluate_alone(rank: int, world: int, dtype: torch.dtype | None) -> tuple | None:
+    from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch
+
+    model = fully_shard(build(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if rank == 1:
+        optimizer.register_step_pre_hook(lambda *_: time.sleep(0.3))
+    for _ in range(2):
+        with minibatch(model):
+            model(batch(0)).sum().backward()
+        optimizer.step()
+        if rank == 0:
+            with torch.no_grad():
+                output = model(batch(1))
+            weights = dict(full_parameters(model))
+    return (output, weights) if rank == 0 else None
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_one_rank_evaluates_after_its_step(dtype: torch.dtype | None) -> None:
+    output, weights = ranks.run(_evaluate_alone, 2, dtype)[0]
+    master, model = build(), build()
+    optimizer = torch.optim.SGD(master.parameters(), lr=0.5)
+    compute = dtype or torch.float32
+    model.to(compute)
+    for _ in range(2):
+        model.zero_grad()
+        model(batch(0).to(compute)).sum().backward()
+        for p, q in zip(master.parameters(), model.parameters(), strict=True):
+            p.grad = q.grad.float()
+        optimizer.step()
+        model.load_state_dict(master.state_dict())
+    for name, p in model.named_parameters():
+        # bf16: gradients of the two ranks are equal and add exactly; what is left is fp32 rounding before the cast
+        torch.testing.assert_close(weights[name], p.detach(), rtol=1e-5 if dtype is None else 1e-2, atol=1e-5)
+    torch.testing.assert_close(output, model(batch(1).to(compute)).detach(), rtol=1e-2, atol=1e-2)
+
+
+def _torn(rank: int, world: int) -> str:
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with minibatch(model):
+        model(batch(0)).sum().backward()
+    text = ""
+    if rank == 0:  # evaluates between its exit and its step, while rank 1 steps
+        model.blocks[0].register_forward_hook(lambda *_: _store().wait(["rank 1 stepped"], SOON))
+        try:
+            model(batch(0))
+        except RuntimeError as error:
+            text = str(error)
+    optimizer.step()
+    _store().set(f"rank {rank} stepped", "1")
+    return text
+
+
+def test_torn_read_is_noticed() -> None:
+    first, _ = ranks.run(_torn, 2)
+    assert "ranks [1] stepped or published while rank 0 was still reading" in first
+
+
+# ---------------------------------------------------------------------- what a gradient is made of
+
+
+class Branches(nn.Module):
+    """`both` is used by all ranks, `second` by rank 1 alone, `never` by nobody; `frozen` doesn't train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.both, self.second, self.never, self.frozen = (nn.Linear(4, 4) for _ in range(4))
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, second: bool) -> torch.Tensor:
+        x = self.both(self.frozen(x))
+        return self.second(x) if second else x
+
+
+def _partial(rank: int, world: int, tokens: bool, factor: float | None) -> tuple:
+    from odc_triton import full_parameters, fully_shard, minibatch
+
+    warnings.simplefilter("ignore")  # counts that differ
+    model = fully_shard(Branches())
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    gradients = []
+    for _ in range(2):
+        with minibatch(model, tokens=1 if tokens else None):
+            for seed in range((2, 1, 0)[rank]):
+                model(batch(seed), second=rank == 1).square().sum().backward()
+        gradients.append({n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    stepped = {name for name, p in model.named_parameters() if optimizer.state[p]}
+    return gradients, stepped, dict(full_parameters(model))
+
+
+@pytest.mark.parametrize(("tokens", "factor", "divisor"), [(False, None, 3), (True, None, 1), (False, 5.0, 5)])
+def test_partial_gradients(tokens: bool, factor: float | None, divisor: float) -> None:
+    model = Branches()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    want = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        for seed, second in ((0, False), (1, False), (0, True)):
+            (model(batch(seed), second).square().sum() / divisor).backward()
+        want.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+    for gradients, stepped, weights in ranks.run(_partial, 3, tokens, factor):
+        assert stepped == {"both.weight", "both.bias", "second.weight", "second.bias"}
+        for got, expected in zip(gradients, want, strict=True):
+            assert got.keys() == expected.keys()
+            for name in expected:
+                torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(weights[name], p.detach(), rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------- debug=True
+
+
+def _collectives(rank: int, world: int) -> dict[str, str]:
+    from torch.distributed._functional_collectives import all_reduce
+
+    from odc_triton import MinibatchFailed, fully_shard, minibatch
+
+    model = fully_shard(build(), debug=True)
+    alone = [dist.new_group([each]) for each in range(world)][rank]
+    one, mesh = torch.ones(1), model.head.weight.device_mesh
+
+    def in_backward() -> None:
+        output = model(batch(0))
+        output.register_hook(lambda _: dist.all_reduce(one))
+        output.sum().backward()
+
+    def harmless() -> None:
+        dist.all_reduce(one, group=alone)
+        all_reduce(one, "sum", alone)
+        model(batch(0)).sum().backward()
+
+    actions: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(one),
+        "all_gather_object": lambda: dist.all_gather_object([None] * world, 1),
+        "barrier": dist.barrier,
+        "functional": lambda: all_reduce(one, "sum", mesh),
+        "full_tensor": lambda: model.head.weight.full_tensor(),
+        "inside an operator of DTensor": lambda: model.head.weight @ model.head.weight.T,
+        "in backward": in_backward,
+        "harmless": harmless,
+    }
+    seen = {}
+    for name, action in actions.items():
+        try:
+            with minibatch(model):
+                action()
+            seen[name] = "nothing was raised"
+        except MinibatchFailed as error:
+            seen[name] = str(error)
+    dist.all_reduce(one)  # outside it is nobody's business
+    return seen
+
+
+def test_debug_catches_collectives() -> None:
+    for seen in ranks.run(_collectives, 2):
+        assert seen.pop("harmless") == "nothing was raised"
+        for name, text in seen.items():
+            assert "inside a minibatch: ranks may run different numbers" in text, f"{name}: {text}"
+        assert "collective allreduce_ " in seen["all_reduce"]
+
+
+# ---------------------------------------------------------------------- what a model leaves behind
+
+
+def _in_a_row(rank: int, world: int) -> tuple[list[int], int]:
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    from odc_triton import fully_shard, minibatch
+
+    def count() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    def once() -> None:
+        model = fully_shard(Blocks())
+        optimizer = torch.optim.AdamW(model.parameters())
+        with minibatch(model):
+            model(batch(0)).sum().backward()
+        optimizer.step()
+
+    once()
+    fds = [count()]
+    for _ in range(50):
+        once()
+    fds.append(count())
+    mapped = Path("/proc/self/maps").read_text().count("odc-heap")
+    return [*fds, mapped], len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+
+
+def test_fifty_models_in_a_row() -> None:
+    for (before, after, mapped), hooks in ranks.run(_in_a_row, 2):
+        assert after <= before
+        assert mapped == 0
+        assert hooks == 0
+
+
+# ---------------------------------------------------------------------- scalars
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def _late_at_landing(rank: int, world: int, late: int) -> list[float]:
+    """The scalar's gradient in two minibatches; rank `late` loses time between the exit meeting and taking it."""
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(_Scaled(), backend="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, gradients = model._odc_engine, []
+    land = engine._land
+    if rank == late:
+        engine._land = lambda touched: (time.sleep(0.5), land(touched))
+    for _ in range(2):
+        with minibatch(model, tokens=1):
+            model(torch.ones(3)).sum().backward()
+        gradients.append(model.scale.grad.to_local().item())
+        optimizer.step()
+    return gradients
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_scalars_gradient_is_taken_before_it_is_cleared(late: int) -> None:
+    assert ranks.run(_late_at_landing, 2, late) == [[6.0, 6.0]] * 2
+
+
+def _own_squares(rank: int, world: int) -> tuple[float, float]:
+    """This rank's part of the squared norm, and the whole norm by torch."""
+    from odc_triton import fully_shard, minibatch
+    from odc_triton.train.run import own_gradients, square_norm
+
+    model = fully_shard(_Scaled(), backend="cpu")
+    with minibatch(model, tokens=1):
+        model(torch.ones(3)).sum().backward()
+    _, counted = own_gradients(model.parameters(), rank)
+    return square_norm(counted), nn.utils.clip_grad_norm_(model.parameters(), 1e9).full_tensor().item()
+
+
+def test_a_scalar_counts_once_in_the_norm() -> None:
+    found = ranks.run(_own_squares, 2)
+    assert sum(squares for squares, _ in found) ** 0.5 == found[0][1] == 6.0
+
+
+class _Ended:
+    """Signs of a peer whose process is gone."""
+
+    def is_alive(self, rank: int) -> bool:
+        return False
+
+    def seen(self, word: object) -> list[int]:
+        return [0, 0]
+
+
+def test_one_that_came_and_then_ended_is_not_blamed() -> None:
+    from odc_triton import RankLost
+    from odc_triton.comm.meeting import Meetings
+
+    meetings = Meetings(store=dist.HashStore(), rank=0, world=2, timeout_s=1.0)
+    meetings.signs = _Ended()
+    meetings.require_alive([1], "the end", list)  # it came between the look at it and the look at its life
+    with pytest.raises(RankLost, match="rank 1 died"):
+        meetings.require_alive([1], "the end", lambda: [1])

@@ -1,0 +1,231 @@
+"""Ranks whose layers sleep: every sample is slept once, meetings hold everybody, and the numbers are what they say."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from itertools import pairwise
+
+import pytest
+import torch.distributed as dist
+
+from bench.suites import protocol_scale, sleeping, work_queue
+from bench.suites.protocol_scale import BASELINE, OURS, RANKS, SAMPLES, WAYS, expected_s, in_words, make_cells, rows_of
+from bench.suites.sleeping import Cell, Costs, Gate, Measured, Ran, Sleeper, Way, run_cells, together
+from odc_triton.balance import CostModel
+from odc_triton.simulate.study import NAMED
+from tests.support import ranks
+
+QUEUE = Way(schedule="odc", balance="queue")
+
+
+def cell(ways: tuple[Way, ...] = WAYS, **change: object) -> Cell:
+    """Four samples of 1, 2, 3 and 6 units for two ranks."""
+    settings = {
+        "name": "four",
+        "samples": 2,
+        "minibatches": [[100, 200, 300, 600]],
+        "ways": ways,
+        "token_cap": 600,
+        "cost": CostModel(quadratic=0.0, linear=1.0),
+        "seconds_per_cost": 0.01,
+        "layers": 2,
+    }
+    return Cell(**{**settings, **change})
+
+
+# ---------------------------------------------------------------------- sleeping and meeting
+
+
+class Clock:
+    """Time passes only in sleeps, each of which lasts `late` too long."""
+
+    def __init__(self, late: float) -> None:
+        self.now, self.late = 0.0, late
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + self.late
+
+
+def test_sleeps_that_last_too_long_are_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(late=0.03)
+    monkeypatch.setattr(sleeping, "time", clock)
+    sleeper = Sleeper()
+    for told in [0.1, 0.01, 0.01, 0.01, 0.05] * 20:
+        sleeper.sleep(told)
+    assert 0.18 * 20 <= clock.now <= 0.18 * 20 + clock.late + 1e-9
+
+
+def _through_the_gate(rank: int, world: int, name: str) -> list[int]:
+    gate, store, seen = Gate(name), dist.distributed_c10d._get_default_store(), []
+    for _ in range(5):
+        time.sleep(0.02 * (rank == 1))
+        store.add("came", 1)
+        gate.meet()
+        seen.append(store.add("came", 0))
+    gate.close()
+    return seen
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_nobody_passes_the_gate_before_all_have_come(world: int) -> None:
+    for seen in ranks.run(_through_the_gate, world, uuid.uuid4().hex):
+        assert all(count >= world * (turn + 1) for turn, count in enumerate(seen))
+
+
+def _one_leaves(rank: int, world: int, name: str) -> str:
+    gate = Gate(name)
+    gate.meet()
+    if rank != 1:
+        try:
+            gate.meet()
+        except ConnectionError as error:
+            return f"{type(error).__name__}: {error}"
+    gate.close()
+    return "left"
+
+
+def test_a_rank_that_has_left_holds_nobody_at_the_gate() -> None:
+    ended = ranks.run(_one_leaves, 3, uuid.uuid4().hex)
+    assert ended[1] == "left"
+    assert "a peer has left" in ended[0]
+    assert ended[2] != "left"  # a closed connection, whether it read or wrote
+
+
+# ---------------------------------------------------------------------- a real run
+
+
+def _tiny(rank: int, world: int, cells: list[Cell], name: str) -> tuple[list[Ran], Costs]:
+    return run_cells(cells, name)
+
+
+def test_a_real_run_sleeps_every_sample_once_in_every_way() -> None:
+    short = {"seconds_per_cost": 1e-4}  # 10 to 60 ms a sample
+    cells = [
+        cell(minibatches=[[100, 200, 300, 600], [50, 60, 70, 80]], **short),
+        cell((OURS, QUEUE), slow={1: 1.5}, **short),
+    ]
+    of_ranks = ranks.run(_tiny, 2, cells, uuid.uuid4().hex)
+    assert all(cost > 0 for cost in vars(of_ranks[0][1]).values())
+    measured = together(cells, [ran for ran, _ in of_ranks])
+    assert [(m.cell.slow, m.way) for m in measured] == [({}, way) for way in WAYS] + [
+        ({1: 1.5}, OURS),
+        ({1: 1.5}, QUEUE),
+    ]
+    for result in measured[: len(WAYS)]:
+        for index, lengths in enumerate(result.cell.minibatches):
+            runs = [
+                r for ran, _ in of_ranks for r in ran if (r.cell, r.way, r.index) == (0, WAYS.index(result.way), index)
+            ]
+            assert sum(r.slept_s for r in runs) == pytest.approx(1e-4 * sum(lengths))
+            if result.way.schedule == "fsdp":  # else the gate would have held somebody
+                assert len({r.packs for r in runs}) == 1
+        # A sleep is never too short, so this holds on any machine.
+        assert all(took >= own for took, own in zip(result.seconds, result.largest_work, strict=True))
+        assert result.off < 0
+    queue = measured[-1]
+    assert sum(queue.microbatches[0]) == 4
+    # Ranks are in turn: no two minibatches overlap.
+    for ran, _ in of_ranks:
+        assert all(a.end_s <= b.start_s for a, b in pairwise(ran))
+
+
+# ---------------------------------------------------------------------- what is made of it
+
+
+def test_the_simulator_and_the_bounds_of_a_case_done_by_hand() -> None:
+    of = cell()
+    # Position deals [1, 2] and [3, 6] units, longest first: layers meet at 6 and 3 under FSDP.
+    assert of.simulated_s(Way(schedule="fsdp", balance="local"), 2) == pytest.approx([9.0])
+    assert of.simulated_s(OURS, 2) == pytest.approx([6.0])
+    assert of.simulated_s(QUEUE, 2) == pytest.approx([6.0])
+    for schedule in ("fsdp", "odc"):  # each with the minibatch's own meetings once
+        way = Way(schedule=schedule, balance="micro")
+        assert of.simulated_s(way, 2, 0.5)[0] - of.simulated_s(way, 2)[0] == pytest.approx(0.5)
+    slow = cell(slow={0: 2.0})
+    assert slow.simulated_s(Way(schedule="odc", balance="local"), 2) == pytest.approx([9.0])
+
+    def ran(way: int, start_s: float, end_s: float, slept_s: float) -> Ran:
+        return Ran(cell=0, way=way, index=0, start_s=start_s, end_s=end_s, slept_s=slept_s, packs=1)
+
+    one = cell((BASELINE, OURS))
+    base, ours = together([one], [[ran(0, 0.0, 7.9, 6.0), ran(1, 10, 16.4, 6)], [ran(0, 0.1, 8, 6), ran(1, 10, 16, 6)]])
+    assert (base.seconds, ours.seconds) == (pytest.approx([8.0]), pytest.approx([6.4]))
+    assert ours.mean_work == pytest.approx([6.0])
+    assert ours.over_bound == pytest.approx(0.4 / 6)
+    assert ours.off == pytest.approx(6 / 6.4 - 1)
+    rows = rows_of([base, ours], 2)
+    assert [row["speedup"] for row in rows] == pytest.approx([1.0, 8 / 6.4])
+    assert rows[1]["speedup_bound"] == pytest.approx(8 / 6)
+    words = in_words(
+        rows, {2: Costs(gate_s=1e-3, gloo_s=5e-3, empty_s=9e-3, layer_s=1e-3, layer_with_gate_s=2e-3)}, 0.4
+    )
+    assert "a meeting takes 1.00 ms, 2.0% of a layer's mean sleep of 50 ms" in words
+    assert "at most 6.7%" in words
+    assert "within 5% in 1 of 2" in words
+    whole = [{**rows[1], "way": way.name} if way not in (BASELINE, OURS) else rows[way == OURS] for way in WAYS]
+    (line,) = protocol_scale.cells_of(whole)
+    assert len(line) == len(protocol_scale.COLUMNS)
+    assert line[:4] == ["four", 2, 2, "1.25 / 1.33"]
+    assert line[-3:] == ["1.33", "+6.7%", "-6.2%"]
+
+
+def test_the_queues_table() -> None:
+    def measured(way: Way, slow: dict[int, float], seconds: float) -> Measured:
+        return Measured(
+            cell=cell((way,), slow=slow),
+            way=way,
+            seconds=[seconds],
+            simulated=[seconds],
+            mean_work=[6.0],
+            largest_work=[6.0],
+            microbatches=[[2, 2]],
+        )
+
+    pairs = [
+        measured(OURS, {}, 6.0),
+        measured(QUEUE, {}, 6.1),
+        measured(OURS, {1: 1.3}, 7.8),
+        measured(QUEUE, {1: 1.3}, 7),
+    ]
+    rows = work_queue.rows_of(pairs, 2)
+    assert [row["ratio"] for row in rows] == pytest.approx([6 / 6.1, 7.8 / 7])
+    # Speeds 1 and 1 / 1.3 share 12 seconds of work.
+    assert rows[1]["ratio_best"] == pytest.approx(7.8 / (12 / (1 + 1 / 1.3)))
+    words = work_queue.in_words(rows)
+    assert "all ranks equal: LB-Mini's time over the queue's is 0.984 to 0.984; 0.98 or more in 1 of 1" in words
+    assert "1.15 or more in 0 of 1" in words
+    assert len(work_queue.shown(rows[0])) == len(work_queue.COLUMNS)
+
+
+def test_the_queue_computed_by_hand() -> None:
+    costs = [4.0, 3.0, 2.0, 1.0]
+    assert work_queue.finish(costs, 2, {}) == 5.0
+    assert work_queue.finish(costs, 2, {0: 2.0}) == 8.0  # rank 1 has 3, 2 and 1 meanwhile
+    # Each begins with one of its own and one more in its hands: 4 and 2, 3 and 1.
+    assert work_queue.finish(costs, 2, {}, ahead=True) == 6.0
+    assert work_queue.finish([], 2, {}) == work_queue.finish([], 2, {}, ahead=True) == 0.0
+    row = work_queue.orders("aime", 4, 8, minibatches=20)
+    assert len(row) == len(work_queue.ORDER_COLUMNS)
+    longest, planned, ahead, slow, _ = (float(text.rstrip("x")) for text in row[2:])
+    assert ahead < longest < planned == pytest.approx(1.0, abs=0.002)
+    assert slow > 1.15
+
+
+def test_the_whole_run_fits_into_twenty_minutes_and_a_larger_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    total = sum(expected_s(make_cells(list(NAMED), SAMPLES, count), count) for count in RANKS)
+    assert 0.3 < total / protocol_scale.LONGEST_S < 0.8  # starting the ranks and what sleeps don't say come on top
+    assert protocol_scale.main(["--minibatches", "9", "--samples", "8"]) == 2
+    assert "over 20 minutes" in capsys.readouterr().err
+
+
+def test_cells_are_the_same_every_time_and_a_mean_sample_sleeps_what_is_said() -> None:
+    first, again = (make_cells(["aime"], [2], 8) for _ in range(2))
+    assert first == again
+    (one,) = make_cells(["aime"], [40], 50, minibatches=5)
+    slept = [one.seconds([length]) for lengths in one.minibatches for length in lengths]
+    # 10,000 draws of a heavy tail: their mean is within some percent of the population's.
+    assert sum(slept) / len(slept) == pytest.approx(protocol_scale.MEAN_SAMPLE_S, rel=0.05)

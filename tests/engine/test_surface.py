@@ -1,0 +1,380 @@
+"""The surface of FSDP2: each method and argument done, a documented no-op, or refused by name; and nn.Module's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import fsdp
+
+from tests.support import ranks
+from tests.support.models import build
+
+IDS = torch.tensor([[5, 9, 3, 17, 40, 2], [7, 7, 30, 11, 4, 90]])
+
+
+def _names(cls: type) -> set[str]:
+    return {name for name, value in vars(cls).items() if callable(value) and not name.startswith("_")}
+
+
+def test_methods_of_fsdp_module() -> None:
+    from odc_triton.engine.module import ODCModule
+
+    names = sorted(_names(fsdp.FSDPModule))
+    missing = [name for name in names if not hasattr(ODCModule, name)]
+    assert not missing, f"torch {torch.__version__}'s FSDPModule has methods that ODCModule lacks: {missing}"
+    for name in names:
+        ours, theirs = getattr(ODCModule, name), getattr(fsdp.FSDPModule, name)
+        assert ours.__doc__ or ours.__annotations__["return"] == "NoReturn", f"{name} says nothing"
+        theirs, ours = inspect.signature(theirs).parameters, inspect.signature(ours).parameters
+        assert list(ours) == list(theirs), name
+        assert [p.kind for p in ours.values()] == [p.kind for p in theirs.values()], name
+
+
+def _of_newer_torch(rank: int, world: int) -> None:
+    """FSDP2's loop with a finalization of its own, under every torch."""
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(nn.Linear(3, 2))
+    model.set_keep_unsharded_storage(False)
+    with pytest.raises(NotImplementedError, match="set_keep_unsharded_storage"):
+        model.set_keep_unsharded_storage(True)
+    model.set_manual_backward_finalization(True)
+    with minibatch(model):
+        model(torch.ones(1, 3)).sum().backward()
+        model.finalize_backward(async_op=True).wait()
+        assert model.finalize_backward() is None
+    assert (model.bias.grad.full_tensor() == 1).all()
+
+
+def test_methods_of_a_newer_torch() -> None:
+    ranks.run(_of_newer_torch, 2)
+
+
+def test_arguments_of_fully_shard() -> None:
+    from odc_triton import fully_shard
+
+    ours, theirs = inspect.signature(fully_shard).parameters, inspect.signature(fsdp.fully_shard).parameters
+    for name, parameter in theirs.items():
+        assert name in ours, f"fully_shard({name}=) is missing"
+        assert ours[name].kind is parameter.kind
+        assert name == "module" or f"{name}:" in fully_shard.__doc__ or name in fully_shard.__doc__
+
+
+def test_fields_of_mixed_precision_policy() -> None:
+    from odc_triton import fully_shard
+
+    names = {field.name for field in dataclasses.fields(fsdp.MixedPrecisionPolicy)}
+    refused = names - {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
+    unknown = refused - {"param_dtype_override_fn"}  # of torch 2.15
+    assert not unknown, f"torch {torch.__version__}'s policy has fields that fully_shard does not look at: {unknown}"
+    for name in refused:
+        with pytest.raises(NotImplementedError, match=name):
+            fully_shard(nn.Linear(2, 2), mp_policy=fsdp.MixedPrecisionPolicy(**{name: print}))
+
+
+def _every_method(rank: int, world: int) -> dict[str, str]:
+    """Calls each with a likely argument on a sharded model; returns what was refused, and how."""
+    from odc_triton import fully_shard
+
+    model = fully_shard(build("qwen2"))
+    likely = {"factor": 2.0, "modules": [], "comm": object(), "hook": print, "event": None, "max_input_buffers": 2}
+    refused = {}
+    for name in sorted(_names(fsdp.FSDPModule)):
+        method = getattr(model, name)
+        required = [p.name for p in inspect.signature(method).parameters.values() if p.default is p.empty]
+        try:
+            method(**{argument: likely.get(argument, True) for argument in required})
+        except NotImplementedError as error:
+            refused[name] = str(error)
+    for name, value in {"shard_placement_fn": print, "offload_policy": object(), "dp_mesh_dims": object()}.items():
+        try:
+            fully_shard(nn.Linear(2, 2), **{name: value})
+        except NotImplementedError as error:
+            refused[name] = str(error)
+    assert model(IDS, use_cache=False).logits.isfinite().all()
+    return refused
+
+
+def test_every_method_works_or_says_what_to_do() -> None:
+    (refused,) = ranks.run(_every_method, 1)
+    arguments = {"shard_placement_fn", "offload_policy", "dp_mesh_dims"}
+    methods = {"set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"}
+    newer = {"set_keep_unsharded_storage"} & _names(fsdp.FSDPModule)  # of torch 2.15
+    assert refused.keys() == methods | newer | arguments
+    for name, text in refused.items():
+        assert name in text
+
+
+# ------------------------------------------------------------------ nn.Module's own methods
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        self.loose = nn.Parameter(torch.ones(2))  # passed in ignored_params
+        self.register_buffer("offset", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x + self.offset)
+
+
+def _sharded_small() -> nn.Module:
+    from odc_triton import fully_shard
+
+    torch.manual_seed(0)
+    model = Small()
+    return fully_shard(model, ignored_params={model.loose})
+
+
+def _kept(rank: int, world: int) -> None:
+    model = _sharded_small()
+    model.loose.share_memory_()
+    pointers = [parameter.data_ptr() for parameter in model.parameters()]
+    want = model.eval()(torch.ones(2, 4)).clone()
+    for change in (
+        lambda: model.to("cpu"),
+        lambda: model.cpu(),
+        lambda: model.float(),
+        lambda: model.to(torch.float32),
+        lambda: model.to_empty(device="cpu"),
+        lambda: model.share_memory(),
+        lambda: model.train().eval(),
+        lambda: model.apply(lambda module: None),
+        lambda: model.requires_grad_(False).requires_grad_(True),
+    ):
+        assert change() is model
+        assert [parameter.data_ptr() for parameter in model.parameters()] == pointers
+        torch.testing.assert_close(model(torch.ones(2, 4)), want, rtol=0, atol=0)
+    assert model.offset.is_shared()
+
+
+def test_kept_in_the_heap() -> None:
+    ranks.run(_kept, 2)
+
+
+def _refused(rank: int, world: int) -> None:
+    from odc_triton import minibatch, publish
+
+    model = _sharded_small()
+    loose = model.loose
+    before = {name: value.full_tensor().clone() for name, value in model.named_parameters() if name != "loose"}
+    for change, words in (
+        (lambda: model.double(), "float64"),
+        (lambda: model.to(torch.bfloat16), "bfloat16"),
+        (lambda: model.half(), "float16"),
+        (lambda: model.to("meta"), "meta"),
+        (lambda: model.to_empty(device="meta"), "meta"),
+        (lambda: model.load_state_dict(model.state_dict(), assign=True), "assign"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            change()
+    with minibatch(model), pytest.raises(RuntimeError, match="inside a minibatch"):
+        model.load_state_dict(model.state_dict())
+    for name, value in before.items():
+        torch.testing.assert_close(model.get_parameter(name).full_tensor(), value, rtol=0, atol=0)
+    assert model.loose is loose
+    # What a submodule does behind the model's back is found when the parameters are published.
+    model.layers[0].double()
+    with pytest.raises(RuntimeError, match=r"layers\.0\.weight no longer lies in the shared heap"):
+        publish(model)
+
+
+def test_refused_by_name() -> None:
+    ranks.run(_refused, 2)
+
+
+def _state_dicts(rank: int, world: int) -> None:
+    from odc_triton import full_parameters
+
+    model = _sharded_small()
+    torch.manual_seed(5)
+    other = Small()
+    model.load_state_dict(other.state_dict())  # whole tensors
+    for name, value in full_parameters(model):
+        torch.testing.assert_close(value, other.get_parameter(name).detach(), rtol=0, atol=0)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}  # DTensors
+    seen = []
+    model.register_state_dict_post_hook(lambda module, state, prefix, local: seen.append(sorted(state)))
+    model.register_load_state_dict_pre_hook(lambda module, state, *rest: seen.append(len(state)))
+    torch.distributed.barrier()  # a slower rank may still read what is zeroed now
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_state_dict(saved)
+    assert sorted(model.state_dict()) == sorted(other.state_dict())
+    assert seen == [len(saved), sorted(other.state_dict())]
+    for name, value in full_parameters(model):
+        torch.testing.assert_close(value, other.get_parameter(name).detach(), rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match=r"size mismatch for layers\.0\.weight"):
+        model.load_state_dict(other.state_dict() | {"layers.0.weight": torch.ones(9, 4)})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})
+    assert model.load_state_dict({}, strict=False).missing_keys
+
+
+def test_state_dicts() -> None:
+    ranks.run(_state_dicts, 3)
+
+
+def _frozen_later(rank: int, world: int) -> None:
+    from odc_triton import minibatch
+
+    model = _sharded_small()
+    model.layers[0].requires_grad_(False)
+    with minibatch(model):
+        model(torch.randn(3, 4)).sum().backward()
+    assert model.layers[0].weight.grad is None
+    assert model.layers[2].weight.grad is not None
+    model.layers[0].requires_grad_(True)
+    with minibatch(model):
+        model(torch.randn(3, 4)).sum().backward()
+    assert model.layers[0].weight.grad is not None
+
+
+def test_requires_grad_may_change_between_minibatches() -> None:
+    ranks.run(_frozen_later, 2)
+
+
+def _sliced(rank: int, world: int) -> None:
+    from odc_triton import fully_shard
+
+    model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
+    part = model[1:]
+    assert type(part) is nn.Sequential
+    assert len(part) == 1
+
+
+def test_slice_of_a_sequential() -> None:
+    ranks.run(_sliced, 1)
+
+
+# ------------------------------------------------------------------ parameters read outside of a forward
+
+
+def _fused_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """As fused losses do: the body's states, and the head's weight read directly."""
+    states = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    logits = nn.functional.linear(states, model.lm_head.weight)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+
+
+def _head_norm(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return block.mlp(x).square().sum()
+
+
+def _reference_gradients(loss: Callable[[nn.Module], torch.Tensor]) -> dict[str, torch.Tensor]:
+    model = build("qwen2")
+    loss(model).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _unsharded(rank: int, world: int) -> dict[str, torch.Tensor]:
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(build("qwen2"))
+    with minibatch(model, tokens=5) as mb:
+        assert model.unshard() is None
+        assert model.unshard(async_op=True).wait() is None
+        (_fused_loss(model, IDS[rank : rank + 1]) / mb.tokens).backward()
+        assert model.lm_head.weight.shape == (97, 32)
+        assert not hasattr(model.lm_head.weight, "full_tensor")
+        model.reshard()
+        assert hasattr(model.lm_head.weight, "full_tensor")
+    return _gradients(model)
+
+
+def assert_gradients(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        # fp32 sums in another order: 1e-7 per operation; the floor is for sums that cancel.
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_unshard_for_a_fused_loss() -> None:
+    want = _reference_gradients(lambda model: _fused_loss(model, IDS) / 10)
+    for got in ranks.run(_unsharded, 2):
+        assert_gradients(got, want)
+
+
+def _custom_methods(rank: int, world: int) -> tuple[dict, dict]:
+    from odc_triton import fully_shard, minibatch, register_fsdp_forward_method
+
+    model = build("qwen2")
+    type(model).fused_loss = _fused_loss
+    type(model.model.layers[1]).head_norm = _head_norm
+    fully_shard(model)
+    register_fsdp_forward_method(model, "fused_loss")
+    register_fsdp_forward_method(model.model.layers[1], "head_norm")
+    register_fsdp_forward_method(model.model, "forward")  # not a unit: left alone
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        register_fsdp_forward_method(model, "nothing_like_it")
+    with minibatch(model, tokens=5) as mb:
+        (model.fused_loss(IDS[rank : rank + 1]) / mb.tokens).backward()
+    on_root = {name: gradient.clone() for name, gradient in _gradients(model).items()}
+    x = torch.linspace(-1, 1, 64).view(2, 32)[rank]
+    with minibatch(model, tokens=1):
+        model.model.layers[1].head_norm(x).backward()
+    return on_root, _gradients(model)
+
+
+def test_register_fsdp_forward_method() -> None:
+    want_root = _reference_gradients(lambda model: _fused_loss(model, IDS) / 10)
+    x = torch.linspace(-1, 1, 64).view(2, 32)
+    want_block = _reference_gradients(lambda model: _head_norm(model.model.layers[1], x))
+    for on_root, on_block in ranks.run(_custom_methods, 2):
+        assert_gradients(on_root, want_root)
+        assert_gradients(on_block, want_block)
+
+
+class _ListOfLists(nn.Module):
+    """Blocks that are lists of their parts: nothing calls such a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for first, second in self.layers:
+            x = second(torch.relu(first(x)))
+        return x
+
+
+def _list_of_lists(rank: int, world: int) -> None:
+    from odc_triton import fully_shard, minibatch
+
+    torch.manual_seed(0)
+    plain = _ListOfLists()
+    want = plain(torch.ones(2, 4)).detach().clone()
+    model = fully_shard(plain)
+    with minibatch(model):
+        got = model(torch.ones(2, 4))
+        got.sum().backward()
+    torch.testing.assert_close(got, want)
+
+
+def test_list_of_lists() -> None:
+    ranks.run(_list_of_lists, 2)
+
+
+def _loaded_while_held(rank: int, world: int) -> None:
+    from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard
+
+    model = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model.unshard()
+    model.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
+    for name, value in full_parameters(model):
+        assert (value == 1).all(), name
+
+
+def test_load_state_dict_after_unshard() -> None:
+    ranks.run(_loaded_while_held, 2)

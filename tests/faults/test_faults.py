@@ -1,0 +1,376 @@
+"""What happens when a microbatch raises, a rank is late, stops, leaves or is killed: errors that name it, no rests."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support import leftovers, ranks
+
+SLOW_S = 60  # a timeout that no test reaches: whoever is named before it was found dead, not late
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Blocks()
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------------- a microbatch raised
+
+
+def _raise(text: str) -> None:
+    raise ValueError(text)
+
+
+def _failing(rank: int, world: int, where: str) -> tuple[str, int, dict[str, torch.Tensor]]:
+    from odc_triton import MinibatchFailed, full_parameters, fully_shard, minibatch
+
+    model = fully_shard(build())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def broken_microbatch() -> None:
+        if "forward" in where:
+            handle = model.blocks[1].register_forward_hook(lambda *_: _raise("no luck"))
+        try:
+            output = model(batch(rank))
+            if where == "loss":
+                _raise("no luck")
+            if "backward" in where:
+                output.register_hook(lambda _: _raise("no luck"))
+            output.sum().backward()
+        except ValueError:
+            if "caught" not in where:
+                raise
+        finally:
+            if "forward" in where:
+                handle.remove()
+
+    text = "no error"
+    try:
+        with minibatch(model, tokens=1):
+            model(batch(10 + rank)).sum().backward()
+            if rank == 1:
+                broken_microbatch()
+            model(batch(20 + rank)).sum().backward()
+    except MinibatchFailed as error:
+        text = str(error)
+    gradients = sum(p.grad is not None for p in model.parameters())
+    optimizer.step()  # changes nothing, but must not hang or raise either
+    before = {name: value.clone() for name, value in full_parameters(model)}
+    assert all(torch.equal(before[name], p) for name, p in build().named_parameters())
+    with minibatch(model, tokens=1):
+        model(batch(rank)).sum().backward()
+    optimizer.step()
+    return text, gradients, dict(full_parameters(model))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "loss", "forward, caught", "backward, caught"])
+def test_microbatch_raised(where: str) -> None:
+    want = build()
+    optimizer = torch.optim.AdamW(want.parameters(), lr=0.1)
+    for seed in range(2):
+        want(batch(seed)).sum().backward()
+    optimizer.step()
+    for text, gradients, weights in ranks.run(_failing, 2, where):
+        assert "minibatch 0 failed" in text
+        assert ("a backward began and did not end" if where == "backward, caught" else "no luck") in text
+        assert "rank 1: " in text
+        assert "rank 0: " not in text
+        assert gradients == 0
+        for name, value in want.named_parameters():
+            torch.testing.assert_close(weights[name], value.detach())
+
+
+def _interrupted(rank: int, world: int) -> list[str]:
+    from odc_triton import begin_minibatch, fully_shard, minibatch
+
+    def interrupt(*_: object) -> None:
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S))
+    seen = []
+    try:
+        with minibatch(model):
+            if rank == 1:
+                model.blocks[1].register_forward_hook(interrupt)
+            model(batch(0)).sum().backward()
+            dist.barrier()  # rank 0 only: where it began a microbatch after rank 1 had gone, it would hear no reason
+    except (KeyboardInterrupt, RuntimeError) as error:
+        seen.append(f"{type(error).__name__}: {error}")
+    try:
+        begin_minibatch(model)
+    except RuntimeError as error:
+        seen.append(f"{type(error).__name__}: {error}")
+    return seen
+
+
+def test_interrupted() -> None:
+    first, second = ranks.run(_interrupted, 2)
+    assert "MinibatchFailed" in first[0]
+    assert "rank 1: KeyboardInterrupt" in first[0]
+    assert first[1].startswith("RankLost")
+    assert second[0].startswith("KeyboardInterrupt")
+    assert "start again from the last checkpoint" in second[1]
+
+
+# ---------------------------------------------------------------------- a rank is late or stops
+
+
+def _guarded(action) -> tuple[str, list[int], str, float]:
+    from odc_triton.base.errors import OdcError
+
+    start_s = time.monotonic()
+    try:
+        action()
+    except OdcError as error:
+        return type(error).__name__, getattr(error, "ranks", []), str(error), time.monotonic() - start_s
+    return "no error", [], "", time.monotonic() - start_s
+
+
+def _late(rank: int, world: int, where: str, timeout_s: float, sleep_s: float) -> tuple:
+    from odc_triton import begin_minibatch, end_minibatch, fully_shard, minibatch
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("odc_triton").addHandler(handler)
+
+    def doze(here: str) -> None:
+        if rank == 1 and here == where:
+            time.sleep(sleep_s)
+
+    def action() -> None:
+        doze("fully_shard")
+        model = fully_shard(build(), timeout=timedelta(seconds=timeout_s))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with minibatch(model):
+            model(batch(0)).sum().backward()
+        optimizer.register_step_pre_hook(lambda *_: doze("evaluation"))
+        optimizer.step()
+        if where == "evaluation":
+            model(batch(0))
+        doze("enter")
+        begin_minibatch(model)
+        model(batch(0)).sum().backward()
+        doze("leave")
+        end_minibatch(model)
+
+    return *_guarded(action), lines
+
+
+@pytest.mark.parametrize("where", ["fully_shard", "enter", "leave", "evaluation"])
+def test_never_arrives(where: str) -> None:
+    with ranks.start(_late, 3, where, 2, SLOW_S) as job:
+        for outcome in job.wait_for([0, 2]):
+            kind, named, text, _, _ = outcome.value
+            assert kind == "DeadlineExceeded", text
+            assert named == [1]
+            waited_s = float(re.search(r"has waited ([\d.]+) s for rank 1 at '", text)[1])
+            assert 2 <= waited_s < 4, "the deadline is 2 s"
+
+
+@pytest.mark.parametrize("where", ["enter", pytest.param("evaluation", marks=pytest.mark.slow)])
+def test_late_but_live(where: str) -> None:
+    first, second = ranks.run(_late, 2, where, 6, 3.5)
+    assert first[0] == second[0] == "no error", first[2] + second[2]
+    assert any("for rank 1 at" in line and "deadline is 6 s" in line for line in first[4]), first[4]
+    assert second[4] == []
+
+
+def _stopped(rank: int, world: int, holding_lock: bool) -> tuple:
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(build(), timeout=timedelta(seconds=2))
+    heap = model._odc_engine.heap
+
+    def stop(*_: object) -> None:
+        if holding_lock:
+            assert heap.try_lock(0, 0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def action() -> None:
+        with minibatch(model):
+            if rank == 1:
+                model.blocks[1].register_forward_hook(stop)
+            elif holding_lock:
+                while heap.lock_holder(0, 0) is None:
+                    time.sleep(0.01)
+            model(batch(0)).sum().backward()
+        with minibatch(model):
+            pass
+
+    return _guarded(action)
+
+
+@pytest.mark.parametrize("holding_lock", [False, True])
+def test_stopped(holding_lock: bool) -> None:
+    with ranks.start(_stopped, 2, holding_lock) as job:
+        (first,) = job.wait_for([0])
+        assert first.error is None, first.error
+        kind, named, text, _ = first.value
+        assert kind == "DeadlineExceeded"
+        assert named == [1]
+        assert ("its lock is held by rank 1" if holding_lock else "for rank 1 at 'leave minibatch 0'") in text
+        os.kill(job.processes[1].pid, signal.SIGCONT)
+        (second,) = job.wait_for([1])
+        if holding_lock:  # it learns that rank 0 gave up
+            assert second.value[0] == "MinibatchFailed"
+            assert "rank 0: DeadlineExceeded" in second.value[2]
+        else:  # rank 0 had come to the exit before it gave up, so this minibatch is whole; the next is not
+            assert second.value[:2] == ("RankLost", [0])
+            assert "enter minibatch 1" in second.value[2]
+
+
+# ---------------------------------------------------------------------- a rank leaves or is killed
+
+
+def _leaving(rank: int, world: int, exits: bool) -> tuple:
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S if exits else 2))
+
+    def action() -> None:
+        for _ in range(1 if rank == 1 else 2):
+            with minibatch(model):
+                model(batch(0)).sum().backward()
+
+    result = _guarded(action)
+    if rank == 1 and not exits:
+        time.sleep(SLOW_S)
+    return result
+
+
+@pytest.mark.parametrize("exits", [True, False])
+def test_leaves_the_loop_early(exits: bool) -> None:
+    with ranks.start(_leaving, 3, exits) as job:
+        for outcome in job.wait_for([0, 2]):
+            kind, named, text, waited_s = outcome.value
+            assert kind == ("RankLost" if exits else "DeadlineExceeded"), text
+            assert named == [1]
+            assert "'enter minibatch 1'" in text
+            assert "last seen in minibatch 0" in text
+            assert "left the training loop" in text or not exits
+            assert waited_s < 10
+
+
+def _killed(rank: int, world: int, victim: int, where: str, folder: str) -> tuple:
+    from odc_triton import fully_shard, minibatch
+
+    tempfile.tempdir = folder
+    os.environ["TMPDIR"] = folder
+    model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    heap = model._odc_engine.heap
+
+    def die(*_: object) -> None:
+        if where == "lock":
+            assert heap.try_lock(0, 0)
+            time.sleep(0.5)  # the others run into the lock meanwhile
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def action() -> None:
+        for step in range(3):
+            dies = rank == victim and step == 1
+            with minibatch(model):
+                if dies and where in ("forward", "lock"):
+                    model.blocks[1].register_forward_hook(die)
+                if where == "lock" and step == 1 and rank != victim:
+                    while heap.lock_holder(0, 0) is None:
+                        time.sleep(0.001)
+                output = model(batch(0))
+                if dies and where == "backward":
+                    output.register_hook(die)
+                output.sum().backward()
+            if dies and where == "step":
+                optimizer.register_step_pre_hook(die)
+            optimizer.step()
+
+    return _guarded(action)
+
+
+MANY = 2_000
+
+
+def _works_on(rank: int, world: int) -> tuple:
+    """Rank 1 is killed in its second microbatch, rank 0 has many left."""
+    from odc_triton import fully_shard, minibatch
+
+    model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S))
+    done = []
+
+    def action() -> None:
+        with minibatch(model):
+            for number in range(MANY):
+                if rank == 1 and number == 1:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                model(batch(number)).sum().backward()
+                done.append(number)
+                time.sleep(0.01)
+
+    outcome = _guarded(action)
+    return len(done), *outcome
+
+
+def test_a_death_is_known_at_the_next_microbatch() -> None:
+    with ranks.start(_works_on, 2) as job:
+        outcome = job.join(60)[0]
+    assert outcome.error is None, outcome.error
+    done, kind, named, text, _ = outcome.value
+    assert (kind, named) == ("RankLost", [1])
+    assert "'the shards of all ranks in minibatch 0': rank 1 died" in text
+    assert done < MANY / 2
+
+
+def assert_nothing_left(folder: Path, before: set[str], job: ranks.Job) -> None:
+    assert not any(process.is_alive() for process in job.processes)
+    assert list(folder.iterdir()) == []
+    leftovers.assert_none_since(before)
+
+
+@pytest.mark.parametrize("store_in_rank_0", [False, True])
+@pytest.mark.parametrize("where", ["forward", "backward", "lock", "step"])
+def test_killed(where: str, store_in_rank_0: bool, tmp_path: Path) -> None:
+    """With the store in rank 0, rank 0 is the one that dies: nobody else may be needed to name it."""
+    victim = 0 if store_in_rank_0 else 1
+    before = leftovers.names()
+    with ranks.start(_killed, 3, victim, where, str(tmp_path), store_in_rank_0=store_in_rank_0) as job:
+        outcomes = job.join(60)
+        for rank, outcome in enumerate(outcomes):
+            if rank == victim:
+                assert outcome.signal == signal.SIGKILL
+                continue
+            assert outcome.error is None, outcome.error
+            kind, named, text, waited_s = outcome.value
+            assert kind == "RankLost", text
+            assert named == [victim]
+            assert f"rank {victim} died" in text
+            assert waited_s < 10
+        assert_nothing_left(tmp_path, before, job)

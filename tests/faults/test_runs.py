@@ -1,0 +1,352 @@
+"""A run whose ranks fail, are killed, stopped or told to stop; tests/faults has what is done to them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from odc_triton.comm.launch import Interrupted
+from odc_triton.train.metrics import read_metrics
+from odc_triton.train.sft_options import SftOptions
+from tests.faults import campaign
+from tests.faults.inject import Fault
+from tests.faults.trial import run_trial
+from tests.support import ranks
+from tests.support.leftovers import interrupted
+from tests.support.sft_case import case, write_case
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> tuple[SftOptions, list[float]]:
+    return campaign.baseline(folder)
+
+
+# ---------------------------------------------------------------------- killed and stopped
+
+
+@pytest.mark.parametrize(
+    ("world", "told", "fault"),
+    [
+        (3, False, Fault(rank=1, phase="lock", moment=5)),
+        (2, True, Fault(rank=0, phase="forward", moment=7)),
+        (2, True, Fault(rank=0, phase="save", moment=9)),
+        (2, False, Fault(rank=1, phase="load", moment=4)),
+        (2, False, Fault(rank=1, phase="step", signal=signal.SIGSTOP)),
+    ],
+    ids=lambda value: value.phase if isinstance(value, Fault) else None,
+)
+def test_fixed_faults(
+    tmp_path: Path, whole: tuple[SftOptions, list[float]], world: int, told: bool, fault: Fault
+) -> None:
+    wanted, losses = whole
+    wanted = replace(wanted, samples_per_rank=6 // world)
+    result = run_trial(wanted, fault, world=world, told=told, folder=tmp_path / "trial", losses=losses)
+    assert result.struck
+    assert result.resumed_at == 2 or fault.phase == "save"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_campaign(tmp_path: Path) -> None:
+    results = campaign.run(20, 0, tmp_path)
+    assert len(results) == 20
+    assert sum(result.struck for result in results) >= 12, "most trials must meet their fault"
+
+
+# ---------------------------------------------------------------------- a microbatch raises, a number is not finite
+
+
+def _poisoned(
+    rank: int, world: int, wanted: SftOptions, poison: str, steps: tuple[int, ...] = (2,), told: int | None = None
+) -> tuple[str, list[dict], bool]:
+    """Rank 1's third minibatch goes wrong, or those numbered `steps`; returns the error, the metrics, and whether the
+    third step changed weights. `told`: the rank that is told to stop, in the last of those steps.
+    """
+    from odc_triton import full_parameters
+    from odc_triton.train import sft
+    from odc_triton.train.run import SftRun
+
+    seen: list[dict] = []
+    weights: list[torch.Tensor] = []
+
+    def go_wrong(module: torch.nn.Module, given: tuple, output: torch.Tensor) -> torch.Tensor:
+        if poison == "out of memory":
+            raise torch.OutOfMemoryError("no memory for 3 GiB")
+        return output * float("nan")
+
+    class Poisoned(SftRun):
+        def train_step(self, **given: object) -> dict:
+            weights.append(torch.cat([value.flatten() for _, value in full_parameters(self.model)]))
+            handle = None
+            if rank == 1 and self.state.step in steps:
+                handle = self.model.model.layers[1].mlp.register_forward_hook(go_wrong)
+            if rank == told and self.state.step == steps[-1]:
+                os.kill(os.getpid(), signal.SIGTERM)
+            try:
+                seen.append(super().train_step(**given))
+            finally:
+                if handle is not None:
+                    handle.remove()
+            return seen[-1]
+
+    sft.SftRun = Poisoned
+    try:
+        sft.train_sft(wanted)
+        error = "none"
+    except (RuntimeError, Interrupted) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    changed = len(weights) > 3 and not torch.equal(weights[2], weights[3])
+    return error, seen, changed
+
+
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(tmp_path: Path) -> None:
+    wanted = case(write_case(tmp_path), steps=5, samples_per_rank=2)
+    for error, seen, changed in ranks.run(_poisoned, 2, wanted, "nan"):
+        assert error == "none"
+        assert not changed
+        assert math.isnan(seen[2]["loss"])
+        assert all(math.isfinite(line["loss"]) for line in seen[:2] + seen[3:])
+        assert [line["skipped"] for line in seen] == [0, 0, 1, 1, 1]
+    assert read_metrics(tmp_path / "out" / "metrics.jsonl")[2]["loss"] is None
+    assert "1 steps were skipped" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_too_many_skipped_steps(tmp_path: Path) -> None:
+    wanted = case(write_case(tmp_path), steps=5, samples_per_rank=2, max_skipped=0)
+    for error, seen, _ in ranks.run(_poisoned, 2, wanted, "nan"):
+        assert error.startswith("TooManySkipped: step 3: the loss is nan")
+        assert "--max-skipped 0" in error
+        assert len(seen) == 2
+
+
+@pytest.mark.parametrize(
+    ("steps", "told", "max_skipped", "saved", "error"),
+    [
+        ((2,), None, 5, [2, 4, 5], "none"),  # of every step, the third is not saved; "keep" is 3
+        ((3, 4), None, 5, [1, 2, 3, 5], "none"),  # the last was skipped: it takes no older one's place
+        ((2,), 0, 5, [1, 2, 3], "Interrupted"),
+        ((2,), 1, 5, [1, 2, 3], "Interrupted"),
+        ((0, 1, 2, 3, 4), None, 9, [], "TooManySkipped: no model is written: 5 of 5 steps"),
+    ],
+    ids=["one", "the last", "rank 0 told to stop", "rank 1 told to stop", "all"],
+)
+def test_what_is_saved_after_a_skipped_step(
+    tmp_path: Path, steps: tuple[int, ...], told: int | None, max_skipped: int, saved: list[int], error: str
+) -> None:
+    given = {"steps": 5, "samples_per_rank": 2, "checkpoint_every": 1, "keep": 3, "max_skipped": max_skipped}
+    wanted = case(write_case(tmp_path), **given)
+    for found, *_ in ranks.run(_poisoned, 2, wanted, "nan", steps, told):
+        assert found.startswith(error)
+    kept = sorted(path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*"))
+    assert kept == [f"step-{step:08d}" for step in saved]
+    assert (tmp_path / "out" / "model").exists() == (error == "none")
+
+
+def test_a_microbatch_out_of_memory_ends_all_ranks(tmp_path: Path) -> None:
+    wanted = case(write_case(tmp_path), steps=5, samples_per_rank=2)
+    for error, seen, _ in ranks.run(_poisoned, 2, wanted, "out of memory"):
+        assert error.startswith("MinibatchFailed: minibatch 2 failed")
+        assert "rank 1: OutOfMemoryError: no memory for 3 GiB" in error
+        assert len(seen) == 2
+
+
+# ---------------------------------------------------------------------- one rank's own trouble
+
+
+def _losing_its_folder(rank: int, world: int, wanted: SftOptions) -> str:
+    from odc_triton.train.sft import train_sft
+
+    def on_metrics(metrics: dict) -> None:
+        if metrics["step"] == 2:
+            shutil.rmtree(wanted.out)
+
+    try:
+        train_sft(wanted, on_metrics)
+    except (OSError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_the_folder_vanishes(tmp_path: Path) -> None:
+    wanted = case(write_case(tmp_path), steps=5, samples_per_rank=2)
+    first, second = ranks.run(_losing_its_folder, 2, wanted)
+    assert first.startswith("OSError: ")
+    assert "metrics.jsonl can't be written (No such file or directory)" in first
+    assert second.startswith("RankLost: ")
+    assert "rank 0 gave up (OSError: " in second
+
+
+def test_no_space_for_metrics(tmp_path: Path) -> None:
+    from odc_triton.train.metrics import MetricsFile
+
+    file = MetricsFile(tmp_path / "metrics.jsonl", step=0)
+    os.close(file._fd)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    file._fd = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(OSError, match=r"No space left on device.*--resume auto"):
+        file.write({"step": 1})
+    file.close()
+
+
+# ---------------------------------------------------------------------- told to stop
+
+
+def test_the_first_request_is_remembered_and_a_second_one_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from odc_triton.base import signals
+    from odc_triton.train.sft import StopSignal
+
+    before = signal.getsignal(signal.SIGTERM)
+    asked: list[str] = []
+    stop = StopSignal(asked.append)
+    with signals.handling(stop.hear, *signals.STOPS):
+        stop.look()
+        assert (stop.signal, asked) == (None, [])
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGTERM
+        assert asked == ["its peers, after SIGTERM"]
+        os.kill(os.getpid(), signal.SIGINT)  # at once: the launcher and the terminal both send it
+        assert stop.signal == signal.SIGTERM
+        monkeypatch.setattr(signals, "_SAME_REQUEST_S", 0.0)
+        with pytest.raises(KeyboardInterrupt, match="a second time, by SIGINT"):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def _command(wanted: SftOptions, *before: str) -> list[str]:
+    command = [sys.executable, *before]
+    plain = SftOptions(data="", out="", init="", tokenizer="")
+    for name, value in asdict(wanted).items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            command.append(flag)
+        elif value not in (None, False) and value != getattr(plain, name):
+            command += [flag, str(value)]
+    return command
+
+
+def _wait_for_steps(process: subprocess.Popen, out: Path, steps: int) -> None:
+    deadline_s = time.monotonic() + 200
+    while len(read_metrics(out / "metrics.jsonl")) < steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_the_command_is_told_to_stop(tmp_path: Path, number: int) -> None:
+    """SIGTERM goes to the launcher only, Ctrl-C to the ranks as well, as a terminal sends it."""
+    wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)
+    command = _command(wanted, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2")
+    process = subprocess.Popen(
+        command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        _wait_for_steps(process, tmp_path / "out", 3)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        text, problems = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, problems
+    step = len(read_metrics(tmp_path / "out" / "metrics.jsonl"))
+    path = tmp_path / "out" / "checkpoints" / f"step-{step:08d}"
+    assert f"stopped after step {step} of 100000, saved in {path}; continue with --resume auto" in text
+    assert path.is_dir()
+    assert "Traceback" not in problems
+
+
+def _has_come_to(moment: str, process: subprocess.Popen, out: Path) -> bool:
+    if moment == "importing":
+        return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
+    if moment == "starting ranks":
+        return any("spawn_main" in " ".join(each.cmdline()) for each in psutil.Process(process.pid).children())
+    return (out / "run.json").exists()  # "preparing"
+
+
+@pytest.mark.parametrize(
+    "moment", ["importing", *(pytest.param(each, marks=pytest.mark.slow) for each in ("starting ranks", "preparing"))]
+)
+def test_ctrl_c_in_the_first_seconds(tmp_path: Path, moment: str) -> None:
+    """When no rank can save anything yet."""
+    wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)
+    command = _command(wanted, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2")
+    status, problems = interrupted(command, lambda process: _has_come_to(moment, process, tmp_path / "out"))
+    assert (status, problems) == (128 + signal.SIGINT, "odc-triton: stopped by SIGINT\n")
+
+
+@pytest.mark.slow
+def test_torchrun_brings_the_job_back(tmp_path: Path) -> None:
+    wanted = case(write_case(tmp_path), steps=30, samples_per_rank=2, checkpoint_every=2, resume="auto")
+    run = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
+    command = _command(wanted, *run, "-m", "odc_triton.train.sft")
+    process = subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        _wait_for_steps(process, tmp_path / "out", 5)
+        children = psutil.Process(process.pid).children(recursive=True)
+        (victim,) = [each for each in children if each.environ().get("RANK") == "1"]
+        os.kill(victim.pid, signal.SIGKILL)
+        text, problems = process.communicate(timeout=250)
+    finally:
+        process.kill()
+    assert process.returncode == 0, problems
+    assert "rank 0: RankLost: rank 0 was waiting for" in problems
+    assert "rank 1 died" in problems
+    assert "continuing after step" in text
+    lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    assert "Traceback" not in problems
+
+
+def test_another_job_in_the_same_folder(tmp_path: Path) -> None:
+    from odc_triton.train.folder import RunFolder
+
+    identity = {"seed": 0}
+    first, second = RunFolder(tmp_path / "out"), RunFolder(tmp_path / "out")
+    first.lock(resume="never")
+    assert first.take(identity) is False
+    with pytest.raises(BlockingIOError, match="another job writes to"):
+        second.lock(resume="auto")
+    first.release()
+    failed = RunFolder(tmp_path / "out")  # no step was taken: the folder is free, whatever the options
+    failed.lock(resume="never")
+    assert failed.take({"seed": 1, "longer": "x" * 99}) is False
+    failed.release()
+    again = RunFolder(tmp_path / "out")
+    again.lock(resume="never")
+    assert again.take(identity) is False
+    again.release()
+    (tmp_path / "out" / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(FileExistsError, match="holds another run"):
+        RunFolder(tmp_path / "out").lock(resume="never")
+    (tmp_path / "out" / ".report.html.12.0123abcd").touch()
+    (tmp_path / "out" / ".model.12.0123abcd.new").mkdir()
+    third = RunFolder(tmp_path / "out")
+    third.lock(resume="auto")
+    assert not list((tmp_path / "out").glob(".*")), "what a killed job left half written"
+    assert json.loads((tmp_path / "out" / "run.json").read_text()) == {"identity": identity}
+    assert third.take(identity) is True
+    third.release()

@@ -1,0 +1,82 @@
+"""enable_packing on models that have no weights yet: proved on a small model of the same class and config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from odc_triton.hf import PackingUnsupported, enable_packing
+from odc_triton.hf.enable import ATTENTION_NAME, stand_in
+from tests.support.models import build
+
+# As large ones are configured, but for the number of experts.
+LARGE = {
+    "Llama": {"head_dim": 128, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "Qwen2": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "pad_token_id": 151643},
+    "Qwen3Moe": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 8},
+    "Mistral": {"sliding_window": 4096},
+    "GPT2": {},
+    "OPT": {},
+}
+
+
+def _on_meta(name: str, **options: object) -> nn.Module:
+    config = getattr(transformers, f"{name}Config")(**options)
+    with torch.device("meta"):
+        return getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_models(name: str) -> None:
+    model = _on_meta(name, **LARGE[name])
+    random_state = torch.get_rng_state()
+    small = stand_in(model)
+    assert type(small) is type(model)
+    bound = 50e6 if name in ("GPT2", "OPT") else 10e6  # these have other names for their widths
+    assert sum(parameter.numel() for parameter in small.parameters()) < bound
+    enable_packing(model)
+    assert model.config._attn_implementation == ATTENTION_NAME
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_every_kind_of_layer_is_there() -> None:
+    config = transformers.Gemma3TextConfig(num_hidden_layers=34, sliding_window=4, vocab_size=300)
+    with torch.device("meta"):
+        model = transformers.Gemma3ForCausalLM(config)
+    kinds = stand_in(model).config.layer_types
+    assert set(kinds) == {"sliding_attention", "full_attention"}
+    assert len(kinds) == 6
+    enable_packing(model)
+    assert model.config._attn_implementation == ATTENTION_NAME
+
+
+def test_what_carries_state_is_refused() -> None:
+    config = transformers.Mamba2Config(hidden_size=32, num_hidden_layers=4, num_heads=8, head_dim=8, vocab_size=99)
+    with torch.device("meta"):
+        model = transformers.Mamba2ForCausalLM(config)
+    with pytest.raises(PackingUnsupported):
+        enable_packing(model)
+
+
+def test_packs_on_weights_that_came_later(tmp_path: Path) -> None:
+    """The way of a run: meta, packing, shards, weights; the logits of a pack are those of its documents alone."""
+    from odc_triton import fully_shard
+    from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
+
+    plain = build("qwen2", seed=3).eval()
+    plain.save_pretrained(tmp_path)
+    model = meta_causal_lm(model=str(tmp_path))
+    enable_packing(model)
+    model = fully_shard(model).eval()
+    load_pretrained_shards(model, tmp_path)
+    ids = torch.arange(3, 15)[None]
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        alone = [plain(input_ids=part, use_cache=False).logits for part in (ids[:, :5], ids[:, 5:])]
+    torch.testing.assert_close(packed, torch.cat(alone, dim=1), rtol=1e-4, atol=1e-5)  # another attention kernel

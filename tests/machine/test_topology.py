@@ -1,0 +1,179 @@
+"""What NVML's answers mean: which GPUs there are and what joins them; on snapshots of machines."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from odc_triton.machine.nvml import SnapshotNvml
+from odc_triton.machine.probe import CudaDevice, read_topology, visible_names
+from odc_triton.machine.topology import P2P, PciePath, Topology
+
+SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
+KEYS = {
+    "a100-nvlink-mesh": "nvlink-4x25",
+    "a6000-bridges": "pcie-gen4x16+nvlink-4x14",
+    "hgx-h100-nvswitch": "nvswitch-18x25",
+    "mig": "mig",
+    "one-of-a-container": "one-gpu",
+    "pcie-only": "pcie-gen4x16",
+    "pcie-with-atomics": "pcie-gen4x8+pcie-gen4x16",
+    "v100-cube-mesh": "pcie-gen3x16+nvlink-2x25",
+}
+NAMES = sorted(path.stem for path in SNAPSHOTS.glob("*.json"))
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((SNAPSHOTS / f"{name}.json").read_text())
+
+
+def seen(snapshot: dict[str, Any], *places: int) -> list[CudaDevice]:
+    """The GPUs at these places as CUDA shows them, in this order; all if none are named."""
+    devices = SnapshotNvml(snapshot).devices()
+    chosen = [devices[place] for place in places] if places else devices
+    return [CudaDevice(index=index, uuid=device.uuid[4:]) for index, device in enumerate(chosen)]
+
+
+def topology(name: str, *places: int) -> Topology:
+    return read_topology(SnapshotNvml(load(name)), seen(load(name), *places))
+
+
+def test_every_snapshot_has_its_key() -> None:
+    assert {name: topology(name).key for name in NAMES} == KEYS
+    assert Topology().key == "cpu"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_key_does_not_depend_on_the_order_of_gpus(name: str) -> None:
+    found = topology(name)
+    shuffled = random.Random(0).sample(found.pairs, len(found.pairs))
+    assert replace(found, devices=found.devices[::-1], pairs=tuple(shuffled)).key == KEYS[name]
+
+
+def test_a_part_has_the_key_of_what_joins_it() -> None:
+    cubes = topology("v100-cube-mesh")
+    uuids = [device.uuid for device in cubes.devices]
+    assert cubes.only(uuids[:4]).key == "nvlink-1x25+nvlink-2x25"
+    assert cubes.only([uuids[0], uuids[3]]).key == "nvlink-2x25"
+    assert cubes.only(uuids[:1]).key == "one-gpu"
+    assert cubes.only([None, "GPU-of-elsewhere"]).key == "cpu"
+    assert topology("hgx-h100-nvswitch").only(u[4:].upper() for u in [load("hgx-h100-nvswitch")["devices"][0]["uuid"]])
+
+
+def test_what_joins_pairs() -> None:
+    for name, nvlinks, switch, gbs, path in (
+        ("hgx-h100-nvswitch", 18, True, 18 * 26.562, PciePath.NODE),
+        ("a100-nvlink-mesh", 4, False, 100.0, PciePath.NODE),
+        ("a6000-bridges", 4, False, 4 * 14.062, PciePath.NODE),
+        ("pcie-only", 0, False, 16 * 1.969, PciePath.NODE),
+        ("v100-cube-mesh", 1, False, 25.781, PciePath.PIX),
+    ):
+        pair = topology(name).pairs[0]
+        assert (pair.nvlinks, pair.through_switch, pair.path) == (nvlinks, switch, path), name
+        assert pair.gbs == pytest.approx(gbs), name
+    assert topology("v100-cube-mesh").pairs[0].link_gbs_from == "table"
+
+
+def test_the_slower_slot_counts() -> None:
+    snapshot = load("pcie-only")
+    snapshot["devices"][1]["pcie_width_max"] = 8
+    pairs = read_topology(SnapshotNvml(snapshot), ()).pairs
+    assert (pairs[0].kind, pairs[0].gbs) == ("pcie-gen4x8", pytest.approx(8 * 1.969))
+    snapshot["devices"][1]["pcie_width_max"] = None
+    pairs = read_topology(SnapshotNvml(snapshot), ()).pairs
+    assert (pairs[0].kind, pairs[0].gbs) == ("pcie-gen4x16", None)
+
+
+def test_links_that_are_down_partitioned_or_hidden() -> None:
+    snapshot = load("hgx-h100-nvswitch")
+    snapshot["devices"][2]["links"][0]["active"] = 0
+    found = read_topology(SnapshotNvml(snapshot), ())
+    assert (found.devices[2].nvlinks, found.devices[2].nvlinks_present) == (14, 18)
+    assert found.pair(found.devices[2], found.devices[5]).nvlinks == 14
+    assert found.key == "nvswitch-14x25+nvswitch-18x25"
+
+    for entry in snapshot["pairs"]:
+        entry["nvlink"] = P2P.NOT_SUPPORTED  # in another partition of the fabric
+    assert {pair.nvlinks for pair in read_topology(SnapshotNvml(snapshot), ()).pairs} == {0}
+
+    snapshot = load("hgx-h100-nvswitch")
+    for device in snapshot["devices"]:  # as in a virtual machine
+        for link in device["links"]:
+            link |= {"remote_type": 255, "remote_bus_id": "FFFFFFFF:FF:00.0"}
+    assert read_topology(SnapshotNvml(snapshot), ()).key == "nvswitch-18x25"
+
+
+@pytest.mark.parametrize("ends", [(4, 2), (2, 4), (4, 0), (0, 4)])
+def test_links_that_are_up_at_one_end_only_do_not_count(ends: tuple[int, int]) -> None:
+    snapshot = load("a6000-bridges")
+    for device, up in zip(snapshot["devices"], ends, strict=False):
+        link = device["links"][0]
+        device["links"] = [link | {"count": up}, link | {"count": 4 - up, "active": 0}]
+    found = read_topology(SnapshotNvml(snapshot), ())
+    assert tuple(device.nvlinks for device in found.devices[:2]) == ends
+    (pair,) = found.only(device.uuid for device in found.devices[:2]).pairs
+    joined = min(ends)
+    assert pair.nvlinks == joined
+    assert pair.kind == (f"nvlink-{joined}x14" if joined else "pcie-gen4x16")
+    assert pair.gbs == pytest.approx(joined * 14.062 if joined else 16 * 1.969)
+
+
+def test_links_of_which_no_end_is_known_lead_nowhere() -> None:
+    snapshot = load("a100-nvlink-mesh")
+    for device in snapshot["devices"]:
+        del device["bus_id"]
+        for link in device["links"]:
+            del link["remote_bus_id"]
+    assert {pair.nvlinks for pair in read_topology(SnapshotNvml(snapshot), ()).pairs} == {0}
+
+
+def test_atomics_by_the_links_where_the_driver_does_not_say_of_the_pair() -> None:
+    snapshot = load("a100-nvlink-mesh")
+    del snapshot["pairs"][0]["atomics"]
+    assert {pair.atomics for pair in read_topology(SnapshotNvml(snapshot), ()).pairs} == {P2P.OK}
+    snapshot["devices"][0]["links"][0]["atomics"] = 0
+    pairs = read_topology(SnapshotNvml(snapshot), ()).pairs
+    assert [pair.atomics.name for pair in pairs[:2]] == ["UNKNOWN", "OK"]
+
+
+@pytest.mark.parametrize("places", [(5,), (7, 0, 3)])
+def test_a_mask_is_undone_by_uuid(places: tuple[int, ...]) -> None:
+    found = topology("hgx-h100-nvswitch", *places)
+    assert {device.cuda_index: device.index for device in found.devices if device.cuda_index is not None} == dict(
+        enumerate(places)
+    )
+    assert len(found.devices) == 8
+    assert found.visible().key == ("one-gpu" if len(places) == 1 else "nvswitch-18x25")
+
+
+def test_a_mask_is_undone_by_bus_id() -> None:
+    cuda = [CudaDevice(index=0, uuid="not known to NVML", bus_id="0000:bb:00.0")]
+    found = read_topology(SnapshotNvml(load("hgx-h100-nvswitch")), cuda)
+    assert [device.index for device in found.visible().devices] == [5]
+
+
+def test_mig_slices_by_their_uuid_or_by_the_mask() -> None:
+    snapshot = load("mig")
+    parent, uuids = snapshot["devices"][0]["parent"], [device["uuid"] for device in snapshot["devices"]]
+    whole = [CudaDevice(index=0, uuid=parent[4:])]
+    for cuda, names, labels in (
+        ([CudaDevice(index=0, uuid=uuids[1][4:])], None, ["GPU0:1"]),
+        (whole, [uuids[2]], ["GPU0:2"]),
+        (whole, None, []),  # which of three, nobody can tell
+        ([CudaDevice(index=0, uuid=snapshot["devices"][3]["parent"][4:])], None, ["GPU1:0"]),
+    ):
+        found = read_topology(SnapshotNvml(snapshot), cuda, names)
+        assert [device.label for device in found.visible().devices] == labels
+    assert visible_names({"CUDA_VISIBLE_DEVICES": f" {uuids[0]}, 1,"}) == [uuids[0], "1"]
+    assert visible_names({}) is None
+
+
+def test_every_snapshot_says_where_it_comes_from() -> None:
+    assert set(NAMES) == set(KEYS)
+    for name in NAMES:
+        assert any("not recorded" in line for line in load(name)["about"]), name

@@ -1,0 +1,134 @@
+"""Which pairs of GPUs are refused, why, and with what remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from odc_triton.machine.nvml import SnapshotNvml
+from odc_triton.machine.probe import CudaDevice, read_topology
+from odc_triton.machine.topology import P2P
+from odc_triton.machine.unusable import by_reason, refuse_unusable, unusable_pairs, usable_groups
+from tests.machine.test_topology import load, topology
+from tests.support import ranks
+
+
+def test_without_nvml_cuda_stands_in() -> None:
+    cuda = [
+        CudaDevice(index=0, uuid="a", peers=(1,)),
+        CudaDevice(index=1, uuid="b", peers=(0,)),
+        CudaDevice(index=2, uuid="c", peers=()),
+    ]
+    found = read_topology(SnapshotNvml({"missing": "no NVML"}), cuda)
+    assert [pair.read.name for pair in found.pairs] == ["OK", "NOT_SUPPORTED", "NOT_SUPPORTED"]
+    assert {pair.atomics for pair in found.pairs} == {P2P.UNKNOWN}
+    assert (found.key, found.missing) == ("unknown", "no NVML")
+    refuse_unusable(found, ["a", "b"])
+    with pytest.raises(RuntimeError, match=r"rank 0 on GPU0 .* and rank 1 on GPU2 .* can't read each other's memory"):
+        refuse_unusable(found, ["a", "c"])
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "of", "groups"),
+    [
+        ("hgx-h100-nvswitch", 0, 28, [8]),
+        ("a100-nvlink-mesh", 0, 6, [4]),
+        ("a6000-bridges", 4, 6, [2, 2]),
+        ("pcie-only", 6, 6, [1, 1, 1, 1]),
+        ("pcie-with-atomics", 0, 3, [3]),
+        ("v100-cube-mesh", 12, 28, [4, 4]),
+        ("mig", 6, 6, [1, 1, 1, 1]),
+        ("one-of-a-container", 0, 0, [1]),
+    ],
+)
+def test_unusable_pairs_and_groups(name: str, bad: int, of: int, groups: list[int]) -> None:
+    found = topology(name)
+    assert (len(unusable_pairs(found)), len(found.pairs)) == (bad, of)
+    assert [len(group) for group in usable_groups(found)] == groups
+    for group in usable_groups(found):
+        assert not unusable_pairs(found.only(device.uuid for device in group))
+
+
+@pytest.mark.parametrize(
+    ("statuses", "reason", "remedy"),
+    [
+        ((0, 0, 1), "no native atomics over PCIe .the chipset", "only NVLink has native atomics"),
+        ((0, 5, 5), "can't write to each other's memory: the driver", "ask the host"),
+        ((1, 1, 1), "can't read each other's memory: the chipset", "IOMMU .* ACS"),
+        ((2, 2, 2), "this model of GPU", "use one GPU"),
+        ((3, 3, 3), "different PCIe roots", "use one GPU"),
+        ((4, 4, 4), "the driver's settings", "NVreg"),
+    ],
+)
+def test_each_reason_has_its_remedy(statuses: tuple[int, int, int], reason: str, remedy: str) -> None:
+    snapshot = load("pcie-only")
+    snapshot["pairs"] = [{"of": [[0, 1]], **dict(zip(("read", "write", "atomics"), statuses, strict=True))}]
+    found = read_topology(SnapshotNvml(snapshot), ())
+    uuids = [device.uuid for device in found.devices[:2]]
+    with pytest.raises(RuntimeError, match=f"(?s)rank 0 on GPU0 .*rank 1 on GPU1 .*{reason}.*(?i:{remedy})"):
+        refuse_unusable(found, uuids)
+    refuse_unusable(found, [found.devices[0].uuid, found.devices[2].uuid])  # of which nothing is known
+
+
+def test_a_fabric_that_is_not_up() -> None:
+    snapshot = load("hgx-h100-nvswitch")
+    snapshot["devices"][1]["fabric_state"] = 2
+    snapshot["pairs"] = [{"of": [[0, 1]], "read": 5, "write": 5, "atomics": 5}]
+    found = read_topology(SnapshotNvml(snapshot), ())
+    with pytest.raises(RuntimeError, match=r"fabric is starting for GPU1.*nvidia-fabricmanager"):
+        refuse_unusable(found, [device.uuid for device in found.devices])
+
+
+def test_which_ranks_are_refused() -> None:
+    found = topology("a6000-bridges")
+    uuids = [device.uuid[4:] for device in found.devices]  # as torch writes them
+    for fine in (uuids[:2], [uuids[0]] * 3, [None, None], [uuids[0], "GPU-of-elsewhere"], []):
+        refuse_unusable(found, fine)
+    with pytest.raises(RuntimeError) as caught:
+        refuse_unusable(found, [uuids[2], uuids[2], uuids[3], uuids[1]])
+    text = str(caught.value)
+    assert "rank 0 on GPU2 (NVIDIA RTX A6000, 00000000:CA:00.0) and rank 3 on GPU1" in text
+    assert "CUDA_VISIBLE_DEVICES=2,3" in text
+    assert "2 of 3 pairs" in text
+
+
+def test_pairs_by_reason() -> None:
+    bad = unusable_pairs(topology("v100-cube-mesh"))
+    reasons = by_reason(bad)
+    assert sorted(pair.one.label + pair.other.label for pairs in reasons.values() for pair in pairs) == sorted(
+        each.pair.one.label + each.pair.other.label for each in bad
+    )
+    for each in bad:
+        assert each.pair in reasons[each.reason, each.remedy]
+    assert len({reason for reason, _ in reasons}) == len(reasons)  # a reason has one remedy
+
+
+def _one_rank_finds(rank: int, world: int, breaks: bool) -> str:
+    from torch import nn
+
+    from odc_triton import fully_shard
+    from odc_triton.sharding.backend import CpuBackend
+
+    def find(self: CpuBackend, devices: list[str | None]) -> str:
+        if breaks:
+            raise OSError("no answer")
+        return "GPU0 and GPU1 can't be peers. Use one"
+
+    if rank == 1:
+        CpuBackend.unusable_peers = find
+    try:
+        fully_shard(nn.Linear(2, 2))
+    except (RuntimeError, OSError) as error:
+        return str(error)
+    return "sharded"
+
+
+def test_all_ranks_refuse_what_one_of_them_finds() -> None:
+    assert (
+        ranks.run(_one_rank_finds, 2, False)
+        == ["fully_shard: rank 1 finds that GPU0 and GPU1 can't be peers. Use one"] * 2
+    )
+
+
+def test_a_driver_that_cannot_be_asked_keeps_nobody_waiting() -> None:
+    told = ["fully_shard: rank 1 could not shard its model: OSError: no answer", "no answer"]
+    assert ranks.run(_one_rank_finds, 2, True, timeout_s=30) == told

@@ -1,0 +1,335 @@
+"""The fused head: loss, log-probabilities and every gradient against the logits' own, in transformers' models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from bench.reports.head_memory import peak_bytes
+from odc_triton.hf import summed_loss
+from odc_triton.nn import LMHead
+from odc_triton.nn.head import FusedLogits
+from odc_triton.nn.replace import replace_layers
+from tests.engine.test_parity import compare
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+MODELS = {
+    "llama": ("Llama", SIZES),
+    "mistral": ("Mistral", SIZES),
+    "qwen2": ("Qwen2", SIZES),
+    "qwen2-tied": ("Qwen2", SIZES | {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", SIZES | {"head_dim": 8}),
+    "granite": ("Granite", SIZES | {"logits_scaling": 4.0}),
+    "gpt2-tied": ("GPT2", GPT2),
+}
+
+
+def build(name: str) -> nn.Module:
+    family, sizes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")(config)
+    return model.train()
+
+
+def both(name: str) -> tuple[nn.Module, nn.Module]:
+    plain = build(name)
+    fused = copy.deepcopy(plain)
+    assert replace_layers(fused, roles=["head"], verbose=False).swapped["head"] == ["lm_head"]
+    return plain, fused
+
+
+def same_gradients(plain: nn.Module, fused: nn.Module) -> None:
+    got = {name: parameter.grad for name, parameter in fused.named_parameters()}
+    assert got.keys() == {name for name, _ in plain.named_parameters()}
+    floor = 1e-6 * max(parameter.grad.norm() for parameter in plain.parameters())
+    for name, parameter in plain.named_parameters():
+        # fp32 sums over the vocabulary in another order; the floor is for key biases, zero in exact arithmetic.
+        assert (got[name] - parameter.grad).norm() <= 1e-5 * parameter.grad.norm() + floor, name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_own_loss(name: str) -> None:
+    plain, fused = both(name)
+    assert fused.state_dict().keys() == plain.state_dict().keys()
+    ids = torch.randint(1, 97, (2, 19))
+    labels = ids.masked_fill(torch.rand(2, 19) < 0.3, -100)
+    losses = [model(input_ids=ids, labels=labels, use_cache=False).loss for model in (plain, fused)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)  # fp32, in another order
+    same_gradients(plain, fused)
+
+
+def test_a_summed_loss_of_some_positions() -> None:
+    plain, fused = both("qwen2")
+    ids = torch.randint(1, 97, (1, 23))
+    pack = {"input_ids": ids, "labels": ids.masked_fill(torch.rand(1, 23) < 0.5, -100)}
+    for model in (plain, fused):
+        summed_loss(model, pack).backward()
+    same_gradients(plain, fused)
+
+
+def test_log_probs_and_entropy() -> None:
+    plain, fused = both("qwen3")
+    ids = torch.randint(1, 97, (2, 11))
+    targets = ids.roll(-1, 1).masked_fill(torch.arange(11) == 10, -100)
+    weight, weight_entropy = torch.randn(2, 11), torch.randn(2, 11)
+    log_p = plain(input_ids=ids, use_cache=False).logits.log_softmax(-1)
+    want = log_p.gather(-1, targets.clamp_min(0)[..., None])[..., 0].masked_fill(targets < 0, 0.0)
+    want_entropy = -(log_p.exp() * log_p).sum(-1)
+    (weight * want + weight_entropy * want_entropy).sum().backward()
+    got = fused(input_ids=ids, use_cache=False).logits.log_probs(targets)
+    (weight * got.logp + weight_entropy * got.entropy).sum().backward()
+    torch.testing.assert_close(got.logp, want, rtol=1e-5, atol=1e-5)  # fp32, in another order
+    torch.testing.assert_close(got.entropy, want_entropy, rtol=1e-5, atol=1e-5)
+    same_gradients(plain, fused)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize("name", ["qwen2", "gpt2-tied"])
+def test_ten_steps_on_shards(name: str, backend: str) -> None:
+    compare(name, 2, transform="head", backend=backend)
+
+
+def _in_bf16(fused: bool, backend: str) -> tuple[float, dict[str, torch.Tensor]]:
+    from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
+
+    model = build("qwen2-tied")
+    if fused:
+        replace_layers(model, roles=["head"], verbose=False)
+    model = fully_shard(model, backend=backend, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    ids = torch.randint(1, 97, (2, 19), generator=torch.Generator().manual_seed(0))
+    with minibatch(model, tokens=1):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+    return loss.item(), {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+def test_bf16(backend: str) -> None:
+    want_loss, want = _in_bf16(False, backend)
+    loss, got = _in_bf16(True, backend)
+    assert loss == pytest.approx(want_loss, rel=1e-3)
+    floor = 1e-3 * max(gradient.norm() for gradient in want.values())
+    for name, gradient in want.items():
+        # Both round logits and their gradients to 8 bits of mantissa, at other places.
+        assert (got[name] - gradient).norm() <= 1e-2 * gradient.norm() + floor, name
+
+
+def test_evaluation_makes_logits() -> None:
+    plain, fused = both("llama")
+    ids = torch.randint(1, 97, (2, 9))
+    got = fused.eval()(input_ids=ids, use_cache=False).logits
+    assert torch.equal(got, plain.eval()(input_ids=ids, use_cache=False).logits)
+    assert torch.equal(fused.generate(ids, max_new_tokens=3), plain.generate(ids, max_new_tokens=3))
+
+
+H, W = torch.randn(2, 5, 4), torch.randn(7, 4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda z: z[:, :-1],
+        lambda z: z[..., :-1, :],
+        lambda z: z[0],
+        lambda z: z[:, 2],
+        lambda z: z[:, 1:3, :],
+        lambda z: z[torch.tensor([[True, False, True, True, False]] * 2)],
+        lambda z: z[:, torch.tensor([3, 0])],
+        lambda z: z[None],
+        lambda z: z.view(-1, 7),
+        lambda z: z.reshape((10, 7)),
+        lambda z: z.view(5, 2, -1),
+        lambda z: z.flatten(0, 1),
+        lambda z: z.flatten(0, -2),
+        lambda z: z[:1].squeeze(0),
+        lambda z: (z / 2.0).float() * 3,
+        lambda z: z.to(torch.float32).contiguous(),
+        lambda z: 2 * z,
+    ],
+)
+def test_the_same_logits_of_other_tokens(change: Callable) -> None:
+    want = change(H @ W.T)
+    got = change(FusedLogits(H, W))
+    assert got.shape == want.shape
+    assert (got.size(-1), got.dim(), got.ndim, len(got)) == (7, want.ndim, want.ndim, len(want))
+    targets = torch.randint(0, 7, want.shape[:-1])
+    logp = want.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    torch.testing.assert_close(got.log_probs(targets).logp, logp, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_cross_entropy(reduction: str) -> None:
+    targets = torch.tensor([1, -100, 6, 0, 3])
+    want = F.cross_entropy(H[0] @ W.T, targets, reduction=reduction)
+    torch.testing.assert_close(F.cross_entropy(FusedLogits(H[0], W), targets, reduction=reduction), want)
+    torch.testing.assert_close(nn.CrossEntropyLoss(reduction=reduction)(FusedLogits(H[0], W), targets), want)
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [
+        lambda z: z + 1,
+        lambda z: z * torch.ones(7),
+        lambda z: z.softmax(-1),
+        lambda z: torch.softmax(z, -1),
+        lambda z: z[..., 0],
+        lambda z: z[:, :, 2:],
+        lambda z: z[0, 0, 0],
+        lambda z: z.view(-1),
+        lambda z: z.flatten(),
+        lambda z: z.to(torch.bfloat16),
+        lambda z: z.argmax(-1),
+        lambda z: z.data,
+        lambda z: F.cross_entropy(z[0], torch.zeros(5, dtype=torch.long), label_smoothing=0.1),
+        lambda z: F.cross_entropy(z[0], torch.randn(5, 7)),
+        lambda z: F.cross_entropy(z, torch.zeros(2, 7, dtype=torch.long)),
+    ],
+)
+def test_touching_them_raises(touch: Callable) -> None:
+    with pytest.raises(RuntimeError, match=r"does not compute\. Use the model's own loss"):
+        touch(FusedLogits(H, W))
+
+
+def test_a_weight_that_changed_before_the_backward_is_noticed() -> None:
+    head = LMHead(4, 7)
+    loss = F.cross_entropy(head(H[0]), torch.zeros(5, dtype=torch.long))
+    with torch.no_grad():
+        head.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    h = H[0].clone().requires_grad_()
+    loss = F.cross_entropy(LMHead(4, 7)(h), torch.zeros(5, dtype=torch.long))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(loss, h, create_graph=True)
+
+
+def test_what_tensors_do_not_have_either() -> None:
+    logits = FusedLogits(H, W)
+    assert not hasattr(logits, "no_such_method")
+    assert "never computed" in repr(logits)
+
+
+class Scaled(nn.Linear):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(h)
+
+
+def test_another_head_is_left_alone(capsys: pytest.CaptureFixture) -> None:
+    model = build("llama")
+    model.lm_head.__class__ = Scaled
+    replaced = replace_layers(model, roles="head")
+    assert replaced.swapped == {"head": []}
+    assert "no plain Linear" in replaced.left["lm_head"]
+    assert "left alone: lm_head" in capsys.readouterr().out
+    biased = build("llama")
+    biased.lm_head = nn.Linear(32, 97)
+    assert replace_layers(biased, roles=["head"], verbose=False).left == {"lm_head": "it has a bias"}
+    assert (
+        "it is torch.float64" in replace_layers(build("llama").double(), roles=["head"], verbose=False).left["lm_head"]
+    )
+    assert "no output embeddings" in str(replace_layers(nn.Linear(2, 2), roles=["head"], verbose=False))
+    with pytest.raises(ValueError, match=r"roles \['haed'\] are not known; known are attention, head"):
+        replace_layers(model, roles=["haed"])
+
+
+def test_hidden_states_of_another_width_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"with a head of \(7, 4\) give \[\.\.\., 4\]"):
+        FusedLogits(H[..., :3], W)
+
+
+def test_twice_is_once() -> None:
+    model = build("qwen2-tied")
+    replace_layers(model, roles=["head"], verbose=False)
+    head = model.lm_head
+    assert isinstance(head, LMHead)
+    assert head.weight is model.model.embed_tokens.weight
+    assert replace_layers(model, roles=["head"], verbose=False).swapped == {"head": []}
+    assert model.lm_head is head
+
+
+def test_sharded_models_are_refused() -> None:
+    from odc_triton import fully_shard
+
+    with pytest.raises(RuntimeError, match="comes before fully_shard"):
+        replace_layers(fully_shard(build("llama")), roles=["head"])
+
+
+def test_a_head_sharded_apart_from_its_tied_embedding_is_refused() -> None:
+    from odc_triton import fully_shard
+
+    model = build("qwen2-tied")
+    replace_layers(model, roles=["head"], verbose=False)
+    fully_shard(model.lm_head, backend="cpu-apart")
+    with pytest.raises(NotImplementedError, match=r"model\.embed_tokens\.weight is tied to a weight that was sharded"):
+        fully_shard(model, backend="cpu-apart")
+
+
+def test_a_quarter_of_the_memory() -> None:
+    h, targets = torch.randn(512, 16, requires_grad=True), torch.randint(0, 16384, (512,))
+    head = LMHead(16, 16384)
+    fused = peak_bytes(lambda: F.cross_entropy(head(h), targets).backward())
+    head.zero_grad()
+    plain = peak_bytes(lambda: F.cross_entropy(F.linear(h, head.weight), targets).backward())
+    assert fused <= plain / 4
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_log_probs_of_logits_that_are_made_or_not(training: bool) -> None:
+    """As an RL loss takes them: of the policy in training, of a reference in evaluation."""
+    from odc_triton import log_probs
+
+    plain, ours = build("llama"), build("llama")
+    replace_layers(ours, roles=["head"], verbose=False)
+    ids = torch.randint(3, 97, (2, 7), generator=torch.Generator().manual_seed(0))
+    targets = ids.roll(-1, 1)
+    targets[:, -1] = -100
+    ours.train(training)
+    want = log_probs(plain(input_ids=ids).logits, targets)
+    got = log_probs(ours(input_ids=ids).logits, targets)
+    every = plain(input_ids=ids).logits.log_softmax(-1)
+    picked = every.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1) * (targets != -100)
+    for of in (want, got):  # fp32 sums in another order
+        torch.testing.assert_close(of.logp, picked, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(of.entropy, -(every.exp() * every).sum(-1), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"targets are \(2, 6\)"):
+        log_probs(plain(input_ids=ids).logits, targets[:, 1:])
+
+
+def test_a_label_that_is_no_word() -> None:
+    model = build("llama")
+    replace_layers(model, roles=["head"], verbose=False)
+    for label in (97, -1):
+        with pytest.raises(IndexError, match=rf"target {label} is no row of a vocabulary of 97; ignored is -100"):
+            model.train()(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, label, 7]]))
+
+
+def test_a_model_that_caps_its_logits_keeps_its_head() -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 97, "head_dim": 16}
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    replaced = replace_layers(model, roles=["head"], verbose=False)
+    assert replaced.left == {"lm_head": "Gemma2ForCausalLM caps its logits by a tanh, which needs them"}

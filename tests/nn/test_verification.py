@@ -1,0 +1,122 @@
+"""verify: a replaced model against its own layers, and that it finds what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from odc_triton import OdcError, fully_shard, replace_layers, verify
+from odc_triton.hf import summed_loss
+from odc_triton.nn import LMHead
+from tests.nn.test_head import build
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 97, (2, 19))
+    return {"input_ids": ids, "labels": ids}
+
+
+def _replaced(name: str = "qwen2") -> nn.Module:
+    model = build(name)
+    replace_layers(model, roles=["head"], verbose=False)
+    return model
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2-tied", "gpt2-tied"])
+def test_equal_models_pass_and_stay_as_they_are(name: str) -> None:
+    model = _replaced(name)
+    batch = _batch() | {"use_cache": False}
+    rng, before = torch.get_rng_state(), {key: value.clone() for key, value in model.state_dict().items()}
+    found = verify(model, batch)
+    assert found.gradients == len(list(model.parameters()))
+    assert found.worst[1] <= 1e-5
+    assert "differs most" in str(found)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert isinstance(model.lm_head, LMHead)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_dropout_is_the_same() -> None:
+    model = _replaced("gpt2-tied")
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    assert verify(model, _batch()).worst[1] <= 1e-5
+
+
+def test_a_loss_of_ones_own() -> None:
+    ids = torch.randint(1, 97, (1, 9))
+    found = verify(_replaced(), {"input_ids": ids, "labels": ids}, loss=summed_loss)
+    assert found.loss == pytest.approx(found.plain_loss, rel=1e-5)
+
+
+class _Scaled(LMHead):
+    """A head that is wrong on purpose."""
+
+    def forward(self, h: torch.Tensor) -> object:
+        return super().forward(h) * 1.01
+
+
+class _Detached(LMHead):
+    def forward(self, h: torch.Tensor) -> object:
+        return super().forward(h.detach())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"), [(_Scaled, "the loss is"), (_Detached, r"model\.embed_tokens\.weight has no gradient")]
+)
+def test_a_difference_is_named(wrong: type, words: str) -> None:
+    model = _replaced()
+    model.lm_head.__class__ = wrong
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)  # so that one percent shows in the loss
+    with pytest.raises(OdcError, match=words):
+        verify(model, _batch())
+
+
+def test_what_cant_be_compared() -> None:
+    with pytest.raises(ValueError, match="none of the model's layers is replaced"):
+        verify(build("llama"), _batch())
+    with pytest.raises(ValueError, match=r"returned no loss for \['input_ids'\]; add labels"):
+        verify(_replaced(), {"input_ids": _batch()["input_ids"]})
+    with pytest.raises(ValueError, match="before fully_shard"):
+        verify(fully_shard(_replaced(), backend="cpu"), _batch())
+
+
+@pytest.mark.parametrize(
+    ("change", "batch", "loss", "words"),
+    [
+        (lambda model: model.eval(), {}, None, r"the head lm_head is in evaluation mode.*call model.train\(\)"),
+        (lambda model: model.to("meta"), {}, None, "the model is on meta"),
+        (lambda model: model.requires_grad_(False), {}, None, "none of the model's parameters trains"),
+        (lambda model: None, torch.zeros(2), None, "batch is a Tensor; give a mapping"),
+        (lambda model: None, {}, lambda model, batch: torch.zeros(3, requires_grad=True), r"loss= returned \(3,\)"),
+        (
+            lambda model: None,
+            {"labels": torch.full((1, 5), -100)},
+            None,
+            "the loss is nan: does the batch have a label",
+        ),
+    ],
+)
+def test_what_cannot_be_verified(change: Callable, batch: Any, loss: Callable | None, words: str) -> None:
+    model = build("llama").train()
+    replace_layers(model, roles=["head", "linear"], verbose=False)
+    change(model)
+    ids = torch.tensor([[4, 5, 6, 7, 8]])
+    whole = {"input_ids": ids, "labels": ids} | batch if isinstance(batch, dict) else batch
+    with pytest.raises(ValueError, match=words):
+        verify(model, whole, loss=loss)
+
+
+def test_equal_bit_for_bit_is_said() -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    replace_layers(model, verbose=False)
+    model.extra = nn.Parameter(torch.ones(()))
+    told = verify(model, {}, loss=lambda model, batch: model(torch.ones(1, 3)).sum() * 0 + model.extra)
+    assert "bit for bit" in str(told)

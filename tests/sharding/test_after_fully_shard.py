@@ -1,0 +1,66 @@
+"""What came after fully_shard: parameters, and processes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from tests.sharding.test_misuse import caught, net
+from tests.support import ranks
+
+
+def test_parameters_added_after_fully_shard() -> None:
+    from odc_triton import MinibatchFailed, fully_shard, minibatch
+
+    kept = nn.Parameter(torch.zeros(3))
+    model = net()
+    model.register_parameter("kept", kept)
+    model = fully_shard(model, backend="cpu", ignored_params={kept})
+    with minibatch(model):
+        pass
+    model[0].register_parameter("late", nn.Parameter(torch.zeros(2)))
+    with pytest.raises(MinibatchFailed, match=r"0\.late was added after fully_shard.*first get_peft_model"):
+        minibatch(model).__enter__()
+    model[0].late.requires_grad_(False)
+    with minibatch(model):
+        pass
+
+
+def _in_a_child(rank: int, world: int) -> tuple[dict[str, str], bool]:
+    """What a forked process is told, and whether the parent's weights are as they were."""
+    import json
+    import os
+
+    from odc_triton import full_parameters, fully_shard, minibatch, publish
+
+    model, x = fully_shard(net()), torch.ones(1, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: value.clone() for name, value in full_parameters(model)}
+    reader, writer = os.pipe()
+    with minibatch(model):
+        output = model(x).sum()
+        if (child := os.fork()) == 0:
+            said = {
+                "forward": caught(lambda: model(x)),
+                "backward": caught(output.backward),
+                "end": caught(lambda: model._odc_engine.end()),
+                "minibatch": caught(lambda: minibatch(model).__enter__()),
+                "step": caught(optimizer.step),
+                "publish": caught(lambda: publish(model)),
+            }
+            os.write(writer, json.dumps(said).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        said = json.loads(os.read(reader, 65536))
+    return said, all(torch.equal(value, before[name]) for name, value in full_parameters(model))
+
+
+def test_a_forked_process_trains_nothing() -> None:
+    for rank, (said, unchanged) in enumerate(ranks.run(_in_a_child, 2)):
+        assert unchanged
+        assert said.pop("forward") == "nothing was raised"
+        for what, text in said.items():
+            assert re.search(rf"RuntimeError: .* in process \d+, forked from rank {rank} ", text), f"{what}: {text}"

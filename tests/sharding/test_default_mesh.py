@@ -1,0 +1,56 @@
+"""The mesh of ranks that were given none."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from odc_triton.base.errors import RanksDiffer
+from odc_triton.sharding.agree import default_mesh, even_hosts
+from tests.support import ranks
+
+SOON = timedelta(seconds=60)
+
+
+@pytest.mark.parametrize(("hosts", "want"), [("a", 1), ("aaa", 1), ("aabb", 2), ("abc", 3)])
+def test_hosts_are_counted(hosts: str, want: int) -> None:
+    assert even_hosts(list(hosts)) == want
+
+
+@pytest.mark.parametrize(("hosts", "counts"), [("aab", "[2, 1]"), ("abab", "[1, 1, 1, 1]"), ("aba", "[1, 1, 1]")])
+def test_uneven_hosts_are_told(hosts: str, counts: str) -> None:
+    with pytest.raises(RanksDiffer, match="equally many ranks on each host") as raised:
+        even_hosts(list(hosts))
+    assert counts in str(raised.value)
+
+
+def _meshes(rank: int, world: int) -> dict:
+    seen = {"alone": default_mesh(SOON, "cpu").ndim}
+    mesh = default_mesh(SOON, "cpu", replicas=2)
+    again = default_mesh(SOON, "cpu", replicas=2)
+    seen["ranks"], seen["names"] = mesh.mesh.tolist(), mesh.mesh_dim_names
+    seen["groups"] = [dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names]
+    seen["same groups"] = [mesh.get_group(name) is again.get_group(name) for name in mesh.mesh_dim_names]
+    summed = []
+    for name in mesh.mesh_dim_names:
+        value = torch.tensor(10**rank)
+        dist.all_reduce(value, group=mesh.get_group(name))
+        summed.append(value.item())
+    seen["summed"] = summed
+    for count in (3, 8, -1):
+        with pytest.raises(ValueError, match=f"4 ranks can't be {count} replicas"):
+            default_mesh(SOON, "cpu", replicas=count)
+    return seen
+
+
+def test_replicas_that_were_asked_for() -> None:
+    for rank, seen in enumerate(ranks.run(_meshes, 4)):
+        assert seen["alone"] == 1  # all on this host
+        assert (seen["ranks"], seen["names"]) == ([[0, 1], [2, 3]], ("replicate", "shard"))
+        twins, replica = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert seen["groups"] == [twins, replica]
+        assert seen["same groups"] == [True, True]
+        assert seen["summed"] == [sum(10**each for each in twins), sum(10**each for each in replica)]

@@ -1,0 +1,425 @@
+"""The plan against brute force, real optimizers, real FSDP2, and the tensors that autograd really saves."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from odc_triton.sharding.footprint import OPTIMIZER_STATES, SCHEMES, memory_plan, parameter_specs, side_by_side
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def bag(*parameters: tuple[tuple[int, ...], torch.dtype, bool], device: str = "cpu") -> nn.Module:
+    """A module without blocks that holds parameters of the given shapes, dtypes and requires_grad."""
+    module = nn.Module()
+    for index, (shape, dtype, trainable) in enumerate(parameters):
+        tensor = torch.zeros(shape, dtype=dtype, device=device)
+        module.register_parameter(f"p{index}", nn.Parameter(tensor, requires_grad=trainable))
+    return module
+
+
+def blocks(*sizes: int, root: int) -> nn.Module:
+    """A root parameter and one block per size, all fp32 vectors."""
+    model = bag(((root,), torch.float32, True))
+    model.blocks = nn.ModuleList(bag(((size,), torch.float32, True)) for size in sizes)
+    return model
+
+
+def qwen2(layers: int = 2, **options: object) -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=160,
+        **{"vocab_size": 256, **options},
+    )
+    return Qwen2ForCausalLM(config)
+
+
+@pytest.fixture
+def fake_world_of_3() -> Iterator[DeviceMesh]:
+    """Rank 0 of three ranks whose collectives do nothing: sizes are real, values are not."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
+    try:
+        yield init_device_mesh("cpu", (3,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+shapes = st.lists(st.integers(0, 9), min_size=0, max_size=3).map(tuple)
+parameter_lists = st.lists(st.tuples(shapes, st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=6)
+
+
+@given(
+    parameters=parameter_lists,
+    world=st.integers(1, 7),
+    param_dtype=st.sampled_from((None, *DTYPES)),
+    reduce_dtype=st.sampled_from((None, torch.float32, torch.bfloat16)),
+    optimizer=st.sampled_from(tuple(OPTIMIZER_STATES)),
+    backend=st.sampled_from(("cpu", "cuda")),
+)
+@settings(max_examples=200, deadline=None)
+def test_bytes_are_those_of_laying_out_every_shard(parameters, world, param_dtype, reduce_dtype, optimizer, backend):
+    """Each shard is made on meta by torch.chunk and put at the next multiple of 128 bytes of a region."""
+    policy = SimpleNamespace(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    plan = memory_plan(bag(*parameters), world, mp_policy=policy, optimizer=optimizer, backend=backend)
+    compute = gradient = master = states = cast = 0
+    regions = {"own": 0, "whole": 0}
+
+    def place(region: str, n_bytes: int) -> None:
+        regions[region] = (regions[region] + 127) // 128 * 128 + n_bytes
+
+    for kind in ("compute", "gradient"):
+        for shape, dtype, trainable in parameters:
+            whole = torch.empty(shape, dtype=dtype, device="meta")
+            shard = whole.chunk(world)[0] if shape else whole
+            cast_to = param_dtype or dtype
+            if kind == "compute":
+                place("own", shard.to(cast_to).nbytes)
+                place("whole", whole.to(cast_to).nbytes)
+                compute += shard.to(cast_to).nbytes
+                # Peers read one copy of a scalar, and every rank steps a private one.
+                master += shard.nbytes if cast_to != dtype or not shape else 0
+            elif trainable:
+                sum_in = reduce_dtype or (torch.float64 if dtype == torch.float64 else torch.float32)
+                place("own", shard.to(sum_in).nbytes)
+                place("whole", whole.to(sum_in).nbytes)
+                gradient += shard.to(sum_in).nbytes
+                cast += shard.nbytes if sum_in != dtype or not shape else 0
+                states += 2 * shard.nbytes + 4 if optimizer == "adamw" else 0
+    if backend == "cpu":
+        assert (plan.compute_shard_bytes, plan.gradient_shard_bytes) == (compute, gradient)
+        assert plan.job_shared_bytes == regions["whole"]
+    else:
+        # The region itself ends on a multiple of the alignment.
+        assert regions["own"] <= plan.shared_bytes < regions["own"] + 128
+        assert plan.shared_bytes % 128 == 0
+        assert plan.job_shared_bytes == world * plan.shared_bytes
+    assert plan.master_shard_bytes == master
+    assert plan.optimizer_state_bytes == states
+    assert plan.gradient_cast_bytes == cast
+    assert plan.parameters == sum(torch.Size(shape).numel() for shape, _, _ in parameters)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("policy", [None, BF16])
+def test_meta_and_real_models_have_the_same_plan(scheme, policy):
+    real = qwen2()
+    with torch.device("meta"):
+        meta = qwen2()
+    options = {"scheme": scheme, "mp_policy": policy, "backend": "cuda", "tokens_per_microbatch": 100}
+    assert memory_plan(real, 3, **options) == memory_plan(meta, 3, **options)
+
+
+def test_adamw_states_are_what_adamw_allocates():
+    parameters = [((7, 3), torch.float32, True), ((4,), torch.float32, False), ((2, 2), torch.bfloat16, True)]
+    model = bag(*parameters)
+    shards = [p.detach().chunk(3)[0].clone().requires_grad_() for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(shards)
+    for shard in shards:
+        shard.grad = torch.ones_like(shard)
+    optimizer.step()
+    held = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    assert memory_plan(model, 3).optimizer_state_bytes == held
+
+
+def test_tied_parameters_count_once():
+    tied, untied = (qwen2(vocab_size=1024, tie_word_embeddings=tie) for tie in (True, False))
+    embedding_bytes = 1024 * 64 * 4
+    a, b = memory_plan(tied, 2), memory_plan(untied, 2)
+    assert b.parameters - a.parameters == 1024 * 64
+    assert b.job_shared_bytes - a.job_shared_bytes == 2 * embedding_bytes
+    assert [spec.names for spec in parameter_specs(tied) if len(spec.names) > 1] == [
+        ("model.embed_tokens.weight", "lm_head.weight")
+    ]
+    # Tied: the head's part waits until the embedding's is made. Untied: both are of the root's unit. And a norm.
+    assert a.transient_gradient_bytes == b.transient_gradient_bytes == 2 * embedding_bytes + 64 * 4
+
+
+def test_frozen_parameters_take_their_shard_only():
+    model = bag(((8, 4), torch.float32, False), ((8, 4), torch.float32, True))
+    plan = memory_plan(model, 2, mp_policy=BF16)
+    assert plan.compute_shard_bytes == 2 * 16 * 2
+    assert plan.master_shard_bytes == 2 * 16 * 4
+    assert plan.gradient_shard_bytes == 16 * 4
+    assert plan.optimizer_state_bytes == 2 * 16 * 4 + 4
+    assert plan.transient_gradient_bytes == 32 * 2
+
+
+def test_fully_frozen_model_has_no_gradients():
+    plan = memory_plan(bag(((8, 4), torch.float32, False)), 2, scheme="fsdp2_no_reshard")
+    assert (plan.gradient_shard_bytes, plan.transient_gradient_bytes, plan.optimizer_state_bytes) == (0, 0, 0)
+
+
+def test_integer_parameters_are_not_cast():
+    plan = memory_plan(bag(((8,), torch.int8, False)), 1, mp_policy=BF16)
+    assert (plan.compute_shard_bytes, plan.master_shard_bytes) == (8, 0)
+
+
+def test_buffers_are_whole_on_every_rank():
+    model = bag(((8,), torch.float32, True))
+    model.register_buffer("table", torch.zeros(10, dtype=torch.float64))
+    assert memory_plan(model, 4).buffer_bytes == 80
+
+
+def test_unsharded_parameters_and_gradients_per_unit():
+    """Units of 100 (root), 10, 30, 20 elements: bf16 compute, fp32 sums, 2 ranks."""
+    model = blocks(10, 30, 20, root=100)
+
+    def plan(scheme, backend="cuda"):
+        return memory_plan(model, 2, scheme=scheme, mp_policy=BF16, backend=backend)
+
+    assert plan("odc", "cpu").gathered_bytes == 0
+    assert plan("odc").gathered_bytes == plan("fsdp2").gathered_bytes == 2 * (100 + 30 + 30)
+    assert plan("fsdp2_no_reshard").gathered_bytes == 2 * 160
+    assert plan("odc").transient_gradient_bytes == 2 * 100
+    # The root comes before the blocks, so none of it is made while a block is; then all is freed but the root's.
+    assert plan("fsdp2").transient_gradient_bytes == max((2 + 4) * 30, (2 + 4) * 100 - 2 * 160)
+    # All gradients in fp32, then the root's last microbatch's, less the shards (80 elements) to come.
+    assert plan("fsdp2_no_reshard").transient_gradient_bytes == 4 * 160 + 2 * 100 - 4 * 80
+
+
+class Tower(nn.Module):
+    """Embedding, blocks of two layers, head: the shape of a language model, with every size free."""
+
+    def __init__(self, vocab: int, inner: int, blocks: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, inner), nn.Linear(inner, 64)) for _ in range(blocks))
+        self.head = nn.Linear(64, vocab)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of storages that were alive at once, counted after every operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, weakref.ref] = {}
+        self.peak_bytes = 0
+
+    def see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.alive:
+            self.alive[storage._cdata] = weakref.ref(storage)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.alive = {key: ref for key, ref in self.alive.items() if ref() is not None}
+        for tensor in tree_leaves((args, kwargs, out)):
+            if type(tensor) in (torch.Tensor, nn.Parameter):
+                self.see(tensor)
+        storages = [ref() for ref in self.alive.values()]
+        self.peak_bytes = max(self.peak_bytes, sum(s.nbytes() for s in storages if s is not None))
+        return out
+
+
+@pytest.mark.parametrize("scheme", ["fsdp2", "fsdp2_no_reshard"])
+@pytest.mark.parametrize(("vocab", "inner"), [(256, 1024), (2048, 1024), (8192, 64)])
+def test_fsdp2_peaks_are_those_of_fsdp2(scheme, vocab, inner, fake_world_of_3):
+    """Three microbatches of one token through real FSDP2; blocks larger, alike and smaller than the root."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, ids, resharded = Tower(vocab, inner), torch.zeros(1, dtype=torch.long), scheme == "fsdp2"
+    plan = memory_plan(model, 3, scheme=scheme, mp_policy=BF16, optimizer="none")
+    for block in model.blocks:
+        fully_shard(block, mesh=fake_world_of_3, mp_policy=BF16, reshard_after_forward=resharded)
+    fully_shard(model, mesh=fake_world_of_3, mp_policy=BF16, reshard_after_forward=None if resharded else False)
+    model(ids).sum().backward()
+    if not resharded:
+        model.zero_grad()
+    live = LiveBytes()
+    for parameter in model.parameters():
+        live.see(parameter.to_local())
+    with live:
+        for microbatch in range(3):
+            model.set_requires_gradient_sync(resharded or microbatch == 2)
+            model.set_reshard_after_backward(resharded or microbatch == 2)
+            model(ids).sum().backward()
+    # Beyond the plan: activations and logits of one token, and reduced shards before they are added.
+    assert live.peak_bytes == pytest.approx(plan.total_bytes, rel=0.05)
+
+
+def test_fsdp2_shards_are_those_of_fsdp2(fake_world_of_3):
+    """Rank 0 of a world of 3 without peers: FSDP2's own shards, gradients and AdamW states, in bytes."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2))
+    model[1].bias.requires_grad_(False)
+    plan = memory_plan(model, 3, scheme="fsdp2", mp_policy=BF16)
+    fully_shard(model, mesh=fake_world_of_3, mp_policy=BF16)
+    model(torch.ones(2, 5)).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    optimizer.step()
+    local = [p.to_local() for p in model.parameters()]
+    gradients = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    states = [t.to_local() if isinstance(t, DTensor) else t for t in states]
+    assert plan.master_shard_bytes == sum(t.nbytes for t in local)
+    assert plan.gradient_shard_bytes == sum(t.nbytes for t in gradients)
+    assert plan.optimizer_state_bytes == sum(t.nbytes for t in states)
+    assert plan.job_shared_bytes == plan.shared_bytes == 0
+
+
+def saved_bytes(model: nn.Module, tokens: int) -> int:
+    """Bytes of the distinct storages that autograd keeps for one forward with loss, parameters apart."""
+    ours = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer not in ours:
+            saved.setdefault(pointer, tensor)
+        return tensor
+
+    ids = torch.arange(tokens)[None] % 7
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=ids, labels=ids, use_cache=False)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["Qwen2", "Qwen3", "Llama", "Mistral"])
+def test_activations_are_those_that_autograd_saves(family, dtype):
+    """Per token: slope of the saved bytes over two lengths. The logits that the caller holds are not saved."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=160,
+        vocab_size=256,
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
+    measured = (saved_bytes(model, 96) - saved_bytes(model, 32)) / 64
+    estimate = memory_plan(model, 1).activation_bytes_per_token - 256 * dtype.itemsize
+    # What is left out: ids, labels and rotary tables of a token, a few hundred bytes at any width.
+    assert measured == pytest.approx(estimate, rel=0.02)
+
+
+def test_checkpointing_keeps_inputs_and_one_layer():
+    per_token = {
+        (layers, on): memory_plan(qwen2(layers), 1, gradient_checkpointing=on).activation_bytes_per_token
+        for layers in (1, 4)
+        for on in (False, True)
+    }
+    layer = (per_token[4, False] - per_token[1, False]) // 3
+    assert per_token[4, True] == per_token[1, False] + 4 * 64 * 4
+    assert per_token[4, False] - per_token[4, True] == 3 * layer - 4 * 64 * 4
+
+
+def test_activations_multiply_by_tokens_and_are_unknown_elsewhere():
+    plan = memory_plan(qwen2(), 1, tokens_per_microbatch=1000)
+    assert plan.activation_bytes == 1000 * plan.activation_bytes_per_token > 0
+    unknown = memory_plan(bag(((8,), torch.float32, True)), 1, tokens_per_microbatch=1000)
+    assert unknown.activation_bytes_per_token is None
+    assert "unknown" in str(unknown)
+    assert "unknown" not in str(plan)
+
+
+def test_totals_add_up():
+    for scheme in SCHEMES:
+        plan = memory_plan(qwen2(), 2, scheme=scheme, mp_policy=BF16, backend="cuda", tokens_per_microbatch=10)
+        parts = [
+            getattr(plan, field.name)
+            for field in fields(plan)
+            if field.name.endswith("_bytes") and not field.name.startswith("job_")
+        ]
+        assert len(parts) == 8
+        assert plan.total_bytes == sum(parts) + plan.activation_bytes
+        assert plan.job_bytes == plan.job_shared_bytes + 2 * (plan.total_bytes - plan.shared_bytes)
+
+
+def test_side_by_side_is_aligned_and_in_gb():
+    text = side_by_side(*(memory_plan(blocks(3, 4, root=5), 2, scheme=scheme) for scheme in SCHEMES))
+    lines = text.splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].split()[-3:] == ["odc/cpu/2", "fsdp2/cpu/2", "fsdp2_no_reshard/cpu/2"]
+    big = bag(((500_000_000,), torch.float32, True), device="meta")
+    assert "total                                    6.000" in str(memory_plan(big, 1, optimizer="none"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_is_read_on_demand_is_never_whole(tied):
+    from odc_triton import replace_layers
+
+    vocabulary = 1024 * 64 * 4  # bytes of an embedding or a head: more than a block
+    with torch.device("meta"):
+        model = qwen2(vocab_size=1024, tie_word_embeddings=tied)
+    plain = memory_plan(model, 2, backend="cuda")
+    replace_layers(model, roles=["embedding"], verbose=False)
+    some = memory_plan(model, 2, backend="cuda")
+    assert plain.gathered_bytes - some.gathered_bytes == (0 if tied else vocabulary)  # a tied head is gathered
+    replace_layers(model, roles=["head"], verbose=False)
+    both = memory_plan(model, 2, backend="cuda")
+    assert plain.gathered_bytes - both.gathered_bytes == vocabulary * (1 if tied else 2)
+    assert both.transient_gradient_bytes < plain.transient_gradient_bytes
+    assert both.compute_shard_bytes == plain.compute_shard_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"world": 0}, "world is 0; give the number of ranks"),
+        ({"optimizer": "adam"}, "optimizer is 'adam'; use one of 'adamw', 'sgd', 'none'"),
+        ({"backend": "rocm"}, "backend is 'rocm'; use one of 'cpu', 'cuda'"),
+        ({"scheme": "ddp"}, "scheme is 'ddp'; use one of 'odc', 'fsdp2', 'fsdp2_no_reshard'"),
+        ({"tokens_per_microbatch": -1}, "tokens_per_microbatch is -1; give 0"),
+        ({"model": nn.ReLU()}, "ReLU has no parameters; plan the model"),
+    ],
+)
+def test_refusals_name_the_value_and_the_remedy(options, message):
+    arguments = {"model": bag(((2,), torch.float32, True)), "world": 2, **options}
+    with pytest.raises(ValueError, match=message):
+        memory_plan(**arguments)
+
+
+def test_the_document_holds_what_the_script_prints():
+    from bench.reports.memory_table import BEGIN, END, table
+
+    document = Path(__file__).parents[2].joinpath("docs/memory.md").read_text(encoding="utf-8")
+    shown = document.split(BEGIN)[1].split(END)[0].strip()
+    assert shown == table(), "run: python -m bench.reports.memory_table --write docs/memory.md"
+
+
+def test_write_replaces_what_is_between_the_marks(tmp_path, monkeypatch):
+    from bench.reports import memory_table
+
+    monkeypatch.setattr(memory_table, "table", lambda: "new")
+    path = tmp_path / "page.md"
+    path.write_text(f"before\n{memory_table.BEGIN}\nold\n{memory_table.END}\nafter\n")
+    memory_table.write(path)
+    memory_table.write(path)
+    assert path.read_text() == f"before\n{memory_table.BEGIN}\n\nnew\n\n{memory_table.END}\nafter\n"
+    path.write_text("nothing")
+    with pytest.raises(ValueError, match="add them where the table belongs"):
+        memory_table.write(path)

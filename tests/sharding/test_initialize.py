@@ -1,0 +1,318 @@
+"""First values: rank 0's for all ranks, modules' own initialisation on the meta device, and what memory that takes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import ranks
+from tests.support.models import build
+
+BF16 = torch.bfloat16
+
+
+def anonymous_mb() -> float:
+    """This process's private memory that is no file's: the heap is a file's, also while one rank alone maps it."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) / 1024
+
+
+def masters(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor() for name, value in model.state_dict().items() if hasattr(value, "full_tensor")}
+
+
+def compute_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    from odc_triton import full_parameters
+
+    return dict(full_parameters(model))
+
+
+def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+
+
+# ------------------------------------------------------------------ rank 0's values
+
+
+def _rank_0_counts(rank: int, world: int, name: str, others: str, bf16: bool) -> tuple:
+    from odc_triton import MixedPrecisionPolicy, fully_shard
+    from odc_triton.comm import relay
+
+    relay._HALF_BYTES = 1024  # many rounds, tensors that span several of them
+    if rank and others == "meta":
+        with torch.device("meta"):
+            model = build(name)
+    else:
+        model = build(name, seed=rank)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16 if bf16 else None))
+    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
+    return masters(model), compute_values(model), buffers
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    ("name", "others"), [("conv", "seeded"), ("conv", "meta"), ("gpt2-tied", "meta"), ("qwen2", "meta")]
+)
+def test_rank_0_counts(name: str, others: str, bf16: bool) -> None:
+    model = build(name)
+    want = {key: p.detach() for key, p in model.named_parameters()}
+    for got, computed, buffers in ranks.run(_rank_0_counts, 3, name, others, bf16):
+        assert_same({key: got[key] for key in want}, want)
+        assert_same(computed, {key: value.to(BF16) if bf16 else value for key, value in want.items()})
+        assert_same(buffers, dict(model.named_buffers()))
+
+
+def _left_open(rank: int, world: int) -> tuple[int, int]:
+    from odc_triton import MixedPrecisionPolicy, fully_shard
+
+    model = fully_shard(build("qwen2"), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:odc" in line]
+    files = [
+        path for path in Path("/proc/self/fd").iterdir() if path.is_symlink() and "memfd:odc" in str(path.readlink())
+    ]
+    del model
+    return len(maps), len(files)
+
+
+def test_the_buffer_in_between_is_closed() -> None:
+    """What stays is the heap's mapping, its descriptor within mmap, and its locks."""
+    assert ranks.run(_left_open, 2) == [(1, 2)] * 2
+
+
+# ------------------------------------------------------------------ on the meta device everywhere
+
+
+class Plain(nn.Module):
+    """Modules that initialise themselves: a parent after its children, buffers, lists of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2))
+        self.lstm = nn.LSTM(6, 4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.norm = nn.LayerNorm(4)
+
+
+def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def _initialised(rank: int, world: int, name: str, bf16: bool) -> tuple:
+    from odc_triton import MixedPrecisionPolicy, fully_shard
+
+    model = _on_meta(Plain if name == "plain" else lambda: build(name))
+    torch.manual_seed(11)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16 if bf16 else None))
+    logits = None
+    if name != "plain":
+        logits = model(input_ids=torch.arange(3, 20)[None], use_cache=False).logits.detach()
+    buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
+    return masters(model), buffers, torch.rand(1).item(), logits
+
+
+def _reference(name: str) -> nn.Module:
+    """What plain torch makes of the seed. A transformers model's constructor draws torch's defaults first, so the
+    seed is set before `initialize_weights`, which is all that runs for a model on the meta device."""
+    torch.manual_seed(11)
+    if name == "plain":
+        return Plain()
+    model = build(name)
+    tied = name.endswith("tied")
+    if tied:  # initialised before it is tied
+        model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
+    for module in model.modules():
+        module._is_hf_initialized = False
+    torch.manual_seed(11)
+    model.initialize_weights()
+    if tied:
+        model.tie_weights()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "bf16"),
+    [
+        *(("qwen2", world, False) for world in (1, 2, 3)),
+        ("gpt2-tied", 2, False),
+        ("plain", 1, False),
+        ("plain", 3, False),
+        ("llama", 2, False),
+        ("qwen3-moe", 2, False),
+        ("qwen2", 2, True),
+        ("gpt2-tied", 3, True),
+    ],
+)
+def test_initialised_once(name: str, world: int, bf16: bool) -> None:
+    model = _reference(name)
+    want = {key: p.detach() for key, p in model.named_parameters()}
+    drawn = torch.rand(1).item()
+    for got, buffers, next_drawn, logits in ranks.run(_initialised, world, name, bf16):
+        assert_same({key: got[key] for key in want}, want)
+        assert_same(buffers, dict(model.named_buffers()))
+        assert next_drawn == drawn  # ranks with one random state keep one: a shuffle is the same on all of them
+        if logits is not None and not bf16:
+            expected = model(input_ids=torch.arange(3, 20)[None], use_cache=False).logits
+            torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+
+
+class Unknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(5, 2))
+        self.register_buffer("table", torch.ones(4))
+
+
+def _unknown(rank: int, world: int) -> tuple:
+    from odc_triton import fully_shard
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = fully_shard(_on_meta(Unknown))
+    return masters(model), model.table.clone(), [str(warning.message) for warning in caught]
+
+
+def test_without_initialiser() -> None:
+    for rank, (values, table, texts) in enumerate(ranks.run(_unknown, 2)):
+        assert values["scale"].isnan().all()
+        assert table.isnan().all()
+        assert not values["known.weight"].isnan().any()
+        assert len(texts) == (rank == 0)
+        assert not texts or "2 tensors hold NaN until loaded" in texts[0]
+        assert not texts or ("scale" in texts[0] and "table" in texts[0])
+
+
+def _partly(rank: int, world: int) -> tuple:
+    from odc_triton import fully_shard
+
+    model = _on_meta(Plain)
+    if rank == 0:
+        linear, norm = model.blocks[0]
+        linear.weight = nn.Parameter(torch.full((6, 6), 7.0))
+        norm.running_mean = torch.full((6,), 8.0)
+    fully_shard(model)
+    return masters(model), model.blocks[0][1].running_mean.clone()
+
+
+def test_what_rank_0_has_is_kept() -> None:
+    for values, running_mean in ranks.run(_partly, 2):
+        assert (values["blocks.0.0.weight"] == 7).all()
+        assert (running_mean == 8).all()
+        assert 0 < values["blocks.0.0.bias"].abs().max() < 1
+        assert (values["blocks.0.1.weight"] == 1).all()
+
+
+def _bottom_up(rank: int, world: int) -> tuple:
+    from odc_triton import fully_shard
+
+    model = _on_meta(lambda: build("qwen2"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for block in model.model.layers:
+            fully_shard(block)
+    fully_shard(model)
+    return masters(model), len(caught)
+
+
+def test_a_block_of_a_model_is_not_initialised_wrongly() -> None:
+    """The block's initialiser is in the model above, which a call on the block can't see."""
+    for rank, (values, warned) in enumerate(ranks.run(_bottom_up, 2)):
+        assert warned == (2 if rank == 0 else 0)
+        assert values["model.layers.0.mlp.up_proj.weight"].isnan().all()
+        assert not values["model.embed_tokens.weight"].isnan().any()
+
+
+class Wrapper(nn.Module):
+    """A transformers model with a head of plain torch, as reward and value models are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = build("qwen2")
+        self.value = nn.Linear(97, 1)
+
+
+def _wrapped(rank: int, world: int) -> dict[str, torch.Tensor]:
+    from odc_triton import fully_shard
+
+    return masters(fully_shard(_on_meta(Wrapper)))
+
+
+def test_a_model_inside_of_another_module() -> None:
+    for values in ranks.run(_wrapped, 2):
+        assert not any(value.isnan().any() for value in values.values())
+        assert 0.015 < values["model.model.embed_tokens.weight"].std() < 0.025  # transformers' 0.02
+        assert 0.03 < values["value.weight"].std() < 0.1  # torch's uniform, 1/sqrt(97) to both sides
+
+
+class Raising(nn.Linear):
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            raise ArithmeticError("a bad initialiser")
+
+
+def _raising(rank: int, world: int) -> None:
+    from odc_triton import fully_shard
+
+    fully_shard(_on_meta(lambda: Raising(3, 3)))
+
+
+def test_every_rank_hears_of_a_failing_initialiser() -> None:
+    with ranks.start(_raising, 3) as job:
+        outcomes = job.join(30)
+    assert outcomes[0].error_type == "ArithmeticError"
+    for outcome in outcomes[1:]:
+        assert outcome.error_type == "OdcError"
+        assert "rank 0: ArithmeticError: a bad initialiser" in outcome.error
+
+
+# ------------------------------------------------------------------ memory
+
+BLOCKS, WIDTH = 8, 1800  # 8 blocks of 13 MB: 104 MB
+TOTAL_MB = BLOCKS * WIDTH * WIDTH * 4 / 2**20
+
+
+class Measured(nn.Linear):
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.seen_mb = anonymous_mb()
+
+
+def _large() -> nn.Module:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Measured(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS))
+
+    return Stack()
+
+
+def _memory(rank: int, world: int, meta: bool, bf16: bool) -> tuple[float, float, float]:
+    from odc_triton import MixedPrecisionPolicy, fully_shard
+
+    fully_shard(nn.Linear(2, 2))  # what the first call imports is not counted
+    empty_mb = anonymous_mb()
+    model = _on_meta(_large) if meta or rank else _large()
+    built_mb = anonymous_mb()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16 if bf16 else None))
+    peak_mb = max(block.seen_mb for block in model.blocks) if meta and rank == 0 else empty_mb
+    return built_mb - empty_mb, peak_mb - empty_mb, anonymous_mb() - empty_mb
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("meta", [False, True])
+def test_private_memory(meta: bool, bf16: bool) -> None:
+    own_mb = TOTAL_MB / 2 if bf16 else 0  # a rank's master shard; without one the shard in the heap is the master
+    for rank, (built_mb, peak_mb, final_mb) in enumerate(ranks.run(_memory, 2, meta, bf16)):
+        if rank == 0 and not meta:
+            assert built_mb > 0.9 * TOTAL_MB
+        # One block and, where there is one, the master; 15 MB for what the allocator keeps.
+        assert peak_mb < own_mb + TOTAL_MB / BLOCKS + 15
+        assert final_mb < own_mb + 15

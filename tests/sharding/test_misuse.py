@@ -1,0 +1,318 @@
+"""What can't work is refused, with the value and the remedy, and on every rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch import nn
+
+from tests.support import ranks
+
+
+def caught(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def net(width: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def compare(messages: dict[str, str], expected: dict[str, str]) -> None:
+    assert messages.keys() == expected.keys()
+    for name, pattern in expected.items():
+        assert re.search(pattern, messages[name]), f"{name}: {messages[name]}"
+
+
+# ---------------------------------------------------------------------- what is given to fully_shard
+
+
+def _options(rank: int, world: int) -> dict[str, str]:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    from odc_triton import MixedPrecisionPolicy, fully_shard
+
+    def quantised(dtype: torch.dtype) -> nn.Module:
+        model = net()
+        model[0].weight = nn.Parameter(torch.zeros(6, 4, dtype=dtype), requires_grad=False)
+        return model
+
+    def tensor_parallel() -> nn.Module:
+        model = net()
+        mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+        model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.data, mesh, [Replicate()]))
+        return model
+
+    def hooked() -> nn.Module:
+        model = net()
+        model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+        return model
+
+    def optimizer_in_backward() -> nn.Module:
+        model = net()
+        _apply_optimizer_in_backward(torch.optim.SGD, list(model.parameters()), {"lr": 0.1})
+        return model
+
+    def mesh_of(*names: str) -> object:
+        return init_device_mesh("cpu", (world, 1)[: len(names)], mesh_dim_names=names)
+
+    def twice() -> None:
+        model = fully_shard(net())
+        fully_shard(model)
+
+    def below_a_root() -> None:
+        model = fully_shard(net())
+        fully_shard(model[0])
+
+    def in_two_models() -> None:
+        shared = nn.Linear(4, 4)
+        fully_shard(nn.Sequential(shared, nn.Linear(4, 4)))
+        fully_shard(nn.Sequential(shared, nn.Linear(4, 4)))
+
+    def in_two_models_as_a_unit() -> None:
+        first = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])})
+        first.forward = lambda x: x
+        shared = first["blocks"][0]
+        fully_shard(nn.Sequential(first))
+        fully_shard(nn.Sequential(shared, nn.Linear(4, 4)))
+
+    def deterministic() -> None:
+        torch.use_deterministic_algorithms(True)
+        try:
+            fully_shard(net())
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    cases: dict[str, Callable[[], object]] = {
+        "list": lambda: fully_shard([net(), net()]),
+        "not a module": lambda: fully_shard("model"),
+        "ModuleList": lambda: fully_shard(nn.ModuleList([net()])),
+        "no parameters": lambda: fully_shard(nn.ReLU()),
+        "twice": twice,
+        "below a root": below_a_root,
+        "in two models": in_two_models,
+        "in two models, a unit": in_two_models_as_a_unit,
+        "uint8": lambda: fully_shard(quantised(torch.uint8)),
+        "int8": lambda: fully_shard(quantised(torch.int8)),
+        "float8": lambda: fully_shard(quantised(torch.float8_e4m3fn)),
+        "DTensor": lambda: fully_shard(tensor_parallel()),
+        "lazy": lambda: fully_shard(nn.Sequential(nn.LazyLinear(3))),
+        "hook": lambda: fully_shard(hooked()),
+        "optimizer in backward": lambda: fully_shard(optimizer_in_backward()),
+        "2-D mesh": lambda: fully_shard(net(), mesh=mesh_of("dp", "tp")),
+        "3-D mesh": lambda: fully_shard(net(), mesh=init_device_mesh("cpu", (world, 1, 1))),
+        "turned mesh": lambda: fully_shard(net(), mesh=mesh_of("shard", "replicate")),
+        "tp": lambda: fully_shard(net(), mesh=mesh_of("tp")),
+        "cp": lambda: fully_shard(net(), mesh=mesh_of("cp")),
+        "pp": lambda: fully_shard(net(), mesh=mesh_of("pp")),
+        "mesh": lambda: fully_shard(net(), mesh=dist.group.WORLD),
+        "shard_placement_fn": lambda: fully_shard(net(), shard_placement_fn=lambda p: None),
+        "offload_policy": lambda: fully_shard(net(), offload_policy=CPUOffloadPolicy()),
+        "dp_mesh_dims": lambda: fully_shard(net(), dp_mesh_dims=("dp",)),
+        "mp_policy": lambda: fully_shard(net(), mp_policy=torch.bfloat16),
+        "param_dtype": lambda: fully_shard(net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.int8)),
+        "reshard_after_forward": lambda: fully_shard(net(), reshard_after_forward="yes"),
+        "backend": lambda: fully_shard(net(), backend="nvshmem"),
+        "timeout": lambda: fully_shard(net(), timeout=30),
+        "zero timeout": lambda: fully_shard(net(), timeout=timedelta()),
+        "deterministic": deterministic,
+    }
+    return {name: caught(action) for name, action in cases.items()}
+
+
+def test_options() -> None:
+    expected = {
+        "list": "NotImplementedError.*one module",
+        "not a module": "TypeError.*str",
+        "ModuleList": "ValueError: ModuleList has no forward.*parent",
+        "no parameters": "ValueError: ReLU has no parameters",
+        "twice": "ValueError.*sharded already",
+        "below a root": "ValueError: weight is a DTensor.*plain model",
+        "in two models": "ValueError: 0.weight is a DTensor",
+        "in two models, a unit": "ValueError: 0 belongs to another sharded model.*one engine only",
+        "uint8": r"ValueError: 0\.weight is Parameter of torch\.uint8.*ignored_params",
+        "int8": r"ValueError: 0\.weight is Parameter of torch\.int8.*ignored_params",
+        "float8": r"ValueError: 0\.weight is Parameter of torch\.float8.*ignored_params",
+        "DTensor": "ValueError: 0.weight is a DTensor.*plain model",
+        "lazy": "ValueError.*lazy parameter.*run one forward",
+        "hook": "ValueError: 0.weight has gradient hooks.*after the minibatch",
+        "optimizer in backward": "ValueError: 0.weight has gradient hooks.*after the minibatch",
+        "3-D mesh": r"NotImplementedError.*3 dimensions without names.*\('replicate', 'shard'\)",
+        "turned mesh": r"NotImplementedError.*2 dimensions \('shard', 'replicate'\).*swap the dimensions of the mesh",
+        "2-D mesh": r"NotImplementedError.*2 dimensions.*mesh\['dp'\]",
+        "tp": "NotImplementedError.*'tp'",
+        "cp": "NotImplementedError.*'cp'",
+        "pp": "NotImplementedError.*'pp'",
+        "mesh": "TypeError.*give a DeviceMesh",
+        "shard_placement_fn": "NotImplementedError: shard_placement_fn is not supported, leave it out",
+        "offload_policy": "NotImplementedError: offload_policy is not supported, leave it out",
+        "dp_mesh_dims": "NotImplementedError: dp_mesh_dims is not supported, leave it out",
+        "mp_policy": "TypeError.*give a MixedPrecisionPolicy",
+        "param_dtype": r"ValueError.*param_dtype=torch\.int8.*bfloat16",
+        "reshard_after_forward": "TypeError.*'yes'",
+        "backend": "ValueError.*'nvshmem'.*'cpu'",
+        "timeout": "ValueError.*30.*timedelta",
+        "zero timeout": "ValueError.*positive timedelta",
+        "deterministic": "RuntimeError.*use_deterministic_algorithms.*order of their arrival",
+    }
+    (messages,) = ranks.run(_options, 1)
+    compare(messages, expected)
+
+
+# ---------------------------------------------------------------------- what differs between ranks
+
+
+def _different(rank: int, world: int) -> dict[str, str]:
+    from odc_triton import MixedPrecisionPolicy, begin_minibatch, end_minibatch, fully_shard, minibatch
+
+    other = rank == 1
+
+    def frozen() -> nn.Module:
+        model = net()
+        if other:
+            model[2].bias.requires_grad_(False)
+        return model
+
+    def renamed() -> nn.Module:
+        layers = {"first": nn.Linear(4, 4), "last" if other else "second": nn.Linear(4, 4)}
+        model = nn.Module()
+        for name, layer in layers.items():
+            model.add_module(name, layer)
+        return model
+
+    def quantised() -> nn.Module:
+        model = net()
+        if other:
+            model[0].weight = nn.Parameter(torch.zeros(6, 4, dtype=torch.int8), requires_grad=False)
+        return model
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if other else None)
+    one = fully_shard(net())
+
+    def give_tokens_on_one_rank() -> None:
+        begin_minibatch(one, 7 if other else None)
+
+    def bad_tokens(tokens: object) -> Callable[[], None]:
+        return lambda: begin_minibatch(one, tokens if other else 1)
+
+    def still_works() -> None:
+        with minibatch(one, tokens=rank) as mb:
+            raise ValueError(f"tokens {mb.tokens}")
+
+    def different_calls() -> None:
+        model = fully_shard(net())
+        with minibatch(model):
+            pass
+        if other:
+            fully_shard(model[0])  # refused here; the point is the next line
+        begin_minibatch(model)
+
+    def different_order() -> None:
+        model = fully_shard(net())
+        begin_minibatch(model)
+        if other:
+            model._odc_engine.meetings.meet("something else", {})
+        end_minibatch(model)
+
+    def different_betas() -> None:
+        model = fully_shard(net())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, betas=(0.8, 0.9 if other else 0.99))
+        for _ in range(2):
+            with minibatch(model):
+                model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    return {
+        "betas": caught(different_betas),
+        "shape": caught(lambda: fully_shard(net(7 if other else 6))),
+        "number": caught(lambda: fully_shard(nn.Sequential(net(), nn.Linear(2, 2)) if other else nn.Sequential(net()))),
+        "name": caught(lambda: fully_shard(renamed())),
+        "dtype": caught(lambda: fully_shard(net().double() if other else net())),
+        "requires_grad": caught(lambda: fully_shard(frozen())),
+        "policy": caught(lambda: fully_shard(net(), mp_policy=policy)),
+        "timeout": caught(lambda: fully_shard(net(), timeout=timedelta(minutes=1 + rank))),
+        "refused on one": caught(lambda: fully_shard(quantised())),
+        "tokens on one": caught(give_tokens_on_one_rank),
+        "negative tokens": caught(bad_tokens(-1)),
+        "float tokens": caught(bad_tokens(2.0)),
+        "goes on": caught(still_works),
+        "different order": caught(different_order),
+    }
+
+
+def test_ranks_differ() -> None:
+    results = ranks.run(_different, 3)
+    expected = {
+        "betas": r"RanksDiffer: .* betas \(parameter group 0\) is 0.8, 0.99 on ranks \[0, 2\]; 0.8, 0.9 on ranks \[1\]",
+        "shape": r"RanksDiffer.*0\.weight.*\[[67], 4\].*against.*0\.weight.*\[[67], 4\]",
+        "number": r"RanksDiffer.*1\.weight.*is only (here|there)",
+        "name": r"RanksDiffer.*(second|last)\.weight.*against.*(second|last)\.weight",
+        "dtype": "RanksDiffer.*float(32|64).*against.*float(32|64)",
+        "requires_grad": r"RanksDiffer.*2\.bias.*reduce_dtype.*against.*2\.bias",
+        "policy": "RanksDiffer.*option policy.*bfloat16|RanksDiffer.*option policy.*None.*against.*bfloat16",
+        "timeout": "RanksDiffer.*option timeout = 0:0[123]:00.*against.*option timeout",
+        "refused on one": r"RanksDiffer.*rank 1 could not shard its model: ValueError: 0\.weight.*int8",
+        "tokens on one": r"RanksDiffer: tokens was given on some ranks but not on ranks \[0, 2\]",
+        "negative tokens": "MinibatchFailed.*rank 1: ValueError: tokens is -1; give",
+        "float tokens": r"MinibatchFailed.*rank 1: ValueError: tokens is 2\.0; give",
+        "goes on": "MinibatchFailed.*rank 0: ValueError: tokens 3.*rank 1: .*rank 2: ",
+        "different order": "RanksDiffer.*'(something else|leave minibatch 0)' while rank [01]",
+    }
+    for rank, messages in enumerate(results):
+        at = expected | ({"refused on one": r"^ValueError: 0\.weight is Parameter of torch\.int8"} if rank == 1 else {})
+        compare(messages, at)
+
+
+# ---------------------------------------------------------------------- silent mistakes
+
+
+def _silent(rank: int, world: int) -> dict[str, str]:
+    import numpy as np
+
+    from odc_triton import fully_shard, minibatch
+
+    original = net()
+    early = torch.optim.SGD(original.parameters(), lr=0.1)
+    model = fully_shard(original, timeout=timedelta(seconds=20))
+    messages = {"optimizer made before": caught(early.step)}
+    messages["names ignored"] = caught(lambda: fully_shard(net(), ignored_params=["0.weight"]))
+
+    def enter(tokens: object) -> str:
+        with minibatch(model, tokens=tokens) as mb:
+            return f"tokens {mb.tokens}"
+
+    messages["tokens of a tensor"] = enter(torch.tensor(3))
+    messages["tokens of numpy"] = enter(np.int64(4))
+    messages["tokens of a word"] = caught(lambda: enter("five" if rank == 0 else 5))
+    messages["and then"] = enter(5)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    messages["closure"] = caught(lambda: optimizer.step(lambda: enter(1)))
+    return messages
+
+
+def test_silent_mistakes_are_refused() -> None:
+    for messages in ranks.run(_silent, 2):
+        compare(
+            messages,
+            {
+                "optimizer made before": r"RuntimeError: .* as it was before fully_shard",
+                "names ignored": r"TypeError: ignored_params holds '0.weight'",
+                "tokens of a tensor": "^tokens 6$",
+                "tokens of numpy": "^tokens 8$",
+                "tokens of a word": r"MinibatchFailed: .*rank 0: ValueError: tokens is 'five'",
+                "and then": "^tokens 10$",
+                "closure": r"MinibatchFailed: .*an optimizer step has begun and not ended",
+            },
+        )

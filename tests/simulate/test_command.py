@@ -1,0 +1,160 @@
+"""`odc-triton simulate`: what it prints and writes, its ranking, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from odc_triton.cli.command import main
+from odc_triton.simulate.hardware import DEVICES
+from odc_triton.simulate.models import Model
+from odc_triton.simulate.study import SETTINGS, Row, make_job, named_lengths, rank_settings, usual_links, verdict
+
+SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
+Say = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Say:
+    """Runs the command; returns its status, what it printed, and its errors."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        try:
+            status = main(["simulate", *map(str, arguments)])
+        except SystemExit as left:  # argparse's way out
+            status = int(left.code or 0)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def rows_of(samples: int = 4, *, memory_gb: float = 1e9, gpus: int = 8, nodes: int = 1, **options: object) -> list[Row]:
+    model, kind = Model.find("qwen2.5-7b"), DEVICES["a100"]
+    job = make_job(model, kind, usual_links(kind, gpus // nodes, nodes=nodes), **options)
+    return rank_settings(
+        named_lengths("longalign", 2000), [samples], job=job, token_cap=65_536, memory_gb=memory_gb, trials=4
+    )
+
+
+def test_a_file_of_lengths_to_a_table_and_pictures(say: Say, tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(map(str, named_lengths("aime", 200))))
+    out = tmp_path / "out"
+    status, text, err = say(
+        "--lengths", lengths, "--model", "qwen2.5-1.5b", "--gpus", 4, "--minibatch", "1,4", "--trials", 2, "--out", out
+    )
+    assert (status, err) == (0, "")
+    assert "200 sequences of" in text
+    assert "1 samples per GPU: " in text
+    assert "4 samples per GPU: " in text
+    assert all(text.count(f"| {name} ") == 2 for name in SETTINGS)
+    assert (out / "table.md").read_text() in text + "\n"
+    told = json.loads((out / "simulate.json").read_text())
+    assert len(told) == 2 * len(SETTINGS)
+    assert all(len(row["idle"]) == 4 and row["step_s"] > 0 for row in told)
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((out / "trace.json").read_text())
+    assert {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"} <= set(SETTINGS)
+
+
+def test_a_snapshot_names_the_machine(say: Say) -> None:
+    snapshot = SNAPSHOTS / "hgx-h100-nvswitch.json"
+    options = ("--lengths", "aime", "--minibatch", "2", "--trials", 1, "--topology", snapshot)
+    status, text, _ = say(*options)
+    assert status == 0
+    assert "8 x NVIDIA H100 80GB HBM3, nvswitch-18x25" in text
+    status, text, _ = say(*options, "--gpus", 16, "--nodes", 2)
+    assert status == 0
+    assert "2 nodes of 8 x NVIDIA H100" in text
+    status, _, err = say(*options, "--gpus", 4)
+    assert status == 1
+    assert "the topology has 8 GPUs, but a node is to have 4: give --gpus 8" in err
+
+
+def test_the_ranking() -> None:
+    rows = rows_of()
+    times = [row.outcome.step_s for row in rows]
+    assert times == sorted(times)
+    base = next(row for row in rows if row.name == "FSDP2 + LB-Micro")
+    assert base.speedup == 1.0
+    assert all(row.speedup == pytest.approx(base.outcome.step_s / row.outcome.step_s) for row in rows)
+    assert "ODC + LB-Mini is" in verdict(rows)
+
+
+def test_what_does_not_fit_comes_last_and_is_no_baseline() -> None:
+    rows = rows_of(memory_gb=60)
+    assert [row.fits for row in rows] == sorted((row.fits for row in rows), reverse=True)
+    late = [row.name for row in rows if not row.fits]
+    assert late == ["FSDP2 no reshard + LB-Mini"]
+    assert late[0] not in verdict(rows)
+    assert "ODC does not fit" in verdict(rows_of(memory_gb=1))
+
+
+def test_parity_at_one_sample_and_gain_at_four() -> None:
+    for samples, low, high in ((1, 0.97, 1.03), (4, 1.08, 1.6)):
+        rows = {row.name: row for row in rows_of(samples)}
+        assert low < rows["ODC + LB-Mini"].speedup < high
+
+
+def test_a_slow_rank_is_met_by_the_queue() -> None:
+    rows = {row.name: row.outcome.step_s for row in rows_of(8, slow={0: 1.3})}
+    assert rows["ODC + LB-Mini"] / rows["ODC + queue"] > 1.1
+
+
+def test_one_copy_over_all_nodes_costs_more_than_one_in_each() -> None:
+    """Under ODC each GPU reads for itself what a collective brings into a node once."""
+    steps = {}
+    for hybrid in (True, False):
+        rows = rows_of(2, gpus=16, nodes=2, hybrid=hybrid)
+        steps[hybrid] = {row.name: row.outcome.exposed_share for row in rows}
+    assert steps[False]["ODC + LB-Mini"] > steps[True]["ODC + LB-Mini"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("--lengths", "nowhere.txt"), 1, "'nowhere.txt' is neither a file nor one of longalign, swe-smith, aime"),
+        (("--model", "gpt-9"), 1, "model 'gpt-9' is neither known nor a file: give one of qwen2.5-0.5b"),
+        (("--gpu", "voodoo"), 1, "the GPU 'voodoo' is not known"),
+        (("--token-cap", 1000), 1, "are longer than the token_cap of 1000 (the longest: "),
+        (("--topology", "nowhere.json"), 1, "nowhere.json"),
+        (("--gpus", 9, "--nodes", 2), 2, "9 gpus don't divide over 2 nodes: give a multiple of 2"),
+        (("--gpus", 0), 2, "gpus is 0; give at least 1"),
+        (("--nodes", -1), 2, "nodes is -1"),
+        (("--trials", 0), 2, "trials is 0"),
+        (("--minibatch", "1,0"), 2, "minibatch has '0'"),
+        (("--minibatch", "1,-2"), 2, "minibatch has '-2'"),
+        (("--minibatch", "four"), 2, "minibatch has 'four'"),
+        (("--minibatch", ","), 2, "minibatch is empty"),
+        (("--token-cap", 0), 2, "token_cap is 0"),
+        (("--efficiency", "nan"), 2, "efficiency is nan"),
+        (("--link-efficiency", 1.5), 2, "link_efficiency is 1.5"),
+        (("--nic-gbs", "inf"), 2, "nic_gbs is inf"),
+        (("--slow", "nan"), 2, "slow is nan"),
+        (("--jitter", -0.1), 2, "jitter is -0.1"),
+    ],
+)
+def test_what_is_refused(say: Say, arguments: tuple, status: int, message: str) -> None:
+    told, _, err = say(*(() if arguments[0] == "--lengths" else ("--lengths", "aime")), *arguments)
+    assert told == status
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_files_that_are_refused(say: Say, tmp_path: Path) -> None:
+    few = tmp_path / "few.txt"
+    few.write_text("5 6 7")
+    status, _, err = say("--lengths", few, "--gpus", 8, "--minibatch", 1)
+    assert status == 1
+    assert "3 sequences cannot fill a minibatch of 8" in err
+    (tmp_path / "empty.txt").write_text("")
+    assert "has no lengths" in say("--lengths", tmp_path / "empty.txt")[2]
+    for content in ("{", "[]", "{}"):
+        (tmp_path / "snap.json").write_text(content)
+        status, _, err = say("--lengths", "aime", "--topology", tmp_path / "snap.json")
+        assert status == 1
+        assert "give a snapshot of the driver's answers" in err

@@ -1,0 +1,253 @@
+"""What a simulation is made of: links, shared ports, lengths, models, memory."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from odc_triton.machine.nvml import SnapshotNvml
+from odc_triton.machine.probe import read_topology
+from odc_triton.machine.topology import Topology
+from odc_triton.simulate.hardware import DEVICES, Links, find_device, read_seconds, slowdown
+from odc_triton.simulate.models import MODELS, Model, peak_bytes, state_bytes
+from odc_triton.simulate.study import NAMED, draw, lengths_of_file, log_normal, named_lengths
+
+SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
+
+
+def load(name: str) -> Topology:
+    return read_topology(SnapshotNvml(json.loads((SNAPSHOTS / f"{name}.json").read_text())), (), ())
+
+
+def same(ranks: int, gbs: float) -> list[list[float]]:
+    return [[gbs] * ranks] * ranks
+
+
+def test_one_reader_alone_and_two_at_one_port() -> None:
+    """3 ranks, 1 GB shards, ports of 10 GB/s: 0.2 s alone; two that pull from one owner at once get half each."""
+    alone = read_seconds(same(3, 10), [10] * 3, 1e9, starts_s=[0, 100, 200])
+    assert [each[0] for each in alone] == pytest.approx([0.2] * 3)
+    # Rotated and in step, no two readers are ever at one owner.
+    assert [each[0] for each in read_seconds(same(3, 10), [10] * 3, 1e9, starts_s=[0] * 3)] == pytest.approx([0.2] * 3)
+    # 0 reads 1, 2; 1 reads 0, 2; 2 reads 0, 1. At owner 0 ranks 1 and 2 share for 0.2 s, while 0 has read 1 and 2.
+    told = read_seconds(same(3, 10), [10] * 3, 1e9, starts_s=[0] * 3, rotated=False)
+    assert [each[0] for each in told] == pytest.approx([0.2, 0.3, 0.3])
+
+
+def test_links_of_their_own_are_not_shared() -> None:
+    """In a mesh a pair's link is the limit, not the port, whoever else reads there."""
+    told = read_seconds(same(4, 10), [30] * 4, 1e9, starts_s=[0] * 4, rotated=False)
+    assert [each[0] for each in told] == pytest.approx([0.3] * 4)
+    assert slowdown(same(4, 10), [30] * 4) == pytest.approx(1.0)
+
+
+def test_latency_and_rounds() -> None:
+    told = read_seconds(same(2, 10), [10] * 2, 1e9, starts_s=[0.0, 0.0], rounds=3, latency_s=0.01)
+    assert told == [pytest.approx([0.11] * 3)] * 2
+
+
+def test_readers_out_of_step_meet_at_ports() -> None:
+    """Who once shares a port leaves it together for the next one: the convoy stays. Twice as long and no more."""
+    told = slowdown(same(8, 10), [10] * 8, rounds=6)
+    assert 1.3 < told < 2.0
+    assert told == slowdown(same(8, 20), [20] * 8, rounds=6)
+    assert slowdown(same(2, 10), [10] * 2) == 1.0
+
+
+def test_reads_and_collectives_in_seconds() -> None:
+    links = Links.switched(4, 100.0, nodes=2, nic_gbs=10.0, latency_s=1e-3, nic_latency_s=2e-3, sharing=False)
+    whole = 8e9
+    near = links.read_s(whole, hybrid=True)
+    assert near == pytest.approx([3 * (2e9 / 100e9 + 1e-3)] * 8)
+    # Of 8 owners 4 are on the other node, each through this rank's own port.
+    assert links.read_s(whole, hybrid=False) == pytest.approx([3 * (1e9 / 100e9 + 1e-3) + 4 * (1e9 / 10e9 + 2e-3)] * 8)
+    assert links.collective_s(whole, hybrid=True) == pytest.approx(6e9 / 100e9 + 3e-3)
+    # Half of the bytes enter each node once, through its four network ports.
+    assert links.collective_s(whole, hybrid=False) == pytest.approx(4e9 / 40e9 + 2e-3)
+    assert links.replicas_s(2e9) == pytest.approx(1e9 / 10e9 + 2e-3)
+    assert Links.switched(4, 100.0).replicas_s(2e9) == 0.0
+    assert Links.none(4).read_s(whole, hybrid=False) == [0.0] * 4
+
+
+def test_topologies_of_snapshots() -> None:
+    switch = Links.from_topology(load("hgx-h100-nvswitch"), gpus=8, efficiency=1.0)
+    # 18 links of 26.562 GB/s, all of them to any one peer.
+    assert switch.port_gbs == pytest.approx([18 * 26.562] * 8)
+    assert switch.pair_gbs[0][7] == pytest.approx(18 * 26.562)
+    mesh = Links.from_topology(load("a100-nvlink-mesh"), gpus=4, efficiency=1.0)
+    assert mesh.pair_gbs[0][1] == pytest.approx(100.0)
+    assert mesh.port_gbs == pytest.approx([300.0] * 4)
+    slots = Links.from_topology(load("pcie-with-atomics"), gpus=3, efficiency=1.0)
+    # A slot's lanes are the same ones for both peers; the third GPU has 8, the others 16.
+    assert slots.port_gbs == pytest.approx([16 * 1.969, 16 * 1.969, 8 * 1.969])
+    # One after the other over 4 links, a read takes three times as long as a ring over all 12.
+    assert mesh.read_s(4e9, hybrid=True)[0] > 2.5 * mesh.collective_s(4e9, hybrid=True)
+
+
+def test_topologies_that_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"has 8 GPUs, but a node is to have 4: give --gpus 8"):
+        Links.from_topology(load("hgx-h100-nvswitch"), gpus=4)
+    with pytest.raises(ValueError, match="can't read or add to each other"):
+        Links.from_topology(load("pcie-only"), gpus=len(load("pcie-only").devices))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"port_gbs": (1.0,)}, "1 ports and 2 rows"),
+        ({"port_gbs": (1.0, math.nan)}, "port_gbs has nan"),
+        ({"pair_gbs": ((0, -1.0), (1.0, 0))}, "pair_gbs has -1.0"),
+        ({"nodes": 0}, "nodes is 0"),
+        ({"nic_gbs": 0.0}, "nic_gbs has 0.0"),
+        ({"latency_s": -1.0}, "latency_s is -1.0"),
+        ({"sm_share": 1.0}, "sm_share is 1.0"),
+        ({"engine": "dma"}, "engine is 'dma'"),
+    ],
+)
+def test_links_that_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Links(**{"pair_gbs": ((0.0, 1.0), (1.0, 0.0)), "port_gbs": (1.0, 1.0), **change})
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_lengths_have_the_published_mean_and_maximum(name: str) -> None:
+    wanted, drawn = NAMED[name], np.array(named_lengths(name, 40_000))
+    # Standard error of 40,000 draws with a deviation of about 0.65 means: 0.33%.
+    assert drawn.mean() == pytest.approx(wanted.mean, rel=0.015)
+    assert drawn.min() >= 1
+    assert 0.9 * wanted.longest < drawn.max() <= wanted.longest
+    mu, sigma = log_normal(wanted)
+    beyond = 0.5 * math.erfc((math.log(wanted.longest) - mu) / sigma / math.sqrt(2))
+    assert beyond == pytest.approx(0.01, rel=1e-6)
+    assert named_lengths(name, 50, seed=3) == named_lengths(name, 50, seed=3) != named_lengths(name, 50, seed=4)
+
+
+def test_lengths_from_files(tmp_path: Path) -> None:
+    def read(name: str, text: str) -> list[int]:
+        (tmp_path / name).write_text(text)
+        return lengths_of_file(tmp_path / name)[0]
+
+    assert read("a.txt", "5 7\n\n9\n") == [5, 7, 9]
+    assert read("a.json", "[5, 7.0]") == [5, 7]
+    lines = ['{"length": 5}', '{"tokens": 6}', '{"input_ids": [1, 2, 3]}', "8"]
+    assert read("a.jsonl", "\n".join(lines) + "\n") == [5, 6, 3, 8]
+    assert "estimated" not in lengths_of_file(tmp_path / "a.jsonl")[1]
+    lines = ['{"text": "twelve bytes"}', '{"prompt": "four", "completion": "five!"}']
+    assert read("b.jsonl", "\n".join(lines)) == [3, 3]
+    assert "estimated at 4 bytes a token" in lengths_of_file(tmp_path / "b.jsonl")[1]
+    np.savez(tmp_path / "c.npz", offsets=np.array([0, 3, 10]))
+    assert lengths_of_file(tmp_path / "c.npz")[0] == [3, 7]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.txt", "", "has no lengths; give one number"),
+        ("a.txt", "5 0", "line 1: '0' is not a length"),
+        ("a.txt", "5\n-3", "line 2: '-3' is not a length"),
+        ("a.txt", "5 nan", "line 1: 'nan' is not a length"),
+        ("a.txt", "5 inf", "'inf' is not a length"),
+        ("a.txt", "5 2.5", "'2.5' is not a length"),
+        ("a.txt", "five", "line 1: 'five' is not a length"),
+        ("a.json", '{"a": 1}', "holds a dict; give a list"),
+        ("a.json", "[5, true]", "element 1: True is not a length"),
+        ("a.json", "[5", "a.json: not valid JSON"),
+        ("a.jsonl", '{"length": 5}\n{"length": ', "line 2: not valid JSON"),
+        ("a.jsonl", '{"words": 5}', "line 1: needs 'text', .* it has 'words'"),
+        ("a.jsonl", '{"text": ""}', "line 1 is a text of 0 tokens"),
+        ("a.jsonl", '{"length": NaN}', "nan is not a length"),
+        ("a.jsonl", '{"length": null}', "None is not a length"),
+    ],
+)
+def test_lengths_that_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        lengths_of_file(tmp_path / name)
+
+
+def test_drawn_minibatches() -> None:
+    lengths = list(range(1, 11))
+    drawn = draw(lengths, samples=4, minibatches=5, seed=1)
+    assert [len(each) for each in drawn] == [4] * 5
+    assert all(len(set(each)) == 4 for each in drawn)
+    assert len(set(drawn[0] + drawn[1])) == 8, "a pass over the data repeats nothing"
+    assert drawn == draw(lengths, samples=4, minibatches=5, seed=1) != draw(lengths, samples=4, minibatches=5, seed=2)
+    with pytest.raises(ValueError, match=r"10 sequences cannot fill a minibatch of 16 \(ranks x samples per rank\)"):
+        draw(lengths, samples=16, minibatches=1)
+
+
+def test_devices() -> None:
+    assert find_device("NVIDIA H100 80GB HBM3") is DEVICES["h100"]
+    assert find_device("Tesla V100-SXM2-32GB") is DEVICES["v100"]
+    with pytest.raises(ValueError, match="the GPU 'GTX 480' is not known: give --gpu one of v100"):
+        find_device("GTX 480")
+
+
+def test_models_that_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'qwen9' is neither known nor a file: give one of qwen2.5-0.5b"):
+        Model.find("qwen9")
+    with pytest.raises(ValueError, match="is neither known nor a file"):
+        Model.find(str(tmp_path))  # a folder without a config
+    for text, message in (
+        ("nothing", "is not valid JSON"),
+        ("[1]", "holds a list"),
+        ("{}", "config.json can't be simulated: the model's config has hidden_size=None"),
+        ('{"architectures": ["BertForMaskedLM"]}', "describes a BertForMaskedLM, not a causal LM"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            Model.find(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"num_local_experts": 8}')
+    with pytest.raises(ValueError, match="mixture of experts"):
+        Model.find(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-1.5b", "qwen2.5-7b", "llama-3.1-8b"])
+def test_sizes_and_memory_are_those_of_the_plan(name: str, tmp_path: Path) -> None:
+    """Against `memory_plan` on the built model: tied and untied, all three schemes."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+    from odc_triton.sharding.footprint import memory_plan
+    from odc_triton.simulate.models import _FIELDS, _SIZES
+
+    kind = LlamaConfig if name.startswith("llama") else Qwen2Config
+    config = kind(**dict(zip(_FIELDS, _SIZES[name], strict=True)), dtype=torch.float32)
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(config)
+    config.save_pretrained(tmp_path)
+    model = Model.find(name)
+    assert vars(Model.find(str(tmp_path))) == {**vars(model), "name": tmp_path.name}
+    assert name in MODELS
+    # Norms and biases are left out.
+    assert model.parameters == pytest.approx(sum(p.numel() for p in built.parameters()), rel=1e-3)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    schemes = {"odc": "odc", "fsdp": "fsdp2", "fsdp-no-reshard": "fsdp2_no_reshard"}
+    for schedule, scheme in schemes.items():
+        for world in (1, 8):
+            plan = memory_plan(built, world, scheme=scheme, mp_policy=policy, backend="cuda")
+            told = state_bytes(model, schedule, shards=world, ranks=world)
+            assert told == pytest.approx(plan.total_bytes - plan.buffer_bytes, rel=0.01), (schedule, world)
+    for checkpointing in (False, True):
+        plan = memory_plan(
+            built, 8, mp_policy=policy, backend="cuda", tokens_per_microbatch=100, gradient_checkpointing=checkpointing
+        )
+        told = [
+            peak_bytes(model, "odc", shards=8, ranks=8, tokens=tokens, checkpointing=checkpointing, fused_head=False)
+            for tokens in (0, 100)
+        ]
+        assert told[1] - told[0] == plan.activation_bytes
+
+
+def test_memory_of_a_hybrid_job() -> None:
+    """Masters and states of ODC spread over all nodes; FSDP2's stay with the shards."""
+    model = Model.find("qwen2.5-32b")
+    one = {s: state_bytes(model, s, shards=8, ranks=8) for s in ("odc", "fsdp")}
+    four = {s: state_bytes(model, s, shards=8, ranks=32) for s in ("odc", "fsdp")}
+    assert one["odc"] - four["odc"] == pytest.approx(12 * model.parameters * (1 / 8 - 1 / 32), rel=1e-6)
+    assert one["fsdp"] == four["fsdp"]

@@ -1,0 +1,55 @@
+"""What a job could leave behind for others to see: names in /dev/shm, abstract sockets of ours, processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def names() -> set[str]:
+    # Python's own semaphores (sem.mp-…) are of tests that run beside this one: we make none.
+    shared = (name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-"))
+    sockets = (line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@odc-" in line)
+    return {*shared, *sockets}
+
+
+def assert_none_since(before: set[str], *, timeout_s: float = 20) -> None:
+    """None of the names that are new stays. Other jobs of this machine have some too, but not for long."""
+    new = names() - before
+    deadline_s = time.monotonic() + timeout_s
+    while new := new & names():
+        assert time.monotonic() < deadline_s, f"{sorted(new)} stayed behind"
+        time.sleep(0.1)
+
+
+def interrupted(command: list[str], has_come: Callable[[subprocess.Popen], bool]) -> tuple[int, str]:
+    """Runs `command`, sends Ctrl-C to all its processes, as a terminal does, once `has_come`; returns its status and
+    what it wrote to stderr. Nothing of it may stay.
+    """
+    before, deadline_s = names(), time.monotonic() + 100
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        while process.poll() is None and not has_come(process):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)
+        _, problems = process.communicate(timeout=60)
+        with contextlib.suppress(ProcessLookupError):
+            while True:
+                os.killpg(process.pid, 0)
+                assert time.monotonic() < deadline_s, "processes stayed behind"
+                time.sleep(0.01)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert_none_since(before)
+    return process.returncode, problems

@@ -1,0 +1,190 @@
+"""Evaluation, epochs, adapters, precision, the report: what a run does beside its steps."""
+
+from __future__ import annotations
+
+import html
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from odc_triton.base.events import Event
+from odc_triton.cli.command import main
+from odc_triton.data.dataset import DataOptions, SampleSubset, TokenizedDataset, split_samples, tokenize_file
+from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.train.metrics import read_metrics
+from odc_triton.train.outcome import write_report
+from odc_triton.train.sft_options import SftOptions
+from tests.support import ranks
+from tests.support.sft_case import case, write_case
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_case(tmp_path_factory.mktemp("features"))
+
+
+def train(rank: int, world: int, wanted: SftOptions) -> list[dict]:
+    from odc_triton.train.sft import train_sft
+
+    seen: list[dict] = []
+    last = train_sft(wanted, seen.append)
+    assert rank > 0 or seen[-1] == last
+    return seen
+
+
+def data(folder: Path) -> TokenizedDataset:
+    encoder = TextEncoder.of(load_tokenizer(folder / "tokenizer.json"))
+    return tokenize_file(folder / "data.jsonl", encoder, DataOptions(max_tokens=256, too_long="truncate"))
+
+
+def plain_loss(model: nn.Module, samples: TokenizedDataset | SampleSubset) -> float:
+    """Mean loss over all targets, one sample at a time."""
+    total, targets = 0.0, 0
+    for index in range(len(samples)):
+        sample = samples[index]
+        ids, labels = (torch.from_numpy(sample[name]) for name in ("input_ids", "labels"))
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+        total += nn.functional.cross_entropy(logits, labels[1:], ignore_index=-100, reduction="sum").item()
+        targets += int((labels[1:] != -100).sum())
+    return total / targets
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_packs_taken_from_a_queue_give_the_same_losses(folder: Path, tmp_path: Path, world: int) -> None:
+    seen = {}
+    for balance in ("mini", "queue"):
+        wanted = case(folder, out=str(tmp_path / balance), samples_per_rank=4 // world, balance=balance, steps=4)
+        seen[balance] = ranks.run(train, world, wanted)[0]
+    for mini, queue in zip(seen["mini"], seen["queue"], strict=True):
+        assert queue["tokens"] == mini["tokens"]
+        # the same sums in another order, fp32
+        assert queue["loss"] == pytest.approx(mini["loss"], rel=1e-5)
+        assert queue["grad_norm"] == pytest.approx(mini["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_evaluation(folder: Path, tmp_path: Path, world: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    wanted = case(
+        folder, out=str(tmp_path / "out"), samples_per_rank=4 // world, steps=5, eval_fraction=0.25, eval_every=2
+    )
+    seen = ranks.run(train, world, wanted)[0]
+    assert [line["step"] for line in seen if "eval_loss" in line] == [2, 4, 5]
+    assert read_metrics(tmp_path / "out" / "metrics.jsonl") == json.loads(json.dumps(seen))
+    learned, held = split_samples(data(folder), 0.25, seed=0)
+    assert (len(learned), len(held)) == (30, 10)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    # Packs sum in another order than single samples do.
+    assert seen[-1]["eval_loss"] == pytest.approx(plain_loss(model, held), rel=1e-5)
+
+
+def test_evaluation_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    dropout = write_case(tmp_path / "case", config={"model_type": "gpt2", "resid_pdrop": 0.1})
+    runs = [
+        ranks.run(train, 1, case(dropout, out=str(tmp_path / name), steps=4, eval_data=str(data), eval_every=every))[0]
+        for name, data, every in (("a", folder / "data.jsonl", 1), ("b", folder / "data.jsonl", 0))
+    ]
+    assert [line["loss"] for line in runs[0]] == [line["loss"] for line in runs[1]]
+    assert sum("eval_loss" in line for line in runs[0]) == 4
+    assert runs[0][-1]["eval_loss"] == runs[1][-1]["eval_loss"]
+
+
+def test_epochs(folder: Path, tmp_path: Path) -> None:
+    wanted = case(folder, out=str(tmp_path / "out"), samples_per_rank=8, steps=None, epochs=1.6)
+    (seen,) = ranks.run(train, 1, wanted)
+    assert [line["epoch"] for line in seen] == pytest.approx([step / 5 for step in range(1, 9)])
+    assert seen[-1]["lr"] < seen[2]["lr"], "the schedule ends where the run does"
+
+
+# PEFT reads a property of transformers that has a new name now.
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize(("world", "targets"), [(1, "all-linear"), (2, "q_proj,v_proj")])
+def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> None:
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(folder / "config.json")
+    base = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    wanted = case(
+        folder,
+        init=None,
+        model=str(tmp_path / "base"),
+        out=str(tmp_path / "out"),
+        samples_per_rank=4 // world,
+        steps=4,
+        lr=1e-2,
+        lora_rank=4,
+        lora_targets=targets,
+        gradient_checkpointing=world == 1,
+        eval_data=str(folder / "data.jsonl"),
+        checkpoint_every=4,
+    )
+    seen = ranks.run(train, world, wanted)[0]
+    assert seen[-1]["loss"] < seen[0]["loss"]
+    samples = data(folder)
+    untrained = plain_loss(base, samples)
+    adapted = PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
+    trained = plain_loss(adapted, samples)
+    assert trained < untrained - 0.01
+    # The run evaluated on the same samples, in packs.
+    assert seen[-1]["eval_loss"] == pytest.approx(trained, rel=1e-5)
+    names = {name for name, _ in adapted.named_parameters() if "lora_" in name}
+    assert any("up_proj" in name for name in names) == (targets == "all-linear")
+    assert not (tmp_path / "out" / "model").exists()
+    exported = tmp_path / "exported"
+    assert main(["export", str(tmp_path / "out"), "--model", str(tmp_path / "base"), "--out", str(exported)]) == 0
+    weights, config = "adapter_model.safetensors", "adapter_config.json"
+    assert (exported / weights).read_bytes() == (tmp_path / "out" / "adapter" / weights).read_bytes()
+    its, want = (json.loads((path / config).read_text()) for path in (exported, tmp_path / "out" / "adapter"))
+    assert its | {"target_modules": sorted(its["target_modules"])} == want | {
+        "target_modules": sorted(want["target_modules"])
+    }
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")  # the other one has an adapter inside
+    assert plain_loss(PeftModel.from_pretrained(base, exported), samples) == trained
+
+
+def test_adapters_for_layers_that_are_not_there(folder: Path, tmp_path: Path) -> None:
+    wanted = case(folder, out=str(tmp_path / "out"), lora_rank=4, lora_targets="nowhere")
+    with ranks.start(train, 1, wanted) as job:
+        (outcome,) = job.join()
+    assert outcome.error_type == "ValueError"
+    assert "--lora-targets nowhere" in outcome.error
+
+
+def test_bf16_and_the_report(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (seen, _) = ranks.run(train, 2, case(folder, out=str(out), samples_per_rank=2, steps=6, dtype="bf16"))
+    assert seen[-1]["loss"] < seen[0]["loss"]
+    page = (out / "report.html").read_text()
+    assert page.count("<img ") == 2
+    assert "6 steps over" in page
+    assert f"{seen[-1]['loss']:.4f}" in page
+    assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    trace = json.loads((out / "trace.json").read_text())
+    spans = trace["traceEvents"] if isinstance(trace, dict) else trace
+    assert {span["tid"] for span in spans if span.get("ph") == "X"} == {1, 2}, "the timelines of both ranks"
+    assert all(0 <= line["idle"] <= 1 for line in seen)
+
+
+@pytest.mark.parametrize("hidden", ["matplotlib", "matplotlib.figure"])  # not installed; there, and can't be imported
+def test_a_report_without_matplotlib(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, hidden: str) -> None:
+    line = {"step": 1, "loss": 2.0, "tokens": 5, "seconds": 1.0, "idle": 0.0, "skipped": 0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    event = Event(rank=0, kind="forward", start_s=0.0, end_s=1.0, minibatch=0, microbatch=0, label="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, hidden, None)
+        written = write_report(tmp_path, case(folder, out=str(tmp_path)), [event], ranks=1)
+    assert written == ["report.html", "trace.json"]
+    remedy = 'matplotlib is not installed; run: pip install "odc-triton[plot]"'
+    assert f"report.html has no pictures, as {remedy}" in capsys.readouterr().out
+    page = html.unescape((tmp_path / "report.html").read_text())
+    assert remedy in page
+    assert "on 1 rank: the loss went from 2.0000 to 2.0000. It was idle 0.0% of the time." in page

@@ -1,0 +1,71 @@
+"""Rank 0 prepares the data: for longer than the run's deadline, it says how far it is, and it dies while it does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from odc_triton.sharding.agree import default_mesh
+from odc_triton.train import prepare
+from odc_triton.train.folder import RunFolder
+from odc_triton.train.sft_options import SftOptions
+from tests.support import ranks
+from tests.support.sft_case import case, write_case
+
+DEADLINE_S = 1.5
+
+
+def _prepare(rank: int, world: int, wanted: SftOptions) -> tuple[int, list[str], str]:
+    """How many samples there are after a long preparation; and what the others learn of one in which rank 0 died."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=DEADLINE_S), dist.group.WORLD)
+    mesh = default_mesh(timedelta(seconds=DEADLINE_S), "cpu", replicas=wanted.replicas)
+    tokenize = prepare._tokenize
+
+    def slowly(*given: object) -> list[Path]:
+        time.sleep(1.5 * DEADLINE_S)
+        return tokenize(*given)
+
+    def dies(*given: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with mock.patch.object(prepare, "_tokenize", slowly):
+        prepared = prepare.prepare(wanted, mesh=mesh)
+    if prepared.folder is not None:
+        prepared.folder.release()
+    with mock.patch.object(prepare, "_tokenize", dies):
+        try:
+            prepare.prepare(wanted, mesh=mesh)
+        except RuntimeError as error:
+            return len(prepared.data), getattr(error, "ranks", []), str(error)
+    return len(prepared.data), [], "no error"
+
+
+def test_a_long_preparation_is_waited_for_and_a_death_in_it_has_a_name(tmp_path: Path) -> None:
+    wanted = case(write_case(tmp_path), timeout_minutes=DEADLINE_S / 60, samples_per_rank=2)
+    with ranks.start(_prepare, 2, wanted) as job:
+        first, second = job.join()
+    assert first.signal == signal.SIGKILL, first.error
+    assert second.error is None, second.error
+    samples, blamed, words = second.value
+    assert samples == 40
+    assert blamed == [0]
+    assert words.startswith("rank 1 was waiting for 'rank 0 prepares the data': rank 0 died")
+
+
+def test_it_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prepare, "_TELL_S", 0.0)
+    wanted = case(write_case(tmp_path))
+    folder = RunFolder(tmp_path / "run")
+    folder.lock(resume="never")
+    prepare._tokenize(wanted, prepare.load_any_tokenizer(wanted), folder)
+    folder.release()
+    assert f"{wanted.data}: 40 records prepared, 100% of the data" in capsys.readouterr().out

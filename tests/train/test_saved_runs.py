@@ -1,0 +1,139 @@
+"""Runs that older versions saved go on: what tests/data holds is resumed by today's code.
+
+`python -m tests.train.test_saved_runs FILE.tar.xz` saves such runs. The one here is of 0.1.0 before its modules moved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from odc_triton.data.store import contents
+from odc_triton.train.folder import require_same
+from odc_triton.train.metrics import read_metrics
+from odc_triton.train.sft_options import SftOptions
+from tests.support import ranks
+from tests.support.sft_case import write_case
+
+SAVED = Path(__file__).parents[1] / "data" / "saved-runs-0.1.0.tar.xz"
+STEPS, STOP = 4, 2
+TINY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "tie_word_embeddings": True}
+RUNS: dict[str, dict[str, Any]] = {"sft": {}, "lora": {"lora_rank": 2}}
+# Sums over ranks come in another order, and another torch's kernels round otherwise.
+TOLERANCE = 1e-4
+
+
+def _sft(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> None:
+    from odc_triton.train.sft import train_sft
+
+    os.chdir(folder)  # the options of a run that goes on are the same: they have relative paths
+    wanted = {"data": "data.jsonl", "init": "config.json", "tokenizer": "tokenizer.json", "out": "out"}
+    sizes = {"steps": STEPS, "samples_per_rank": 2, "token_cap": 128, "truncate": True, "lr": 1e-3, "warmup_steps": 2}
+    train_sft(SftOptions(**wanted | sizes | changes, keep=10))
+
+
+def _trainer(rank: int, world: int, folder: Path, resume: bool) -> list[float]:
+    from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+
+    from odc_triton import fully_shard
+    from odc_triton.hf import ODCTrainer, enable_packing
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # accelerate wants them, and takes our group
+    os.chdir(folder)
+    torch.manual_seed(9 if resume else 0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("config.json"))
+    enable_packing(model)
+    model = fully_shard(model)
+    samples = [
+        {"input_ids": list(range(3, 9 + 5 * index)), "labels": list(range(3, 9 + 5 * index))} for index in range(8)
+    ]
+    args = TrainingArguments(
+        output_dir="trainer",
+        per_device_train_batch_size=2,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no" if resume else "steps",
+        save_steps=STOP,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = ODCTrainer(model, args, train_dataset=samples)
+    trainer.train(resume_from_checkpoint=resume or None)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def save(archive: Path) -> None:
+    """Writes a run of each kind: what it had saved after `STOP` steps, and the losses of all."""
+    with tempfile.TemporaryDirectory() as scratch, tarfile.open(archive, "w:xz") as packed:
+        for name, changes in RUNS.items():
+            folder = write_case(Path(scratch, name), config=TINY, records=16, characters=60)
+            ranks.run(_sft, 2, folder, changes | {"checkpoint_every": STOP})
+            shutil.rmtree(folder / "out" / "checkpoints" / f"step-{STEPS:08d}")
+            for path in (folder / "out").iterdir():
+                if path.name not in ("run.json", "metrics.jsonl", "data", "checkpoints"):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        folder = write_case(Path(scratch, "trainer"), config=TINY)
+        (losses, _) = ranks.run(_trainer, 2, folder, False)
+        (folder / "losses.json").write_text(json.dumps(losses))
+        shutil.rmtree(folder / "trainer" / f"checkpoint-{STEPS}")
+        packed.add(scratch, ".")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    with tarfile.open(SAVED) as packed:
+        packed.extractall(folder, filter="data")
+    return folder  # other times and another place than where it was saved: only contents count
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_of_train_sft_goes_on(saved: Path, name: str) -> None:
+    metrics = saved / name / "out" / "metrics.jsonl"
+    want = read_metrics(metrics)
+    ranks.run(_sft, 2, saved / name, RUNS[name] | {"resume": "auto"})
+    got = read_metrics(metrics)
+    assert len(got) == len(want) == STEPS
+    torch.testing.assert_close([x["loss"] for x in got], [x["loss"] for x in want], rtol=TOLERANCE, atol=0)
+    # The steps after the checkpoint were taken now.
+    assert [x["seconds"] == y["seconds"] for x, y in zip(got, want, strict=True)] == [True, True, False, False]
+
+
+def test_a_checkpoint_of_odc_trainer_goes_on(saved: Path) -> None:
+    want = json.loads((saved / "trainer" / "losses.json").read_text())
+    for got in ranks.run(_trainer, 2, saved / "trainer", True):
+        torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=0)
+
+
+def test_an_option_that_a_saved_run_lacks_had_its_default() -> None:
+    wanted = SftOptions(data="hub/name", model="model", out="out").identity(2)
+    saved = {name: value for name, value in wanted.items() if name != "eval_fraction"}
+    require_same(saved, wanted, where=Path("out"))
+    with pytest.raises(ValueError, match=r"eval_fraction was 0.0 and is 0.5"):
+        require_same(saved, wanted | {"eval_fraction": 0.5}, where=Path("out"))
+
+
+def test_other_samples_are_another_run(saved: Path) -> None:
+    out = saved / "sft" / "out"
+    identity = json.loads((out / "run.json").read_text())["identity"]
+    same = identity | {"prepared": [contents(out / "data" / identity["prepared"][0])]}
+    require_same(identity, same, where=out)
+    other = next((saved / "lora" / "out" / "data").glob("*.npz"))
+    # Another file of the same samples.
+    require_same(identity, same | {"prepared": [contents(other)]}, where=out)
+    with pytest.raises(ValueError, match="the samples are others, so the data or the tokenizer changed"):
+        require_same(identity, same | {"prepared": ["0" * 32]}, where=out)
+
+
+if __name__ == "__main__":
+    save(Path(sys.argv[1]).resolve())

@@ -1,0 +1,215 @@
+"""The SFT loop on real text (a few records): against plain torch, and independent of how samples are dealt."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from odc_triton.balance.collate import count_target_tokens, pack_collate
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.train.run import warmup_cosine
+from odc_triton.train.sft_options import SftOptions
+from tests.support import ranks
+from tests.support.sft_case import QWEN2, case, write_case
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_case(tmp_path_factory.mktemp("sft"), records=120, characters=300)
+    encoder = TextEncoder.of(load_tokenizer(folder / "tokenizer.json"))
+    tokenize_file(folder / "data.jsonl", encoder, DataOptions(max_tokens=256)).save(folder / "data.npz")
+    return folder
+
+
+def options(folder: Path, **changes: object) -> SftOptions:
+    return case(folder, **{"steps": STEPS, "truncate": False} | changes)
+
+
+def _model() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from odc_triton.hf import enable_packing
+
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**QWEN2))
+    enable_packing(model)
+    return model.train()
+
+
+def train(rank: int, world: int, wanted: SftOptions, folder: Path) -> tuple[list[float], dict, dict]:
+    from odc_triton import full_parameters
+    from odc_triton.sharding.shard import fully_shard
+    from odc_triton.train.prepare import replace
+    from odc_triton.train.run import SftRun
+
+    model = _model()
+    replace(model, wanted, rank)
+    run = SftRun(options=wanted, model=fully_shard(model), data=TokenizedDataset.load(folder / "data.npz"))
+    losses = [run.train_step()["loss"] for _ in range(wanted.steps)]
+    return losses, dict(full_parameters(run.model)), run.state.sampler
+
+
+def plain(wanted: SftOptions, folder: Path, samples_per_minibatch: int) -> tuple[list[float], dict]:
+    """Plain torch, one sample a microbatch, the same samples."""
+    from odc_triton.balance import MinibatchSampler
+
+    torch.set_num_threads(1)
+    model = _model()
+    data = TokenizedDataset.load(folder / "data.npz")
+    sampler = MinibatchSampler(data.lengths.tolist(), samples_per_minibatch, 256, rank=0, world=1, drop_last=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=wanted.lr, weight_decay=0.0)
+    losses = []
+    for step in range(wanted.steps):
+        (packs,) = sampler.assignment(0, step)
+        samples = pack_collate([[data[index]] for pack in packs for index in pack])
+        total = count_target_tokens(samples)
+        for group in optimizer.param_groups:
+            factor = warmup_cosine(step, steps=wanted.steps, warmup_steps=wanted.warmup_steps, floor=0.1)
+            group["lr"] = wanted.lr * factor
+        summed = 0.0
+        for sample in samples:
+            logits = model(input_ids=sample["input_ids"], use_cache=False).logits[0, :-1]
+            loss = nn.functional.cross_entropy(logits, sample["labels"][0, 1:], ignore_index=-100, reduction="sum")
+            (loss / total).backward()
+            summed += loss.item()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(summed / total)
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("world", "balance", "replaced"),
+    [
+        (1, "mini", {}),
+        (2, "mini", {}),
+        (2, "mini", {"fused_head": True}),
+        (2, "mini", {"replace_layers": True}),
+        (2, "micro", {"replace_layers": True, "fused_head": True}),
+        (2, "global", {}),
+        (4, "local", {}),
+    ],
+)
+def test_equals_plain_torch_however_samples_are_dealt(folder: Path, world: int, balance: str, replaced: dict) -> None:
+    wanted = options(folder, balance=balance, samples_per_rank=8 // world, **replaced)
+    want_losses, want = plain(wanted, folder, samples_per_minibatch=8)
+    for losses, weights, position in ranks.run(train, world, wanted, folder):
+        torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=0)
+        # Packs sum in another order than single samples; AdamW amplifies it over the steps.
+        error = (
+            sum((weights[k] - want[k]).norm() ** 2 for k in want).sqrt() / sum(want[k].norm() ** 2 for k in want).sqrt()
+        )
+        assert error < 1e-5
+        assert position["minibatch"] == STEPS
+    assert want_losses[-1] < want_losses[0]
+
+
+def test_a_head_that_cant_be_fused_is_named(folder: Path) -> None:
+    from odc_triton.train.prepare import replace
+
+    model = _model()
+    model.lm_head = nn.Linear(32, 300)
+    with pytest.raises(ValueError, match=r"a head that can't be fused \(lm_head: it has a bias\)"):
+        replace(model, options(folder, fused_head=True), rank=0)
+
+
+def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    wanted = options(folder, out=str(tmp_path / "out"))
+    command = [sys.executable, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2"]
+    for name in ("data", "init", "tokenizer", "out", "steps", "samples_per_rank", "token_cap", "lr"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(wanted, name))]
+    command += ["--fused-head", "--truncate"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert "\r" not in done.stderr, "lines, and no bar, where there is no terminal"
+    assert "5/5" in done.stderr
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert type(model).__name__ == "Qwen2ForCausalLM"
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
+    assert model.config.eos_token_id == model.generation_config.eos_token_id == tokenizer.eos_token_id is not None
+    ids = torch.tensor([tokenizer("def main():\n    return 0\n")["input_ids"]])
+    trained = model(input_ids=ids).logits
+    assert trained.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "somewhere"}, "either --model"),
+        ({"init": None}, "either --model"),
+        ({"steps": 0}, "steps is 0"),
+        ({"lr": -1.0}, "lr is -1.0"),
+        ({"lr_floor": 2.0}, "lr_floor is 2.0"),
+        ({"timeout_minutes": 0.0}, "timeout_minutes is 0.0"),
+        ({"timeout_minutes": float("inf")}, "timeout_minutes is inf"),
+        ({"token_cap": 1}, "token_cap is 1"),
+        ({"epochs": 2.0}, "steps is 5 and epochs is 2.0; give one"),
+        ({"truncate": True, "drop_long": True}, "contradict each other"),
+        ({"eval_data": "a", "eval_fraction": 0.5}, "give one of them"),
+        ({"eval_every": 5}, "nothing to evaluate on: give --eval-data"),
+        ({"eval_fraction": 1.0}, "eval_fraction is 1.0"),
+        ({"lora_alpha": 8.0}, "lora_alpha is 8.0 and lora_rank is 0"),
+        ({"lora_targets": "q_proj"}, "lora_targets is q_proj and lora_rank is 0"),
+        ({"tokenizer": None}, "init has no tokenizer"),
+        ({"data": "nowhere.jsonl"}, "data is nowhere.jsonl: there is no such file"),
+        ({"lora_rank": 8, "fused_head": True}, "leave one or the other out"),
+        ({"keep": 0}, "keep is 0"),
+        ({"replicas": 0}, "replicas is 0"),
+        ({"checkpoint_every": -1}, "checkpoint_every is -1"),
+        ({"resume": ""}, "resume is empty"),
+    ],
+)
+def test_bad_options(folder: Path, changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        options(folder, **changes)
+
+
+def test_schedule() -> None:
+    factors = [warmup_cosine(step, steps=110, warmup_steps=10, floor=0.1) for step in range(111)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[9] == pytest.approx(1.0)
+    assert factors[60] == pytest.approx(0.55)
+    assert factors[110] == pytest.approx(0.1)
+    assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
+    assert warmup_cosine(5, steps=5, warmup_steps=5, floor=0.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [({"vocab_size": 50}, "the model has only 50"), ({"max_position_embeddings": 16}, "the model takes at most 16")],
+)
+def test_samples_that_the_model_cannot_take(folder: Path, config: dict, words: str) -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from odc_triton.train.prepare import check_fit
+
+    model = Qwen2ForCausalLM(Qwen2Config(**QWEN2 | config))
+    data = TokenizedDataset.load(folder / "data.npz")
+    with pytest.raises(ValueError, match=words):
+        check_fit(model, longest=int(data.lengths.max()), largest_token=int(data.tokens.max()))
+
+
+def test_a_foreign_tokenizer_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    from odc_triton.train.prepare import load_any_tokenizer
+
+    Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).save(str(tmp_path / "other.json"))
+    with pytest.raises(ValueError, match="odc-triton did not make it"):
+        load_any_tokenizer(options(folder, tokenizer=str(tmp_path / "other.json")))
