@@ -130,8 +130,12 @@ class Meetings:
 
     def lost(self, purpose: str, ranks: list[int], cause: Exception | None) -> NoReturn:
         """Raises RankLost for those of `ranks` that are gone. `cause`: of the store, or of a collective."""
-        is_store = isinstance(cause, (dist.DistNetworkError, dist.DistStoreError))
-        unknown = "the rendezvous store is gone" if is_store else f"the connection to ranks {ranks} broke: {cause}"
+        if isinstance(cause, dist.DistStoreError):
+            unknown = f"the rendezvous store does not answer ({str(cause).splitlines()[0]})"
+        elif isinstance(cause, dist.DistNetworkError):
+            unknown = "the rendezvous store is gone"
+        else:
+            unknown = f"the connection to ranks {ranks} broke: {cause}"
         if self.signs is None:
             ranks, left = [], []
         else:

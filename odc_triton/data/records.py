@@ -12,6 +12,7 @@ may be null.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
@@ -203,9 +204,25 @@ def _messages(where: str, record: dict) -> list[dict[str, Any]]:
         if message["role"] in _FOREIGN_ROLES:
             raise DataError(f"{here} has the role {message['role']!r}; call it {_FOREIGN_ROLES[message['role']]!r}")
         # Other fields are the template's to use: reasoning, tool calls, a name.
-        checked.append({name: value for name, value in message.items() if value is not None})
         _check_others(here, message)
+        checked.append({name: value for name, value in message.items() if value is not None})
+        if calls:
+            checked[-1]["tool_calls"] = _with_objects(calls)
     return checked
+
+
+def _with_objects(calls: Any) -> Any:
+    """Calls whose `arguments` are objects, as templates want them; OpenAI's format has a string of JSON."""
+    if isinstance(calls, list):
+        return [_with_objects(each) for each in calls]
+    if not isinstance(calls, dict):
+        return calls
+    calls = {name: _with_objects(value) if name == "function" else value for name, value in calls.items()}
+    if isinstance(calls.get("arguments"), str):
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(arguments := json.loads(calls["arguments"]), dict):
+                calls["arguments"] = arguments
+    return calls
 
 
 def _tools(where: str, record: dict) -> list[dict[str, Any]] | None:

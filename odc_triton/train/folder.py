@@ -86,6 +86,10 @@ class RunFolder:
             self._lock = None
 
 
+# Where samples came from, which may have another place by now: what they are is compared.
+_IN_THE_SAMPLES = {"data", "eval_data", "tokenizer"}
+
+
 def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) -> None:
     """Raises ValueError with every option in which the run in the folder `where` and this one differ.
 
@@ -96,9 +100,11 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
     files = [where / "data" / name for name in saved.get("prepared", ())]
     if files and all(file.suffix == ".npz" and file.is_file() for file in files):
         saved["prepared"] = [contents(file) for file in files]
-    names = sorted(wanted.keys() | saved.keys() - DEFAULTS.keys())
+    names = wanted.keys() | saved.keys() - DEFAULTS.keys()
+    if "prepared" in names:
+        names -= _IN_THE_SAMPLES
     missing = object()
-    different = [name for name in names if saved.get(name, missing) != wanted.get(name, missing)]
+    different = [name for name in sorted(names) if saved.get(name, missing) != wanted.get(name, missing)]
     if different:
         words = "; ".join(
             "the samples are others, so the data or the tokenizer changed"

@@ -243,7 +243,10 @@ def add_adapters(model: nn.Module, *, rank: int, alpha: float | None, targets: s
     try:
         return with_adapter(model, config)
     except ValueError as error:
-        raise ValueError(f"--lora-targets {targets}: {error}") from error
+        linear = {name.rpartition(".")[2]: None for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+        raise ValueError(
+            f"--lora-targets {targets}: {error} This model's linear layers: {', '.join(linear)}"
+        ) from error
 
 
 _RECORDS = 16  # of each source
@@ -259,6 +262,12 @@ def check_before_start(options: SftOptions) -> None:
         if name is not None:
             head = encode_records(list(islice(open_source(name), _RECORDS)), encoder, options.token_cap)
             check_fit(model, longest=0, largest_token=max(max(ids, default=0) for ids, _ in head))
+    if options.lora_rank:
+        add_adapters(model, rank=options.lora_rank, alpha=options.lora_alpha, targets=options.lora_targets)
+    if options.resume not in ("auto", "never") and not Path(options.resume).is_dir():
+        raise FileNotFoundError(
+            f"--resume {options.resume}: there is no such folder; give auto, or a checkpoint: OUT/checkpoints/step-…"
+        )
     folder = RunFolder(options.out)
     folder.lock(resume=options.resume)
     folder.release()

@@ -15,9 +15,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
+from odc_triton.base.errors import RankLost
 from odc_triton.comm.launch import _store
 from odc_triton.comm.local_store import LocalStore, StoreServer
-from odc_triton.comm.memory.rendezvous import send_files
+from odc_triton.comm.meeting import Meetings
+from odc_triton.comm.memory.rendezvous import listen, send_files
 from tests.support import leftovers
 
 
@@ -51,6 +53,16 @@ def test_the_store_is_as_tcps() -> None:
                     late()
             answers.append([*given, store.check(["number"])])
     assert answers[0] == answers[1]
+
+
+def test_a_stopped_launcher_is_named() -> None:
+    name = f"odc-test-{os.getpid()}"
+    with listen(name, backlog=1):  # it takes connections and answers nothing
+        store = LocalStore(name)
+        store.set_timeout(timedelta(seconds=0.2))
+        meetings = Meetings(store=store, rank=0, world=2, timeout_s=0.2)
+        with pytest.raises(RankLost, match=r"store does not answer \(the launcher is stopped: .* for 0\.2 s\)"):
+            meetings.meet("begin", {})
 
 
 def test_what_waits_is_answered_and_the_dead_are_named() -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from odc_triton.data.dataset import tokenize_file
-from odc_triton.data.records import DataError, read_rows
+from odc_triton.data.records import DataError, read_records, read_rows
 from odc_triton.data.tokenizer import TextEncoder
 from tests.data.test_chat import expected
 from tests.data.test_dataset import samples_of, write_lines
@@ -107,6 +107,17 @@ def test_what_a_template_leaves_out_is_named(tmp_path, template, record, message
     path = write_lines(tmp_path / "data.jsonl", {"text": "fine"}, record)
     with pytest.raises(DataError, match=f"data.jsonl, line 2: the chat template {message}"):
         tokenize_file(path, TextEncoder.of(make_tokenizer(template)))
+
+
+def test_arguments_may_be_a_string_of_json(tmp_path):
+    """As OpenAI's format has them; a template would quote them twice."""
+    written = [json.dumps({"b": [1, "é"]}), {"b": [1, "é"]}, "no JSON", "[1]"]
+    calls = [{"type": "function", "function": {"name": "add", "arguments": each}} for each in written]
+    message = {"role": "assistant", "tool_calls": calls}
+    path = write_lines(tmp_path / "data.jsonl", {"messages": [{"role": "user", "content": "a"}, message]})
+    (record,) = read_records(path)
+    read = [each["function"]["arguments"] for each in record.messages[1]["tool_calls"]]
+    assert read == [{"b": [1, "é"]}, {"b": [1, "é"]}, "no JSON", "[1]"]
 
 
 def test_fields_that_only_a_table_has_are_left_out():

@@ -55,6 +55,11 @@ def started(*_: object, **__: object) -> None:
         ({"--init": "small.json"}, r"made token \d+ and the model has only 50"),
         ({"--out": "file"}, r"file can't be written to \(it is a file\): give another --out"),
         ({"--out": "file/below"}, r"below can't be written to \(Not a directory\): give another --out"),
+        ({"--resume": "nowhere"}, "--resume nowhere: there is no such folder; give auto, or a checkpoint"),
+        (
+            {"--lora-rank": "2", "--lora-targets": "nosuch"},
+            "--lora-targets nosuch: .* This model's linear layers: q_proj, k_proj, v_proj, o_proj",
+        ),
         ({"--out": "used"}, "used holds another run: continue it with --resume auto, or give another --out"),
     ],
 )
