@@ -54,6 +54,7 @@ __version__ = "0.1.0"
 # Where these were before, and still can be imported from.
 keep_importable(
     {
+        "odc_triton.doctor": "odc_triton.cli.doctor",
         "odc_triton.footprint": "odc_triton.sharding.footprint",
         "odc_triton.options": "odc_triton.base.options",
         "odc_triton.train.options": "odc_triton.train.sft_options",

@@ -1,6 +1,7 @@
 """Symmetric memory: regions that every rank of a job can read and add to."""
 
-from .cuda import CudaHeap as CudaHeap
-from .heap import SymmetricHeap as SymmetricHeap
-from .shm import ApartHeap as ApartHeap
-from .shm import SharedMemoryHeap as SharedMemoryHeap
+from ...base.lazy import lazy_names
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__, {"ApartHeap": "shm", "CudaHeap": "cuda", "SharedMemoryHeap": "shm", "SymmetricHeap": "heap"}
+)
