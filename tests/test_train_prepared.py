@@ -180,8 +180,8 @@ def test_samples_are_pages_of_the_file(path, tmp_path):
 GROWTH = """
 import json, sys
 import numpy as np
-from odc_triton.train.data import DataOptions
-from odc_triton.train.prepared import prepare_data
+from odc_triton.data.dataset import DataOptions
+from odc_triton.data.prepared import prepare_data
 from odc_triton.train.tokenizer import TextEncoder
 
 def status(name):
