@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from odc_triton.cli.doctor import examine, main
-from odc_triton.cli.doctor.machine import Software
-from odc_triton.cli.doctor.report import NOTE, OK, PROBLEM, WIDTH, Report, as_json, render
+from odc_triton.cli.doctor.findings import NOTE, OK, PROBLEM, WIDTH, Report, as_json, render
+from odc_triton.cli.doctor.system import Software
 from odc_triton.cli.doctor.versions import TESTED
 from odc_triton.machine.nvml import SnapshotNvml
 from odc_triton.machine.probe import CudaDevice, read_topology

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from odc_triton.cli.doctor import examine
-from odc_triton.cli.doctor.report import NOTE, PROBLEM, render
+from odc_triton.cli.doctor.findings import NOTE, PROBLEM, render
 
 from .test_doctor import GIB, H100, Machine, bad, only
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odc_triton.cli.doctor import draw_matrix, examine
-from odc_triton.cli.doctor.report import WIDTH, render
+from odc_triton.cli.doctor.findings import WIDTH, render
 from odc_triton.machine.nvml import SnapshotNvml
 from odc_triton.machine.probe import read_topology
 

@@ -15,8 +15,8 @@ from odc_triton.checkpoint.folder import Manifest
 from odc_triton.data.dataset import TokenizedDataset
 from odc_triton.data.lengths import read_lengths
 from odc_triton.data.records import DataError
-from odc_triton.train.folder import RunFolder
 from odc_triton.train.metrics import read_metrics
+from odc_triton.train.run_folder import RunFolder
 
 DEEP = "[" * 100_000
 FIFO = None

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from odc_triton.data.store import contents
-from odc_triton.train.folder import require_same
 from odc_triton.train.metrics import read_metrics
+from odc_triton.train.run_folder import require_same
 from odc_triton.train.sft_options import SftOptions
 
 from . import ranks

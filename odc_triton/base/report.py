@@ -1,8 +1,8 @@
 """The report of a run: timelines as a picture, numbers as a table, both with the loss curves as one page.
 
-Timelines are painted by the pixel, not by the span: a pixel column is a stretch of time, and a rank's bar
-shows in it how much of that stretch went into what, waiting hanging from the top. Spans thinner than a column
-so keep their area, however many there are.
+Timelines are painted by the pixel, not by the span: a pixel column is a stretch of time, in which a rank's bar shows
+how much of that stretch went into what, waiting at the top. So spans thinner than a column keep their area, however
+many there are.
 
 matplotlib (extra `plot`) is imported only when something is drawn, and its global state is left alone.
 """
@@ -14,6 +14,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +98,7 @@ def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
 
 
 def save_timeline(tracks: Tracks, path: str | Path, *, title: str = TITLE) -> None:
-    """Write `timeline_figure` as a PNG, 2400 pixels wide. Errors as there and in `atomic.write_file`."""
+    """Write `timeline_figure` as a PNG, 2400 pixels wide. Errors as there and in `write_file`."""
     write_file(path, _png(timeline_figure(tracks, title=title)))
 
 
@@ -218,6 +219,24 @@ def loss_figure(losses: Mapping[str, Sequence[float]]) -> Figure:
     return figure
 
 
+def installed(*packages: str) -> dict[str, str]:
+    """The packages' versions, "not installed" for those that are not."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def aligned(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
+    """Rows of cells as lines of aligned columns. `numbers`: all columns but the first are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(widths) - 1)]
+    return ["  ".join(side(cell, n) for side, cell, n in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
+
+
 def table(rows: Sequence[Sequence[object]], columns: Sequence[str]) -> str:
     """An aligned Markdown table: numbers to the right, floats in four digits, None as a dash.
 
@@ -290,7 +309,7 @@ def save_html(
     `summary`: words, an empty line between paragraphs; `rows` and `columns` as for `table`; `tracks` as for
     `timeline_figure`; `losses`: per variant one value per minibatch; `facts`: name to value (versions).
     What is empty of `rows`, `tracks`, `losses` and `facts` is left out. All text is escaped. Errors as in
-    `table`, `timeline_figure` and `atomic.write_file`.
+    `table`, `timeline_figure` and `write_file`.
     """
     body = [f"<h1>{escape(title)}</h1>"]
     body += [f"<p>{escape(' '.join(part.split()))}</p>" for part in summary.split("\n\n") if part.strip()]

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..base.report import aligned
 from ..comm.layout import ALIGNMENT_BYTES, ParameterSpec, find_units, make_plan, shard_rows
 from .peaks import activation_bytes_per_token, fsdp2_whole_gradient_bytes, gathered_bytes, whole_gradient_bytes
 
@@ -134,11 +135,7 @@ def side_by_side(*plans: MemoryPlan) -> str:
 
     rows = [["GB per rank", *(_title(plan) for plan in plans)]]
     rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in _ROWS]
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return "\n".join(
-        "  ".join([label.ljust(first), *(cell.rjust(n) for cell, n in zip(cells, others, strict=True))])
-        for label, *cells in rows
-    )
+    return "\n".join(aligned(rows, numbers=True))
 
 
 def _title(plan: MemoryPlan) -> str:

@@ -31,8 +31,8 @@ from ..data.store import contents
 from ..data.tokenizer import TextEncoder, read_tokenizer
 from ..hf import enable_packing
 from ..sharding.agree import patient_meetings
-from .folder import RunFolder
 from .run import Samples
+from .run_folder import RunFolder
 from .sft_options import SftOptions
 
 _TELL_S = 10.0

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..base.files import write_file
+from ..base.files import read_json_object, write_file
 from ..base.options import REQUIRED, option, require_at_least
 from ..base.report import save_timeline, table
 from ..base.trace import save_trace
@@ -175,12 +175,10 @@ def _machine(options: SimulateOptions) -> tuple[GpuKind, Links, str]:
 
 
 def _snapshot(path: Path) -> Topology:
-    try:
-        content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid JSON ({error}): give a snapshot of the driver's answers") from None
-    if not isinstance(content, dict) or "devices" not in content:
-        raise ValueError(f"{path} has no `devices`: give a snapshot of the driver's answers")
+    remedy = "give a snapshot of the driver's answers"
+    content = read_json_object(path, remedy)
+    if "devices" not in content:
+        raise ValueError(f"{path} has no `devices`: {remedy}")
     return read_topology(SnapshotNvml(content), (), ())
 
 
