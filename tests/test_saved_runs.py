@@ -132,7 +132,7 @@ def test_other_samples_are_another_run(saved: Path) -> None:
     other = next((saved / "lora" / "out" / "data").glob("*.npz"))
     # Another file of the same samples.
     require_same(identity, same | {"prepared": [contents(other)]}, where=out)
-    with pytest.raises(ValueError, match="the samples are others, so the data or the tokenizer changed"):
+    with pytest.raises(ValueError, match="the samples differ, so the data or the tokenizer changed"):
         require_same(identity, same | {"prepared": ["0" * 32]}, where=out)
 
 

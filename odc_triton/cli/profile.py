@@ -51,8 +51,8 @@ class ProfileOptions:
     minibatches: int = option(3, "minibatches to measure, after one to warm up")
     balance: Literal["mini", "micro", "global", "local"] = option("mini", "how samples are dealt to the ranks")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
-    replace_layers: bool = option(False, "attention, embedding and linear layers read and add on their owners")
-    fused_head: bool = option(False, "never make the logits")
+    replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
+    fused_head: bool = option(False, "never compute whole logits")
     gradient_checkpointing: bool = option(False, "recompute activations in backward")
     seed: int = option(0, "of the random weights, tokens and the samples' order")
 
