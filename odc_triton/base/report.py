@@ -105,14 +105,14 @@ def save_timeline(tracks: Tracks, path: str | Path, *, title: str = TITLE) -> No
 def can_draw() -> bool:
     """Whether there is a matplotlib that can be imported."""
     try:
-        _matplotlib()
+        require_matplotlib()
     except ImportError:
         return False
     return True
 
 
-def _matplotlib() -> Any:
-    """The matplotlib package, with the submodules that drawing needs."""
+def require_matplotlib() -> Any:
+    """The matplotlib package, with the submodules that drawing needs. Raises ImportError with the remedy."""
     try:
         import matplotlib.figure
         import matplotlib.lines
@@ -125,7 +125,7 @@ def _matplotlib() -> Any:
 
 def _canvas(total: int, height: int) -> tuple[Figure, Axes]:
     """A figure `total` pixels high, and in it, under the title, axes whose units are pixels, y downwards."""
-    figure = _matplotlib().figure.Figure(figsize=(_WIDTH / _DPI, total / _DPI), dpi=_DPI, facecolor="white")
+    figure = require_matplotlib().figure.Figure(figsize=(_WIDTH / _DPI, total / _DPI), dpi=_DPI, facecolor="white")
     columns = _WIDTH - _LEFT - _RIGHT
     axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / total, columns / _WIDTH, height / total))
     return figure, axes
@@ -162,7 +162,7 @@ def _rgb(colour: str) -> tuple[int, ...]:
 
 def _time_axis(axes: Axes, seconds_per_pixel: float, start: str) -> None:
     columns, height = axes.get_xlim()[1], axes.get_ylim()[0]
-    locator = _matplotlib().ticker.MaxNLocator(nbins=9, steps=(1, 2, 5, 10))
+    locator = require_matplotlib().ticker.MaxNLocator(nbins=9, steps=(1, 2, 5, 10))
     end_s = columns * seconds_per_pixel
     ticks_s = [tick_s for tick_s in locator.tick_values(0, end_s) if 0 <= tick_s <= end_s]
     axes.set_xticks([tick_s / seconds_per_pixel for tick_s in ticks_s], [f"{tick_s:.6g}" for tick_s in ticks_s])
@@ -176,7 +176,7 @@ def _time_axis(axes: Axes, seconds_per_pixel: float, start: str) -> None:
 
 def _legend(figure: Figure, states: list[str], *, y: float) -> None:
     """Names of the states drawn, in the order of the work, in one or two rows under the title."""
-    matplotlib = _matplotlib()
+    matplotlib = require_matplotlib()
     keys = [matplotlib.patches.Patch(color=COLOURS[s][0], label=COLOURS[s][1]) for s in reversed(states)]
     mark = {"color": INK, "marker": "|", "linestyle": "", "markersize": 10}
     keys.append(matplotlib.lines.Line2D([], [], label="all ranks meet", **mark))
@@ -230,7 +230,7 @@ def installed(*packages: str) -> dict[str, str]:
     return found
 
 
-def aligned(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
+def in_columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
     """Rows of cells as lines of aligned columns. `numbers`: all columns but the first are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(widths) - 1)]

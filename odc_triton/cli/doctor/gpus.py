@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from ...base.report import aligned
+from ...base.report import in_columns
 from ...machine.topology import Device, Pair, PciePath, Topology
 from ...machine.unusable import by_reason, unusable_pairs, usable_groups
 from .findings import NOTE, OK, PROBLEM, WIDTH, Finding, count, count_devices, dotted, size, wrap
@@ -190,7 +190,7 @@ def _device_lines(devices: tuple[Device, ...]) -> list[str]:
                 (device.bus_id or "?").removeprefix("0000"),
             )
         )
-    return aligned(rows)
+    return in_columns(rows)
 
 
 def _legend(topology: Topology, is_wide: bool) -> list[str]:
