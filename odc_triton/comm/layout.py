@@ -17,7 +17,7 @@ def shard_rows(rows: int, world: int, rank: int) -> tuple[int, int]:
     Every rank gets ceil(rows / world) rows, the last ones fewer or none.
     """
     if not 0 <= rank < world:
-        raise ValueError(f"rank is {rank}; it must lie in 0..{world - 1}")
+        raise ValueError(f"rank is {rank}; it must be in 0..{world - 1}")
     each = rows_per_rank(rows, world)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 

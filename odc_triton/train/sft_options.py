@@ -77,7 +77,7 @@ class SftOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
         require_token_cap(self)
         if not 0 <= self.lr_floor <= 1:
-            raise ValueError(f"lr_floor is {self.lr_floor}; it must lie between 0 and 1")
+            raise ValueError(f"lr_floor is {self.lr_floor}; it must be between 0 and 1")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction is {self.eval_fraction}; it must be at least 0 and less than 1")
         if self.init is not None and self.tokenizer is None:
