@@ -51,7 +51,7 @@ def measure(options: SftOptions) -> dict[str, Any]:
     mesh = default_mesh(timedelta(minutes=30))
     prepared = prepare(options, rank=mesh.get_rank(), world=mesh.size())
     model, cost = build_model(options, prepared, rank=mesh.get_rank())
-    model = fully_shard(model, mesh=mesh, mp_policy=precision(options))
+    model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype))
     run = Timed(options=options, model=model, data=prepared.data, cost=cost, identity=prepared.identity)
     checkpoints = Checkpoints(Path(options.out) / "checkpoints", keep=options.keep)
     run.train_step()  # warms up, and makes the optimizer's states

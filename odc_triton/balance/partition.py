@@ -120,7 +120,7 @@ def refine(
     exceeds the cap in tokens.
     """
     count, items = len(groups), len(costs)
-    if max(map(len, groups)) < 2:  # no exchange of items that stand alone makes the heaviest lighter
+    if max(map(len, groups)) < 2:  # exchanging single items makes the heaviest group no lighter
         return [list(members) for members in groups]
     load = np.array([math.fsum(costs[i] for i in members) for members in groups])
     if load.max() <= load.mean() * (1 + _BALANCED):
@@ -169,7 +169,7 @@ def refine(
         heavy = int(np.where(unsettled, load, -1.0).argmax())
         if load[heavy] <= load[unsettled].mean() * (1 + _BALANCED):
             break
-        if size[heavy] == 1:  # whoever takes its item ends up no lighter than that
+        if size[heavy] == 1:  # any group that takes its item ends up no lighter
             unsettled[heavy] = False
             continue
         give, take = search(heavy, near(load)) if count > 4 * _LIGHTEST else (-1, -1)

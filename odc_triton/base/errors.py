@@ -6,7 +6,7 @@ _MOST_CHARACTERS = 4000
 
 
 def describe(error: BaseException) -> str:
-    """An error as the other ranks are told of it: a long text without its middle, one that can't be made not at all."""
+    """An error in words for the other ranks; of a long text the middle is left out, and str() may fail."""
     try:
         text = str(error)
     except Exception as raised:
@@ -18,7 +18,7 @@ def describe(error: BaseException) -> str:
 
 
 class OdcError(RuntimeError):
-    """Base of the errors that come from the ranks' work together."""
+    """Base of the errors that involve several ranks."""
 
 
 class OfRanks(OdcError):
@@ -35,7 +35,7 @@ class OfRanks(OdcError):
 class MinibatchFailed(OdcError):
     """A microbatch raised on some rank: raised on every rank; no step may be taken from this minibatch.
 
-    All ranks leave the minibatch together, so catching this and going on with the next minibatch works.
+    All ranks leave the minibatch together, so a training loop can catch this and continue with the next minibatch.
     `ranks` maps each rank that failed to its reason.
     """
 
@@ -50,24 +50,24 @@ class MinibatchFailed(OdcError):
 
 
 class RankLost(OfRanks):
-    """A peer's process is gone. Training goes on from the last checkpoint, in a new job."""
+    """A peer's process is gone. Start a new job from the last checkpoint."""
 
 
 class DeadlineExceeded(OfRanks, TimeoutError):
-    """A peer lives but did not do in time what this rank waited for."""
+    """A live peer did not do in time what this rank waited for."""
 
 
 class RanksDiffer(OdcError, ValueError):
-    """The ranks called with different models or options; the message names the first difference."""
+    """The ranks have different models or options; the message names the first difference."""
 
 
 class CheckpointFailed(OfRanks):
-    """A checkpoint could not be written or read, on these ranks: raised on every rank. Older ones are as they were."""
+    """These ranks could not write or read a checkpoint: raised on every rank. Older ones are unchanged."""
 
 
 class CheckpointCorrupt(OdcError, ValueError):
-    """A checkpoint's files are not what was written: truncated, changed or missing; the message names the file."""
+    """A checkpoint's files were truncated, changed or removed; the message names one."""
 
 
 class CheckpointDiffers(OdcError, ValueError):
-    """A checkpoint is of another model or optimizer than it is to be loaded into; nothing was overwritten."""
+    """A checkpoint is of another model or optimizer; nothing was overwritten."""

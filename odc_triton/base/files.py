@@ -1,15 +1,16 @@
-"""Files and folders that other processes see either whole or not at all; checks of where a model comes from."""
+"""Files and folders that other processes see either whole or not at all; checks of files that are read."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @contextmanager
@@ -108,6 +109,17 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def read_json_object(path: str | os.PathLike, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file. Raises OSError, and ValueError with the remedy for what is not one."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}): {remedy}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, not an object: {remedy}")
+    return content
 
 
 def require_source(source: str) -> None:

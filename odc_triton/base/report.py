@@ -1,8 +1,8 @@
 """The report of a run: timelines as a picture, numbers as a table, both with the loss curves as one page.
 
-Timelines are painted by the pixel, not by the span: a pixel column is a stretch of time, and a rank's bar
-shows in it how much of that stretch went into what, waiting hanging from the top. Spans thinner than a column
-so keep their area, however many there are.
+Timelines are painted by the pixel, not by the span: a pixel column is a stretch of time, in which a rank's bar shows
+how much of that stretch went into what, waiting at the top. So spans thinner than a column keep their area, however
+many there are.
 
 matplotlib (extra `plot`) is imported only when something is drawn, and its global state is left alone.
 """
@@ -14,6 +14,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,21 +98,21 @@ def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
 
 
 def save_timeline(tracks: Tracks, path: str | Path, *, title: str = TITLE) -> None:
-    """Write `timeline_figure` as a PNG, 2400 pixels wide. Errors as there and in `atomic.write_file`."""
+    """Write `timeline_figure` as a PNG, 2400 pixels wide. Errors as there and in `write_file`."""
     write_file(path, _png(timeline_figure(tracks, title=title)))
 
 
 def can_draw() -> bool:
     """Whether there is a matplotlib that can be imported."""
     try:
-        _matplotlib()
+        require_matplotlib()
     except ImportError:
         return False
     return True
 
 
-def _matplotlib() -> Any:
-    """The matplotlib package, with the submodules that drawing needs."""
+def require_matplotlib() -> Any:
+    """The matplotlib package, with the submodules that drawing needs. Raises ImportError with the remedy."""
     try:
         import matplotlib.figure
         import matplotlib.lines
@@ -124,7 +125,7 @@ def _matplotlib() -> Any:
 
 def _canvas(total: int, height: int) -> tuple[Figure, Axes]:
     """A figure `total` pixels high, and in it, under the title, axes whose units are pixels, y downwards."""
-    figure = _matplotlib().figure.Figure(figsize=(_WIDTH / _DPI, total / _DPI), dpi=_DPI, facecolor="white")
+    figure = require_matplotlib().figure.Figure(figsize=(_WIDTH / _DPI, total / _DPI), dpi=_DPI, facecolor="white")
     columns = _WIDTH - _LEFT - _RIGHT
     axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / total, columns / _WIDTH, height / total))
     return figure, axes
@@ -161,7 +162,7 @@ def _rgb(colour: str) -> tuple[int, ...]:
 
 def _time_axis(axes: Axes, seconds_per_pixel: float, start: str) -> None:
     columns, height = axes.get_xlim()[1], axes.get_ylim()[0]
-    locator = _matplotlib().ticker.MaxNLocator(nbins=9, steps=(1, 2, 5, 10))
+    locator = require_matplotlib().ticker.MaxNLocator(nbins=9, steps=(1, 2, 5, 10))
     end_s = columns * seconds_per_pixel
     ticks_s = [tick_s for tick_s in locator.tick_values(0, end_s) if 0 <= tick_s <= end_s]
     axes.set_xticks([tick_s / seconds_per_pixel for tick_s in ticks_s], [f"{tick_s:.6g}" for tick_s in ticks_s])
@@ -175,7 +176,7 @@ def _time_axis(axes: Axes, seconds_per_pixel: float, start: str) -> None:
 
 def _legend(figure: Figure, states: list[str], *, y: float) -> None:
     """Names of the states drawn, in the order of the work, in one or two rows under the title."""
-    matplotlib = _matplotlib()
+    matplotlib = require_matplotlib()
     keys = [matplotlib.patches.Patch(color=COLOURS[s][0], label=COLOURS[s][1]) for s in reversed(states)]
     mark = {"color": INK, "marker": "|", "linestyle": "", "markersize": 10}
     keys.append(matplotlib.lines.Line2D([], [], label="all ranks meet", **mark))
@@ -216,6 +217,24 @@ def loss_figure(losses: Mapping[str, Sequence[float]]) -> Figure:
     for text in names.get_texts():
         text.set_parse_math(False)
     return figure
+
+
+def installed(*packages: str) -> dict[str, str]:
+    """The packages' versions, "not installed" for those that are not."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def in_columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
+    """Rows of cells as lines of aligned columns. `numbers`: all columns but the first are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(widths) - 1)]
+    return ["  ".join(side(cell, n) for side, cell, n in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
 
 
 def table(rows: Sequence[Sequence[object]], columns: Sequence[str]) -> str:
@@ -290,7 +309,7 @@ def save_html(
     `summary`: words, an empty line between paragraphs; `rows` and `columns` as for `table`; `tracks` as for
     `timeline_figure`; `losses`: per variant one value per minibatch; `facts`: name to value (versions).
     What is empty of `rows`, `tracks`, `losses` and `facts` is left out. All text is escaped. Errors as in
-    `table`, `timeline_figure` and `atomic.write_file`.
+    `table`, `timeline_figure` and `write_file`.
     """
     body = [f"<h1>{escape(title)}</h1>"]
     body += [f"<p>{escape(' '.join(part.split()))}</p>" for part in summary.split("\n\n") if part.strip()]

@@ -1,4 +1,4 @@
-"""PEFT's adapters on models that have no weights yet, and out of sharded ones."""
+"""PEFT's adapters: onto models that have no weights yet, and out of sharded ones into files."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .sharded import read_whole, sharded_parameters
 
 
 def with_adapter(model: nn.Module, config: Any) -> nn.Module:
-    """`peft.get_peft_model(model, config)` for a model on the meta device too, to be sharded next.
+    """`peft.get_peft_model(model, config)`, also for a model on the meta device, to be sharded next.
 
-    PEFT leaves the adapters of such a model on the meta device, and what initialises a transformers model does not
-    know that one of a pair must start at 0. Here they get memory and PEFT's own first values, drawn as on any model.
+    PEFT leaves the adapters of such a model on the meta device, and transformers' initialisation does not know that one
+    of each pair must start at 0. Here they get memory and PEFT's own initial values, drawn as on any model.
 
-    Raises NotImplementedError for adapters that don't have A and B alone (DoRA, modules_to_save, trained embeddings).
+    Raises NotImplementedError for adapters other than pairs of A and B (DoRA, modules_to_save, trained embeddings).
     """
     from peft import get_peft_model
     from peft.tuners.lora import LoraConfig, LoraLayer
@@ -26,7 +26,7 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
         raise NotImplementedError(f"{type(config).__name__} is not supported: give a peft.LoraConfig")
     if config.use_dora or config.modules_to_save or config.init_lora_weights is not True:
         raise NotImplementedError(
-            "use_dora, modules_to_save and init_lora_weights need weights to start from: leave out"
+            "use_dora, modules_to_save and init_lora_weights need weights to start from: leave them out"
         )
     adapted = get_peft_model(model, config)
     for module in adapted.modules():
@@ -50,7 +50,7 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
 
     adapters = list(model.peft_config)
     if len(adapters) != 1:
-        raise ValueError(f"the model has adapters {adapters}: only one can be saved")
+        raise ValueError(f"the model has adapters {adapters}; a model with exactly one can be saved")
     (adapter,) = adapters
     parameters = sharded_parameters(model)
     weights = {
@@ -62,8 +62,8 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
     tensors = {name: value.contiguous() for name, value in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     config = model.peft_config[adapter]
-    was, config.inference_mode = config.inference_mode, True  # as PEFT saves it
+    former, config.inference_mode = config.inference_mode, True  # as PEFT saves it
     try:
         config.save_pretrained(folder)
     finally:
-        config.inference_mode = was
+        config.inference_mode = former

@@ -3,9 +3,9 @@
 Every rank writes its own rows and a list of them (`write_part`); rank 0 joins the lists into DCP's `.metadata`
 (`join_parts`). Reading needs no other rank (`read_into`). The files are what `dcp.save` writes and `dcp.load` reads.
 
-[Note: pickles] `.metadata` is a pickle, and DCP reads it, and values that are no tensors, by an unpickler that runs
-whatever they say. Here the first goes through one that knows DCP's own records only, the second through
-`torch.load(weights_only=True)`, as tensors do in DCP too. A record may name files of its own folder only.
+[Note: pickles] `.metadata` is a pickle. DCP reads it, and values other than tensors, with an unpickler that runs any
+code in them. Here the first is read by an unpickler that accepts DCP's own records only, the second by
+`torch.load(weights_only=True)`, as DCP reads tensors. A record may name files of its own folder only.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ METADATA = ".metadata"
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A file as it was meant to be."""
+    """A file's size and digest, as written."""
 
     size_bytes: int
     sha256: str
 
 
 class _DigestedFile:
-    """A binary file that is only appended to; keeps the digest of what was written, and why a write failed."""
+    """A binary file that is only appended to; has the digest of what was written, and why a write failed."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -92,8 +92,8 @@ class _DigestedFile:
 
 
 class DigestedFiles(FileSystem):
-    """A folder to write to, on the disk when a stream is closed. It is not made here: where it has vanished, that is
-    an error."""
+    """A folder to write to; a file is on the disk when its stream is closed. A folder that has vanished is an error,
+    and is not made again."""
 
     def __init__(self) -> None:
         self.written: dict[str, Written] = {}
@@ -120,7 +120,7 @@ class DigestedFiles(FileSystem):
 
 
 def write_part(folder: Path, rank: int, state: Mapping[str, Any]) -> dict[str, Written]:
-    """Writes this rank's shards of a nested state dict, and on rank 0 what every rank has alike. Returns its files.
+    """Writes this rank's shards of a nested state dict; on rank 0 also what all ranks have alike. Returns its files.
 
     `folder` must be there. Raises OSError.
     """
@@ -152,7 +152,7 @@ def _is_split(value: Any) -> bool:
 
 
 def join_parts(folder: Path, world: int) -> dict[str, Written]:
-    """Makes DCP's `.metadata` of the ranks' lists, removes these, and returns the new file. Raises OSError."""
+    """Joins the ranks' lists into DCP's `.metadata`, removes them, and returns the new file. Raises OSError."""
     joined = read_metadata(folder, _list_name(0))
     for rank in range(1, world):
         part = read_metadata(folder, _list_name(rank))
@@ -183,7 +183,7 @@ class _Records(pickle.Unpickler):
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
             return getattr(importlib.import_module(module), name)
-        raise CheckpointCorrupt(f"it names {module}.{name}, which no checkpoint needs; it is not read")
+        raise CheckpointCorrupt(f"it names {module}.{name}, which no checkpoint needs, so it is not read")
 
 
 _DCP = "torch.distributed.checkpoint"
@@ -224,7 +224,7 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
 
 
 def _check_chunks(name: str, tensor: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> None:
-    """Raises ValueError unless the chunks are within the tensor, don't overlap, fill it, and have a place each."""
+    """Raises ValueError unless the chunks are within the tensor, don't overlap, fill it, and each have data."""
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
     for offsets, sizes in boxes:
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
@@ -242,7 +242,7 @@ def _check_chunks(name: str, tensor: TensorStorageMetadata, places: Mapping[Meta
 
 
 def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether two boxes of (offsets, sizes) overlap. Sorted by rows, as those of all ranks are split, it is quick."""
+    """Whether two boxes of (offsets, sizes) overlap. Quick, as they are sorted by rows, as ranks split tensors."""
     boxes = sorted(boxes)
     for index, (offsets, sizes) in enumerate(boxes):
         for others, other_sizes in boxes[index + 1 :]:
@@ -261,7 +261,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def read_into(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:
-    """Fills the tensors of a flat state dict in place, and replaces its other values. This rank reads by itself.
+    """Fills the tensors of a flat state dict in place, and replaces its other values. Needs no other rank.
 
     Tensors may be split in any way. Raises CheckpointCorrupt, OSError.
     """

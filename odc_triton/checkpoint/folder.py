@@ -33,7 +33,7 @@ from .sharded import all_or_none
 MANIFEST, _STATE = "manifest.json", "state.json"
 _FORMAT = 1
 _BLOCK_BYTES = 2**20
-_REMEDY = "this checkpoint can't be used, go on from an older one"
+_REMEDY = "this checkpoint can't be used, continue from an older one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +54,14 @@ class Manifest:
         """Raises CheckpointCorrupt."""
         path = folder / MANIFEST
         if not path.is_file():
-            raise CheckpointCorrupt(f"{path} is {'no file' if path.exists() else 'missing'}: {_REMEDY}")
+            raise CheckpointCorrupt(f"{path} is {'not a file' if path.exists() else 'missing'}: {_REMEDY}")
         data = path.read_bytes()
         try:
             content = json.loads(data)
             if content.pop("sha256") != _digest(content):
-                raise ValueError("its own digest is another")
+                raise ValueError("its digest is wrong")
             if content.pop("format") != _FORMAT:
-                raise ValueError("it has a format that this version does not know")
+                raise ValueError("this version can't read its format")
             files = {name: Written(**entry) for name, entry in content.pop("files").items()}
             return cls(files=files, **content)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -84,7 +84,7 @@ class Manifest:
                 while block := file.read(_BLOCK_BYTES):
                     digest.update(block)
             if digest.hexdigest() != self.files[name].sha256:
-                raise CheckpointCorrupt(f"{folder / name} is not what was written: its SHA-256 is another; {_REMEDY}")
+                raise CheckpointCorrupt(f"{folder / name} is not what was written: its SHA-256 differs; {_REMEDY}")
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -103,7 +103,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Goes on from what `random_state` returned. A GPU's state is left out where there is no GPU now."""
+    """Restores what `random_state` returned; a GPU's state only if there is a GPU now."""
     torch.set_rng_state(_as_tensor(state["torch"]))
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(_as_tensor(state["cuda"]))
@@ -112,7 +112,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def seed_random_state(*numbers: int) -> None:
-    """Seeds all of them from `numbers` together, the same way on every machine."""
+    """Seeds all of them from `numbers`, the same way on every machine."""
     seed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
     torch.manual_seed(seed)
     random.seed(seed)
@@ -134,15 +134,16 @@ def write_checkpoint(
 ) -> None:
     """Writes model, optimizer, every rank's random numbers and rank 0's `state`, JSON-able, into `final`. Collective.
 
-    It is written aside and renamed, in the place of what is there already. `prepare` is called on rank 0 before, and
-    `number` after all is written, for the manifest.
+    It is written aside and renamed, and replaces what is there already. Rank 0 calls `prepare` before, and `number`
+    after all is written, for the manifest.
 
-    Call it between minibatches. Raises CheckpointFailed on every rank, with the rank and the cause, when one could not
-    write: nothing is left of it then. RankLost and DeadlineExceeded as meetings do: `unfinished` says what is left.
+    Call it between minibatches. Raises CheckpointFailed on every rank, with the rank and the cause, if one could not
+    write: nothing is left of it then. Raises RankLost and DeadlineExceeded as meetings do: what is left then is named
+    by `unfinished`.
     """
     engine = engine_of(model)
     if engine.is_open:
-        raise RuntimeError("save inside a minibatch: gradients have not landed; save after the optimizer's step")
+        raise RuntimeError("saving inside a minibatch: gradients have not landed; save after the optimizer's step")
     purpose = f"save {Path(*final.parts[-2:])}"
     aside: Path | None = None
     try:
@@ -171,7 +172,7 @@ def write_checkpoint(
 
 
 def unfinished(final: Path, why: str) -> Path:
-    """The name of what is on its way to `final` or from there."""
+    """A name for what will become `final`, or was it."""
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}.{why}")
 
 
@@ -190,27 +191,27 @@ def _finish(aside: Path, final: Path, *, step: int, number: int, written: list[d
 def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Reads a checkpoint into `model` and `optimizer`, on any number of ranks, and returns its state. Collective.
 
-    Each rank goes on with its own random numbers; one that the checkpoint has none of, on more ranks than saved
-    it, is seeded from (the state's "seed", or 0; rank; step). A folder that is only DCP's, as FSDP2's scripts
-    write, has no state, no random numbers and no digests: {} is returned. `optimizer`: None reads the model only.
+    Each rank restores its own random numbers; one that the checkpoint has none for, on more ranks than saved it, is
+    seeded from (the state's "seed", or 0; rank; step). A folder of DCP alone, as FSDP2's scripts write it, has no
+    state, no random numbers and no digests: {} is returned. `optimizer`: None reads the model only.
 
-    Before anything is overwritten: CheckpointCorrupt for damaged files, CheckpointDiffers for another model's or
-    optimizer's, CheckpointFailed, all on every rank.
+    Raises, on every rank and before anything is overwritten: CheckpointCorrupt for damaged files, CheckpointDiffers for
+    another model's or optimizer's, CheckpointFailed.
     """
     engine, path = engine_of(model), Path(path)
     if engine.is_open:
-        raise RuntimeError("load inside a minibatch: peers are reading the parameters")
+        raise RuntimeError("loading inside a minibatch: peers are reading the parameters; load before it")
     purpose = f"load {Path(*path.parts[-2:])}"
     with all_or_none(engine, purpose):
         if not path.is_dir():
-            raise FileNotFoundError(f"{path} is no checkpoint: there is no such folder")
+            raise FileNotFoundError(f"{path} is not a checkpoint: there is no such folder")
         saved = _manifest(path)
         if saved is not None:
             saved.check_sizes(path)
             saved.check_digests(path, engine.rank, engine.world)
         metadata = dcp.read_metadata(path)
         state = read_state(path)
-    with all_or_none(engine, purpose):  # of its own, as making an optimizer's states is a step of all ranks
+    with all_or_none(engine, purpose):  # separate, as making an optimizer's states is a step of all ranks
         wanted = training_state.to_load(model, optimizer, metadata)
         engine.drain("loading a checkpoint")
     with all_or_none(engine, purpose):
@@ -227,7 +228,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """What `write_checkpoint` was given as `state`; {} for a folder that is only DCP's. Raises CheckpointCorrupt."""
+    """The `state` given to `write_checkpoint`; {} for a folder of DCP alone. Raises CheckpointCorrupt."""
     return json.loads((path / _STATE).read_bytes()) if _manifest(path) else {}
 
 

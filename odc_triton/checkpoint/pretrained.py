@@ -1,4 +1,4 @@
-"""Weights out of a Hugging Face folder, without a private copy of the model on any rank.
+"""Loads weights from a Hugging Face folder, without a private copy of the model on any rank.
 
 model = meta_causal_lm(model=folder)      # no weights
 enable_packing(model); replace_layers(model); model = fully_shard(model)
@@ -61,13 +61,13 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
     with torch.device("meta"):
         made = _made(config, source)
     if model is not None and made.can_generate():
-        with contextlib.suppress(OSError):  # where it has none, that of its config stays
+        with contextlib.suppress(OSError):  # if there is none, that of its config stays
             made.generation_config = GenerationConfig.from_pretrained(model)
     return made
 
 
 def _made(config: Any, source: str) -> nn.Module:
-    """A causal LM of `config`, which was read of `source`, with random weights."""
+    """A causal LM of `config`, read from `source`, with random weights."""
     from transformers import AutoModelForCausalLM
     from transformers.activations import ACT2FN
 
@@ -81,7 +81,7 @@ def _made(config: Any, source: str) -> nn.Module:
         raise ValueError(f"{source}: hidden_act is {act!r}; transformers has {', '.join(ACT2FN)}")
     try:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # whatever a field's value leads the model's code to
+    except Exception as error:  # whatever a field's value makes the model's code raise
         raise ValueError(
             f"{source}: transformers can't make a causal LM of this config ({type(error).__name__}: {error}); correct "
             "its fields"
@@ -89,21 +89,20 @@ def _made(config: Any, source: str) -> nn.Module:
 
 
 def transformers_part(model: nn.Module) -> tuple[str, nn.Module]:
-    """The transformers model in `model`, itself or below an adapter's wrapping, and its prefix there.
+    """(prefix, module) of the transformers model in `model`: itself, or within an adapter's wrapper.
 
-    Raises TypeError where there is none.
+    Raises TypeError if there is none.
     """
     from transformers import PreTrainedModel
 
     for name, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             return f"{name}." if name else "", module
-    raise TypeError(f"{type(model).__name__} is no transformers model: load and save its state_dict() instead")
+    raise TypeError(f"{type(model).__name__} is not a transformers model: load and save its state_dict() instead")
 
 
 def empty_copy(model: nn.Module) -> nn.Module:
-    """A plain model of the class that a sharded transformers model had, on the meta device, tied, with a config of its
-    own."""
+    """A plain model of a sharded transformers model's class, on the meta device, tied, with a copy of its config."""
     cls = plain_class(model) if is_sharded(model) else type(model)
     with torch.device("meta"):
         empty = cls(copy.deepcopy(model.config))
@@ -116,7 +115,7 @@ def empty_copy(model: nn.Module) -> nn.Module:
 
 @dataclass(slots=True)
 class _Source:
-    """What one or more tensors of the model are made of: names in the files, and transformers' converter, if any."""
+    """Where one or more of the model's tensors come from: names in the files, and transformers' converter, if any."""
 
     names: list[str] = field(default_factory=list)
     patterns: list[str] = field(default_factory=list)
@@ -135,10 +134,10 @@ class _Files:
             try:
                 self.file_of = dict(json.loads(index.read_bytes())["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
-                raise CheckpointCorrupt(f"{index} is no index of safetensors: {error}") from error
+                raise CheckpointCorrupt(f"{index} is not an index of safetensors: {error}") from error
             odd = [name for name in self.file_of.values() if Path(name).name != name]
             if odd:
-                raise CheckpointCorrupt(f"{index} names {odd[0]!r}, which is no file of its folder")
+                raise CheckpointCorrupt(f"{index} names {odd[0]!r}, which is not a file in its folder")
         elif (folder / _SINGLE).exists():
             self.file_of = dict.fromkeys(self._file(_SINGLE).keys(), _SINGLE)
         elif pickles := sorted(path.name for path in folder.glob("*.bin")):
@@ -147,7 +146,7 @@ class _Files:
                 f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(another_folder)"
             )
         else:
-            raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}: it holds no model's weights")
+            raise FileNotFoundError(f"{folder} has neither {_SINGLE} nor {_INDEX}: it has no weights")
 
     def _file(self, name: str) -> safe_open:
         if name not in self._opened:
@@ -168,7 +167,7 @@ class _Files:
 
 
 def weights_folder(source: str | Path) -> Path:
-    """A local folder itself; of a hub id the folder where its safetensors lie, which are fetched where allowed."""
+    """A local folder itself; for a hub id the local folder of its safetensors, which are downloaded if allowed."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -185,13 +184,13 @@ def require_weights(folder: str | Path) -> None:
 def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     """Fills a sharded transformers model, also below PEFT's adapters, from safetensors. Collective.
 
-    `source`: a folder or a hub id. Each rank reads its own rows of each tensor, one at a time; what transformers
-    makes of several tensors (experts that are merged) it makes of them one result at a time. Values are cast to the
-    masters' dtype. Adapters' weights are left as they are.
+    `source`: a folder or a hub id. Each rank reads its own rows of each tensor, one at a time; where transformers makes
+    one tensor of several (experts that are merged), one result at a time. Values are cast to the masters' dtype.
+    Adapters' weights stay as they are.
 
-    On every rank, before anything is overwritten: CheckpointDiffers when names or shapes are of another model,
+    Raises, on every rank and before anything is overwritten: CheckpointDiffers if names or shapes are of another model,
     CheckpointCorrupt, CheckpointFailed with the cause for pickled (.bin) or missing files. Warns of tensors in the
-    files that the model has no place for.
+    files that the model does not have.
     """
     engine = engine_of(model)
     purpose = "load pretrained weights"
@@ -208,7 +207,7 @@ def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     publish(model)
     if unexpected and engine.rank == 0:
         names = f"{', '.join(unexpected[:_SHOWN])}{', …' if len(unexpected) > _SHOWN else ''}"
-        warnings.warn(f"{source} has {len(unexpected)} tensors that the model has no place for: {names}", stacklevel=2)
+        warnings.warn(f"{source} has {len(unexpected)} tensors that the model does not have: {names}", stacklevel=2)
 
 
 Place = ShardedParameter | torch.Tensor
@@ -228,12 +227,12 @@ def _places(model: nn.Module) -> dict[str, Place]:
 
 
 def _plain_name(name: str) -> str:
-    """PEFT puts a layer that it adapts below another, as its `base_layer`."""
+    """The name without PEFT's `base_layer`, which is what an adapted layer is called within its wrapper."""
     return name.replace(".base_layer.", ".")
 
 
 def _sources(model: nn.Module, files: _Files, places: dict[str, Place]) -> tuple[dict[str, _Source], list[str]]:
-    """Of what each tensor is made, as transformers itself would load it, and names in the files that nothing takes."""
+    """Where each tensor comes from, as transformers itself would load it, and names in the files that nothing needs."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -282,7 +281,7 @@ def _check(places: dict[str, Place], sources: dict[str, _Source], files: _Files)
 
 
 class _Rows:
-    """A tensor in the files, or one that was made of them, of which rows can be had."""
+    """A tensor in the files, whole or by rows."""
 
     def __init__(self, files: _Files, name: str) -> None:
         self._files, self._name = files, name

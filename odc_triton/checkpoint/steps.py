@@ -2,8 +2,8 @@
 
     folder/step-00000010/   what is in it: folder.py
 
-What is not finished is called `.step-….saving`, `.step-….removing` or `.step-….replaced`. Who holds the lock of
-`folder/.lock`, as rank 0 does for as long as it lives, owns these: it may take away what a killed run has left.
+What is not finished is called `.step-….saving`, `.step-….removing` or `.step-….replaced`. The process that holds the
+lock on `folder/.lock`, rank 0 for as long as it lives, owns these: it may remove what a killed run has left.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from .folder import Manifest, load_checkpoint, unfinished, verify, write_checkpo
 
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED = re.compile(r"\.(step-\d{8,})\.[0-9a-f]+\.(saving|removing|replaced)")
-_LOCK_WAIT_S = 10.0  # a killed job's rank 0 may take a moment to go
+_LOCK_WAIT_S = 10.0  # a killed job's rank 0 may take a moment to end
 
 
 class Checkpoints:
-    """The checkpoints in `folder`, of which the last `keep` stay. Rank 0 makes the folder if it is not there.
+    """The checkpoints in `folder`, of which the last `keep` stay. Rank 0 creates the folder if there is none.
 
-    Any rank may look; `save` and `load` are collective. Both meet through the model's own meetings, so a rank that
-    died is named within seconds, one that is late when the deadline of `fully_shard` is over.
+    Any rank may look; `save` and `load` are collective. Both use the model's own meetings, so a rank that died is named
+    within seconds, and one that is late when the deadline of `fully_shard` has passed.
     """
 
     def __init__(self, folder: str | os.PathLike, *, keep: int) -> None:
         if keep < 1:
-            raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
+            raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
         self.folder, self.keep = Path(folder), keep
         self._lock: ByteLocks | None = None
         self._is_clean = False
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(OSError):  # somebody else's folder, to read from
+            with contextlib.suppress(OSError):  # another user's folder, to read from
                 self._own(wait_s=0)
 
     # ------------------------------------------------------------------ looking
@@ -57,10 +57,10 @@ class Checkpoints:
         return _by_age(self.folder)
 
     def newest(self, *, fallback: bool = False) -> Path | None:
-        """The last one saved; None where there is none.
+        """The last one saved; None if there is none.
 
-        Raises CheckpointCorrupt if its files are missing or of another size; what they contain is checked by `load`.
-        `fallback`: passes over damaged ones, with a warning for each; reads all files of those that it looks at.
+        Raises CheckpointCorrupt if its files are missing or of another size; `load` checks their contents. `fallback`:
+        skips damaged ones, with a warning for each; it reads all files of those that it checks.
         """
         if not fallback:
             return newest_in(self.folder)
@@ -69,13 +69,13 @@ class Checkpoints:
             try:
                 sound.append((_number(path), path))
             except CheckpointCorrupt as error:
-                warnings.warn(f"passed over: {error}", stacklevel=2)
+                warnings.warn(f"skipped: {error}", stacklevel=2)
         for _, path in sorted(sound, reverse=True):
             try:
                 verify(path)
                 return path
             except CheckpointCorrupt as error:
-                warnings.warn(f"passed over: {error}", stacklevel=2)
+                warnings.warn(f"skipped: {error}", stacklevel=2)
         return None
 
     # ------------------------------------------------------------------ saving
@@ -85,11 +85,11 @@ class Checkpoints:
     ) -> Path:
         """Saves model, optimizer, every rank's random numbers and rank 0's `state`, JSON-able. Collective.
 
-        prune: removes those that are more than `keep`.
+        prune: removes the oldest ones beyond `keep`.
 
         Call it between minibatches. Returns the new folder. Raises CheckpointFailed on every rank, with the rank and
-        the cause, when one could not write: nothing is left of it and the older ones are as they were. RankLost and
-        DeadlineExceeded as meetings do; what is left then is taken away by the next run.
+        the cause, if one could not write: nothing is left of it then, and older ones stay as they are. Raises RankLost
+        and DeadlineExceeded as meetings do; the next run removes what is left then.
         """
         final = self.folder / f"step-{step:08d}"
         write_checkpoint(
@@ -122,7 +122,7 @@ class Checkpoints:
     # ------------------------------------------------------------------ who owns the folder
 
     def _own(self, wait_s: float) -> None:
-        """Takes the folder's lock, and takes away what killed runs have left. Raises OSError."""
+        """Takes the folder's lock, and removes what killed runs have left. Raises OSError."""
         if self._lock is None:
             descriptor = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             self._lock = ByteLocks(descriptor)
@@ -131,9 +131,9 @@ class Checkpoints:
         while not self._lock.try_lock(0):
             if time.monotonic() >= deadline_s:
                 holder = self._lock.holder_pid(0)
-                raise BlockingIOError(f"process {holder} saves its checkpoints in {self.folder}: give another folder")
+                raise BlockingIOError(f"process {holder} saves checkpoints in {self.folder}: give another folder")
             time.sleep(0.1)
-        # Asked for each time, as another object of this process may have closed the file, which drops the lock too: see
+        # The lock is taken each time, as another object of this process may have closed the file, which drops it: see
         # [Note: traps of fcntl locks].
         if self._is_clean:
             return
@@ -150,12 +150,12 @@ class Checkpoints:
     # ------------------------------------------------------------------ loading
 
     def load(self, path: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
-        """`load_checkpoint`, which see. Collective."""
+        """See `load_checkpoint`. Collective."""
         return load_checkpoint(path, model=model, optimizer=optimizer)
 
 
 def newest_in(folder: Path) -> Path | None:
-    """As `Checkpoints.newest`, for who only looks."""
+    """As `Checkpoints.newest`, without taking the folder's lock."""
     found = _by_age(folder)
     if found:
         Manifest.read(found[-1]).check_sizes(found[-1])

@@ -1,4 +1,4 @@
-"""Model and optimizer as a checkpoint has them: by name, whatever the number of ranks, FSDP2's or ours.
+"""Model and optimizer as in a checkpoint: by name, for any number of ranks, FSDP2's or ours.
 
 Names are those of torch's `get_model_state_dict` and `get_optimizer_state_dict`: `model.<name>`,
 `optimizer.state.<name>.exp_avg`, `optimizer.param_groups.…`, below any prefix (`app.model.…`, `optim.state.…`).
@@ -22,14 +22,14 @@ _SHOWN = 5  # differences that a message lists
 
 
 def to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The nested state dict to write. An optimizer that never stepped has hyperparameters only."""
+    """The nested state dict to write. An optimizer that has never stepped has hyperparameters only."""
     return {"model": get_model_state_dict(model), "optimizer": _optimizer_state(model, optimizer)}
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if optimizer.state:
         return get_optimizer_state_dict(model, optimizer)
-    # torch's function would make states by a step at a learning rate of 0, which then counts as one.
+    # torch's function would make states by a step with a learning rate of 0, which would count as a step.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     return {"state": {}, "param_groups": groups}
@@ -38,7 +38,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def to_load(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -> dict[str, Any]:
     """A flat state dict, by the checkpoint's names, of this rank's own tensors and of placeholders, to read into.
 
-    An optimizer that has no states gets them, of zeros. Raises CheckpointDiffers before anything is overwritten.
+    An optimizer without states gets states of zeros. Raises CheckpointDiffers before anything is overwritten.
     """
     here = get_model_state_dict(model)
     there = tensors_of(metadata)
@@ -62,7 +62,7 @@ def to_load(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -
 
 
 def _difference(saved: TensorStorageMetadata | None, value: torch.Tensor) -> str | None:
-    """Why a tensor can't be read into `value`; None where it can, a narrower dtype into a wider one too."""
+    """Why a tensor can't be read into `value`; None if it can. A narrower dtype can be read into a wider one."""
     if saved is None:
         return "is not in the checkpoint"
     if saved.size != value.shape:
@@ -79,7 +79,7 @@ def _raise_if(differences: list[str], words: str) -> None:
 
 
 def _prefix(name: str, there: dict[str, TensorStorageMetadata]) -> str:
-    """What stands before the model's names in the checkpoint; "model." where nothing tells."""
+    """The prefix of the model's names in the checkpoint; "model." if none of them is found."""
     found = [other for other in there if (other == name or other.endswith(f".{name}")) and ".state." not in f".{other}"]
     return min(found, key=len)[: -len(name)] if found else "model."
 
@@ -94,7 +94,7 @@ def _optimizer_to_load(
 ) -> dict[str, Any]:
     base = _optimizer_prefix(metadata)
     if base is None:
-        raise CheckpointDiffers("the checkpoint has no optimizer in it: load the model only. Nothing was overwritten.")
+        raise CheckpointDiffers("the checkpoint has no optimizer: load the model only. Nothing was overwritten.")
     names = dict(_trained(model, optimizer))
     if not optimizer.state:
         optimizer.zero_grad()  # torch makes no states where there are gradients
@@ -138,7 +138,7 @@ def _optimizer_prefix(metadata: Metadata) -> str | None:
 
 
 def take(model: nn.Module, optimizer: Optimizer | None, loaded: dict[str, Any], metadata: Metadata) -> None:
-    """Gives the optimizer the hyperparameters that were read; states that the checkpoint has none of go."""
+    """Gives the optimizer the hyperparameters that were read, and drops states that the checkpoint does not have."""
     if optimizer is None:
         return
     base = _optimizer_prefix(metadata)

@@ -18,7 +18,7 @@ from .. import __version__
 from ..base.signals import handling
 
 if TYPE_CHECKING:
-    from ..simulate.command import SimulateOptions
+    from ..simulate.predict import SimulateOptions
     from ..train.sft_options import SftOptions
     from .bench import BenchOptions
     from .export import ExportOptions
@@ -314,7 +314,7 @@ def _topo(options: argparse.Namespace) -> int:
 
 
 def _add_simulate(commands: argparse._SubParsersAction) -> None:
-    from ..simulate.command import SimulateOptions
+    from ..simulate.predict import SimulateOptions
 
     simulate = commands.add_parser(
         "simulate",
@@ -326,6 +326,6 @@ def _add_simulate(commands: argparse._SubParsersAction) -> None:
 
 
 def _simulate(wanted: SimulateOptions) -> int:
-    from ..simulate.command import main as predict
+    from ..simulate.predict import main as predict
 
     return predict(wanted)

@@ -1,4 +1,4 @@
-"""A checkpoint of a run into a folder that plain transformers loads, or plain PEFT where the run trained adapters."""
+"""Writes a run's checkpoint into a folder for plain transformers, or for plain PEFT if the run trained adapters."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class ExportOptions:
 
 
 def export(checkpoint: str | Path, options: ExportOptions) -> Path:
-    """Writes `checkpoint`, one of a run's or the newest of its folder of them, into `options.out`, and returns which.
+    """Writes `checkpoint`, or the newest one in this folder, into `options.out`; returns which one it was.
 
-    Of a run with `--lora-rank` the adapters are written, as the run itself does at its end.
-    One process reads it, whatever the number of ranks that wrote it. Raises what `load_checkpoint` and
-    `save_pretrained` do, FileNotFoundError where there is no checkpoint.
+    For a run with `--lora-rank` the adapters are written, as the run itself does at its end. One process reads it,
+    whatever the number of ranks that wrote it. Raises what `load_checkpoint` and `save_pretrained` do, and
+    FileNotFoundError if there is no checkpoint.
     """
     import torch
 
@@ -43,7 +43,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
         newest = newest_in(path) or newest_in(path / "checkpoints")
         if newest is None:
             raise FileNotFoundError(
-                f"{path} is no checkpoint (step-…), no folder of them, and no run's folder with any"
+                f"{path} is neither a checkpoint (step-…), nor a folder of them, nor a run's folder with any"
             )
         path = newest
     tokenizer = _tokenizer(options)

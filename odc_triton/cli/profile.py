@@ -51,8 +51,8 @@ class ProfileOptions:
     minibatches: int = option(3, "minibatches to measure, after one to warm up")
     balance: Literal["mini", "micro", "global", "local"] = option("mini", "how samples are dealt to the ranks")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
-    replace_layers: bool = option(False, "attention, embedding and linear layers read and add on their owners")
-    fused_head: bool = option(False, "never make the logits")
+    replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
+    fused_head: bool = option(False, "never compute whole logits")
     gradient_checkpointing: bool = option(False, "recompute activations in backward")
     seed: int = option(0, "of the random weights, tokens and the samples' order")
 
@@ -111,27 +111,24 @@ def run_profile(options: ProfileOptions) -> dict[str, Any]:
 def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
     """The sharded model, and this rank's packs of every minibatch, the one to warm up first."""
     import torch
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
     from ..balance import CostModel, MinibatchSampler
     from ..balance.collate import pack_collate
     from ..checkpoint import load_causal_lm
     from ..hf import enable_packing
-    from ..nn.replace import replace_layers
     from ..sharding.agree import default_mesh
     from ..sharding.shard import fully_shard
+    from ..train.prepare import precision, replace
 
     mesh = default_mesh(timedelta(minutes=30))
     torch.manual_seed(options.seed)
     model = load_causal_lm(model=options.model, init=options.init)
     cost = CostModel.from_config(model.config.get_text_config())
     enable_packing(model)
-    roles = [*(["attention", "embedding", "linear"] if options.replace_layers else []), *["head"] * options.fused_head]
-    replace_layers(model, roles=roles, verbose=bool(roles) and mesh.get_rank() == 0)
+    replace(model, options, mesh.get_rank())
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if options.dtype == "bf16" else None
-    fully_shard(model.train(), mesh=mesh, mp_policy=policy)
+    fully_shard(model.train(), mesh=mesh, mp_policy=precision(options.dtype))
     lengths = read_lengths(options.lengths, options.token_cap) if options.lengths else [options.token_cap]
     wanted = options.samples_per_rank * mesh.size() * (options.minibatches + 1)
     lengths = (lengths * math.ceil(wanted / len(lengths)))[:wanted]

@@ -17,9 +17,14 @@ def shard_rows(rows: int, world: int, rank: int) -> tuple[int, int]:
     Every rank gets ceil(rows / world) rows, the last ones fewer or none.
     """
     if not 0 <= rank < world:
-        raise ValueError(f"rank is {rank}; it must lie in 0..{world - 1}")
-    each = -(-rows // world)
+        raise ValueError(f"rank is {rank}; it must be in 0..{world - 1}")
+    each = rows_per_rank(rows, world)
     return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def rows_per_rank(rows: int, world: int) -> int:
+    """ceil(rows / world): the rows of every rank but the last ones."""
+    return -(-rows // world)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +97,7 @@ class Region:
         """Bytes that it takes in the memory of all ranks, or, `apart`, in each rank's."""
         if not apart or not self.shape:
             return self.size_bytes
-        return shard_rows(self.shape[0], world, 0)[1] * self.row_bytes
+        return rows_per_rank(self.shape[0], world) * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +128,9 @@ def first_difference(mine: list[str], theirs: list[str]) -> str:
     return f"{longer[min(len(mine), len(theirs))]} is {whose}"
 
 
-def aligned(offset_bytes: int) -> int:
-    """The next place at which a region may begin."""
-    return -(-offset_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def aligned(offset_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
+    """`offset_bytes`, rounded up; by default to where the next region may begin."""
+    return -(-offset_bytes // alignment_bytes) * alignment_bytes
 
 
 def make_plan(parameters: list[ParameterSpec], *, world: int, itemsizes: dict[str, int], apart: bool = False) -> Plan:

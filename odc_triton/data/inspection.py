@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from ..base.files import atomic_file
+from ..base.report import require_matplotlib
 from .chat import ASSISTANT, Conversation, Spans, joined_spans
 from .dataset import DataOptions, TokenizedDataset, tokenize_source
 from .records import IGNORED, Record, message_text
@@ -150,11 +151,7 @@ def describe(found: Inspection) -> str:
 
 def draw_lengths(lengths: np.ndarray, found: Inspection, path: str | os.PathLike) -> None:
     """Writes a picture (PNG) of how long the samples are. Raises ImportError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('drawing needs matplotlib; run: pip install "odc-triton[plot]"') from error
-    figure = Figure(figsize=(9, 4.5), dpi=160, layout="constrained")
+    figure = require_matplotlib().figure.Figure(figsize=(9, 4.5), dpi=160, layout="constrained")
     axes = figure.subplots()
     axes.hist(lengths, bins=min(80, max(int(lengths.max() - lengths.min()), 1)), color="#4c78a8")
     for value, label, style in (

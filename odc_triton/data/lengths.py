@@ -25,7 +25,7 @@ def read_lengths(
     - `.npz` of a prepared data set;
     - `.json`: a list of numbers;
     - any other, line by line: numbers, or a JSON object with `length` or `tokens` (a number), with `input_ids` (a
-      list), or with what `train.records` reads, whose length `count_tokens` gives; blank lines are skipped.
+      list), or with a record as `data.records` reads it, whose length `count_tokens` gives; blank lines are skipped.
 
     Raises ValueError naming file and line for what is not a length, for less than 2 tokens, and for a text without
     `count_tokens`; also for a file without lengths. Raises OSError if it can't be read.

@@ -86,7 +86,7 @@ def map_arrays(path: str | os.PathLike, names: Iterable[str], *, verify: bool) -
     Nothing in the file is ever unpickled. Raises OSError, or what the readers of zip, npy and JSON raise.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # opening a FIFO would wait for a writer
-        raise ValueError(f"{path} is no file")
+        raise ValueError(f"{path} is not a file")
     with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
         if verify and (damaged := archive.testzip()):
             raise ValueError(f"the checksum of {damaged} is wrong")

@@ -1,7 +1,7 @@
-"""Tables that `odc-triton tune` measured: where they lie, for which machine each is, what `fully_shard` takes of them.
+"""Tables that `odc-triton tune` measured: where they are, for which machine, and what `fully_shard` uses of them.
 
 A table is one JSON file for a kind of processor, what joins the ranks' devices and the number of ranks, below
-ODC_TUNED, by default ~/.cache/odc-triton/tuned (or XDG_CACHE_HOME's). ODC_TUNED=off has none read.
+ODC_TUNED, by default ~/.cache/odc-triton/tuned (or XDG_CACHE_HOME's). With ODC_TUNED=off none is read.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import os
 import re
 import warnings
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from odc_kernels import tiles
 
 from ..base.files import write_file
+from ..base.report import installed
 from .choice import TABLE, WORDS, Choice, Entry, as_choice
 from .choice import VARIABLE as OPERATORS
 
@@ -61,9 +61,9 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """The tables in force. `digest`: the same on all ranks that read the same file, empty where there is none.
+    """The tables in force. `digest`: the same on all ranks that read the same file, empty if there is none.
 
-    unused: why there is a file, and it is not used.
+    unused: why there is a file that is not used.
     """
 
     lines: tuple[Line, ...] = ()
@@ -71,7 +71,7 @@ class Tuned:
     unused: str | None = None
 
     def table(self, dtype: str) -> tuple[Entry, ...]:
-        """For weights of a dtype ("bfloat16"): what was measured, and behind it what is shipped."""
+        """For weights of a dtype ("bfloat16"): what was measured, followed by what is shipped."""
         own = [line for line in self.lines if line.dtype == dtype]
         if not own:
             return TABLE
@@ -80,7 +80,7 @@ class Tuned:
 
 
 def default_folder() -> Path | None:
-    """Where tables are looked for and written to; None where they are switched off."""
+    """Where tables are looked for and written to; None if they are turned off."""
     told = os.environ.get(VARIABLE, "")
     if told == OFF:
         return None
@@ -89,7 +89,7 @@ def default_folder() -> Path | None:
 
 
 def load(place: Place, folder: Path | None) -> Tuned:
-    """What was measured for this place; nothing, with the reason, if by other versions, or it can't be read."""
+    """What was measured for this place; nothing, with the reason, if by other versions or if it can't be read."""
     if folder is None or not (path := folder / place.file_name).exists():
         return Tuned()
     try:
@@ -98,7 +98,7 @@ def load(place: Place, folder: Path | None) -> Tuned:
         if (content["format"], content["place"]) != (_FORMAT, asdict(place)):
             raise ValueError(f"it is of format {content['format']} for {content['place']}")
         if content["versions"] != versions():
-            return _unused(path, f"it was measured with {content['versions']}, and here are {versions()}")
+            return _unused(path, f"it was measured with {content['versions']}, but installed are {versions()}")
         lines = tuple(_read_line(line) for line in content["lines"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         return _unused(path, f"it can't be read ({type(error).__name__}: {error})")
@@ -111,12 +111,12 @@ def _unused(path: Path, why: str) -> Tuned:
 
 
 def warn_of_untuned(backend: str, tuned: Tuned) -> None:
-    """Says on a GPU, once, that replaced layers run as they are shipped; not if somebody chose otherwise."""
+    """On a GPU warns once that replaced layers run as shipped, unless somebody chose otherwise."""
     chosen = tuned.digest or tuned.unused or default_folder() is None or OPERATORS in os.environ
     if backend == "cuda" and not chosen:
         warnings.warn(
-            "replaced layers run as they are shipped: nothing was measured on this kind of GPU. `odc-triton tune` "
-            "measures the fused ways here, in about a minute for each shape of layer (an estimate). "
+            "replaced layers run as shipped: nothing was measured on this kind of GPU. `odc-triton tune` measures the "
+            "fused ways here, in about a minute for each shape of layer (an estimate). "
             f"{VARIABLE}={OFF} silences this",
             stacklevel=4,
         )
@@ -140,14 +140,8 @@ def save(place: Place, lines: list[Line], folder: Path) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """What a measurement depends on beside the machine."""
-    found = {}
-    for name in _VERSIONS_OF:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # the checkout, not installed
-            found[name] = "not installed"
-    return found
+    """What a measurement depends on besides the machine."""
+    return installed(*_VERSIONS_OF)
 
 
 def _write_line(line: Line) -> dict[str, Any]:

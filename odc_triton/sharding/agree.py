@@ -1,6 +1,6 @@
-"""What ranks tell each other before memory is allocated: that they shard the same, where they lie, what they see.
+"""What ranks exchange before memory is allocated: that they shard the same model, on which hosts, on which devices.
 
-The mesh of ranks that nobody gave one: one dimension on one host, a replica per host on several.
+`default_mesh`: of one dimension on one host, a replica per host on several.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PEERS = "fully_shard: GPUs that reach each other"
 
 
 def open_meetings(grid: Grid, timeout: timedelta) -> Meetings:
-    """Meetings in a corner of the store that only this call's ranks use: the n-th fully_shard over these ranks."""
+    """Meetings under a prefix of the store that only this call uses: the n-th fully_shard over these ranks."""
     ranks = "-".join(str(rank) for rank in grid.ranks)
     return Meetings.in_corner(
         dist.distributed_c10d._get_default_store(),
@@ -50,7 +50,7 @@ def open_meetings(grid: Grid, timeout: timedelta) -> Meetings:
 
 
 def show_life(meetings: Meetings, grid: Grid, heap: SymmetricHeap, token: str) -> None:
-    """Has the meetings tell dead ranks from late ones, by the heap that this replica shares. Collective."""
+    """Lets the meetings tell dead ranks from late ones, by the heap that this replica shares. Collective."""
     heap.first = grid.first
     meetings.meet("the shared heap is open", {})
     signs: SymmetricHeap | PeerStatus = heap
@@ -62,9 +62,9 @@ def show_life(meetings: Meetings, grid: Grid, heap: SymmetricHeap, token: str) -
 
 @contextmanager
 def patient_meetings(grid: Grid, timeout: timedelta) -> Iterator[Meetings]:
-    """Meetings to which a rank may come as late as it likes while its process lives; who died has a name. Collective.
+    """Meetings to which a live rank may come at any time, and which name a rank that died. Collective.
 
-    For work of unknown length before there is a sharded model. `timeout` is for getting to know each other.
+    For work of unknown length before there is a sharded model. `timeout` is for connecting the ranks.
     """
     meetings = open_meetings(grid, timeout)
     token = meetings.meet("all ranks are here", {"token": uuid.uuid4().hex})[0]["token"]
@@ -99,8 +99,8 @@ def refusing(meetings: Meetings, purpose: str) -> Iterator[None]:
 def agree_on_plan(
     meetings: Meetings, grid: Grid, plan: Plan, options: dict[str, Any], device: Backend
 ) -> tuple[str, list[str | None], list[int | None]]:
-    """All ranks compare their plans; returns a secret name for the heaps, made by rank 0, and the devices of this
-    replica's ranks: what they are and how each rank numbers its own.
+    """All ranks compare their plans. Returns a secret name for the heaps, made by rank 0, and of this replica's ranks
+    the devices' names and their numbers in each rank's process.
     """
     digest, lines = plan.fingerprint(options)
     mine = {
@@ -124,18 +124,18 @@ def agree_on_plan(
     hosts = [theirs["host"] for theirs in together]
     if len(set(hosts)) > 1:
         raise RanksDiffer(
-            f"fully_shard: ranks {grid.first} to {grid.first + grid.shards - 1} share memory and lie on several hosts "
-            f'or in several network namespaces: {hosts}. Give a mesh ("replicate", "shard") whose second dimension '
-            f"stays within a host"
+            f"fully_shard: ranks {grid.first} to {grid.first + grid.shards - 1} must share memory but are on several "
+            f'hosts or in several network namespaces: {hosts}. Give a mesh ("replicate", "shard") whose second '
+            f"dimension stays within a host"
         )
     return messages[0]["token"], [theirs["device"] for theirs in together], [theirs["index"] for theirs in together]
 
 
 def compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned) -> None:
-    """Raises RuntimeError on all ranks, before anything is allocated, if one of them sees devices that can't be peers,
+    """Raises on all ranks, before anything is allocated: RuntimeError if one of them sees devices that can't be peers,
     RanksDiffer if they read different tables.
 
-    A container may hide from one rank what another sees, so they tell each other.
+    A container may hide from one rank what another one sees, so they exchange it.
     """
     messages = meetings.meet(PEERS, {"problem": problem, "tuned": tuned.digest})
     _raise_refusal(messages)
@@ -145,8 +145,8 @@ def compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned) 
     different = [rank for rank, theirs in enumerate(messages) if theirs["tuned"] != messages[0]["tuned"]]
     if different:
         raise RanksDiffer(
-            f"fully_shard: ranks {different} read another tuned table than rank 0: give all the same ODC_TUNED folder, "
-            f"or ODC_TUNED=off"
+            f"fully_shard: ranks {different} read another tuned table than rank 0: give all ranks the same ODC_TUNED "
+            f"folder, or ODC_TUNED=off"
         )
     if tuned.unused is not None and meetings.rank == 0:
         warnings.warn(tuned.unused, stacklevel=4)
@@ -163,14 +163,13 @@ _TAG = "odc"
 
 
 def default_mesh(timeout: timedelta, backend: str = "auto", *, replicas: int | None = None) -> DeviceMesh:
-    """All ranks, in `replicas` groups that hold the model once each; by default a group per host. Collective.
+    """All ranks, in `replicas` groups that each hold the model once; by default one group per host. Collective.
 
     One-dimensional for one replica, else ("replicate", "shard"). Without a process group it starts torchrun's, or else
-    a world of one; `timeout` is its own then.
+    a world of one, with `timeout`. An existing group is used as it is: `init_device_mesh` would add another one to a
+    gloo group where there are GPUs.
 
-    The group is taken as it is: `init_device_mesh` would set another one beside a gloo group where there are GPUs.
-
-    Raises ValueError for ranks that can't be split into so many, RanksDiffer where they lie unevenly on their hosts.
+    Raises ValueError if the ranks can't be split into so many, RanksDiffer if they are unevenly spread over hosts.
     """
     chosen = backend_of(backend, None)
     start_process_group(chosen, timeout)
@@ -180,27 +179,27 @@ def default_mesh(timeout: timedelta, backend: str = "auto", *, replicas: int | N
         return DeviceMesh.from_group(dist.group.WORLD, chosen.mesh_device)
     world = dist.get_world_size()
     if replicas < 1 or world % replicas:
-        raise ValueError(f"{world} ranks can't be {replicas} replicas of equal size: give a divisor of {world}")
+        raise ValueError(f"{world} ranks can't be split into {replicas} equal replicas: give a divisor of {world}")
     ranks = torch.arange(world).view(replicas, -1)
     replica, shard = divmod(dist.get_rank(), ranks.shape[1])
-    # All ranks make theirs in this order, so none waits for another in a circle.
+    # All ranks create their groups in this order, so that they can't wait for each other in a circle.
     groups = [_group(ranks[:, shard].tolist(), timeout), _group(ranks[replica].tolist(), timeout)]
     return DeviceMesh.from_group(groups, chosen.mesh_device, mesh=ranks, mesh_dim_names=_DIMENSIONS)
 
 
 def host_name() -> str:
-    """Names the host and network namespace: ranks that share memory find each other by an abstract socket of it."""
+    """Names the host and network namespace: ranks that share memory find each other by an abstract socket in it."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{platform.node()} ({boot}, {os.readlink('/proc/self/ns/net')})"
 
 
 def even_hosts(hosts: Sequence[str]) -> int:
-    """How many hosts the ranks lie on. Raises RanksDiffer unless each has equally many, of numbers in a row."""
+    """The number of hosts. Raises RanksDiffer unless all have equally many ranks, numbered consecutively."""
     runs = [(name, len(list(ranks))) for name, ranks in groupby(hosts)]
     counts = [count for _, count in runs]
     if len(set(counts)) > 1 or len({name for name, _ in runs}) < len(runs):
         raise RanksDiffer(
-            f"the ranks lie on several hosts, in turn {counts}: replicas take equally many ranks on each host, "
+            f"the ranks are on several hosts, in order {counts}: replicas need equally many ranks on each host, "
             f"numbered host by host, as torchrun --nnodes numbers them"
         )
     return len(runs)

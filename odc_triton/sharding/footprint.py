@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..comm.layout import ALIGNMENT_BYTES, ParameterSpec, find_units, make_plan, shard_rows
+from ..base.report import in_columns
+from ..comm.layout import ALIGNMENT_BYTES, ParameterSpec, aligned, find_units, make_plan, shard_rows
 from .peaks import activation_bytes_per_token, fsdp2_whole_gradient_bytes, gathered_bytes, whole_gradient_bytes
 
 if TYPE_CHECKING:
@@ -134,11 +135,7 @@ def side_by_side(*plans: MemoryPlan) -> str:
 
     rows = [["GB per rank", *(_title(plan) for plan in plans)]]
     rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in _ROWS]
-    first, *others = (max(map(len, column)) for column in zip(*rows, strict=True))
-    return "\n".join(
-        "  ".join([label.ljust(first), *(cell.rjust(n) for cell, n in zip(cells, others, strict=True))])
-        for label, *cells in rows
-    )
+    return "\n".join(in_columns(rows, numbers=True))
 
 
 def _title(plan: MemoryPlan) -> str:
@@ -268,7 +265,7 @@ class _Sizes:
                 _, in_shard = shard_rows(spec.shape[0], self.world, 0)
                 rows = shard_rows(in_shard, self.replicas, 0)[1:]
             n_bytes = math.prod((*rows, *spec.shape[1:])) * self.itemsizes[getattr(spec, dtype_field)]
-            total += -(-n_bytes // alignment_bytes) * alignment_bytes
+            total += aligned(n_bytes, alignment_bytes)
         return total
 
     def units(self, specs: Iterable[ParameterSpec], dtype_field: str) -> dict[str, int]:

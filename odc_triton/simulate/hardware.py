@@ -1,8 +1,6 @@
-"""How long reads, adds and collectives take on what joins the GPUs: latency, bandwidth, shared ports, nodes.
+"""GPUs by their data sheets, and what joins them: how long reads, adds and collectives take.
 
-GPUs as their data sheets have them: what a simulation needs of one.
-
-Readers that share ports, event by event: how much longer a read takes when all ranks read at once.
+`Links` counts latency, bandwidth, shared ports and nodes; `slowdown` simulates readers that share ports.
 """
 
 from __future__ import annotations
@@ -43,10 +41,10 @@ DEVICES = {
 
 
 def find_device(name: str) -> GpuKind:
-    """By a word of the name, as `NVIDIA H100 80GB HBM3` has `h100`. Raises ValueError naming those that are known."""
+    """By a word in the name, such as `h100` in `NVIDIA H100 80GB HBM3`. Raises ValueError naming the known ones."""
     found = [kind for word, kind in DEVICES.items() if word in name.lower()]
     if len(found) != 1:
-        raise ValueError(f"the GPU {name!r} is not known: give --gpu one of {', '.join(DEVICES)}")
+        raise ValueError(f"the GPU {name!r} is not known: give --gpu, one of {', '.join(DEVICES)}")
     return found[0]
 
 
@@ -60,7 +58,7 @@ def read_seconds(
     latency_s: float = 0.0,
     rotated: bool = True,
 ) -> list[list[float]]:
-    """Seconds that each reader's each round takes: [readers][rounds].
+    """Seconds that each round of each reader takes: [readers][rounds].
 
     Reader r starts at `starts_s[r]` and pulls `shard_bytes` from one owner after the other (rank + 1, rank + 2, ...;
     0, 1, 2, ... unless `rotated`), `rounds` times without pause. Owner o sends reader r at most `pair_gbs[o][r]`, and
@@ -104,9 +102,9 @@ def read_seconds(
 def slowdown(
     pair_gbs: Sequence[Sequence[float]], port_gbs: Sequence[float], *, rounds: int = 3, seed: int = 0
 ) -> float:
-    """How many times longer a read takes, on average, when all ranks read all the time than alone; 1 or more.
+    """How many times longer a read takes on average when all ranks read all the time than when one reads; 1 or more.
 
-    Readers start at random moments of the first read, as under ODC nobody keeps them in step.
+    Readers start at random times within the first read, as ODC does not keep them in step.
     """
     ranks = len(port_gbs)
     if ranks < 3:
@@ -126,16 +124,16 @@ Engine = Literal["copy", "sms"]
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """`nodes` alike, each of `len(port_gbs)` GPUs. GB/s (10^9 bytes) per direction, what is really reached.
+    """`nodes` equal nodes, each of `len(port_gbs)` GPUs. GB/s (10^9 bytes) per direction, as reached in practice.
 
-    `pair_gbs[owner][reader]` joins two GPUs of a node, `port_gbs` is what a GPU sends or takes altogether (equal to a
+    `pair_gbs[owner][reader]` joins two GPUs of a node, `port_gbs` is what a GPU sends or receives in total (equal to a
     pair's behind a switch, the sum of the pairs' in a mesh), `nic_gbs` per GPU to other nodes. A pull from one owner
-    takes `latency_s`, a step of a collective too; `nic_latency_s` stands for both between nodes.
+    takes `latency_s`, as does a step of a collective; between nodes both take `nic_latency_s`.
 
     `engine`: what moves the bytes of reads and adds. "copy": the copy engine, which takes nothing from the compute;
     "sms": a kernel, which takes `sm_share` of the SMs while bytes move. Collectives always take `sm_share`.
 
-    Raises ValueError for sizes that don't fit each other and for numbers that are not finite and positive.
+    Raises ValueError for sizes that don't match and for numbers that are not finite and positive.
     """
 
     pair_gbs: tuple[tuple[float, ...], ...]
@@ -158,7 +156,7 @@ class Links:
         for name, values in (("pair_gbs", pairs), ("port_gbs", self.port_gbs), ("nic_gbs", [self.nic_gbs])):
             for gbs in values:
                 if math.isnan(gbs) or gbs <= 0:
-                    raise ValueError(f"Links: {name} has {gbs} GB/s: bandwidths are positive")
+                    raise ValueError(f"Links: {name} has {gbs} GB/s: bandwidths must be positive")
         for name in ("latency_s", "nic_latency_s", "sm_share"):
             if not 0 <= getattr(self, name) < (1 if name == "sm_share" else math.inf):
                 raise ValueError(f"Links: {name} is {getattr(self, name)}: give 0 or more, and a share below 1")
@@ -167,26 +165,26 @@ class Links:
 
     @classmethod
     def switched(cls, gpus: int, gbs: float, **others: object) -> Links:
-        """`gpus` in a node whose ports carry `gbs` each, to whichever other."""
+        """`gpus` in a node whose ports carry `gbs` each, to any other GPU."""
         return cls(pair_gbs=((gbs,) * gpus,) * gpus, port_gbs=(gbs,) * gpus, **others)  # type: ignore[arg-type]
 
     @classmethod
     def none(cls, gpus: int, nodes: int = 1) -> Links:
-        """Communication that takes no time, as on the CPU backend, where reading is looking at shared memory."""
+        """Communication that takes no time, as on the CPU backend, where ranks share memory."""
         free = {"latency_s": 0.0, "nic_latency_s": 0.0, "nic_gbs": math.inf, "nodes": nodes, "sharing": False}
         return cls.switched(gpus, math.inf, **free)
 
     @classmethod
     def from_topology(cls, topology: Topology, *, gpus: int, efficiency: float = 0.8, **others: object) -> Links:
-        """Of one node's GPUs as the driver shows them; `efficiency`: reached over nominal bandwidth.
+        """One node's links as the driver shows them; `efficiency`: reached over nominal bandwidth.
 
-        Raises ValueError where their number is not `gpus`, and naming pairs that can't hold shards of one model or
-        whose bandwidth is unknown.
+        Raises ValueError if the number of GPUs is not `gpus`, and, naming them, for pairs that can't hold shards of one
+        model or whose bandwidth is unknown.
         """
         devices = topology.devices
         if len(devices) != gpus:
             raise ValueError(
-                f"the topology has {len(devices)} GPUs, but a node is to have {gpus}: give --gpus {len(devices)} "
+                f"the topology has {len(devices)} GPUs, but a node shall have {gpus}: give --gpus {len(devices)} "
                 "(times --nodes), or the snapshot of a node of that size"
             )
         gbs = [[0.0] * gpus for _ in devices]
@@ -200,7 +198,7 @@ class Links:
                 raise ValueError(f"the bandwidth between {names} is unknown: leave --topology out and give --gpu")
             o, r = place[pair.one.uuid], place[pair.other.uuid]
             gbs[o][r] = gbs[r][o] = pair.gbs * efficiency
-            # Links of their own add up; behind a switch, or in one slot, they are the same ones for every peer.
+            # Links to different peers add up; behind a switch, or in one slot, all peers share the same ones.
             shared = pair.through_switch or not pair.nvlinks
             for each in (o, r):
                 ports[each] = max(ports[each], gbs[o][r]) if shared else ports[each] + gbs[o][r]

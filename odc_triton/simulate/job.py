@@ -1,7 +1,4 @@
-"""One setting simulated: a schedule and a balance, on given links, over given minibatches.
-
-Which packs each rank computes, or, of a queue, which there are to take.
-"""
+"""Simulates one setting: a schedule and a balance, on given links, over given minibatches."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def deal(lengths: Sequence[int], *, ranks: int, token_cap: int, balance: str, co
 
 
 def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel) -> Packs:
-    """Packs to be taken at run time, in lengths, in the order of `balance.queue_packs`. Raises as that."""
+    """Packs to be taken at run time, in lengths, in the order of `balance.queue_packs`, and with its errors."""
     packs = balance_queue_packs(lengths, ranks=ranks, token_cap=token_cap, cost=cost)
     return [[lengths[i] for i in members] for members in packs]
 
@@ -45,19 +42,19 @@ _STEP_BYTES = 30  # per parameter of the own shard: AdamW reads 16, writes 12, a
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The machine, the model and what the ranks do; the schedule and the dealing come apart.
+    """The machine, the model and what the ranks do, without the schedule and the dealing.
 
     `seconds`: forward and backward of one microbatch, given its documents' tokens, on a rank of usual speed; it is
     spread evenly over `layers`, `forward_share` of it forward. `cost`: what balancing believes a sequence costs.
-    `model`: sizes of what is moved and kept; None: nothing is moved, memory is not told. `step_s` is added to every
-    minibatch, beside what the model's size says of the optimizer step.
+    `model`: sizes of what is moved and kept; None: nothing is moved, memory is unknown. `step_s` is added to every
+    minibatch, besides the optimizer step that follows from the model's size.
 
-    `checkpointing` and `fused_head` (logits are never made) count in memory only. `hybrid`: each node holds a whole
+    `checkpointing` and `fused_head` (logits are never computed) change memory only. `hybrid`: each node holds a whole
     copy in shards, and gradients cross nodes once a minibatch; else all ranks hold one copy together. `prefetch` and
-    `overlap` as in lanes.py. `slow`: per rank how many times longer its compute takes. `jitter`: standard deviation of
+    `overlap` as in lanes.py. `slow`: by rank, how many times longer its compute takes. `jitter`: standard deviation of
     a log-normal factor of mean 1 on each unit's compute.
 
-    Raises ValueError for numbers that are negative or not finite and for ranks that there are not.
+    Raises ValueError for numbers that are negative or not finite and for ranks that do not exist.
     """
 
     links: Links
@@ -173,9 +170,9 @@ def simulate(
 ) -> Outcome:
     """Each of `minibatches` (tokens of every sample of all ranks) is one trial; all ranks enter it together.
 
-    Ranks that a dealing leaves with fewer microbatches join FSDP's collectives with empty ones. `timeline`: keep the
-    first trial's events. `seed`: of the jitter. `dealt`: what `deal` gave for each minibatch, if known
-    already. The same arguments give the same outcome.
+    Ranks with fewer microbatches than others join FSDP's collectives with empty ones. `timeline`: keep the first
+    trial's events. `seed`: of the jitter. `dealt`: what `deal` returned for each minibatch, if known already. The same
+    arguments give the same outcome.
 
     Raises ValueError for an unknown schedule or balance, "queue" under FSDP, no minibatch, and as `assign`.
     """
@@ -185,7 +182,7 @@ def simulate(
         raise ValueError(f"balance is {balance!r}: choose one of {', '.join(ALL_BALANCES)}")
     if balance == QUEUE and schedule != "odc":
         raise ValueError(
-            f"balance 'queue' under schedule {schedule!r}: FSDP's ranks must come equally often; use 'odc'"
+            f"balance 'queue' under schedule {schedule!r}: FSDP's ranks need equally many microbatches; use 'odc'"
         )
     if not minibatches:
         raise ValueError("there are no minibatches: give at least one list of lengths")
@@ -259,7 +256,7 @@ def _run(
     for index, seconds in enumerate(work):
         if recorder:
             recorder.microbatch = index
-        there = (index < counts).astype(float) if odc else 1.0  # under FSDP who has nothing still comes
+        there = (index < counts).astype(float) if odc else 1.0  # under FSDP a rank without work still takes part
         final = index == len(work) - 1
         if keep:
             _forward(lanes, seconds, job, moves, noise, meet, reads=1.0 if index == 0 else None)
@@ -284,7 +281,7 @@ def _run_queue(
     noise: _Noise,
     recorder: Recorder | None,
 ) -> tuple[Totals, list[list[Packs]]]:
-    """Whoever is free first takes the next pack of the queue; rank by rank, as only the run shows who that is."""
+    """The rank that is free first takes the next pack; rank by rank, as only the run shows which one that is."""
     totals = np.zeros((4, len(minibatches), job.ranks))
     dealt: list[list[Packs]] = []
     own = [moves.of_rank(rank) for rank in range(job.ranks)]

@@ -6,16 +6,14 @@ earlier ends, so a pass over the units in order is the whole discrete-event simu
     a read starts when the read before it has ended, and when unit k - 2 is over (two buffers: the one in use and the
         next); without `prefetch`, when unit k - 1 is over
     work starts when the work before it and its own read have ended
-    an add starts when its work and the add before it have ended; the work behind it waits for the add before it (one
+    an add starts when its work and the add before it have ended; the work after it waits for the add before it (one
         gradient buffer in flight); without `overlap`, for the add itself
     a collective read or add starts on all ranks when the last one is ready
 
-With reads and adds of no time and neither prefetch nor overlap, collectives give the paper's sum over units of
-max over ranks, and their absence the max over ranks of the sum.
+With reads and adds of no time and neither prefetch nor overlap, a run with collectives takes the paper's sum over units
+of the max over ranks, and one without the max over ranks of the sum.
 
-What a simulated minibatch's ranks did when, in the form of a measured run's events.
-
-What a simulation says.
+`Recorder` keeps what the ranks did when, as a measured run's events; `Outcome` is what a simulation returns.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ don't divide evenly.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from ..balance.cost import CostModel
+from ..base.files import read_json_object
 from ..sharding.peaks import (
     decoder_bytes_per_token,
     fsdp2_whole_gradient_bytes,
@@ -114,12 +114,7 @@ class Model:
                 f"model {name!r} is neither known nor a file: give one of {', '.join(MODELS)}, or the path of a "
                 "transformers config.json"
             )
-        try:
-            content = json.loads(path.read_text())
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is not valid JSON ({error}): give a transformers config.json") from None
-        if not isinstance(content, dict):
-            raise ValueError(f"{path} holds a {type(content).__name__}, not an object: give a transformers config.json")
+        content = read_json_object(path, "give a transformers config.json")
         kinds = content.get("architectures") or []
         if kinds and not any(kind.endswith(_GENERATES) for kind in kinds):
             raise ValueError(f"{path} describes a {', '.join(kinds)}, not a causal LM: only decoders can be simulated")

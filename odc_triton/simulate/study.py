@@ -1,8 +1,7 @@
-"""All settings over the same minibatches, ranked; and the words and table that `odc-triton simulate` prints.
+"""All settings over the same minibatches, ranked, and the table and verdict that `odc-triton simulate` prints.
 
-A job from measured times of single sequences, for a prediction that can be held against a measured run.
-
-Sequence lengths: of a file, or drawn from a distribution that stands for a published data set.
+`from_measured` makes a job from measured times of single sequences, so that a prediction can be compared with a
+measured run. Sequence lengths are read from a file, or drawn from a distribution that stands for a published data set.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ def verdict(rows: Sequence[Row]) -> str:
         if odc is None:
             lines.append(head + "ODC does not fit; lower --token-cap, or take more GPUs")
         elif fsdp is None:
-            lines.append(head + f"{odc.name} fits, no FSDP2 setting does")
+            lines.append(head + f"{odc.name} fits, but no FSDP2 setting does")
         else:
             ratio = fsdp.outcome.step_s / odc.outcome.step_s
             word = f"{ratio:.2f}x as fast as" if abs(ratio - 1) >= 0.02 else "as fast as"
@@ -214,12 +213,12 @@ def from_measured(
 ) -> Job:
     """A job whose times are `step + microbatches (launch + linear s + quadratic s²)`, fitted to the measured ones.
 
-    All ranks ran the same, so nobody waited, and whatever was communicated is in these numbers: links take no more
-    time. Transfers block, as on the CPU. `cost`: what balancing believes; by default what was fitted. One transport's
-    measurements predict that transport's schedules only.
+    All ranks ran the same, so none waited, and all communication is in these numbers: links take no more time.
+    Transfers block, as on the CPU. `cost`: what balancing assumes; by default what was fitted. Measurements of one
+    transport predict that transport's schedules only.
 
-    Raises ValueError with fewer than three lengths, or with one number of microbatches only, as step and launch can't
-    be told apart then; and where times don't grow with lengths.
+    Raises ValueError for fewer than three lengths, for a single number of microbatches, as step and launch can't be
+    told apart then, and if times don't grow with lengths.
     """
     lengths = {each.tokens for each in sequence_seconds}
     repeats = {each.microbatches for each in sequence_seconds}
@@ -289,7 +288,7 @@ def named_lengths(name: str, count: int, *, seed: int = 0) -> list[int]:
 
 
 def log_normal(lengths: Lengths) -> tuple[float, float]:
-    """Mean and standard deviation of the logarithm that fulfil what `Lengths` says."""
+    """Mean and standard deviation of the logarithm, by the conditions of `Lengths`."""
     top, z = math.log(lengths.longest), NormalDist().inv_cdf(1 - _OVER)
 
     def mean(sigma: float) -> float:
@@ -304,9 +303,9 @@ def log_normal(lengths: Lengths) -> tuple[float, float]:
 
 
 def lengths_of_file(path: str | Path) -> tuple[list[int], str]:
-    """Tokens of each sequence of a file, as `read_lengths` reads it, and in words where they are from.
+    """Tokens of each sequence of a file, as `read_lengths` reads it, and in words where they come from.
 
-    Of a text they are estimated: a token for every 4 bytes of UTF-8. Raises as `read_lengths`.
+    For texts they are estimated: a token for every 4 bytes of UTF-8. Raises as `read_lengths`.
     """
     texts = 0
 
@@ -320,7 +319,7 @@ def lengths_of_file(path: str | Path) -> tuple[list[int], str]:
     lengths = read_lengths(path, count_tokens=estimate)
     how = f"{len(lengths)} sequences of {path}"
     if texts:
-        how += f", estimated at {_BYTES_PER_TOKEN} bytes a token (give `length` per line to have them exact)"
+        how += f", estimated at {_BYTES_PER_TOKEN} bytes per token (give `length` on each line for exact ones)"
     return lengths, how
 
 
@@ -331,7 +330,7 @@ def draw(lengths: Sequence[int], *, samples: int, minibatches: int, seed: int = 
     """
     if len(lengths) < samples:
         raise ValueError(
-            f"{len(lengths)} sequences cannot fill a minibatch of {samples} (ranks x samples per rank): give more "
+            f"{len(lengths)} sequences can't fill a minibatch of {samples} (ranks x samples per rank): give more "
             "sequences, fewer --gpus, or a smaller --minibatch"
         )
     generator = random.Random(seed)

@@ -1,7 +1,4 @@
-"""metrics.jsonl: one line of JSON for each step, whole lines only, each step once.
-
-The progress bar: how far, how long still, and how the last step went.
-"""
+"""metrics.jsonl: one line of JSON for each step, whole lines only, each step once; and the progress bar."""
 
 from __future__ import annotations
 
@@ -21,13 +18,13 @@ Metrics = dict[str, Any]
 
 
 def read_metrics(path: str | os.PathLike) -> list[Metrics]:
-    """The lines of a metrics file; a torn last one, as a crash may leave, is left out. No file: no lines.
+    """The lines of a metrics file, without a torn last one, as a crash may leave it. No file: no lines.
 
-    Raises ValueError for a line that is none of a step's metrics, and for what is no file.
+    Raises ValueError for a line that is not a step's metrics, and for a path that is not a file.
     """
     if not Path(path).is_file():
         if Path(path).exists():
-            raise ValueError(f"{path} is no file: remove it, or give another --out")
+            raise ValueError(f"{path} is not a file: remove it, or give another --out")
         return []
     lines = Path(path).read_bytes().splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
@@ -44,7 +41,7 @@ def _read_line(path: str | os.PathLike, number: int, line: bytes) -> Metrics:
     except KeyError:
         problem = "has no step"
     except (ValueError, RecursionError):
-        problem = "is no JSON"
+        problem = "is not valid JSON"
     raise ValueError(f"{path}, line {number} {problem}: remove it, or give another --out")
 
 
@@ -59,7 +56,7 @@ class MetricsFile:
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def write(self, metrics: Metrics) -> None:
-        """One line, in one call to the system. Raises OSError with the remedy if it can't be kept."""
+        """Writes one line with one system call. Raises OSError with the remedy if that fails."""
         line = _line(metrics)
         try:
             there = os.stat(self.path)
@@ -72,7 +69,7 @@ class MetricsFile:
                 raise OSError(0, "no space left")
         except OSError as error:
             raise OSError(
-                f"{self.path} can't be written ({error.strerror}): see to the folder and its space, then go on "
+                f"{self.path} can't be written ({error.strerror}): check the folder and its free space, then continue "
                 f"with --resume auto"
             ) from error
 
@@ -89,7 +86,7 @@ _LOG_S = 60.0
 
 
 class _Lines:
-    """A log: what a bar draws over itself becomes lines."""
+    """A log: what a progress bar would draw over itself becomes lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -106,15 +103,15 @@ class Progress:
     """Steps done of `total`, with the time left; without a terminal a line a minute. Quiet where it is not `shown`."""
 
     def __init__(self, *, total: int, done: int, shown: bool) -> None:
-        # Its own lock is a named semaphore, which a killed rank would leave behind; here is one thread.
+        # tqdm's own lock is a named semaphore, which a killed rank would leave on the system; one thread uses it here.
         tqdm.set_lock(threading.RLock())
-        # Without a terminal each line stands for itself: in a job's log.
+        # Without a terminal, in a job's log, every update is a line of its own.
         is_log = not sys.stderr.isatty()
         pace = {"mininterval": _LOG_S, "file": _Lines(sys.stderr), "ncols": 0} if is_log else {}
         self._bar = tqdm(total=total, initial=done, unit="step", disable=not shown, **pace)
 
     def show(self, metrics: Metrics) -> None:
-        """One step more, with its numbers."""
+        """Counts one more step and shows its numbers."""
         numbers = {
             "loss": f"{metrics['loss']:.4f}",
             "targets/s": f"{metrics['target_tokens_per_s']:.0f}",

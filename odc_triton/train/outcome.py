@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import platform
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from ..base.events import Event
-from ..base.report import can_draw, save_html, save_timeline
+from ..base.report import can_draw, installed, save_html, save_timeline
 from ..base.trace import excerpt, save_trace
 from ..checkpoint import save_pretrained
 from .metrics import Metrics, read_metrics
@@ -107,10 +106,4 @@ def _cell(name: str, value: Any) -> Any:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("odc-triton", "torch", "triton", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return {"python": platform.python_version()} | installed("odc-triton", "torch", "triton", "transformers")

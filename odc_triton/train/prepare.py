@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -31,8 +31,8 @@ from ..data.store import contents
 from ..data.tokenizer import TextEncoder, read_tokenizer
 from ..hf import enable_packing
 from ..sharding.agree import patient_meetings
-from .folder import RunFolder
 from .run import Samples
+from .run_folder import RunFolder
 from .sft_options import SftOptions
 
 _TELL_S = 10.0
@@ -181,12 +181,21 @@ def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:
                 setattr(config, name, getattr(tokenizer, name, None))
 
 
-def precision(options: SftOptions) -> MixedPrecisionPolicy | None:
-    """Compute in bf16 where asked for; masters and sums of gradients stay fp32."""
-    return MixedPrecisionPolicy(param_dtype=torch.bfloat16) if options.dtype == "bf16" else None
+def precision(dtype: str) -> MixedPrecisionPolicy | None:
+    """Compute in bf16 for "bf16"; masters and sums of gradients stay fp32."""
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16) if dtype == "bf16" else None
 
 
-def replace(model: nn.Module, options: SftOptions, rank: int) -> None:
+class LayerOptions(Protocol):
+    """Of training and of profiling."""
+
+    model: str | None
+    init: str | None
+    replace_layers: bool
+    fused_head: bool
+
+
+def replace(model: nn.Module, options: LayerOptions, rank: int) -> None:
     """Replaces the layers that the options name. Raises ValueError for a head that can't be fused."""
     from ..nn.replace import replace_layers
 

@@ -30,7 +30,7 @@ from ..data.dataset import SampleSubset, TokenizedDataset
 from ..engine.api import engine_of, minibatch
 from ..engine.engine import Engine
 from ..hf import summed_loss
-from .folder import require_same
+from .run_folder import require_same
 from .sft_options import SftOptions
 
 

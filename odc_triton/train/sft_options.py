@@ -1,4 +1,4 @@
-"""What can be chosen for a training run. Imports no torch, so that `--help` is quick."""
+"""Options of a training run. Imports no torch, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..base.options import REQUIRED, option, require_one_model, require_token_cap
 
-# They change neither what is learned nor when, so a resumed run may have others.
+# These change neither what is learned nor when, so a resumed run may change them.
 _FREE = frozenset(
     ("out", "resume", "checkpoint_every", "checkpoint_minutes", "keep", "timeout_minutes", "max_skipped", "eval_every")
 ) | {"gradient_checkpointing", "replicas"}
@@ -28,37 +28,37 @@ class SftOptions:
     init: str | None = option(None, "config.json of a model to start with random weights, instead of --model")
     tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default the model's")
     steps: int | None = option(None, "optimizer steps; instead of --epochs")
-    epochs: float | None = option(None, "times through the data, instead of --steps; 1 if neither is given")
+    epochs: float | None = option(None, "passes over the data, instead of --steps; 1 if neither is given")
     samples_per_rank: int = option(16, "samples per rank and optimizer step, on average")
     token_cap: int = option(4096, "most tokens in one pack, which is one microbatch")
     truncate: bool = option(False, "cut samples longer than --token-cap; without it they are an error")
     drop_long: bool = option(False, "leave samples longer than --token-cap out")
-    eval_data: str | None = option(None, "samples to evaluate on, given as --data is")
+    eval_data: str | None = option(None, "samples to evaluate on, in the same forms as --data")
     eval_fraction: float = option(0.0, "fraction of --data to evaluate on instead of learning it")
-    eval_every: int = option(0, "steps between evaluations, beside the one at the end; 0: only that")
+    eval_every: int = option(0, "steps between evaluations, besides the one at the end; 0: only at the end")
     balance: Literal["mini", "queue", "micro", "global", "local"] = option(
-        "mini", "how samples are dealt to the ranks; queue: taken at run time, for ranks that are not equally fast"
+        "mini", "how samples are dealt to the ranks; queue: at run time, for ranks that are not equally fast"
     )
     lr: float = option(1e-5, "peak learning rate of AdamW")
     warmup_steps: int = option(10, "steps of linear warm-up, before a cosine")
     lr_floor: float = option(0.1, "fraction of the peak that the cosine ends at")
     weight_decay: float = option(0.0, "AdamW's weight decay")
-    clip_norm: float = option(1.0, "largest norm of the gradient of all parameters")
-    max_skipped: int = option(10, "steps to skip for a loss or gradient that is not finite, before that is an error")
+    clip_norm: float = option(1.0, "largest norm of the whole gradient; a larger one is scaled down")
+    max_skipped: int = option(10, "steps to skip for a loss or gradient that is not finite; more are an error")
     lora_rank: int = option(0, "train low-rank adapters of this rank only (needs peft); 0: the whole model")
     lora_alpha: float | None = option(None, "adapters are scaled by alpha / rank; by default twice the rank")
-    lora_targets: str = option("all-linear", "layers with adapters: names with commas between")
+    lora_targets: str = option("all-linear", "layers with adapters: names separated by commas")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute; masters and sums of gradients are fp32")
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, more time")
-    replace_layers: bool = option(False, "attention, embedding and linear layers read and add on their owners")
-    fused_head: bool = option(False, "never make the logits: less memory, a little more time")
+    replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
+    fused_head: bool = option(False, "never compute whole logits: less memory, a little more time")
     checkpoint_every: int = option(0, "steps between checkpoints; 0: none by steps")
     checkpoint_minutes: float = option(0.0, "minutes between checkpoints; 0: none by time")
     keep: int = option(2, "newest checkpoints to keep")
-    resume: str = option("never", "never, auto (go on with the run in --out, if there is one), or a checkpoint folder")
-    replicas: int | None = option(None, "copies of the model, each over ranks of one host; by default one a host")
+    resume: str = option("never", "never, auto (continue the run in --out, if there is one), or a checkpoint folder")
+    replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
     seed: int = option(0, "of the samples' order, dropout and random weights")
-    timeout_minutes: float = option(30.0, "how late a live rank may be, in minutes; a dead one is named in seconds")
+    timeout_minutes: float = option(30.0, "minutes that a live rank may be late; a dead one is named in seconds")
 
     def __post_init__(self) -> None:
         require_one_model(self)
@@ -77,7 +77,7 @@ class SftOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
         require_token_cap(self)
         if not 0 <= self.lr_floor <= 1:
-            raise ValueError(f"lr_floor is {self.lr_floor}; it must lie between 0 and 1")
+            raise ValueError(f"lr_floor is {self.lr_floor}; it must be between 0 and 1")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction is {self.eval_fraction}; it must be at least 0 and less than 1")
         if self.init is not None and self.tokenizer is None:
@@ -125,11 +125,11 @@ class SftOptions:
         return self.checkpoint_every > 0 or self.checkpoint_minutes > 0
 
     def identity(self, world: int) -> dict[str, Any]:
-        """What a run must have in common with the one that it goes on with; JSON."""
+        """What a run must have in common with the one that it resumes; JSON."""
         wanted = {name: value for name, value in asdict(self).items() if name not in _FREE}
         wanted["samples_per_step"] = wanted.pop("samples_per_rank") * world
         return wanted
 
 
-# What an option is where it was not given.
+# The values of options that are not given.
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(SftOptions) if each.default is not MISSING}

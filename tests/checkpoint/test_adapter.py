@@ -105,5 +105,5 @@ def test_adapters_that_need_weights_are_refused(options: dict) -> None:
 
     from odc_triton.checkpoint import with_adapter
 
-    with pytest.raises(NotImplementedError, match="leave out"):
+    with pytest.raises(NotImplementedError, match="leave them out"):
         with_adapter(build("qwen2"), peft.LoraConfig(target_modules=["q_proj"], **options))

@@ -66,7 +66,9 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build("gpt2-tied").config.save_pretrained(tmp_path)
     assert main(["export", str(tmp_path), "--init", str(tmp_path / "config.json"), "--out", str(tmp_path / "o")]) == 1
-    assert "is no checkpoint (step-…), no folder of them, and no run's folder with any" in capsys.readouterr().err
+    assert (
+        "is neither a checkpoint (step-…), nor a folder of them, nor a run's folder with any" in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path), "--out", str(tmp_path / "o")])
     said = capsys.readouterr().err

@@ -384,7 +384,7 @@ def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         running.mkdir()
         model, optimizer = _make(MODEL, bf16=False)
         mine = Checkpoints(tmp_path, keep=1)
-        with pytest.raises(CheckpointFailed, match=f"process {job.processes[0].pid} saves its checkpoints in"):
+        with pytest.raises(CheckpointFailed, match=f"process {job.processes[0].pid} saves checkpoints in"):
             mine.save(model=model, optimizer=optimizer, state={}, step=9)
         assert running.exists()
         job.processes[0].kill()

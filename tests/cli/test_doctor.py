@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from odc_triton.cli.doctor import examine, main
-from odc_triton.cli.doctor.machine import Software
-from odc_triton.cli.doctor.report import NOTE, OK, PROBLEM, WIDTH, Report, as_json, render
+from odc_triton.cli.doctor.findings import NOTE, OK, PROBLEM, WIDTH, Report, as_json, render
+from odc_triton.cli.doctor.system import Software
 from odc_triton.cli.doctor.versions import TESTED
 from odc_triton.machine.nvml import SnapshotNvml
 from odc_triton.machine.probe import CudaDevice, read_topology
@@ -116,8 +116,8 @@ def test_a_machine_without_a_gpu_is_fine() -> None:
     ("versions", "level", "topic", "words"),
     [
         ({"torch": "2.10.1"}, PROBLEM, "torch", "too old -> pip install 'torch>=2.11'"),
-        ({"triton": "3.5.1"}, PROBLEM, "triton", "none of 3.6 to 3.9"),
-        ({"triton": "3.10.0"}, NOTE, "triton", "none of 3.6 to 3.9"),
+        ({"triton": "3.5.1"}, PROBLEM, "triton", "not one of the tested versions, 3.6 to 3.9"),
+        ({"triton": "3.10.0"}, NOTE, "triton", "not one of the tested versions, 3.6 to 3.9"),
         ({"triton": "3.9.0"}, NOTE, "triton", "requires 3.7.1 -> pip install triton==3.7.1"),
         ({"triton": None}, PROBLEM, "triton", "not installed"),
         ({"torch": "2.14.1+cu128"}, NOTE, "versions", "untested: torch 2.14.1+cu128 (tested: 2.11, 2.13, 2.15) -> run"),
@@ -292,7 +292,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(report.topology.visible().devices) == torch.cuda.device_count()
     if not report.topology.devices:
         assert report.problems == ()
-        assert "The CPU backend works" in found["GPUs"].text
+        assert "The CPU backend needs none" in found["GPUs"].text
         assert report.topology.missing
     assert main(False) == bool(report.problems)
     assert all(len(line) <= WIDTH for line in capsys.readouterr().out.splitlines())

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from odc_triton.cli.doctor import examine
-from odc_triton.cli.doctor.report import NOTE, PROBLEM, render
+from odc_triton.cli.doctor.findings import NOTE, PROBLEM, render
 from tests.cli.test_doctor import GIB, H100, Machine, bad, only
 
 
@@ -46,7 +46,7 @@ def test_sockets_that_killed_ranks_left() -> None:
         (Machine(memfd_error="Operation not permitted"), PROBLEM, "shared memory", "memfd_create fails: Operation"),
         (Machine(socket_errors={"\0": "Permission denied"}), PROBLEM, "shared memory", "no abstract Unix socket"),
         (Machine(shm=(64 << 20, 60 << 20)), NOTE, "/dev/shm", "60 MiB free of 64 MiB"),
-        (Machine(shm=None), NOTE, "/dev/shm", "not there"),
+        (Machine(shm=None), NOTE, "/dev/shm", "is missing"),
         (
             Machine(lock_limit=8 << 20, folders={"/sys/class/infiniband": ["mlx5_0"]}),
             NOTE,

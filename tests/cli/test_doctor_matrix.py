@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from odc_triton.cli.doctor import draw_matrix, examine
-from odc_triton.cli.doctor.report import WIDTH, render
+from odc_triton.cli.doctor.findings import WIDTH, render
 from odc_triton.machine.nvml import SnapshotNvml
 from odc_triton.machine.probe import read_topology
 from tests.cli.test_doctor import NO_GPU, Machine
@@ -44,7 +44,7 @@ def test_the_picture() -> None:
     assert sum("masked" in line for line in lines) == 3
     assert sum("cuda:0" in line for line in lines) == 1
     assert "by a table" not in text
-    assert "a table says" in draw_matrix(topology("v100-cube-mesh"))
+    assert "by a table" in draw_matrix(topology("v100-cube-mesh"))
     assert "GPU0      .     NODE  32 - SYS      x SYS      x" in draw_matrix(topology("pcie-only"))
     assert draw_matrix(NO_GPU) == "cpu: no GPU, no NVIDIA driver is installed here"
     assert "GPU0 " in draw_matrix(topology("one-of-a-container")).splitlines()[-1]

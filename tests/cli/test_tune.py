@@ -111,7 +111,7 @@ def test_other_places_have_other_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"versions": {"torch": "0.1"}}, "was measured with {'torch': '0.1'}, and here are"),
+        ({"versions": {"torch": "0.1"}}, "was measured with {'torch': '0.1'}, but installed are"),
         ({"format": 99}, "format 99"),
         ({"place": {}}, "ValueError"),
         ({"lines": [{"operator": "linear"}]}, "KeyError: 'choice'"),

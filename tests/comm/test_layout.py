@@ -36,7 +36,7 @@ def test_rows_are_torch_chunks(rows: int, world: int) -> None:
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_rank_outside(rank: int) -> None:
-    with pytest.raises(ValueError, match=rf"rank is {rank}; it must lie in 0\.\.1"):
+    with pytest.raises(ValueError, match=rf"rank is {rank}; it must be in 0\.\.1"):
         shard_rows(4, 2, rank)
 
 

@@ -157,7 +157,11 @@ SPACE_AFTER = (
         (SPACE_AFTER, said("a", "yes ", "b"), "the chat template ends message 1 in white space"),
         (SPACE_AFTER.replace("}} {%", "}}{%"), said("a", "yes ", "b"), "does not end between two tokens .*strip it"),
         (CHATML, said("a", "b")[1:], "begins with the assistant; put a message of the user first"),
-        (THINKING, said("a", "<think>1</think>b", "c", "d"), "message 1 of the assistant.*differently when the whole"),
+        (
+            THINKING,
+            said("a", "<think>1</think>b", "c", "d"),
+            "message 1 of the assistant.*differently within the whole",
+        ),
         ("{{ messages[9].content }}", said("a", "b"), r"refuses this conversation \(UndefinedError"),
         ("{{ raise_exception('roles must alternate') }}", said("a", "b"), "refuses this conversation .*roles must alt"),
         (MARKED + "{{ 1 // 0 }}", said("a", "b"), r"refuses this conversation \(ZeroDivisionError"),

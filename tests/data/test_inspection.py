@@ -90,7 +90,7 @@ def test_json_and_bytes(folder, capsys):
     assert found["vocabulary"] is None
     assert main(["data", "inspect", str(folder / "data$1.jsonl")]) == 0
     page = capsys.readouterr().out
-    assert "give --tokenizer for tokens" in page
+    assert "give --tokenizer to count tokens" in page
     assert "no sample is longer than the cap of 4,096 bytes" in page
 
 

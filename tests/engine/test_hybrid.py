@@ -427,7 +427,7 @@ def test_two_hosts(tmp_path: Path) -> None:
     seen = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
     _, want, want_norms = unsharded("conv", two_hosts.STEPS, ["none"])
     for rank, theirs in enumerate(seen):
-        assert "ranks 0 to 3 share memory and lie on several hosts" in theirs["one dimension"]
+        assert "ranks 0 to 3 must share memory but are on several hosts" in theirs["one dimension"]
         assert theirs["without a mesh"] == (2, [rank % 2, rank % 2 + 2])
         _, weights, norms, *_ = theirs["trained"]
         assert whole_model_error(weights, want) <= 1e-5  # fp32 sums in another order

@@ -322,7 +322,7 @@ def test_torchrun_brings_the_job_back(tmp_path: Path) -> None:
 
 
 def test_another_job_in_the_same_folder(tmp_path: Path) -> None:
-    from odc_triton.train.folder import RunFolder
+    from odc_triton.train.run_folder import RunFolder
 
     identity = {"seed": 0}
     first, second = RunFolder(tmp_path / "out"), RunFolder(tmp_path / "out")

@@ -42,7 +42,7 @@ REFUSED = {
         ),
         "neither position_ids nor cu_seq_lens_q",
     ),
-    "linear": (lambda: torch.nn.Linear(2, 2), "Linear is no transformers model"),
+    "linear": (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
 }
 
 

@@ -416,7 +416,7 @@ def test_models_are_refused(tmp_path: Path) -> None:
     args = _arguments(str(tmp_path))
     with pytest.raises(ValueError, match=r"Qwen2ForCausalLM is not sharded: call odc_triton.hf.enable_packing"):
         ODCTrainer(build("qwen2"), args, train_dataset=samples())
-    with pytest.raises(TypeError, match="model is a ODCLinear; give a transformers model"):
+    with pytest.raises(TypeError, match="model is a ODCLinear; give the transformers model"):
         ODCTrainer(fully_shard(nn.Linear(3, 3)), args, train_dataset=samples())
     unpacked = ODCTrainer(fully_shard(build("qwen2")), args, train_dataset=samples())
     with pytest.raises(ValueError, match="two samples fit into a pack"):

@@ -257,7 +257,7 @@ def test_kernels_on_a_cpu_without_the_interpreter(monkeypatch: pytest.MonkeyPatc
             monkeypatch.delenv("TRITON_INTERPRET", raising=False)
         else:
             monkeypatch.setenv("TRITON_INTERPRET", value)
-        shape, remedy = (7919, number), "set TRITON_INTERPRET=1 before triton is imported, or say 'eager'"
+        shape, remedy = (7919, number), "set TRITON_INTERPRET=1 before triton is imported, or give 'eager'"
         for given_words in ("triton", "linear=triton/direct"):
             with pytest.raises(ValueError, match=f"linear was given {given_words.removeprefix('linear=')}.*{remedy}"):
                 choose("linear", shape=shape, tokens=1, device_type="cpu", given=given_words)

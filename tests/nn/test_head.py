@@ -322,7 +322,7 @@ def test_a_label_that_is_no_word() -> None:
     model = build("llama")
     replace_layers(model, roles=["head"], verbose=False)
     for label in (97, -1):
-        with pytest.raises(IndexError, match=rf"target {label} is no row of a vocabulary of 97; ignored is -100"):
+        with pytest.raises(IndexError, match=rf"target {label} is outside the vocabulary of 97; ignored is -100"):
             model.train()(input_ids=torch.tensor([[5, 6, 7]]), labels=torch.tensor([[5, label, 7]]))
 
 

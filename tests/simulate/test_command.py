@@ -72,7 +72,7 @@ def test_a_snapshot_names_the_machine(say: Say) -> None:
     assert "2 nodes of 8 x NVIDIA H100" in text
     status, _, err = say(*options, "--gpus", 4)
     assert status == 1
-    assert "the topology has 8 GPUs, but a node is to have 4: give --gpus 8" in err
+    assert "the topology has 8 GPUs, but a node shall have 4: give --gpus 8" in err
 
 
 def test_the_ranking() -> None:
@@ -122,7 +122,7 @@ def test_one_copy_over_all_nodes_costs_more_than_one_in_each() -> None:
         (("--gpu", "voodoo"), 1, "the GPU 'voodoo' is not known"),
         (("--token-cap", 1000), 1, "are longer than the token_cap of 1000 (the longest: "),
         (("--topology", "nowhere.json"), 1, "nowhere.json"),
-        (("--gpus", 9, "--nodes", 2), 2, "9 gpus don't divide over 2 nodes: give a multiple of 2"),
+        (("--gpus", 9, "--nodes", 2), 2, "9 gpus don't split over 2 nodes: give a multiple of 2"),
         (("--gpus", 0), 2, "gpus is 0; give at least 1"),
         (("--nodes", -1), 2, "nodes is -1"),
         (("--trials", 0), 2, "trials is 0"),
@@ -150,7 +150,7 @@ def test_files_that_are_refused(say: Say, tmp_path: Path) -> None:
     few.write_text("5 6 7")
     status, _, err = say("--lengths", few, "--gpus", 8, "--minibatch", 1)
     assert status == 1
-    assert "3 sequences cannot fill a minibatch of 8" in err
+    assert "3 sequences can't fill a minibatch of 8" in err
     (tmp_path / "empty.txt").write_text("")
     assert "has no lengths" in say("--lengths", tmp_path / "empty.txt")[2]
     for content in ("{", "[]", "{}"):

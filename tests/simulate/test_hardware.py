@@ -89,7 +89,7 @@ def test_topologies_of_snapshots() -> None:
 
 
 def test_topologies_that_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"has 8 GPUs, but a node is to have 4: give --gpus 8"):
+    with pytest.raises(ValueError, match=r"has 8 GPUs, but a node shall have 4: give --gpus 8"):
         Links.from_topology(load("hgx-h100-nvswitch"), gpus=4)
     with pytest.raises(ValueError, match="can't read or add to each other"):
         Links.from_topology(load("pcie-only"), gpus=len(load("pcie-only").devices))
@@ -138,7 +138,7 @@ def test_lengths_from_files(tmp_path: Path) -> None:
     assert "estimated" not in lengths_of_file(tmp_path / "a.jsonl")[1]
     lines = ['{"text": "twelve bytes"}', '{"prompt": "four", "completion": "five!"}']
     assert read("b.jsonl", "\n".join(lines)) == [3, 3]
-    assert "estimated at 4 bytes a token" in lengths_of_file(tmp_path / "b.jsonl")[1]
+    assert "estimated at 4 bytes per token" in lengths_of_file(tmp_path / "b.jsonl")[1]
     np.savez(tmp_path / "c.npz", offsets=np.array([0, 3, 10]))
     assert lengths_of_file(tmp_path / "c.npz")[0] == [3, 7]
 
@@ -176,14 +176,14 @@ def test_drawn_minibatches() -> None:
     assert all(len(set(each)) == 4 for each in drawn)
     assert len(set(drawn[0] + drawn[1])) == 8, "a pass over the data repeats nothing"
     assert drawn == draw(lengths, samples=4, minibatches=5, seed=1) != draw(lengths, samples=4, minibatches=5, seed=2)
-    with pytest.raises(ValueError, match=r"10 sequences cannot fill a minibatch of 16 \(ranks x samples per rank\)"):
+    with pytest.raises(ValueError, match=r"10 sequences can't fill a minibatch of 16 \(ranks x samples per rank\)"):
         draw(lengths, samples=16, minibatches=1)
 
 
 def test_devices() -> None:
     assert find_device("NVIDIA H100 80GB HBM3") is DEVICES["h100"]
     assert find_device("Tesla V100-SXM2-32GB") is DEVICES["v100"]
-    with pytest.raises(ValueError, match="the GPU 'GTX 480' is not known: give --gpu one of v100"):
+    with pytest.raises(ValueError, match="the GPU 'GTX 480' is not known: give --gpu, one of v100"):
         find_device("GTX 480")
 
 

@@ -15,8 +15,8 @@ from odc_triton.checkpoint.folder import Manifest
 from odc_triton.data.dataset import TokenizedDataset
 from odc_triton.data.lengths import read_lengths
 from odc_triton.data.records import DataError
-from odc_triton.train.folder import RunFolder
 from odc_triton.train.metrics import read_metrics
+from odc_triton.train.run_folder import RunFolder
 
 DEEP = "[" * 100_000
 FIFO = None
@@ -47,14 +47,14 @@ READERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
         ("metrics.jsonl", "[]\n", "line 1 has no step"),
         ("metrics.jsonl", '{"step": 1}\n{"loss": 2}\n', "line 2 has no step"),
         ("metrics.jsonl", '{"step": "one"}\n', "line 1 has no step"),
-        ("metrics.jsonl", '{"step": 1}\n{"ste\n', "line 2 is no JSON"),
-        ("metrics.jsonl", f"{DEEP}\n", "line 1 is no JSON"),
-        ("metrics.jsonl", FIFO, "is no file"),
+        ("metrics.jsonl", '{"step": 1}\n{"ste\n', "line 2 is not valid JSON"),
+        ("metrics.jsonl", f"{DEEP}\n", "line 1 is not valid JSON"),
+        ("metrics.jsonl", FIFO, "is not a file"),
         ("manifest.json", DEEP, "is damaged"),
-        ("manifest.json", FIFO, "is no file"),
+        ("manifest.json", FIFO, "is not a file"),
         ("run.json", DEEP, "can't be read: give another --out"),
         ("run.json", json.dumps({"identity": [1]}), "can't be read: give another --out"),
-        ("data.npz", FIFO, "is no file"),
+        ("data.npz", FIFO, "is not a file"),
     ],
     ids=lambda value: None if value is FIFO or len(value) > 40 else value,
 )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from odc_triton.sharding.agree import default_mesh
 from odc_triton.train import prepare
-from odc_triton.train.folder import RunFolder
+from odc_triton.train.run_folder import RunFolder
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
 from tests.support.sft_case import case, write_case

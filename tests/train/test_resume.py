@@ -83,7 +83,7 @@ def test_replicas_that_the_ranks_cant_be_split_into(folder: Path, tmp_path: Path
     with ranks.start(train, 2, wanted, None) as job:
         for outcome in job.join(60):
             assert outcome.error_type == "ValueError", outcome.error
-            assert "2 ranks can't be 3 replicas of equal size: give a divisor of 2" in outcome.error
+            assert "2 ranks can't be split into 3 equal replicas: give a divisor of 2" in outcome.error
 
 
 @pytest.mark.parametrize(("world", "then"), [(1, 1), (2, 2), (2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])

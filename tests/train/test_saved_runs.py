@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from odc_triton.data.store import contents
-from odc_triton.train.folder import require_same
 from odc_triton.train.metrics import read_metrics
+from odc_triton.train.run_folder import require_same
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
 from tests.support.sft_case import write_case
@@ -132,7 +132,7 @@ def test_other_samples_are_another_run(saved: Path) -> None:
     # Another file of the same samples.
     require_same(identity, same | {"prepared": [contents(other)]}, where=out)
     require_same(identity, same | {"data": "moved.jsonl", "tokenizer": "elsewhere"}, where=out)
-    with pytest.raises(ValueError, match="the samples are others, so the data or the tokenizer changed"):
+    with pytest.raises(ValueError, match="the samples differ, so the data or the tokenizer changed"):
         require_same(identity, same | {"prepared": ["0" * 32]}, where=out)
 
 

@@ -10,6 +10,7 @@ from json import dumps
 
 from ...machine.probe import read_topology
 from ...machine.topology import Topology
+from .findings import Report, as_json, render
 from .gpus import check_gpus, check_links, check_peers, draw_matrix
 from .host import (
     check_allocator,
@@ -23,8 +24,7 @@ from .host import (
     check_stale_sockets,
     check_symmetric_memory,
 )
-from .machine import System, ThisMachine
-from .report import Report, as_json, render
+from .system import System, ThisMachine
 from .versions import check_tested, check_torch, check_triton
 
 __all__ = ["draw_matrix", "examine", "main"]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
+from ...base.report import in_columns
 from ...machine.topology import Device, Pair, PciePath, Topology
 from ...machine.unusable import by_reason, unusable_pairs, usable_groups
-from .machine import System
-from .report import NOTE, OK, PROBLEM, WIDTH, Finding, count, count_devices, dotted, size, wrap
+from .findings import NOTE, OK, PROBLEM, WIDTH, Finding, count, count_devices, dotted, size, wrap
+from .system import System
 
 _OLDEST_GPU = (8, 0)
 
@@ -189,8 +190,7 @@ def _device_lines(devices: tuple[Device, ...]) -> list[str]:
                 (device.bus_id or "?").removeprefix("0000"),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(f"{cell:<{wide}}" for cell, wide in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return in_columns(rows)
 
 
 def _legend(topology: Topology, is_wide: bool) -> list[str]:

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from ...machine.topology import Topology
-from .machine import Software, System, cgroup_cpus, cgroup_memory, file_system
-from .report import NOTE, OK, PROBLEM, Finding, count, size
+from .findings import NOTE, OK, PROBLEM, Finding, count, size
+from .system import Software, System, cgroup_cpus, cgroup_memory, file_system
 
 _GIB = 1 << 30
 

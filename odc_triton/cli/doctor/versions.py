@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from ...machine.topology import Device, Topology
-from .machine import Software
-from .report import NOTE, OK, PROBLEM, Finding, dotted
+from .findings import NOTE, OK, PROBLEM, Finding, dotted
+from .system import Software
 
 _OLDEST_TORCH = (2, 11)
 _TRITON = ((3, 6), (3, 10))  # from, and below

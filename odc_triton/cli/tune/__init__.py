@@ -29,15 +29,15 @@ TIMEOUT = timedelta(minutes=30)
 class TuneOptions:
     """Measure the ways to run a model's layers, and keep the fastest."""
 
-    tokens: str = option(REQUIRED, "numbers of tokens in a microbatch to measure with: 512,4096,16384")
+    tokens: str = option(REQUIRED, "numbers of tokens in a microbatch to measure with, such as 512,4096,16384")
     model: str | None = option(None, "a transformers causal LM: local folder or hub id; only its shapes count")
     init: str | None = option(None, "config.json of a model, instead of --model")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
-    operators: str = option("linear,qkv,embedding,log_probs", "which operators, joined by commas")
-    rounds: int = option(7, "measurements of each way; medians count")
-    tiles: int = option(4, "tiles to try for each kernel that runs, the best predicted first; on a GPU only")
+    operators: str = option("linear,qkv,embedding,log_probs", "which operators, separated by commas")
+    rounds: int = option(7, "measurements of each way, of which the median counts")
+    tiles: int = option(4, "tiles to try for each kernel, the best predicted first; on a GPU only")
     backend: Literal["auto", "cpu", "cuda", "cpu-apart", "cpu-interpreter"] = option("auto", "as in fully_shard")
-    folder: str | None = option(None, "where tables lie; by default $ODC_TUNED, or ~/.cache/odc-triton/tuned")
+    folder: str | None = option(None, "folder of the tables; by default $ODC_TUNED, or ~/.cache/odc-triton/tuned")
 
     def __post_init__(self) -> None:
         from ...nn.choice import VARIABLE, WORDS
@@ -50,7 +50,7 @@ class TuneOptions:
         if unknown := set(self.wanted) - set(WORDS):
             raise ValueError(f"operators has {', '.join(sorted(unknown))}; there are {', '.join(WORDS)}")
         if os.environ.get(VARIABLE):
-            raise ValueError(f"{VARIABLE} is set and would override what is measured: unset it")
+            raise ValueError(f"{VARIABLE} is set and would override the ways to measure: unset it")
         if self.folder is None and default_folder() is None:
             raise ValueError("ODC_TUNED=off: unset it, or give --folder")
         _ = self.counts
@@ -63,7 +63,7 @@ class TuneOptions:
         except ValueError:
             counts = [0]
         if counts[0] < 1:
-            raise ValueError(f"tokens is {self.tokens!r}; give whole numbers of at least 1, joined by commas")
+            raise ValueError(f"tokens is {self.tokens!r}; give whole numbers of at least 1, separated by commas")
         return counts
 
     @property
@@ -114,7 +114,7 @@ def run_tune(options: TuneOptions) -> str | None:
 
 
 def _shapes(options: TuneOptions) -> nn.Module:
-    """The model without memory, its layers swapped for ours."""
+    """The model on the meta device, its layers replaced by ours."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -141,7 +141,7 @@ def _untuned() -> Iterator[None]:
 
 
 def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line], list[list[str]]]:
-    """The lines for one workload, and rows of a table for people: tokens, candidate, milliseconds, verdict."""
+    """The table's lines for one workload, and rows to print: tokens, candidate, milliseconds, verdict."""
     from ...nn.tuned import Line
     from .candidates import decide, shipped, ways
 
@@ -158,7 +158,7 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
         measured[tokens] = trial.measure(candidates, tokens=tokens, rounds=options.rounds)
         of = measured[tokens].rounds
         for words in of:
-            if "/gathered/" in words:  # it arrives while the unit before computes, twice: it costs if it takes longer
+            if "/gathered/" in words:  # pulled twice, while the unit before computes: it costs if it takes longer
                 of[words] = [max(seconds, 2 * pull_s) for seconds in of[words]]
     defaults = {tokens: shipped(workload, tokens, device=device).words for tokens in measured}
     chosen = decide({t: m.rounds for t, m in measured.items()}, defaults, one_backend=workload.operator == "qkv")
@@ -185,7 +185,7 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
 
 
 def _with_tiles(trial: Trial, words: str, tokens: int, options: TuneOptions, measured: Measured) -> Any:
-    """The choice, with tiles of its kernels where others than their own are faster; it adds to what was measured."""
+    """The choice, with other tiles for its kernels where these are faster; adds to `measured`."""
     from dataclasses import replace
 
     import torch

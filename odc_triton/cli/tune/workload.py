@@ -1,4 +1,4 @@
-"""What a model's layers ask of the operators: which, with which weights, how often."""
+"""Which operators a model's layers run, on weights of which shapes, and in how many layers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ OPERATORS = ("linear", "qkv", "embedding", "log_probs")
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One operator on weights of one shape: of `linear` [N, K], of `embedding` and `log_probs` [V, D]; of `qkv` q's.
+    """One operator on weights of one shape: [N, K] of `linear`, [V, D] of `embedding` and `log_probs`, q's of `qkv`.
 
-    kv_rows: rows of k and of v; head_dim, bias, norm: of q, k and v as `nn.Attention` has them.
+    kv_rows: rows of k and of v; head_dim, bias, norm: of q, k and v, as in `nn.Attention`.
     """
 
     operator: str
@@ -45,7 +45,7 @@ class Workload:
         return Projections(columns, heads, kv_heads, self.head_dim, bias=self.bias, qk_norm=self.norm)
 
     def inputs(self, tokens: int, dtype: torch.dtype, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
-        """What the layer is called with: random numbers, or ids."""
+        """Arguments for the layer: random numbers, or ids."""
         generator = torch.Generator().manual_seed(seed)
         rows, columns = self.shape
         if self.operator == "embedding":
@@ -56,14 +56,14 @@ class Workload:
         return (x,)
 
     def call(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """One output tensor, to go backward from."""
+        """One output tensor, to start a backward from."""
         if self.operator == "log_probs":
             return layer(inputs[0]).log_probs(inputs[1]).logp
         return layer(*inputs)
 
 
 class Projections(Attention):
-    """q, k and v side by side, without the attention behind them: what `qkv` alone costs."""
+    """q, k and v side by side, without the attention that follows: what `qkv` alone costs."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -79,7 +79,7 @@ class Projections(Attention):
 
 
 def workloads_of(model: nn.Module) -> dict[Workload, int]:
-    """The operators of a model whose layers `replace_layers` has swapped, and how many layers ask for each."""
+    """The operators of a model whose layers `replace_layers` has replaced, and how many layers run each."""
     found: Counter[Workload] = Counter()
     fused = set()
     for module in model.modules():

@@ -21,7 +21,6 @@ from .heap import WORDS, SymmetricHeap, Word
 from .locks import ByteLocks
 from .rendezvous import receive_files, send_files
 
-_PAGE_BYTES = mmap.PAGESIZE
 _WORD_BYTES = 8
 
 
@@ -51,7 +50,7 @@ class SharedMemoryHeap(SymmetricHeap):
     def __init__(self, *, rank: int, world: int, size_bytes: int, slots: int, token: str, timeout_s: float) -> None:
         self.rank, self.world = rank, world
         header = world * WORDS * _WORD_BYTES
-        self._data_offset = -(-header // _PAGE_BYTES) * _PAGE_BYTES
+        self._data_offset = aligned(header, mmap.PAGESIZE)
         self.size_bytes = self._data_offset + max(size_bytes, 1)
         if rank == 0:
             data_fd = _new_memfd("odc-heap", self.size_bytes)

@@ -1,4 +1,4 @@
-"""Rows of a table that lies on its owners."""
+"""Rows of a sharded table."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _embedding(
     if len(parts) == 1:
         return F.embedding(ids, parts[0])
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < w.shape[0]:
-        raise IndexError(f"ids lie in {int(ids.min())}..{int(ids.max())}; the table has rows 0..{w.shape[0] - 1}")
+        raise IndexError(f"ids are in {int(ids.min())}..{int(ids.max())}; the table has rows 0..{w.shape[0] - 1}")
     out = torch.empty(*ids.shape, w.shape[1], dtype=w.dtype, device=ids.device)
     for owner, part in enumerate(parts):
         here = (ids >= w.first_row(owner)) & (ids < w.first_row(owner + 1))

@@ -32,10 +32,10 @@ def token_log_probs(
 
     forward: chunk by chunk of the vocabulary, online softmax; logp is 0 where a target is `ignore_index`. dgrad: dh =
     sum over chunks of dz W. wgrad: dW of a chunk = dzᵀ h, added to its owner before the next. Saved: h, targets and
-    three numbers per token, of an unsharded head its weight; never a gathered one, and logits are made again. A second
-    derivative is refused.
+    three numbers per token, and the weight of an unsharded head; never a gathered one, and logits are computed again. A
+    second derivative is refused.
 
-    Raises IndexError for a target that is no row (on a GPU its logp is NaN), ValueError for other shapes and dtypes,
+    Raises IndexError for a target outside 0..V-1 (on a GPU its logp is NaN), ValueError for other shapes and dtypes,
     and for a choice that is not known or can't run here.
     """
     if targets.shape != h.shape[:-1]:
@@ -44,7 +44,7 @@ def token_log_probs(
         wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= weight.shape[0]))]
         if wrong.numel():
             raise IndexError(
-                f"target {int(wrong[0])} is no row of a vocabulary of {weight.shape[0]}; ignored is {ignore_index}"
+                f"target {int(wrong[0])} is outside the vocabulary of {weight.shape[0]}; ignored is {ignore_index}"
             )
     flat = h.reshape(-1, h.shape[-1]).to(weight.dtype).contiguous()
     handle = getattr(weight, "_odc_handle", None)
@@ -180,7 +180,7 @@ def _token_log_probs_grad(
 
 @_token_log_probs_grad.register_fake
 def _(h: torch.Tensor, weight: torch.Tensor | None, handle: torch.Tensor | None, *rest: Any) -> tuple[Any, Any]:
-    needs_dh, needs_dw = rest[6:8]  # behind targets, logp, entropy, lse, g_logp, g_entropy
+    needs_dh, needs_dw = rest[6:8]  # after targets, logp, entropy, lse, g_logp, g_entropy
     returns_dw = needs_dw and handle is None
     return (
         torch.empty_like(h) if needs_dh else h.new_empty(0),

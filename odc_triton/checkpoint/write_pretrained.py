@@ -1,4 +1,4 @@
-"""A sharded model out into a Hugging Face folder, or its adapter into one of PEFT."""
+"""Writes a sharded model into a Hugging Face folder, or its adapter into one of PEFT."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def save_pretrained(
 ) -> None:
     """Writes config, safetensors and tokenizer of a sharded transformers model, for plain transformers to load.
 
-    Rank 0 calls it, alone, outside of a minibatch, while the others wait. Of a PEFT model the adapter is written.
-    Parameters are saved in `dtype`, by default the compute dtype. Rank 0 holds one unit and one file's tensors,
-    `shard_bytes`, in memory meanwhile. The folder is written aside and renamed, so it is there whole or not at all.
+    Only rank 0 calls it, outside of a minibatch, while the others wait. For a PEFT model the adapter is written.
+    Parameters are saved in `dtype`, by default the compute dtype. Meanwhile rank 0 has one unit and one file's tensors,
+    `shard_bytes`, in memory. The folder is written aside and renamed, so it is there whole or not at all.
 
     Raises TypeError for another kind of model, FileExistsError for a folder with something in it, unless `overwrite`,
     RuntimeError on other ranks and for parameters that have no values here, OSError.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
-        raise RuntimeError(f"save_pretrained on rank {dist.get_rank()}: it writes on rank 0 only, call it there")
+        raise RuntimeError(f"save_pretrained was called on rank {dist.get_rank()}: call it on rank 0 only")
     if not is_sharded(model):
         raise TypeError(f"{type(model).__name__} is not a sharded transformers model: save its state_dict() instead")
     prefix, part = transformers_part(model)
@@ -101,7 +101,7 @@ def _write_model(model: nn.Module, folder: Path, dtype: torch.dtype | None, shar
 def _tensors_by_unit(
     model: nn.Module, empty: nn.Module, dtype: torch.dtype | None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Each unit's parameters and persistent buffers together, as what transformers merges lies in one."""
+    """Each unit's parameters and persistent buffers together, as transformers merges tensors of one unit only."""
     units = find_units(model)
     missing = [name for name, value in model.named_parameters() if value.is_meta]
     if missing:
@@ -114,7 +114,7 @@ def _tensors_by_unit(
         names.setdefault(id(value), []).append(name)
     values: dict[str, Any] = {}
     for value in model.parameters():
-        # Of several names the one that the others are tied to.
+        # If it has several names, the one that the others are tied to.
         name = next((name for name in names[id(value)] if name not in tied), names[id(value)][0])
         values[name] = parameters.get(id(value), value)
     persistent = model.state_dict().keys()

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...machine.topology import Pair, Topology
-from .machine import Software
+from .system import Software
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..base.files import write_file
+from ..base.files import read_json_object, write_file
 from ..base.options import REQUIRED, option, require_at_least
 from ..base.report import save_timeline, table
 from ..base.trace import save_trace
@@ -43,11 +43,11 @@ class SimulateOptions:
     topology: str | None = option(None, "snapshot of one node's GPUs and links (JSON)")
     minibatch: str = option("1,2,4,8", "samples per GPU and optimizer step; several with commas")
     token_cap: int | None = option(None, "most tokens in one microbatch; by default the longest sequence")
-    hybrid: bool = option(True, "of several nodes, each holds a whole copy of the parameters in shards")
+    hybrid: bool = option(True, "with several nodes, each holds a whole copy of the parameters in shards")
     checkpointing: bool = option(True, "recompute activations in backward: less memory, a third more work")
-    fused_head: bool = option(True, "logits are never made whole")
-    efficiency: float = option(0.5, "reached share of the GPU's peak in FLOP/s")
-    link_efficiency: float = option(0.8, "reached share of the links' nominal bandwidth")
+    fused_head: bool = option(True, "never compute whole logits")
+    efficiency: float = option(0.5, "share of the GPU's peak FLOP/s that is reached")
+    link_efficiency: float = option(0.8, "share of the links' nominal bandwidth that is reached")
     nic_gbs: float | None = option(None, "GB/s per GPU and direction between nodes; by default usual for the GPU")
     slow: float = option(1.0, "one rank computes this many times slower")
     jitter: float = option(0.0, "relative deviation of each layer's compute time")
@@ -58,28 +58,28 @@ class SimulateOptions:
     def __post_init__(self) -> None:
         require_at_least(self, 1, "gpus", "nodes", "trials", "token_cap")
         if self.gpus % self.nodes:
-            raise ValueError(f"{self.gpus} gpus don't divide over {self.nodes} nodes: give a multiple of {self.nodes}")
+            raise ValueError(f"{self.gpus} gpus don't split over {self.nodes} nodes: give a multiple of {self.nodes}")
         for name in ("efficiency", "link_efficiency"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it lies above 0 and at most at 1")
+                raise ValueError(f"{name} is {getattr(self, name)}: it must be above 0 and at most 1")
         if self.nic_gbs is not None and not 0 < self.nic_gbs < math.inf:
-            raise ValueError(f"nic_gbs is {self.nic_gbs}: it is positive and finite")
+            raise ValueError(f"nic_gbs is {self.nic_gbs}: it must be positive and finite")
         if not 0 < self.slow < math.inf:
-            raise ValueError(f"slow is {self.slow}: it is positive and finite, 1.3 for 30% longer")
+            raise ValueError(f"slow is {self.slow}: it must be positive and finite, 1.3 for 30% longer")
         if not 0 <= self.jitter < math.inf:
-            raise ValueError(f"jitter is {self.jitter}: it is 0 or more, 0.05 for 5%")
+            raise ValueError(f"jitter is {self.jitter}: it must be 0 or more, 0.05 for 5%")
         if self.out is not None and Path(self.out).exists() and not Path(self.out).is_dir():
             raise ValueError(f"out is {self.out}, which is a file: give a folder")
         if not self.minibatches:
-            raise ValueError("minibatch is empty: give samples per GPU, as 1,2,4,8")
+            raise ValueError("minibatch is empty: give samples per GPU, such as 1,2,4,8")
 
     @property
     def minibatches(self) -> list[int]:
-        """Raises ValueError for what is no number of 1 or more."""
+        """Raises ValueError for a part that is not a whole number of at least 1."""
         sizes = []
         for part in filter(None, (part.strip() for part in self.minibatch.split(","))):
             if not part.isdecimal() or int(part) < 1:
-                raise ValueError(f"minibatch has {part!r}: give whole numbers of 1 or more with commas, as 1,2,4,8")
+                raise ValueError(f"minibatch has {part!r}: give whole numbers of at least 1, separated by commas")
             sizes.append(int(part))
         return sizes
 
@@ -127,7 +127,7 @@ def main(options: SimulateOptions) -> int:
     head = (
         f"{whence}: mean {mean:,.0f}, longest {longest:,}, token cap {cap:,} tokens\n"
         f"{model.name} ({model.parameters / 1e9:.1f} B parameters) on {machine}\n"
-        f"speed-up: over FSDP2 + LB-Micro at the same minibatch; mean of {trials} minibatches; simulated"
+        f"speed-up: over FSDP2 + LB-Micro with the same minibatch; mean of {trials} minibatches; simulated"
     )
     shown = table(cells(rows), COLUMNS)
     print(f"{head}\n\n{shown}\n\n{verdict(rows)}")
@@ -175,12 +175,10 @@ def _machine(options: SimulateOptions) -> tuple[GpuKind, Links, str]:
 
 
 def _snapshot(path: Path) -> Topology:
-    try:
-        content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no JSON ({error}): give a snapshot of the driver's answers") from None
-    if not isinstance(content, dict) or "devices" not in content:
-        raise ValueError(f"{path} has no `devices`: give a snapshot of the driver's answers")
+    remedy = "give a snapshot of the driver's answers"
+    content = read_json_object(path, remedy)
+    if "devices" not in content:
+        raise ValueError(f"{path} has no `devices`: {remedy}")
     return read_topology(SnapshotNvml(content), (), ())
 
 

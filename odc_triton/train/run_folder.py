@@ -1,4 +1,4 @@
-"""A run's folder: whose it is, and that one job at a time writes to it."""
+"""A run's folder: which run it belongs to, and that one job at a time writes to it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from ..data.store import contents
 from .sft_options import DEFAULTS
 
-# As `atomic_file` and `folder_aside` call what they write: the process's id, and random digits.
+# The names that `atomic_file` and `folder_aside` write under: the process's id, and random digits.
 _UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{8}(\.new|\.old)?")
 
 
 class RunFolder:
-    """`out` of a run. Rank 0 has one; its lock goes with the process, however that ends."""
+    """`out` of a run. Rank 0 has one; its lock ends with the process, however that ends."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
@@ -28,10 +28,10 @@ class RunFolder:
         return self.path / name
 
     def lock(self, *, resume: str) -> None:
-        """Makes the folder and takes it for this job, and takes away what a killed job left half written.
+        """Creates the folder, locks it for this job, and removes what a killed job left half written.
 
         Raises BlockingIOError while another job writes to it, FileExistsError for another run's folder unless resuming,
-        OSError where it can't be written.
+        OSError if it can't be written.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ class RunFolder:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
     def take(self, identity: dict[str, Any]) -> bool:
-        """After `lock`: whether the folder holds a run to go on with; if not, it is this one's from now on.
+        """After `lock`: whether the folder holds a run to resume; if not, it is this run's from now on.
 
         Raises ValueError where that run's options differ.
         """
@@ -76,7 +76,7 @@ class RunFolder:
         return os.pread(self._lock, os.fstat(self._lock).st_size, 0).strip()
 
     def _holds_run(self) -> bool:
-        """Whether a step was taken: a job that failed before leaves the folder free."""
+        """Whether a step was taken: a job that failed before the first step leaves the folder free."""
         metrics = self.file("metrics.jsonl")
         return (metrics.exists() and metrics.stat().st_size > 0) or any(self.path.glob("checkpoints/step-*"))
 
@@ -93,8 +93,8 @@ _IN_THE_SAMPLES = {"data", "eval_data", "tokenizer"}
 def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) -> None:
     """Raises ValueError with every option in which the run in the folder `where` and this one differ.
 
-    One that `saved` lacks came with a later version: that run had its default. Of the prepared samples it has digests,
-    as a position is counted in them; before, it had names of files in its folder.
+    An option that `saved` lacks came with a later version: that run had its default. A position is counted in prepared
+    samples, so `saved` has their digests; older runs have names of files in their folder instead.
     """
     saved = DEFAULTS | saved
     files = [where / "data" / name for name in saved.get("prepared", ())]
@@ -107,7 +107,7 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
     different = [name for name in sorted(names) if saved.get(name, missing) != wanted.get(name, missing)]
     if different:
         words = "; ".join(
-            "the samples are others, so the data or the tokenizer changed"
+            "the samples differ, so the data or the tokenizer changed"
             if name == "prepared"
             else f"{name} was {saved.get(name)!r} and is {wanted.get(name)!r}"
             for name in different
