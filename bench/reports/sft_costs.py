@@ -102,7 +102,7 @@ def _prepared_options(folder: Path, steps: int) -> SftOptions:
     """The demo's text, repeated to RECORDS records, its tokenizer and its model's config."""
     write_text(folder, build_corpus()[0], CONFIG, count=RECORDS)
     return SftOptions(
-        data=str(folder / "train.jsonl"),
+        data=str(folder / "data.jsonl"),
         init=str(folder / "config.json"),
         tokenizer=str(folder / "tokenizer.json"),
         out=str(folder / "run"),

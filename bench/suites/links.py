@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -29,6 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bench.device import Gpu, Rehearsal
 from bench.provenance import about, save_json
 from bench.suites.links_report import Call, Link, as_data, text_of
 from odc_triton.base.files import write_file
@@ -44,7 +44,6 @@ from odc_triton.machine.unusable import unusable_pairs
 
 TIMEOUT_S = 120.0
 FEW_TOKENS = 16  # of the strategy `direct`, which is for few
-CPU_ROUNDS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +86,19 @@ def integers(rows: int, columns: int, seed: int, device: torch.device) -> torch.
     return torch.randint(-3, 4, (rows, columns), generator=torch.Generator().manual_seed(seed)).float().to(device)
 
 
-@dataclass(kw_only=True)
-class Operators:
-    """What a rank calls. `link_bytes`: what one call takes over the link. `add`: the ones that add to the owners, with
-    what they add to all rows; `read`: the others, each with what it makes and what that ought to be.
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """What a rank calls, and the bytes that one call takes over the link. `added`: what a rank's call adds to all rows
+    of the sums; `made`, of an operator that reads: what it made and what that ought to be.
     """
 
-    run: dict[str, Callable[[], Any]]
-    link_bytes: dict[str, int]
-    add: dict[str, Callable[[int], torch.Tensor]]
-    read: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]]
+    run: Callable[[], Any]
+    link_bytes: int
+    added: Callable[[int], torch.Tensor] | None = None
+    made: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None = None
+
+
+Operators = dict[str, Operator]
 
 
 def _whole_weight(shape: Shape, device: torch.device) -> torch.Tensor:
@@ -116,23 +118,20 @@ def copies(shape: Shape, heap: SymmetricHeap) -> Operators:
             owner = (heap.rank + step) % 2
             halves[owner].copy_(shards[owner], non_blocking=True)
 
-    return Operators(
-        run={"copy": copy},
-        link_bytes={"copy": shape.rows // 2 * shape.columns * 2},
-        add={},
-        read={"copy": lambda: (out, _whole_weight(shape, device))},
-    )
+    link_bytes = shape.rows // 2 * shape.columns * 2
+    return {"copy": Operator(run=copy, link_bytes=link_bytes, made=lambda: (out, _whole_weight(shape, device)))}
 
 
 def on_cpu(shape: Shape, heap: ApartHeap) -> Operators:
-    found = copies(shape, heap)
     target = Target(slot=0, shards=[heap.shard(shape.gradient, owner) for owner in range(2)], rank=heap.rank)
     accumulator = LockedAccumulator(heap, Streams(), TIMEOUT_S)
     gradient = integers(shape.rows, shape.columns, 10 + heap.rank, heap.device)
-    found.run["scatter"] = lambda: accumulator.add(gradient, target, name="the gradient", waited=lambda _: None)
-    found.link_bytes["scatter"] = shape.rows // 2 * shape.columns * 4
-    found.add["scatter"] = lambda rank: integers(shape.rows, shape.columns, 10 + rank, heap.device)
-    return found
+    scatter = Operator(
+        run=lambda: accumulator.add(gradient, target, name="the gradient", waited=lambda _: None),
+        link_bytes=shape.rows // 2 * shape.columns * 4,
+        added=lambda rank: integers(shape.rows, shape.columns, 10 + rank, heap.device),
+    )
+    return copies(shape, heap) | {"scatter": scatter}
 
 
 def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
@@ -145,7 +144,7 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
     from odc_kernels.streams import device_of
     from odc_kernels.wgrad import wgrad
 
-    found, device, rank = copies(shape, heap), heap.device, heap.rank
+    device, rank = heap.device, heap.rank
     weight, sums = (
         PeerShards.of([heap.shard(region, owner) for owner in range(2)], shape=region.shape, rank=rank)
         for region in (shape.weight, shape.gradient)
@@ -183,31 +182,27 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
         if on is not None:
             on.current().wait_stream(aside)
 
-    read_bytes, added_bytes = found.link_bytes["copy"], shape.rows // 2 * shape.columns * 4
-    found.run |= {
-        "gather": lambda: gather(peers=weight, out=whole),
-        "linear direct": lambda: linear(x=few, weight=weight, out=y_few),
-        "linear staged": lambda: linear_staged(x=x, weight=pulled(), out=y),
-        "scatter": lambda: scatter(gradient=gradient, peers=sums),
-        "wgrad": lambda: wgrad(dy=dy, x=x, weight=replace(sums, near=frozenset({rank}))),
-        "wgrad in bulk": lambda: wgrad(dy=dy, x=x, weight=sums),  # which takes all owners for near
-        "both at once": at_once,
+    def scattered_gradient(of: int) -> torch.Tensor:
+        return integers(shape.rows, shape.columns, 10 + of, device)
+
+    reads = partial(Operator, link_bytes=shape.rows // 2 * shape.columns * 2)
+    adds = partial(Operator, link_bytes=shape.rows // 2 * shape.columns * 4)
+    own = replace(sums, near=frozenset({rank}))  # else wgrad takes all owners for near, and adds in bulk
+    return copies(shape, heap) | {
+        "gather": reads(
+            run=lambda: gather(peers=weight, out=whole), made=lambda: (whole, _whole_weight(shape, device))
+        ),
+        "linear direct": reads(run=lambda: linear(x=few, weight=weight, out=y_few), made=lambda: (y_few, product(few))),
+        "linear staged": reads(run=lambda: linear_staged(x=x, weight=pulled(), out=y), made=lambda: (y, product(x))),
+        "scatter": adds(run=lambda: scatter(gradient=gradient, peers=sums), added=scattered_gradient),
+        "wgrad": adds(run=lambda: wgrad(dy=dy, x=x, weight=own), added=weight_gradient),
+        "wgrad in bulk": adds(run=lambda: wgrad(dy=dy, x=x, weight=sums), added=weight_gradient),
+        "both at once": Operator(
+            run=at_once,
+            link_bytes=shape.rows * shape.columns * 4,
+            added=lambda of: weight_gradient(of) + scattered_gradient(of),
+        ),
     }
-    found.link_bytes |= dict.fromkeys(("gather", "linear direct", "linear staged"), read_bytes)
-    found.link_bytes |= dict.fromkeys(("scatter", "wgrad", "wgrad in bulk"), added_bytes)
-    found.link_bytes["both at once"] = 2 * added_bytes
-    found.read |= {
-        "gather": lambda: (whole, _whole_weight(shape, device)),
-        "linear direct": lambda: (y_few, product(few)),
-        "linear staged": lambda: (y, product(x)),
-    }
-    found.add |= {
-        "scatter": lambda of: integers(shape.rows, shape.columns, 10 + of, device),
-        "wgrad": weight_gradient,
-        "wgrad in bulk": weight_gradient,
-        "both at once": lambda of: weight_gradient(of) + integers(shape.rows, shape.columns, 10 + of, device),
-    }
-    return found
 
 
 def measure_pair(shape: Shape, devices: tuple[int, int] | None, token: str) -> dict[str, Call]:
@@ -242,9 +237,10 @@ def measure_pair(shape: Shape, devices: tuple[int, int] | None, token: str) -> d
     for turn in range(2):
         meet()
         if rank == turn:
-            times = _times_on_cpu if devices is None else _times_on_gpu
-            us = times(operators.run, shape.seconds * len(operators.run))
-            found = {name: Call(us=us[name], link_bytes=operators.link_bytes[name]) for name in us}
+            runs = {name: operator.run for name, operator in operators.items()}
+            us = _times(runs, shape.seconds * len(runs), Rehearsal() if devices is None else Gpu())
+            found = {name: Call(us=us[name], link_bytes=operators[name].link_bytes) for name in us}
+            del runs
     meet()  # nobody's memory goes while it is still read
     del operators, heap
     gc.collect()
@@ -257,41 +253,29 @@ def _wrong_results(
     shape: Shape, heap: SymmetricHeap, operators: Operators, meet: Callable[[], None]
 ) -> Iterator[tuple[str, int]]:
     """Runs every operator once, all additions of both ranks at the same time."""
-    for name, result in operators.read.items():
-        operators.run[name]()
-        got, want = result()
-        if wrong := int((got != want).sum()):
-            yield name, wrong
-    for name, added in [*operators.add.items()] * shape.loops:
+    for name, operator in operators.items():
+        if operator.made is not None:
+            operator.run()
+            got, want = operator.made()
+            if wrong := int((got != want).sum()):
+                yield name, wrong
+    for name, operator in [(name, each) for name, each in operators.items() if each.added is not None] * shape.loops:
         sums = heap.shard(shape.gradient, heap.rank)
         sums.zero_()
         meet()
-        operators.run[name]()
+        operator.run()
         meet()
         first = heap.rank * shape.rows // 2
-        want = sum(added(rank)[first : first + shape.rows // 2] for rank in range(2))
+        want = sum(operator.added(rank)[first : first + shape.rows // 2] for rank in range(2))
         if wrong := int((sums != want).sum()):
             yield name, wrong
         meet()
 
 
-def _times_on_gpu(run: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, float]]:
-    from bench.device import Gpu
+def _times(run: dict[str, Callable[[], Any]], seconds: float, device: Gpu) -> dict[str, dict[str, float]]:
     from bench.kernels.timing import interleaved, quantiles
 
-    return {name: quantiles(us) for name, us in interleaved(run, Gpu(), seconds=seconds).items()}
-
-
-def _times_on_cpu(run: dict[str, Callable[[], Any]], seconds: float) -> dict[str, dict[str, float]]:
-    from bench.kernels.timing import quantiles
-
-    us: dict[str, list[float]] = {name: [] for name in run}
-    for _ in range(CPU_ROUNDS):
-        for name, call in run.items():
-            begin_s = time.perf_counter()
-            call()
-            us[name].append((time.perf_counter() - begin_s) * 1e6)
-    return {name: quantiles(values) for name, values in us.items()}
+    return {name: quantiles(us) for name, us in interleaved(run, device, seconds=seconds).items()}
 
 
 @dataclass(frozen=True, kw_only=True)

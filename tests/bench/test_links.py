@@ -146,7 +146,7 @@ def _by_kernels(rank: int, world: int, token: str) -> tuple[list[str], list[tupl
     operators = on_gpu(SMALL, heap)
     wrong = list(_wrong_results(SMALL, heap, operators, dist.barrier))
     dist.barrier()
-    return list(operators.run), wrong
+    return list(operators), wrong
 
 
 def test_kernels_in_the_interpreter() -> None:
