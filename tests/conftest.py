@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import place as place
+pytest.register_assert_rewrite("tests.support")
+from tests.support import place as place  # noqa: E402
 
 os.environ["ODC_TUNED"] = "off"  # what the tests measure must not depend on what was tuned here
 

@@ -11,8 +11,8 @@ import torch
 
 from bench.suites.links import ON_CPU, PairOfGpus, Shape, integers, main, measure_links, measure_pair, pairs_of
 from bench.suites.links_report import COLUMNS, Call, Link, as_data, matrix_of, operators_of, rows_of, text_of
-from tests.machine.test_topology import topology
 from tests.support import ranks
+from tests.support.snapshots import topology
 
 SMALL = Shape(rows=32, columns=48, tokens=16, seconds=0.1)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from odc_triton.cli.command import main
-from tests.checkpoint.test_training import _make, train
 from tests.support import ranks
+from tests.support.checkpointed import make, train
 from tests.support.models import build
 
 IDS = torch.arange(3, 12)[None]
@@ -20,7 +20,7 @@ def _run(rank: int, world: int, folder: Path) -> dict[str, torch.Tensor]:
     from odc_triton import full_parameters
     from odc_triton.checkpoint.steps import Checkpoints
 
-    model, optimizer = _make("gpt2-tied", bf16=False)
+    model, optimizer = make("gpt2-tied", bf16=False)
     checkpoints = Checkpoints(folder, keep=2)
     for step in (1, 2):
         train(model, optimizer, "gpt2-tied", range(step))

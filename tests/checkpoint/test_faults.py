@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
 from odc_triton.checkpoint.dcp import read_metadata
 from odc_triton.checkpoint.steps import Checkpoints, verify
-from tests.checkpoint.test_training import _make, train
 from tests.support import ranks
+from tests.support.checkpointed import make, train
 from tests.support.models import build
 
 MODEL = "qwen2"
@@ -39,7 +39,7 @@ def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def saved_twice(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer, Checkpoints]:
     """A world of one in this process, with checkpoints of steps 1 and 2."""
-    model, optimizer = _make(MODEL, bf16=False)
+    model, optimizer = make(MODEL, bf16=False)
     checkpoints = Checkpoints(folder, keep=3)
     for step in (1, 2):
         train(model, optimizer, MODEL, range(step - 1, step))
@@ -118,7 +118,7 @@ def test_damage_is_named_and_an_older_one_used_where_asked_for(tmp_path: Path, d
 def test_nothing_there(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "new", keep=1).newest() is None
     assert Checkpoints(tmp_path / "new", keep=1).newest(fallback=True) is None
-    model, optimizer = _make(MODEL, bf16=False)
+    model, optimizer = make(MODEL, bf16=False)
     with pytest.raises(CheckpointFailed, match="there is no such folder"):
         Checkpoints(tmp_path, keep=1).load(tmp_path / "step-00000009", model=model, optimizer=optimizer)
 
@@ -279,7 +279,7 @@ def test_pickles_are_not_run(tmp_path: Path) -> None:
 
 def _full(rank: int, world: int, folder: Path, small: Path, way: str) -> tuple[str, str, list[int]]:
     """Saves step 1 well and step 2 badly: rank 1 can't write. The ranks go on and save step 3."""
-    model, optimizer = _make(MODEL, bf16=False)
+    model, optimizer = make(MODEL, bf16=False)
     checkpoints = Checkpoints(folder, keep=3)
     train(model, optimizer, MODEL, range(1))
     saving = {"model": model, "optimizer": optimizer, "state": {}}
@@ -382,7 +382,7 @@ def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             time.sleep(0.05)
         running = tmp_path / ".step-00000003.abcd1234.saving"  # as if it saved now
         running.mkdir()
-        model, optimizer = _make(MODEL, bf16=False)
+        model, optimizer = make(MODEL, bf16=False)
         mine = Checkpoints(tmp_path, keep=1)
         with pytest.raises(CheckpointFailed, match=f"process {job.processes[0].pid} saves checkpoints in"):
             mine.save(model=model, optimizer=optimizer, state={}, step=9)

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from tests.checkpoint.test_training import _make, train
 from tests.support import ranks
+from tests.support.checkpointed import make, train
 from tests.support.models import CASES, build, microbatches
 
 SAVED_AT, STEPS = 2, 4
@@ -80,7 +80,7 @@ def _save_theirs(rank: int, world: int, folder: Path, name: str, layout: str) ->
 def _load_ours(rank: int, world: int, folder: Path, name: str, bf16: bool) -> list[float]:
     from odc_triton.checkpoint.steps import Checkpoints
 
-    model, optimizer = _make(name, bf16, seed=9)
+    model, optimizer = make(name, bf16, seed=9)
     assert Checkpoints(folder.parent / "mine", keep=1).load(folder, model=model, optimizer=optimizer) == {}
     assert optimizer.param_groups[0]["lr"] == 1e-2 / SAVED_AT
     return train(model, optimizer, name, range(SAVED_AT, STEPS))
@@ -89,7 +89,7 @@ def _load_ours(rank: int, world: int, folder: Path, name: str, bf16: bool) -> li
 def _save_ours(rank: int, world: int, folder: Path, name: str) -> list[float]:
     from odc_triton.checkpoint.steps import Checkpoints
 
-    model, optimizer = _make(name, bf16=False)
+    model, optimizer = make(name, bf16=False)
     train(model, optimizer, name, range(SAVED_AT))
     Checkpoints(folder, keep=1).save(model=model, optimizer=optimizer, state={}, step=SAVED_AT)
     return train(model, optimizer, name, range(SAVED_AT, STEPS))

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from odc_triton.base.errors import RankLost
 from odc_triton.checkpoint.steps import Checkpoints, verify
 from tests.checkpoint.test_faults import MODEL, saved_twice, unfinished
-from tests.checkpoint.test_training import _make, train
 from tests.support import ranks
+from tests.support.checkpointed import make, train
 
 
 def _until_killed(rank: int, world: int, folder: Path, loading: bool) -> None:
-    model, optimizer = _make(MODEL, bf16=False)
+    model, optimizer = make(MODEL, bf16=False)
     checkpoints = Checkpoints(folder, keep=2)
     newest = checkpoints.newest()
     step = 0
@@ -35,7 +35,7 @@ def _until_killed(rank: int, world: int, folder: Path, loading: bool) -> None:
 
 
 def _look(rank: int, world: int, folder: Path) -> int:
-    model, optimizer = _make(MODEL, bf16=False)
+    model, optimizer = make(MODEL, bf16=False)
     checkpoints = Checkpoints(folder, keep=2)
     step = checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer)["step"]
     dist.barrier()

@@ -8,52 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from tests.support import ranks
-from tests.support.models import CASES, build, microbatches
+from tests.support.checkpointed import make, train
 
 SAVED_AT, STEPS = 2, 4
-
-
-def _make(name: str, bf16: bool, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from odc_triton import MixedPrecisionPolicy, fully_shard
-
-    model = fully_shard(build(name, seed), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None))
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, name: str, steps: range, *, noise: bool = False
-) -> list[float]:
-    """Losses of whole minibatches, the same samples whatever the world. `noise`: random numbers scale each loss."""
-    from odc_triton import minibatch
-
-    case, losses, rank, world = CASES[name], [], dist.get_rank(), dist.get_world_size()
-    for step in steps:
-        for group in optimizer.param_groups:
-            group["lr"] = 1e-2 / (1 + step)  # a schedule
-        mine = microbatches(name, [6, 9, 4], seed=step)[rank::world]
-        total = torch.zeros(())
-        with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
-            for batch in mine:
-                loss = case.loss(model, batch) / mb.tokens
-                if noise:
-                    loss = loss * (1 + torch.rand(()) + random.random())
-                loss.backward()
-                total += loss.detach().float()
-        dist.all_reduce(total)
-        losses.append(total.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def _save(rank: int, world: int, folder: Path, name: str, bf16: bool, noise: bool) -> list[float]:
     from odc_triton.checkpoint.steps import Checkpoints
 
-    model, optimizer = _make(name, bf16)
+    model, optimizer = make(name, bf16)
     torch.manual_seed(rank)
     random.seed(rank)
     train(model, optimizer, name, range(SAVED_AT), noise=noise)
@@ -66,7 +31,7 @@ def _save(rank: int, world: int, folder: Path, name: str, bf16: bool, noise: boo
 def _resume(rank: int, world: int, folder: Path, name: str, bf16: bool, noise: bool) -> tuple[list[float], Any]:
     from odc_triton.checkpoint.steps import Checkpoints
 
-    model, optimizer = _make(name, bf16, seed=9)
+    model, optimizer = make(name, bf16, seed=9)
     checkpoints = Checkpoints(folder, keep=2)
     state = checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer)
     drawn = torch.rand((), generator=_copy_of_generator()).item()
@@ -112,11 +77,11 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     """An optimizer that never stepped goes on as one that never stepped: no state is made up."""
     from odc_triton.checkpoint.steps import Checkpoints
 
-    model, optimizer = _make("qwen2", bf16=False)
+    model, optimizer = make("qwen2", bf16=False)
     checkpoints = Checkpoints(tmp_path, keep=1)
     path = checkpoints.save(model=model, optimizer=optimizer, state={"step": 0}, step=0)
     want = train(model, optimizer, "qwen2", range(2))
-    other, its_optimizer = _make("qwen2", bf16=False, seed=9)
+    other, its_optimizer = make("qwen2", bf16=False, seed=9)
     assert checkpoints.load(path, model=other, optimizer=its_optimizer) == {"step": 0}
     assert not its_optimizer.state
     assert train(other, its_optimizer, "qwen2", range(2)) == want

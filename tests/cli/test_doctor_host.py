@@ -9,7 +9,7 @@ import pytest
 
 from odc_triton.cli.doctor import examine
 from odc_triton.cli.doctor.findings import NOTE, PROBLEM, render
-from tests.cli.test_doctor import GIB, H100, Machine, bad, only
+from tests.support.machines import GIB, H100, Machine, bad, only
 
 
 def test_the_longest_folder_for_sockets() -> None:

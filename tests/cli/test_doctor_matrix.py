@@ -8,8 +8,8 @@ from odc_triton.cli.doctor import draw_matrix, examine
 from odc_triton.cli.doctor.findings import WIDTH, render
 from odc_triton.machine.nvml import SnapshotNvml
 from odc_triton.machine.probe import read_topology
-from tests.cli.test_doctor import NO_GPU, Machine
-from tests.machine.test_topology import KEYS, NAMES, load, topology
+from tests.support.machines import NO_GPU, Machine
+from tests.support.snapshots import KEYS, NAMES, load, topology
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -13,8 +13,8 @@ from odc_triton.data import chat
 from odc_triton.data.dataset import DataOptions, tokenize_file
 from odc_triton.data.records import DataError
 from odc_triton.data.tokenizer import TextEncoder
-from tests.data.test_dataset import samples_of, write_lines
 from tests.support.chats import CHATML, MARKED, MARKED_WORDS, SPACED, THINKING, WRITERS, Pieces, chatml, make_tokenizer
+from tests.support.records import samples_of, write_lines
 
 processors = pytest.importorskip("tokenizers").processors
 

@@ -18,25 +18,9 @@ from odc_triton.base.files import atomic_file
 from odc_triton.data.dataset import DataOptions, DataSummary, TokenizedDataset, tokenize_file
 from odc_triton.data.records import DataError, read_records
 from odc_triton.data.tokenizer import TextEncoder
+from tests.support.records import CHARACTERS, RECORDS, samples_of, write_lines
 
-# One id per character, so that samples can be written down by hand. 1 ends, 2 to 4 stand before the parts.
-CHARACTERS = TextEncoder(
-    encode_batch=lambda texts: [[ord(character) for character in text] for text in texts],
-    end_id=1,
-    before_text=(2,),
-    before_prompt=(3,),
-    before_completion=(4,),
-)
 a, b, c, x, y = map(ord, "abcxy")
-
-
-def write_lines(path: Path, *records: object) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def samples_of(data: TokenizedDataset) -> list[tuple[list[int], list[int]]]:
-    return [(sample["input_ids"].tolist(), sample["labels"].tolist()) for sample in data]
 
 
 # --- samples ------------------------------------------------------------------------------------------------
@@ -133,14 +117,6 @@ def test_progress_reaches_the_end(tmp_path):
     calls = []
     tokenize_file(path, CHARACTERS, DataOptions(batch_records=2), lambda *done: calls.append(done))
     assert calls == [(2, 0.4), (4, 0.8), (5, 1.0)]
-
-
-TEXTS = st.text(st.sampled_from("ab\n\0é\u2028😀"), max_size=8)
-RECORDS = st.lists(
-    st.one_of(st.fixed_dictionaries({"text": TEXTS}), st.fixed_dictionaries({"prompt": TEXTS, "completion": TEXTS})),
-    min_size=1,
-    max_size=12,
-)
 
 
 @settings(max_examples=150, deadline=None)

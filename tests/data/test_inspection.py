@@ -17,8 +17,8 @@ from odc_triton.data.inspection import inspect_data
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import JsonLines
 from odc_triton.data.tokenizer import TextEncoder
-from tests.data.test_dataset import CHARACTERS, RECORDS, write_lines
 from tests.support.chats import CHATML, make_tokenizer
+from tests.support.records import CHARACTERS, RECORDS, write_lines
 
 CHAT = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "yes\x1b[2J"}]}
 

@@ -10,8 +10,8 @@ from odc_triton.data import chat
 from odc_triton.data.dataset import DataOptions, tokenize_file
 from odc_triton.data.records import LARGEST_LINE_BYTES, DataError
 from odc_triton.data.tokenizer import TextEncoder
-from tests.data.test_dataset import CHARACTERS, samples_of, write_lines
 from tests.support.chats import WRITERS, make_tokenizer
+from tests.support.records import CHARACTERS, samples_of, write_lines
 
 
 @pytest.mark.parametrize(

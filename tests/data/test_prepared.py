@@ -18,17 +18,8 @@ from odc_triton.data.prepared import FOLDER, default_folder, prepare_data
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import Rows
 from odc_triton.data.tokenizer import TextEncoder
-from tests.data.test_dataset import CHARACTERS, samples_of, write_lines
 from tests.support.chats import CHATML, MARKED, make_tokenizer
-
-ENCODER = replace(CHARACTERS, fingerprint="characters")
-
-
-def never(texts):
-    raise AssertionError("tokenised again")
-
-
-NEVER = replace(ENCODER, encode_batch=never)
+from tests.support.records import CHARACTERS, ENCODER, NEVER, never, samples_of, write_lines
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from odc_triton.data.dataset import TokenizedDataset as Data
 from odc_triton.data.prepared import prepare_data
 from odc_triton.data.records import DataError, read_records, read_rows
 from odc_triton.data.sources import JsonLines, Rows, open_source
-from tests.data.test_dataset import CHARACTERS, samples_of, write_lines
-from tests.data.test_prepared import ENCODER, NEVER
+from tests.support.records import CHARACTERS, ENCODER, NEVER, samples_of, write_lines
 
 ROWS = [
     {"text": "ab", "prompt": None, "completion": None, "messages": None},

@@ -22,7 +22,7 @@ from odc_triton.data.tokenizer import (
     train_tokenizer,
 )
 from tests.bench.test_corpus import some_corpus as some_corpus
-from tests.data.test_dataset import samples_of, write_lines
+from tests.support.records import samples_of, write_lines
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from odc_triton.data.dataset import tokenize_file
 from odc_triton.data.records import DataError, read_records, read_rows
 from odc_triton.data.tokenizer import TextEncoder
 from tests.data.test_chat import expected
-from tests.data.test_dataset import samples_of, write_lines
 from tests.support.chats import CHATML, MARKED, Pieces, make_tokenizer
+from tests.support.records import samples_of, write_lines
 
 # As Qwen 2.5 writes them: tools in a message of the system, answers of tools in one of the user, neighbours together.
 QWEN = (

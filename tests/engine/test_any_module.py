@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.faults.test_faults import batch
 from tests.support import ranks
+from tests.support.blocks import batch
 
 
 @dataclass

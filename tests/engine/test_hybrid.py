@@ -9,11 +9,9 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -26,65 +24,23 @@ from torch.distributed.checkpoint.state_dict import (
 
 from odc_triton.sharding.footprint import memory_plan
 from tests.checkpoint.test_dcp import _train as train_dealt
-from tests.engine.test_parity import DEALS, SIZES, relative, unsharded, whole_model_error
 from tests.support import ranks, two_hosts
 from tests.support.models import CASES, build, microbatches
+from tests.support.parity import relative, unsharded, whole_model_error
+from tests.support.replicas import STEPS, Rows, _train, mesh_of
 from tests.support.two_hosts import why_not
 
-NAMES = ("replicate", "shard")
 BF16 = torch.bfloat16
-STEPS = 10
-
-
-def mesh_of(shape: tuple[int, ...]) -> Any:
-    names = NAMES if len(shape) == 2 else ("shard",)
-    return dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 # ---------------------------------------------------------------------- against one process
-
-
-def _train(
-    rank: int, world: int, shape: tuple[int, ...], name: str, backend: str, style: str = "root", steps: int = STEPS
-) -> tuple:
-    from odc_triton import full_parameters, fully_shard, minibatch
-
-    case, model, mesh = CASES[name], build(name, seed=0 if rank == 0 else 7), mesh_of(shape)
-    if style == "bottom-up":
-        for block in model.model.layers:
-            fully_shard(block, mesh=mesh, backend=backend)
-    fully_shard(model, mesh=mesh, backend=backend)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first, norms, losses = {}, [], []
-    for step in range(steps):
-        batches = microbatches(name, SIZES, seed=step)
-        mine = [batches[index] for index in DEALS[world][rank]]
-        total = torch.zeros(())
-        with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
-            for batch in mine:
-                loss = case.loss(model, batch) / mb.tokens
-                loss.backward()
-                total += loss.detach()
-        dist.all_reduce(total)
-        losses.append(total.item())
-        if step == 0:
-            first = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters() if p.grad is not None}
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
-        optimizer.step()
-        if step == 4 and rank == 1:  # one rank alone evaluates right after its step
-            with torch.no_grad():
-                case.loss(model, batches[0])
-    local = sum(p.to_local().numel() for p in model.parameters() if p.dim())
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    state_bytes = sum((s.to_local() if hasattr(s, "to_local") else s).nbytes for s in states)
-    return first, dict(full_parameters(model)), norms, losses, (local, state_bytes)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
 @pytest.mark.parametrize("name", ["qwen2", "gpt2-tied", "conv"])
 def test_against_one_process(name: str, backend: str) -> None:
     """Uneven counts, a rank without microbatches; in "conv" a scalar, an empty parameter and rows fewer than ranks."""
-    want_first, want, want_norms = unsharded(name, STEPS, ["none"])
+    want_first, want, want_norms = unsharded(name, STEPS)
     results = ranks.run(_train, 4, (2, 2), name, backend)
     for first, weights, norms, losses, _ in results:
         assert first.keys() == want_first.keys()
@@ -124,14 +80,14 @@ def test_without_tokens_gradients_are_divided_by_all_ranks() -> None:
 
 
 def test_three_replicas_of_one_rank() -> None:
-    _, want, want_norms = unsharded("conv", 3, ["none"])
+    _, want, want_norms = unsharded("conv", 3)
     for _, weights, norms, *_ in ranks.run(_train, 3, (3, 1), "conv", "cpu", "root", 3):
         assert whole_model_error(weights, want) <= 1e-5  # as above
         torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=0)
 
 
 def test_bottom_up() -> None:
-    _, want, _ = unsharded("qwen2", 3, ["none"])
+    _, want, _ = unsharded("qwen2", 3)
     for _, weights, *_ in ranks.run(_train, 4, (2, 2), "qwen2", "cpu", "bottom-up", 3):
         assert whole_model_error(weights, want) <= 1e-5  # as above
         assert all(relative(weights[key], value) <= 1e-3 for key, value in want.items())
@@ -150,28 +106,6 @@ def test_with_one_replica_or_one_rank_each(shape: tuple[int, int], world: int) -
 
 
 # ---------------------------------------------------------------------- shapes, dtypes, initial values
-
-
-class Rows(nn.Module):
-    """7, 1, 2 and no rows over 2 x 2 ranks; one frozen; one that nobody uses; a scalar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seven, self.one, self.two = nn.Linear(4, 7), nn.Linear(7, 1), nn.Linear(7, 2)
-        self.empty = nn.Parameter(torch.empty(0, 2))
-        self.scale = nn.Parameter(torch.tensor(2.0))
-        self.frozen, self.never = nn.Linear(4, 4), nn.Linear(3, 3)
-        self.frozen.requires_grad_(False)
-        self.register_buffer("offset", torch.ones(4))
-
-    def reset_parameters(self) -> None:
-        """Of its own tensors; those of its children are their own."""
-        nn.init.constant_(self.scale, 2.0)
-        nn.init.ones_(self.offset)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.seven(self.frozen(x + self.offset.to(x.dtype))))
-        return (self.one(x).sum() + self.two(x).sum() + self.empty.sum()) * self.scale
 
 
 def _rows(rank: int, world: int, dtype: torch.dtype | None, meta: str) -> tuple:
@@ -425,7 +359,7 @@ def test_two_hosts(tmp_path: Path) -> None:
     command = ["unshare", "-rn", sys.executable, "-m", "tests.support.two_hosts", str(tmp_path)]
     subprocess.run(command, check=True, timeout=180, env=environment, cwd=Path(__file__).parents[2])
     seen = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
-    _, want, want_norms = unsharded("conv", two_hosts.STEPS, ["none"])
+    _, want, want_norms = unsharded("conv", two_hosts.STEPS)
     for rank, theirs in enumerate(seen):
         assert "ranks 0 to 3 must share memory but are on several hosts" in theirs["one dimension"]
         assert theirs["without a mesh"] == (2, [rank % 2, rank % 2 + 2])

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sharding.test_misuse import caught, compare, net
 from tests.support import ranks
+from tests.support.refusals import caught, compare, net
 
 
 def _calls(rank: int, world: int) -> dict[str, str]:

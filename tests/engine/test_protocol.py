@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.faults.test_faults import Blocks, batch, build
 from tests.support import ranks
+from tests.support.blocks import Blocks, batch, build
 
 SOON = timedelta(seconds=30)  # a deadline for what must happen at once
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engine.test_parity import DEALS, REPLACING, SIZES, TRANSFORMS, relative, whole_model_error
 from tests.gpu.marks import MARKS, ONE_GPU, take_gpu
 from tests.support import ranks
 from tests.support.models import CASES, build, microbatches
+from tests.support.parity import DEALS, REPLACING, SIZES, TRANSFORMS, relative, whole_model_error
 
 pytestmark = MARKS
 STEPS = 10

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.faults.test_faults import SLOW_S, batch, build
 from tests.gpu.marks import MARKS, gpu_of, take_gpu
 from tests.support import ranks
+from tests.support.blocks import SLOW_S, batch, build
 from tests.support.leftovers import assert_none_since, names
 
 pytestmark = MARKS

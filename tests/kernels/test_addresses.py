@@ -24,6 +24,7 @@ pytestmark = place.MARKS
 BLOCK = 256
 
 
+@pytest.mark.slow  # of one case of each kernel, test_machine_code.py finds it too
 def test_no_kernel_multiplies_addresses_in_32_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
     # Kernels with tensor descriptors (sm_90) and without; the element's type does not matter.
     out = tmp_path_factory.getbasetemp() / "aot"

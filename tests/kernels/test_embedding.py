@@ -30,6 +30,7 @@ pytestmark = place.MARKS
 SHAPES = [(13, 7, 5), (1, 16, 16), (0, 4, 4), (5, 1, 3), (9, 3, 40), (3, 0, 4), (3, 4, 0), (40, 11, 33), (70, 4, 8)]
 WORLDS = [1, 2, 3, 4, 8]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CASES = place.matrix(WORLDS, SHAPES, DTYPES, mixed=[(40, 11, 33)])
 TILE = EmbeddingTile(k=16)
 GRAD_TILE = EmbeddingGradTile(t=2, k=16, segment=8)
 
@@ -72,9 +73,7 @@ def close(got: list[torch.Tensor], want: torch.Tensor) -> None:
     torch.testing.assert_close(whole, want, rtol=TOLERANCE, atol=TOLERANCE * scale)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("world", "shape", "dtype"), CASES)
 def test_embedding(world: int, shape: tuple, dtype: torch.dtype) -> None:
     tokens, rows, columns = shape
     whole = torch.randn(rows, columns).to(dtype)
@@ -101,9 +100,7 @@ def test_an_unknown_id_reads_nothing() -> None:
     assert torch.equal(out[-1], whole[6])
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("world", "shape", "dtype"), CASES)
 def test_gradient(world: int, shape: tuple, dtype: torch.dtype) -> None:
     tokens, rows, columns = shape
     shards, ids, dy = split(torch.randn(rows, columns), world), ids_of(tokens, rows), torch.randn(tokens, columns)
@@ -113,7 +110,7 @@ def test_gradient(world: int, shape: tuple, dtype: torch.dtype) -> None:
     close(shards, want)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [1, 3, 8, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))])
 @pytest.mark.parametrize("padding_idx", [None, 0, 10])
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32], ids=str)
 def test_gradient_is_autograds(world: int, padding_idx: int | None, index_dtype: torch.dtype) -> None:

@@ -56,8 +56,12 @@ def _sharded(rank: int, world: int, choice: str) -> tuple[list[dict], dict]:
     return gradients, {name: value.cpu() for name, value in weights.items()}
 
 
-@pytest.mark.parametrize("choice", ["gathered", "triton/direct/fused", "triton/staged/split", "triton/staged/fused"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+CHOICES = ["gathered", "triton/direct/fused", "triton/staged/split", "triton/staged/fused"]
+FAST = [*((3, choice) for choice in CHOICES), (1, "triton/staged/fused")]
+SLOW = [pytest.param(world, choice, marks=pytest.mark.slow) for world in (1, 2) for choice in CHOICES][:-1]
+
+
+@pytest.mark.parametrize(("world", "choice"), [*FAST, *SLOW])
 def test_steps_equal_eager(world: int, choice: str) -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -15,11 +15,11 @@ from tests.support.place import split
 pytestmark = place.MARKS
 WORLDS = [1, 2, 3, 4, 8]
 SHAPES = [(16, 8), (7, 5), (1, 3), (3,), (9, 2, 3), (5, 0), (0, 4), (64, 33), (9, 7)]  # the last: one less than a block
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CASES = place.matrix(WORLDS, SHAPES, DTYPES, mixed=[(7, 5), (64, 33)])
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("source", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("world", "shape", "source"), CASES)
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16], ids=str)
 def test_gather(world: int, shape: tuple, source: torch.dtype, target: torch.dtype) -> None:
     shards = split(torch.randn(shape).to(source), world)
@@ -33,9 +33,7 @@ def test_gather(world: int, shape: tuple, source: torch.dtype, target: torch.dty
         assert memory[-1].isnan()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("world", "shape", "dtype"), CASES)
 def test_scatter(world: int, shape: tuple, dtype: torch.dtype) -> None:
     shards = split(torch.randn(shape), world)
     gradient = torch.randn(shape).to(dtype)

@@ -43,6 +43,7 @@ def _softmax(request: pytest.FixtureRequest) -> None:
 SHAPES = [(33, 100, 24), (5, 7, 3), (1, 16, 16), (4, 1, 5), (0, 4, 4), (17, 3, 40)]
 WORLDS = [1, 2, 3, 4, 8]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CASES = place.matrix(WORLDS, SHAPES, DTYPES, mixed=[(33, 100, 24)])
 TILE = SoftmaxTile(t=16, v=16)
 SCALE, IGNORE = 0.7, -100
 
@@ -102,9 +103,7 @@ def check_output(got: HeadOutput, want: HeadOutput, tolerance: float = FORWARD_T
         close(getattr(got, name), getattr(want, name), tolerance, name)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("world", "shape", "dtype"), CASES)
 def test_outputs_and_gradients(world: int, shape: tuple, dtype: torch.dtype) -> None:
     tokens, vocabulary, columns = shape
     h, whole = head(*shape, dtype)

@@ -19,6 +19,7 @@ pytestmark = place.MARKS
 SHAPES = [(5, 7, 3), (1, 16, 16), (33, 20, 18), (0, 4, 4), (4, 1, 5), (17, 3, 40)]
 WORLDS = [1, 2, 3, 4, 8]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CASES = place.matrix(WORLDS, SHAPES, DTYPES, mixed=[(33, 20, 18)])
 LINEAR_TILE = LinearTile(t=16, n=16, k=16)
 WGRAD_TILE = WgradTile(n=16, k=16, t=16, group=2)
 
@@ -33,9 +34,7 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.double(), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("world", "shape", "dtype"), CASES)
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_linear(world: int, shape: tuple, dtype: torch.dtype, with_bias: bool) -> None:
     tokens, rows, columns = shape
@@ -48,9 +47,7 @@ def test_linear(world: int, shape: tuple, dtype: torch.dtype, with_bias: bool) -
     close(out, linear_ref(x, weight, bias), dtype)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("world", "shape", "dtype"), CASES)
 def test_linear_dx(world: int, shape: tuple, dtype: torch.dtype) -> None:
     tokens, rows, columns = shape
     dy, weight = torch.randn(tokens, rows).to(dtype), split(torch.randn(rows, columns).to(dtype), world)
@@ -59,9 +56,7 @@ def test_linear_dx(world: int, shape: tuple, dtype: torch.dtype) -> None:
     close(out, linear_dx_ref(dy, weight), dtype)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("world", "shape", "dtype"), CASES)
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_wgrad(world: int, shape: tuple, dtype: torch.dtype, with_bias: bool) -> None:
     tokens, rows, columns = shape

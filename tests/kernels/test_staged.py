@@ -35,6 +35,7 @@ SHAPES = [
 ]
 WORLDS = [1, 2, 3, 4, 8]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CASES = place.matrix(WORLDS, SHAPES, DTYPES, mixed=[(5, 7, 3), (33, 96, 48)])
 TILE = LinearTile(t=16, n=32, k=16, group=2)
 
 # fp32: a sum of K terms in another order. fp16: products are exact in fp32, one rounding at the end. bf16 likewise,
@@ -64,9 +65,7 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("world", "shape", "dtype"), CASES)
 def test_linear_and_its_gradients(world: int, shape: tuple, dtype: torch.dtype) -> None:
     tokens, rows, columns = shape
     rank = world // 2

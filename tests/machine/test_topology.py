@@ -2,45 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from odc_triton.machine.nvml import SnapshotNvml
 from odc_triton.machine.probe import CudaDevice, read_topology, visible_names
 from odc_triton.machine.topology import P2P, PciePath, Topology
-
-SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
-KEYS = {
-    "a100-nvlink-mesh": "nvlink-4x25",
-    "a6000-bridges": "pcie-gen4x16+nvlink-4x14",
-    "hgx-h100-nvswitch": "nvswitch-18x25",
-    "mig": "mig",
-    "one-of-a-container": "one-gpu",
-    "pcie-only": "pcie-gen4x16",
-    "pcie-with-atomics": "pcie-gen4x8+pcie-gen4x16",
-    "v100-cube-mesh": "pcie-gen3x16+nvlink-2x25",
-}
-NAMES = sorted(path.stem for path in SNAPSHOTS.glob("*.json"))
-
-
-def load(name: str) -> dict[str, Any]:
-    return json.loads((SNAPSHOTS / f"{name}.json").read_text())
-
-
-def seen(snapshot: dict[str, Any], *places: int) -> list[CudaDevice]:
-    """The GPUs at these places as CUDA shows them, in this order; all if none are named."""
-    devices = SnapshotNvml(snapshot).devices()
-    chosen = [devices[place] for place in places] if places else devices
-    return [CudaDevice(index=index, uuid=device.uuid[4:]) for index, device in enumerate(chosen)]
-
-
-def topology(name: str, *places: int) -> Topology:
-    return read_topology(SnapshotNvml(load(name)), seen(load(name), *places))
+from tests.support.snapshots import KEYS, NAMES, load, topology
 
 
 def test_every_snapshot_has_its_key() -> None:

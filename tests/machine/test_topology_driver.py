@@ -15,7 +15,7 @@ from odc_triton.machine.nvml import DriverNvml, LinkAnswers, PairAnswers, Record
 from odc_triton.machine.probe import read_topology
 from odc_triton.machine.topology import P2P, Topology
 from odc_triton.machine.unusable import unusable_pairs
-from tests.machine.test_topology import NAMES, load, seen, topology
+from tests.support.snapshots import NAMES, load, seen, topology
 
 
 class FakeLibrary:

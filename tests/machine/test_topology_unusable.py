@@ -8,8 +8,8 @@ from odc_triton.machine.nvml import SnapshotNvml
 from odc_triton.machine.probe import CudaDevice, read_topology
 from odc_triton.machine.topology import P2P
 from odc_triton.machine.unusable import by_reason, refuse_unusable, unusable_pairs, usable_groups
-from tests.machine.test_topology import load, topology
 from tests.support import ranks
+from tests.support.snapshots import load, topology
 
 
 def test_without_nvml_cuda_stands_in() -> None:

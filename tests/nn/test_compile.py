@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from odc_triton import fully_shard, minibatch, replace_layers
 from odc_triton.engine.gradients import LockedAccumulator
 from odc_triton.engine.parameter import ShardedParameter
-from tests.engine.test_parity import TRANSFORMS
 from tests.support import ranks
 from tests.support.models import _causal_lm
+from tests.support.parity import TRANSFORMS
 
 # What Dynamo and inductor do themselves: look at the gradients of a graph's inputs, and two old uses.
 pytestmark = [

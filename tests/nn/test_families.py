@@ -17,7 +17,6 @@ from odc_triton import fully_shard
 from odc_triton.nn import Embedding, Linear, LMHead
 from odc_triton.nn.families import FusedProjections
 from odc_triton.nn.replace import replace_layers
-from tests.engine.test_parity import relative, whole_model_error
 from tests.support import ranks
 from tests.support.families import (
     FAMILIES,
@@ -32,6 +31,7 @@ from tests.support.families import (
     train,
     unsharded,
 )
+from tests.support.parity import relative, whole_model_error
 
 WITH_HEAD = ("attention", "embedding", "linear", "head")
 KERNELS = "triton/direct/fused"

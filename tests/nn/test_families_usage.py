@@ -11,9 +11,9 @@ from torch import nn
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.nn.families import FusedProjections
 from odc_triton.nn.replace import replace_layers
-from tests.engine.test_parity import relative
 from tests.nn.test_families import KERNELS, WITH_HEAD, compare, same
 from tests.support.families import FEW, Setup, build, microbatches, prepared, summed_loss, train, unsharded
+from tests.support.parity import relative
 
 ALL_KERNELS = {"choice": KERNELS, "backend": "cpu-interpreter", "steps": 1, "sizes": FEW}
 

@@ -16,7 +16,7 @@ from odc_triton.hf import summed_loss
 from odc_triton.nn import LMHead
 from odc_triton.nn.head import FusedLogits
 from odc_triton.nn.replace import replace_layers
-from tests.engine.test_parity import compare
+from tests.support.parity import compare
 
 SIZES = {
     "vocab_size": 97,
@@ -105,8 +105,9 @@ def test_log_probs_and_entropy() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
 @pytest.mark.parametrize("name", ["qwen2", "gpt2-tied"])
-def test_ten_steps_on_shards(name: str, backend: str) -> None:
-    compare(name, 2, transform="head", backend=backend)
+@pytest.mark.parametrize("steps", [4, pytest.param(10, marks=pytest.mark.slow)])
+def test_steps_on_shards(name: str, backend: str, steps: int) -> None:
+    compare(name, 2, transform="head", backend=backend, steps=steps)
 
 
 def _in_bf16(fused: bool, backend: str) -> tuple[float, dict[str, torch.Tensor]]:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.sharding.test_misuse import caught, net
 from tests.support import ranks
+from tests.support.refusals import caught, net
 
 
 def test_parameters_added_after_fully_shard() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -10,26 +9,7 @@ import torch
 from torch import nn
 
 from tests.support import ranks
-
-
-def caught(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
-
-def net(width: int = 6) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
-
-
-def compare(messages: dict[str, str], expected: dict[str, str]) -> None:
-    assert messages.keys() == expected.keys()
-    for name, pattern in expected.items():
-        assert re.search(pattern, messages[name]), f"{name}: {messages[name]}"
-
+from tests.support.refusals import caught, compare, net
 
 # ---------------------------------------------------------------------- what is given to fully_shard
 

@@ -12,8 +12,8 @@ from odc_triton.cli.command import main
 from odc_triton.simulate.hardware import DEVICES
 from odc_triton.simulate.models import Model
 from odc_triton.simulate.study import SETTINGS, Row, make_job, named_lengths, rank_settings, usual_links, verdict
+from tests.support.snapshots import SNAPSHOTS
 
-SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
 Say = Callable[..., tuple[int, str, str]]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -15,12 +14,11 @@ from odc_triton.machine.topology import Topology
 from odc_triton.simulate.hardware import DEVICES, Links, find_device, read_seconds, slowdown
 from odc_triton.simulate.models import MODELS, Model, peak_bytes, state_bytes
 from odc_triton.simulate.study import NAMED, draw, lengths_of_file, log_normal, named_lengths
-
-SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
+from tests.support.snapshots import load as snapshot
 
 
 def load(name: str) -> Topology:
-    return read_topology(SnapshotNvml(json.loads((SNAPSHOTS / f"{name}.json").read_text())), (), ())
+    return read_topology(SnapshotNvml(snapshot(name)), (), ())
 
 
 def same(ranks: int, gbs: float) -> list[list[float]]:

@@ -5,6 +5,9 @@ To be imported before any kernel, as ranks of a test do that begin in another pr
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,6 +18,19 @@ INTERPRETED = DEVICE.type == "cpu"
 
 MARKS = [pytest.mark.usefixtures("on_device"), *([] if INTERPRETED else [pytest.mark.gpu])]
 """`pytestmark` of every file of kernel tests: `pytest -m gpu` runs them where they run on a GPU."""
+
+
+def matrix(worlds: list[int], shapes: list[tuple], dtypes: list[torch.dtype], mixed: list[tuple]) -> list[Any]:
+    """All (world, shape, dtype), for `parametrize`. Not slow are worlds 1, 3 and 8: all shapes in fp32, and `mixed`,
+    which are some of the shapes, in all dtypes. `pytest -m gpu` runs all.
+    """
+    found = []
+    for world, shape, dtype in itertools.product(worlds, shapes, dtypes):
+        is_fast = world in (1, 3, 8) and (dtype == torch.float32 or shape in mixed)
+        marks = [] if is_fast else [pytest.mark.slow]
+        found.append(pytest.param(world, shape, dtype, id=f"{dtype}-{shape}-{world}", marks=marks))
+    return found
+
 
 _CANARY = 64  # elements, of any dtype a multiple of 16 bytes
 guarded: list[torch.Tensor] = []

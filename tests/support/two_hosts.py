@@ -78,8 +78,8 @@ def be_rank(folder: str) -> None:
 
     from odc_triton import OdcError, fully_shard, minibatch
     from odc_triton.engine.api import engine_of
-    from tests.engine.test_hybrid import Rows, mesh_of
-    from tests.engine.test_hybrid import _train as train
+    from tests.support.replicas import Rows, mesh_of
+    from tests.support.replicas import _train as train
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])

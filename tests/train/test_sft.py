@@ -59,14 +59,16 @@ def train(rank: int, world: int, wanted: SftOptions, folder: Path) -> tuple[list
     return losses, dict(full_parameters(run.model)), run.state.sampler
 
 
-def plain(wanted: SftOptions, folder: Path, samples_per_minibatch: int) -> tuple[list[float], dict]:
-    """Plain torch, one sample a microbatch, the same samples."""
+@pytest.fixture(scope="module")
+def of_plain_torch(folder: Path) -> tuple[list[float], dict]:
+    """Losses and weights of plain torch, one sample a microbatch, eight a minibatch: the same samples."""
     from odc_triton.balance import MinibatchSampler
 
+    wanted = options(folder)
     torch.set_num_threads(1)
     model = _model()
     data = TokenizedDataset.load(folder / "data.npz")
-    sampler = MinibatchSampler(data.lengths.tolist(), samples_per_minibatch, 256, rank=0, world=1, drop_last=True)
+    sampler = MinibatchSampler(data.lengths.tolist(), 8, 256, rank=0, world=1, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=wanted.lr, weight_decay=0.0)
     losses = []
     for step in range(wanted.steps):
@@ -101,9 +103,11 @@ def plain(wanted: SftOptions, folder: Path, samples_per_minibatch: int) -> tuple
         (4, "local", {}),
     ],
 )
-def test_equals_plain_torch_however_samples_are_dealt(folder: Path, world: int, balance: str, replaced: dict) -> None:
+def test_equals_plain_torch_however_samples_are_dealt(
+    folder: Path, of_plain_torch: tuple[list[float], dict], world: int, balance: str, replaced: dict
+) -> None:
     wanted = options(folder, balance=balance, samples_per_rank=8 // world, **replaced)
-    want_losses, want = plain(wanted, folder, samples_per_minibatch=8)
+    want_losses, want = of_plain_torch
     for losses, weights, position in ranks.run(train, world, wanted, folder):
         torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=0)
         # Packs sum in another order than single samples; AdamW amplifies it over the steps.

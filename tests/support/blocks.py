@@ -1,0 +1,29 @@
+"""A model of three blocks, small enough for tests that start many ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+SLOW_S = 60  # a timeout that no test reaches: whoever is named before it was found dead, not late
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return Blocks()
+
+
+def batch(seed: int) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))

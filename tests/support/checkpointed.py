@@ -1,0 +1,44 @@
+"""A small model and its training, the same on any number of ranks: what checkpoints are tested on."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.support.models import CASES, build, microbatches
+
+
+def make(name: str, bf16: bool, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from odc_triton import MixedPrecisionPolicy, fully_shard
+
+    model = fully_shard(build(name, seed), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, name: str, steps: range, *, noise: bool = False
+) -> list[float]:
+    """Losses of whole minibatches, the same samples whatever the world. `noise`: random numbers scale each loss."""
+    from odc_triton import minibatch
+
+    case, losses, rank, world = CASES[name], [], dist.get_rank(), dist.get_world_size()
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + step)  # a schedule
+        mine = microbatches(name, [6, 9, 4], seed=step)[rank::world]
+        total = torch.zeros(())
+        with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
+            for batch in mine:
+                loss = case.loss(model, batch) / mb.tokens
+                if noise:
+                    loss = loss * (1 + torch.rand(()) + random.random())
+                loss.backward()
+                total += loss.detach().float()
+        dist.all_reduce(total)
+        losses.append(total.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses

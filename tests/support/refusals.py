@@ -1,0 +1,28 @@
+"""What an action said when it was refused, and whether that is what it should say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+def caught(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def net(width: int = 6) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def compare(messages: dict[str, str], expected: dict[str, str]) -> None:
+    assert messages.keys() == expected.keys()
+    for name, pattern in expected.items():
+        assert re.search(pattern, messages[name]), f"{name}: {messages[name]}"
