@@ -49,7 +49,7 @@ def measure(options: SftOptions) -> dict[str, Any]:
             return packs
 
     mesh = default_mesh(timedelta(minutes=30))
-    prepared = prepare(options, rank=mesh.get_rank(), world=mesh.size())
+    prepared = prepare(options, mesh=mesh)
     model, cost = build_model(options, prepared, rank=mesh.get_rank())
     model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype))
     run = Timed(options=options, model=model, data=prepared.data, cost=cost, identity=prepared.identity)
