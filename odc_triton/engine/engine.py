@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer, describe
 from ..comm.grid import Grid
@@ -25,7 +23,7 @@ from ..comm.replicas import Replicas
 from .gradients import Waits
 from .optimizer_watch import Hyperparameters, OptimizerWatch
 from .parameter import ShardedParameter
-from .passes import Passes
+from .passes import Passes, RefuseCollectives
 from .publication import Publication, clear_gradients, copy_masters, land_gradients
 from .state import MinibatchState, Phase
 from .streams import AllStreams, Streams
@@ -431,34 +429,3 @@ class Engine:
     def retire(self) -> None:
         """Stops listening: another engine drives these parameters from now on."""
         self._optimizers.stop()
-
-
-_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
-_HARMLESS = ("wait_tensor", "_wrap_tensor_autograd")
-
-
-class RefuseCollectives(TorchDispatchMode):
-    """`fully_shard(..., debug=True)`: raises at any collective over more than one rank, where some may never come."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if DTensor in types:  # let DTensor go first: it issues its collectives under this mode
-            return NotImplemented
-        if func.namespace in _NAMESPACES and func._opname not in _HARMLESS and self._ranks_of(args) != 1:
-            raise RuntimeError(
-                f"collective {func._opname} inside a minibatch: ranks may run different numbers of microbatches, so "
-                f"some would never come. Reduce metrics after the minibatch instead."
-            )
-        return func(*args, **(kwargs or {}))
-
-    @staticmethod
-    def _ranks_of(args: tuple) -> int | None:
-        import torch.distributed as dist
-
-        for argument in reversed(args):  # the group comes last among the strings, after the reduction's name
-            if isinstance(argument, str):  # functional collectives name their group
-                return dist.distributed_c10d._resolve_process_group(argument).size()
-            try:
-                return dist.ProcessGroup.unbox(argument).size()
-            except (AttributeError, RuntimeError, TypeError):
-                continue
-        return None

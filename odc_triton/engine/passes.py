@@ -1,4 +1,7 @@
-"""Forwards and backwards of one rank's model: when one runs, of which minibatch it is, and where a unit's ends."""
+"""Forwards and backwards of one rank's model: when one runs, of which minibatch it is, and where a unit's ends.
+
+And what must not run in them: collectives.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.errors import describe
 from .state import MinibatchState
@@ -237,3 +242,35 @@ def _replace(value: Any, tensors: dict[int, torch.Tensor], kept: _Kinds) -> Any:
     if all(new is old for new, old in zip(replaced, parts, strict=True)):
         return value
     return pytree.tree_unflatten(replaced, spec)
+
+
+# What `torch.ops` calls collectives' namespaces.
+_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+_HARMLESS = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+class RefuseCollectives(TorchDispatchMode):
+    """`fully_shard(..., debug=True)`: raises at any collective over more than one rank, where some may never come."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if DTensor in types:  # let DTensor go first: it issues its collectives under this mode
+            return NotImplemented
+        if func.namespace in _NAMESPACES and func._opname not in _HARMLESS and self._ranks_of(args) != 1:
+            raise RuntimeError(
+                f"collective {func._opname} inside a minibatch: ranks may run different numbers of microbatches, so "
+                f"some would never come. Reduce metrics after the minibatch instead."
+            )
+        return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _ranks_of(args: tuple) -> int | None:
+        import torch.distributed as dist
+
+        for argument in reversed(args):  # the group comes last among the strings, after the reduction's name
+            if isinstance(argument, str):  # functional collectives name their group
+                return dist.distributed_c10d._resolve_process_group(argument).size()
+            try:
+                return dist.ProcessGroup.unbox(argument).size()
+            except (AttributeError, RuntimeError, TypeError):
+                continue
+        return None
