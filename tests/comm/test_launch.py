@@ -133,8 +133,7 @@ def test_ctrl_c_while_ranks_start(tmp_path: Path) -> None:
 def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=environment)
+    launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=leftovers.environment())
     try:
         deadline_s = time.monotonic() + 100
         while len(files := list(tmp_path.glob("rank-*"))) < 2 or not all(path.read_text() for path in files):

@@ -36,8 +36,13 @@ BF16 = torch.bfloat16
 # ---------------------------------------------------------------------- against one process
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
-@pytest.mark.parametrize("name", ["qwen2", "gpt2-tied", "conv"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *(("conv", "cpu"), ("conv", "cpu-apart"), ("gpt2-tied", "cpu"), ("qwen2", "cpu-apart")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2-tied", "cpu-apart"), ("qwen2", "cpu"))),
+    ],
+)
 def test_against_one_process(name: str, backend: str) -> None:
     """Uneven counts, a rank without microbatches; in "conv" a scalar, an empty parameter and rows fewer than ranks."""
     want_first, want, want_norms = unsharded(name, STEPS)
@@ -137,8 +142,13 @@ def _rows(rank: int, world: int, dtype: torch.dtype | None, meta: str) -> tuple:
     return start, gradients, dict(full_parameters(model)), rows, model.state_dict()["offset"]
 
 
-@pytest.mark.parametrize("meta", ["none", "others", "all"])
-@pytest.mark.parametrize("dtype", [None, BF16])
+@pytest.mark.parametrize(
+    ("dtype", "meta"),
+    [
+        *((None, "none"), (BF16, "others"), (BF16, "all")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, "others"), (None, "all"), (BF16, "none"))),
+    ],
+)
 def test_odd_rows(dtype: torch.dtype | None, meta: str) -> None:
     results = ranks.run(_rows, 4, dtype, meta)
     compute = dtype or torch.float32

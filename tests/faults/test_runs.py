@@ -24,7 +24,7 @@ from tests.faults import campaign
 from tests.faults.inject import Fault
 from tests.faults.trial import run_trial
 from tests.support import ranks
-from tests.support.leftovers import interrupted
+from tests.support.leftovers import environment, interrupted
 from tests.support.sft_case import case, write_case
 
 
@@ -250,17 +250,13 @@ def _wait_for_steps(process: subprocess.Popen, out: Path, steps: int) -> None:
         time.sleep(0.02)
 
 
-def _environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_the_command_is_told_to_stop(tmp_path: Path, number: int) -> None:
     """SIGTERM goes to the launcher only, Ctrl-C to the ranks as well, as a terminal sends it."""
     wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)
     command = _command(wanted, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2")
     process = subprocess.Popen(
-        command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         _wait_for_steps(process, tmp_path / "out", 3)
@@ -303,7 +299,7 @@ def test_torchrun_brings_the_job_back(tmp_path: Path) -> None:
     wanted = case(write_case(tmp_path), steps=30, samples_per_rank=2, checkpoint_every=2, resume="auto")
     run = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1")
     command = _command(wanted, *run, "-m", "odc_triton.train.sft")
-    process = subprocess.Popen(command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         _wait_for_steps(process, tmp_path / "out", 5)
         children = psutil.Process(process.pid).children(recursive=True)

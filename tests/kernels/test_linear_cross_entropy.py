@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +104,12 @@ def check_output(got: HeadOutput, want: HeadOutput, tolerance: float = FORWARD_T
         close(getattr(got, name), getattr(want, name), tolerance, name)
 
 
+def arguments(h: torch.Tensor, weight: PeerShards, targets: torch.Tensor, **changes: object) -> dict[str, Any]:
+    """Of forward and backward alike: several chunks and tiles."""
+    given = {"h": h, "weight": weight, "targets": targets, "chunk": 16, "tile": TILE, "eager": Softmax.eager}
+    return given | changes
+
+
 @pytest.mark.parametrize(("world", "shape", "dtype"), CASES)
 def test_outputs_and_gradients(world: int, shape: tuple, dtype: torch.dtype) -> None:
     tokens, vocabulary, columns = shape
@@ -113,15 +120,7 @@ def test_outputs_and_gradients(world: int, shape: tuple, dtype: torch.dtype) -> 
     gradient, dh = split(before, world), torch.full((tokens, columns), torch.nan, dtype=dtype)
     rank = world // 2
     weight = PeerShards.of(split(whole, world), shape=whole.shape, rank=rank)
-    given = {
-        "h": h,
-        "weight": weight,
-        "targets": targets,
-        "logit_scale": SCALE,
-        "chunk": 16,
-        "tile": TILE,
-        "eager": Softmax.eager,
-    }
+    given = arguments(h, weight, targets, logit_scale=SCALE)
 
     output = linear_cross_entropy(**given)
     linear_cross_entropy_grad(
@@ -151,7 +150,7 @@ def gradients(
     weight = PeerShards.of(split(whole, 2), shape=whole.shape)
     gradient = split(torch.zeros(whole.shape), 2)
     dh = torch.full(h.shape, torch.nan)
-    both = {"h": h, "weight": weight, "targets": targets, "chunk": 16, "tile": TILE, "eager": Softmax.eager} | changes
+    both = arguments(h, weight, targets, **changes)
     g_entropy = both.pop("g_entropy", None)
     output = linear_cross_entropy(**both)
     linear_cross_entropy_grad(
@@ -247,16 +246,8 @@ def test_frozen_weight_and_frozen_input() -> None:
     h, whole = head(7, 20, 4, torch.float16)
     targets, g = targets_of(7, 20, 2), torch.randn(7)
     output, want_dh, want_dw = gradients(h, whole, targets, g)
-    given = {
-        "h": h,
-        "weight": PeerShards.of(split(whole, 2), shape=whole.shape),
-        "targets": targets,
-        "output": output,
-        "g_logp": g,
-        "chunk": 16,
-        "tile": TILE,
-        "eager": Softmax.eager,
-    }
+    weight = PeerShards.of(split(whole, 2), shape=whole.shape)
+    given = arguments(h, weight, targets, output=output, g_logp=g)
     dh = torch.full(h.shape, torch.nan)
     linear_cross_entropy_grad(**given, gradient=None, dh=dh)
     torch.testing.assert_close(dh, want_dh, rtol=0, atol=0)
@@ -308,15 +299,7 @@ def test_the_host_never_waits() -> None:
     shards = split(torch.zeros(whole.shape), 3)
     gradient = PeerShards.of(shards, shape=whole.shape, rank=1)
     dh = torch.full(h.shape, torch.nan, dtype=h.dtype)
-    given = {
-        "h": h,
-        "weight": weight,
-        "targets": targets,
-        "logit_scale": SCALE,
-        "chunk": 16,
-        "tile": TILE,
-        "eager": Softmax.eager,
-    }
+    given = arguments(h, weight, targets, logit_scale=SCALE)
     with synchronising_raises():
         output = linear_cross_entropy(**given)
         linear_cross_entropy_grad(**given, output=output, g_logp=g, gradient=gradient, dh=dh)

@@ -63,7 +63,7 @@ def test_machine_code_is_as_it_should_be(out: Path, cases: Callable[[], list[str
         assert codes[name, 90]["reduction"] == "REDG.E.ADD.F32x4.FTZ.RN.STRONG.SYS"
 
 
-@pytest.mark.parametrize("arch", [80, 120])
+@pytest.mark.parametrize("arch", [80, pytest.param(120, marks=pytest.mark.slow)])
 def test_other_chips(out: Path, arch: int) -> None:
     names = ("wgrad bf16", "staged bf16", "staged_dx bf16", "scatter fp16", "linear fp32 T<=64")
     failed, codes = compiled(out, "--arch", str(arch), "--kernel", *names)

@@ -192,8 +192,19 @@ def check(setup: Setup, world: int = 1) -> int:
     return outcomes[0][3]
 
 
-@pytest.mark.parametrize("engine", ["cpu", "cpu-apart"])
-@pytest.mark.parametrize(("family", "order"), [("Llama", "before"), ("Qwen3", "after")])
+def slow(*case: object) -> object:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("family", "order", "engine"),
+    [
+        ("Llama", "before", "cpu-apart"),
+        ("Qwen3", "after", "cpu"),
+        slow("Llama", "before", "cpu"),
+        slow("Qwen3", "after", "cpu-apart"),
+    ],
+)
 def test_blocks(family: str, order: str, engine: str) -> None:
     check(Setup(family=family, order=order, engine=engine, lengths=(7,)))
 
@@ -212,8 +223,10 @@ def test_blocks_on_two_ranks() -> None:
     check(Setup(engine="cpu-apart", lengths=(7, 12, 7)), world=2)
 
 
-@pytest.mark.parametrize("engine", ["cpu", "cpu-apart"])
-@pytest.mark.parametrize("change", ["frozen", "checkpointing"])
+@pytest.mark.parametrize(
+    ("change", "engine"),
+    [("frozen", "cpu-apart"), ("checkpointing", "cpu"), slow("frozen", "cpu"), slow("checkpointing", "cpu-apart")],
+)
 def test_changed(change: str, engine: str) -> None:
     check(Setup(change=change, engine=engine, choice="eager/direct/fused", lengths=(7,)))
 
@@ -228,16 +241,18 @@ def test_tied_and_repeated(family: str, choice: str) -> None:
     check(Setup(family=family, choice=choice, engine="cpu-apart", lengths=(7,)))
 
 
-@pytest.mark.parametrize("engine", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize("engine", ["cpu-apart", slow("cpu")])
 def test_the_whole_model(engine: str) -> None:
     check(Setup(whole=True, engine=engine, order="after", lengths=(7,)))
 
 
+@pytest.mark.slow
 def test_inductor() -> None:
+    """The operators by inductor are in the tests below too, in smaller blocks."""
     check(Setup(compiler="inductor", layers=1, engine="cpu-apart", choice="eager/direct/fused", lengths=(7,)))
 
 
-@pytest.mark.parametrize(("family", "choice"), [("Llama", "auto"), ("Qwen3", "eager/direct/fused")])
+@pytest.mark.parametrize(("family", "choice"), [("Llama", "auto"), slow("Qwen3", "eager/direct/fused")])
 def test_graphs_do_not_grow_with_the_layers(family: str, choice: str) -> None:
     """One for the first length, one for any; one more, as what enters the first block is no view."""
     few = check(Setup(family=family, choice=choice, engine="cpu-apart", lengths=(7,)))
@@ -252,11 +267,11 @@ def _addresses(tensors: list[torch.Tensor]) -> tuple[int, ...]:
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
-MEMORY = [("cpu", "eager/gathered/split"), ("cpu-apart", "eager/direct/fused")]
+VIEWS, APART = ("cpu", "eager/gathered/split"), ("cpu-apart", "eager/direct/fused")
+MEMORY = [("aot_eager", *VIEWS), ("aot_eager", *APART), ("inductor", *APART), slow("inductor", *VIEWS)]
 
 
-@pytest.mark.parametrize(("engine", "choice"), MEMORY)
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("compiler", "engine", "choice"), MEMORY)
 def test_inside_the_operators_addresses_are_the_heaps(compiler: str, engine: str, choice: str) -> None:
     model = replaced(Setup(family="blocks", compiler=compiler, engine=engine, choice=choice))
     blocks = {p.slot: p for p in model._odc_engine.parameters if p.name.startswith("model.layers")}
@@ -323,8 +338,7 @@ def _at_once(rank: int, world: int, setup: Setup, folder: str) -> tuple[dict, di
     return {rank: loss.item()}, gradients_of(model), held
 
 
-@pytest.mark.parametrize(("engine", "choice"), MEMORY)
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("compiler", "engine", "choice"), MEMORY)
 def test_what_another_rank_adds_during_a_backward_stays(
     compiler: str, engine: str, choice: str, tmp_path: Path
 ) -> None:

@@ -136,25 +136,33 @@ def test_our_operators_run(name: str, choice: str, monkeypatch: pytest.MonkeyPat
     assert dict(seen.counts) == {"odc::embedding": 1} | attention
 
 
-@pytest.mark.parametrize(("world", "backend"), [(1, "cpu-apart"), (2, "cpu"), (2, "cpu-apart")])
+@pytest.fixture(params=[4, pytest.param(10, marks=pytest.mark.slow)])
+def steps(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("world", "backend"), [(2, "cpu"), (2, "cpu-apart"), pytest.param(1, "cpu-apart", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", FUSED)
-def test_ten_steps(name: str, world: int, backend: str) -> None:
-    compare(Setup(name=name, backend=backend), world)
+def test_steps(name: str, world: int, backend: str, steps: int) -> None:
+    compare(Setup(name=name, backend=backend, steps=steps), world)
 
 
 @pytest.mark.parametrize("name", ["mistral", *GENERIC])
-def test_ten_steps_on_one_backend(name: str) -> None:
-    compare(Setup(name=name, backend="cpu" if name in ("phi3", "olmo2", "bert") else "cpu-apart"), 2)
+def test_steps_on_one_backend(name: str, steps: int) -> None:
+    compare(Setup(name=name, backend="cpu" if name in ("phi3", "olmo2", "bert") else "cpu-apart", steps=steps), 2)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gemma3", "gpt2"])
-def test_ten_steps_with_the_head(name: str) -> None:
-    compare(Setup(name=name, backend="cpu" if name == "llama" else "cpu-apart", roles=WITH_HEAD), 2)
+def test_steps_with_the_head(name: str, steps: int) -> None:
+    backend = "cpu" if name == "llama" else "cpu-apart"
+    compare(Setup(name=name, backend=backend, roles=WITH_HEAD, steps=steps), 2)
 
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "bert"])
-def test_ten_steps_that_gather_no_unit(name: str) -> None:
-    compare(Setup(name=name, backend="cpu-apart", choice="eager/direct/fused"), 2)
+def test_steps_that_gather_no_unit(name: str, steps: int) -> None:
+    compare(Setup(name=name, backend="cpu-apart", choice="eager/direct/fused", steps=steps), 2)
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,16 @@ def _rank_0_counts(rank: int, world: int, name: str, others: str, bf16: bool) ->
     return masters(model), compute_values(model), buffers
 
 
-@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
-    ("name", "others"), [("conv", "seeded"), ("conv", "meta"), ("gpt2-tied", "meta"), ("qwen2", "meta")]
+    ("name", "others", "bf16"),
+    [
+        *(("conv", "seeded", False), ("conv", "meta", True), ("gpt2-tied", "meta", False), ("qwen2", "meta", True)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("conv", "seeded", True), ("conv", "meta", False), ("gpt2-tied", "meta", True))
+        ),
+        pytest.param("qwen2", "meta", False, marks=pytest.mark.slow),
+    ],
 )
 def test_rank_0_counts(name: str, others: str, bf16: bool) -> None:
     model = build(name)

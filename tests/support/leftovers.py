@@ -11,6 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+def environment() -> dict[str, str]:
+    """Of a process that a test starts: it finds the package and the tests wherever it runs."""
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
 def names() -> set[str]:
     # Python's own semaphores (sem.mp-…) are of tests that run beside this one: we make none.
     shared = (name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-"))
@@ -32,9 +38,8 @@ def interrupted(command: list[str], has_come: Callable[[subprocess.Popen], bool]
     what it wrote to stderr. Nothing of it may stay.
     """
     before, deadline_s = names(), time.monotonic() + 100
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
         while process.poll() is None and not has_come(process):
