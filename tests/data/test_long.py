@@ -15,7 +15,8 @@ from tests.support.records import CHARACTERS, samples_of, write_lines
 
 
 @pytest.mark.parametrize(
-    ("begin", "remedy"), [(b'{"text": "', "split its text"), (b'[{"text": "', "make a line of each")]
+    ("begin", "remedy"),
+    [(b'{"text": "', "split its text"), (b'[{"text": "', "write each element of the JSON array on a line")],
 )
 def test_a_line_past_the_bound_is_named_and_not_read_whole(tmp_path, begin, remedy):
     path = tmp_path / "data.jsonl"

@@ -14,6 +14,9 @@ from odc_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_
 from odc_kernels.peers import PeerShards
 from odc_kernels.scatter import scatter
 from odc_kernels.wgrad import wgrad
+from tests.support import place
+
+pytestmark = place.MARKS
 
 
 def shards(*rows: list[list[float]]) -> list[torch.Tensor]:

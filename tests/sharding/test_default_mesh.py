@@ -41,7 +41,9 @@ def _meshes(rank: int, world: int) -> dict:
         summed.append(value.item())
     seen["summed"] = summed
     for count in (3, 8, -1):
-        with pytest.raises(ValueError, match=f"4 ranks can't be {count} replicas"):
+        with pytest.raises(
+            ValueError, match=f"4 ranks can't be split into {count} equal replicas: give a divisor of 4"
+        ):
             default_mesh(SOON, "cpu", replicas=count)
     return seen
 

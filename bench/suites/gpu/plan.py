@@ -73,6 +73,7 @@ ON_A_GPU = Given(
                 "tests/kernels/test_embedding_refusals.py",
                 "tests/kernels/test_linear_cross_entropy_refusals.py",
                 "tests/kernels/test_qkv_refusals.py",
+                "tests/kernels/test_worked_examples.py",
             ),
             workers=min(16, os.cpu_count() or 1),
         ),
