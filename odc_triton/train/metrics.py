@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import sys
 import threading
 from pathlib import Path
@@ -22,9 +23,10 @@ def read_metrics(path: str | os.PathLike) -> list[Metrics]:
 
     Raises ValueError for a line that is not a step's metrics, and for a path that is not a file.
     """
-    if not Path(path).is_file():
-        if Path(path).exists():
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
             raise ValueError(f"{path} is not a file: remove it, or give another --out")
+    except (FileNotFoundError, NotADirectoryError):
         return []
     lines = Path(path).read_bytes().splitlines(keepends=True)
     if lines and not lines[-1].endswith(b"\n"):
