@@ -65,7 +65,7 @@ def sharded_parameter(weight: torch.Tensor) -> ShardedParameter | None:
 class Residency(Enum):
     """Where a parameter's whole tensor lies."""
 
-    VIEW = "in the heap, whose shards lie side by side"
+    VIEW = "in the heap: its shards are adjacent there"
     GATHERED = "in a storage of its unit's, filled for as long as it is needed"
     ON_DEMAND = "nowhere: its modules read the owners by themselves"
 
@@ -220,7 +220,7 @@ class ShardedParameter:
         except RuntimeError:
             raise RuntimeError(
                 f"torch.autograd.grad was asked for the gradient of {self.name}, which goes to its owners: call "
-                f"backward() inside the minibatch and read .grad behind it, or leave its layer out of replace_layers"
+                f"backward() inside the minibatch and read .grad after it, or leave its layer out of replace_layers"
             ) from None
 
     def open_sink(self) -> PeerShards | AddRows:

@@ -21,6 +21,7 @@ from torch import nn
 from odc_triton.balance import CostModel, MinibatchSampler, PackedDataset, QueuedPacks, lb_mini, queue_packs
 from odc_triton.balance.queue import OwnCounter
 from tests.support import ranks
+from tests.support.blocks import Blocks
 
 COST = CostModel(quadratic=1e-6, linear=1e-3)
 CAP = 4000
@@ -179,21 +180,9 @@ def test_a_data_loader_is_refused(workers: int) -> None:
 # ---------------------------------------------------------------------- training
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x)
-
-
 def build() -> nn.Module:
     torch.manual_seed(0)
-    return Blocks()
+    return Blocks(6, 3)
 
 
 def rows(members: list[int]) -> torch.Tensor:
