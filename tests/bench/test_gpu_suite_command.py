@@ -49,6 +49,7 @@ def rehearse(out: Path, *words: str) -> subprocess.CompletedProcess:
     return subprocess.run(told, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=580)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on(tmp_path: Path) -> None:
     """The whole command: SIGKILL in the middle of a stage, a report of what is there, then the rest by its clock."""
     cells = tmp_path / "kernels.jsonl"

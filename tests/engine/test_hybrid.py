@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from odc_triton.sharding.footprint import memory_plan
 from tests.checkpoint.test_dcp import _train as train_dealt
-from tests.support import ranks, two_hosts
+from tests.support import ranks, slow, two_hosts
 from tests.support.models import CASES, build, microbatches
 from tests.support.parity import relative, unsharded, whole_model_error
 from tests.support.replicas import STEPS, Rows, _train, mesh_of
@@ -40,7 +40,7 @@ BF16 = torch.bfloat16
     ("name", "backend"),
     [
         *(("conv", "cpu"), ("conv", "cpu-apart"), ("gpt2-tied", "cpu"), ("qwen2", "cpu-apart")),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt2-tied", "cpu-apart"), ("qwen2", "cpu"))),
+        *(slow(*case) for case in (("gpt2-tied", "cpu-apart"), ("qwen2", "cpu"))),
     ],
 )
 def test_against_one_process(name: str, backend: str) -> None:
@@ -146,7 +146,7 @@ def _rows(rank: int, world: int, dtype: torch.dtype | None, meta: str) -> tuple:
     ("dtype", "meta"),
     [
         *((None, "none"), (BF16, "others"), (BF16, "all")),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((None, "others"), (None, "all"), (BF16, "none"))),
+        *(slow(*case) for case in ((None, "others"), (None, "all"), (BF16, "none"))),
     ],
 )
 def test_odd_rows(dtype: torch.dtype | None, meta: str) -> None:
@@ -232,7 +232,7 @@ def _load(rank: int, world: int, shape: tuple[int, ...], folder: str, name: str)
     return train_dealt(model, optimizer, name, range(2, 4), rank), same
 
 
-@pytest.mark.parametrize("name", ["conv", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["conv", slow("qwen2")])
 def test_checkpoints_across_mesh_shapes(tmp_path: Path, name: str) -> None:
     """fp32, and bf16 beside fp32 masters."""
     (want, *_) = ranks.run(_save, 4, (2, 2), str(tmp_path), name)

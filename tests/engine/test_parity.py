@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support import slow
 from tests.support.models import CASES
 from tests.support.parity import compare
 
 
-@pytest.fixture(params=[4, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.fixture(params=[4, slow(10)])
 def steps(request: pytest.FixtureRequest) -> int:
     return request.param
 
@@ -17,7 +18,7 @@ def steps(request: pytest.FixtureRequest) -> int:
     ("backend", "world"),
     [
         *((backend, world) for backend in ("cpu", "cpu-apart") for world in (1, 3)),
-        *(pytest.param("cpu", world, marks=pytest.mark.slow) for world in (2, 4)),
+        *(slow("cpu", world) for world in (2, 4)),
     ],
 )
 @pytest.mark.parametrize("name", CASES)
@@ -50,7 +51,7 @@ def test_gathered_at_once(name: str, world: int, style: str, transform: str, mon
     compare(name, world, style=style, transform=transform, backend="cpu-apart", steps=3)
 
 
-@pytest.mark.parametrize("kind", ["plain", "fused"])
+@pytest.mark.parametrize("kind", ["plain", "foreach"])
 def test_optimizers(kind: str, steps: int) -> None:
     compare("qwen2", 3, kind=kind, steps=steps)
 
@@ -64,9 +65,13 @@ def test_transformed(transform: str, steps: int) -> None:
     compare("qwen2", 2, transform=transform, steps=steps)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [(name, ("cpu", "cpu-apart")[number % 2]) for number, name in enumerate(CASES)]
+    + [slow(name, ("cpu-apart", "cpu")[number % 2]) for number, name in enumerate(CASES)],
+)
 def test_replaced_layers(name: str, backend: str, steps: int) -> None:
+    """Each model on one backend; slowly on the other too."""
     compare(name, 2, transform="layers", backend=backend, steps=steps)
 
 
@@ -79,13 +84,8 @@ def test_replaced_bottom_up(steps: int) -> None:
     compare("qwen3", 2, style="bottom-up", transform="layers", backend="cpu-apart", steps=steps)
 
 
-_SLOW = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in ("gathered", "staged", "checkpointing+direct", "frozen+staged")
-]
-
-
-@pytest.mark.parametrize("transform", ["direct", *_SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", ["direct", "gathered", "staged", "checkpointing+direct", "frozen+staged"])
 def test_replaced_layers_by_kernels(transform: str) -> None:
     """All of a model's products, in Triton's interpreter: few steps, as it is slow."""
     compare("qwen3", 2, transform=transform, backend="cpu-interpreter", steps=2)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import leftovers, ranks
+from tests.support import leftovers, ranks, slow
 from tests.support.blocks import SLOW_S, batch, build
 
 # ---------------------------------------------------------------------- a microbatch raised
@@ -173,7 +173,7 @@ def test_never_arrives(where: str) -> None:
             assert 2 <= waited_s < 4, "the deadline is 2 s"
 
 
-@pytest.mark.parametrize("where", ["enter", pytest.param("evaluation", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["enter", slow("evaluation")])
 def test_late_but_live(where: str) -> None:
     first, second = ranks.run(_late, 2, where, 6, 3.5)
     assert first[0] == second[0] == "no error", first[2] + second[2]

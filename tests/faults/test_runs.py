@@ -23,7 +23,7 @@ from odc_triton.train.sft_options import SftOptions
 from tests.faults import campaign
 from tests.faults.inject import Fault
 from tests.faults.trial import run_trial
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.leftovers import environment, interrupted
 from tests.support.sft_case import case, write_case
 
@@ -250,7 +250,7 @@ def _wait_for_steps(process: subprocess.Popen, out: Path, steps: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_the_command_is_told_to_stop(tmp_path: Path, number: int) -> None:
     """SIGTERM goes to the launcher only, Ctrl-C to the ranks as well, as a terminal sends it."""
     wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)
@@ -283,9 +283,7 @@ def _has_come_to(moment: str, process: subprocess.Popen, out: Path) -> bool:
     return (out / "run.json").exists()  # "preparing"
 
 
-@pytest.mark.parametrize(
-    "moment", ["importing", *(pytest.param(each, marks=pytest.mark.slow) for each in ("starting ranks", "preparing"))]
-)
+@pytest.mark.parametrize("moment", ["importing", *(slow(each) for each in ("starting ranks", "preparing"))])
 def test_ctrl_c_in_the_first_seconds(tmp_path: Path, moment: str) -> None:
     """When no rank can save anything yet."""
     wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)

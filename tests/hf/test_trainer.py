@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.models import build
 
 LENGTHS = [5, 17, 9, 26, 3, 12, 7, 21, 4, 15, 6, 11]
@@ -180,7 +180,7 @@ def test_ranks_without_packs(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ checkpoints
 
 
-@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bf16", [False, slow(True)])
 def test_resume(tmp_path: Path, bf16: bool) -> None:
     """From the middle of an epoch (2 of 3 steps) and from its end (3), on as many ranks and on fewer."""
     changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 4, "bf16": bf16}

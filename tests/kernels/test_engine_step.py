@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support import slow
+
 from tests.support import place  # isort: skip
 
 from bench.kernels.problem import DEVICE
@@ -58,7 +60,7 @@ def _sharded(rank: int, world: int, choice: str) -> tuple[list[dict], dict]:
 
 CHOICES = ["gathered", "triton/direct/fused", "triton/staged/split", "triton/staged/fused"]
 FAST = [*((3, choice) for choice in CHOICES), (1, "triton/staged/fused")]
-SLOW = [pytest.param(world, choice, marks=pytest.mark.slow) for world in (1, 2) for choice in CHOICES][:-1]
+SLOW = [slow(world, choice) for world in (1, 2) for choice in CHOICES][:-1]
 
 
 @pytest.mark.parametrize(("world", "choice"), [*FAST, *SLOW])

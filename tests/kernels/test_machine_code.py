@@ -1,4 +1,4 @@
-"""Cross-compiled machine code: a case of every kernel on sm_90, and some on other chips; slowly all in bf16 on sm_90.
+"""Cross-compiled machine code: a case of every kernel on sm_90; slowly all in bf16 there, and some on other chips.
 
 `make aot` reads all on all chips.
 """
@@ -18,6 +18,7 @@ import odc_kernels
 from bench.kernels.cases import cases as all_cases
 from bench.kernels.code import Case
 from odc_kernels import tiles
+from tests.support import slow
 from tests.support.aot import compiled
 
 _NAMES = {"t": "BLOCK_T", "n": "BLOCK_N", "k": "BLOCK_K", "group": "GROUP", "num_stages": "STAGES"}
@@ -49,7 +50,7 @@ IN_HGMMA = ("linear bf16", "linear_dx bf16", "wgrad bf16", "staged bf16")
 REDUCES_BY_FOUR = ("scatter bf16", "embedding_grad bf16")
 
 
-@pytest.mark.parametrize("cases", [_one_of_each, pytest.param(_subset, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [_one_of_each, slow(_subset)])
 def test_machine_code_is_as_it_should_be(out: Path, cases: Callable[[], list[str]]) -> None:
     names = [*cases(), *IN_HGMMA, *REDUCES_BY_FOUR, "linear fp32 T<=64"]
     failed, codes = compiled(out, "--arch", "90", "--kernel", *names)
@@ -63,7 +64,8 @@ def test_machine_code_is_as_it_should_be(out: Path, cases: Callable[[], list[str
         assert codes[name, 90]["reduction"] == "REDG.E.ADD.F32x4.FTZ.RN.STRONG.SYS"
 
 
-@pytest.mark.parametrize("arch", [80, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 120])
 def test_other_chips(out: Path, arch: int) -> None:
     names = ("wgrad bf16", "staged bf16", "staged_dx bf16", "scatter fp16", "linear fp32 T<=64")
     failed, codes = compiled(out, "--arch", str(arch), "--kernel", *names)

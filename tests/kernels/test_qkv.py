@@ -17,6 +17,7 @@ from odc_kernels.peers import PeerShards, join
 from odc_kernels.qkv import QkNorm, QkvWeights, Rope, qkv, qkv_ref
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad, qkv_grad_ref
 from odc_kernels.tiles import LinearTile, QkvTile, WgradTile
+from tests.support import slow
 from tests.support.place import split
 
 pytestmark = place.MARKS
@@ -237,10 +238,16 @@ def check(layer: Layer, rank: int, *, default_tiles: bool = False) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "world"),
-    [*(("qwen3 with bias", world) for world in WORLDS), *((family, 3) for family in FAMILIES[:3])],
+    ("family", "world", "dtype"),
+    [
+        *((family, 3, torch.float32) for family in FAMILIES),
+        *(("qwen3 with bias", world, torch.float32) for world in (1, 8)),
+        *(("qwen3 with bias", 3, dtype) for dtype in DTYPES[1:]),
+        *(slow(family, 3, dtype) for family in FAMILIES[:3] for dtype in DTYPES[1:]),
+        *(slow("qwen3 with bias", world, dtype) for world in (2, 4) for dtype in DTYPES),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_as_transformers(family: str, world: int, dtype: torch.dtype) -> None:
     check(Layer.of(family, world=world, dtype=dtype), world // 2)
 
@@ -258,7 +265,9 @@ def test_as_transformers(family: str, world: int, dtype: torch.dtype) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize(("family", "dtype"), [("qwen2", torch.bfloat16), ("qwen3 with bias", torch.float32)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [slow("qwen2", torch.bfloat16), ("qwen3 with bias", torch.float32)], ids=str
+)
 def test_shapes(sizes: dict, family: str, dtype: torch.dtype) -> None:
     check(Layer.of(family, dtype=dtype, **sizes), sizes["world"] - 1)
 
@@ -285,8 +294,7 @@ def test_many_tokens_with_gathered_weights() -> None:
     check(layer, 0, default_tiles=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float16), ("qwen3", torch.bfloat16)], ids=str)
 def test_tables_of_any_dtype_and_scale(family: str, dtype: torch.dtype) -> None:
     # Scaled tables (YaRN) make a rotation that is not orthogonal.
     check(Layer.of(family, dtype=dtype, table_dtype=dtype, table_scale=1.3), 1)
@@ -317,9 +325,9 @@ def test_norm_weights_of_zero_and_in_fp32() -> None:
 def test_the_same_bits_whoever_owns_and_asks() -> None:
     layer = Layer.of("qwen3 with bias", world=1)
     want = layer.forward(0)
-    for world in WORLDS[1:]:
+    for world in (3, 8):
         layer.shards = {name: split(join(shards), world) for name, shards in layer.shards.items()}
-        for rank in {0, world // 2, world - 1}:
+        for rank in (0, world - 1):
             for name, value in layer.forward(rank).items():
                 assert torch.equal(value, want[name]), (name, world, rank)
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from odc_triton import fully_shard, minibatch, replace_layers
 from odc_triton.engine.gradients import LockedAccumulator
 from odc_triton.engine.parameter import ShardedParameter
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.models import _causal_lm
 from tests.support.parity import TRANSFORMS
 
@@ -192,10 +192,6 @@ def check(setup: Setup, world: int = 1) -> int:
     return outcomes[0][3]
 
 
-def slow(*case: object) -> object:
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
 @pytest.mark.parametrize(
     ("family", "order", "engine"),
     [
@@ -268,7 +264,7 @@ def _addresses(tensors: list[torch.Tensor]) -> tuple[int, ...]:
 
 
 VIEWS, APART = ("cpu", "eager/gathered/split"), ("cpu-apart", "eager/direct/fused")
-MEMORY = [("aot_eager", *VIEWS), ("aot_eager", *APART), ("inductor", *APART), slow("inductor", *VIEWS)]
+MEMORY = [("aot_eager", *VIEWS), ("aot_eager", *APART), slow("inductor", *APART), slow("inductor", *VIEWS)]
 
 
 @pytest.mark.parametrize(("compiler", "engine", "choice"), MEMORY)

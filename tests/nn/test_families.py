@@ -17,7 +17,7 @@ from odc_triton import fully_shard
 from odc_triton.nn import Embedding, Linear, LMHead
 from odc_triton.nn.families import FusedProjections
 from odc_triton.nn.replace import replace_layers
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.families import (
     FAMILIES,
     FEW,
@@ -136,15 +136,20 @@ def test_our_operators_run(name: str, choice: str, monkeypatch: pytest.MonkeyPat
     assert dict(seen.counts) == {"odc::embedding": 1} | attention
 
 
-@pytest.fixture(params=[4, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.fixture(params=[4, slow(10)])
 def steps(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
 @pytest.mark.parametrize(
-    ("world", "backend"), [(2, "cpu"), (2, "cpu-apart"), pytest.param(1, "cpu-apart", marks=pytest.mark.slow)]
+    ("name", "world", "backend"),
+    [
+        *((name, 2, "cpu-apart") for name in FUSED),
+        (FUSED[0], 2, "cpu"),
+        *(slow(name, 2, "cpu") for name in FUSED[1:]),
+        *(slow(name, 1, "cpu-apart") for name in FUSED),
+    ],
 )
-@pytest.mark.parametrize("name", FUSED)
 def test_steps(name: str, world: int, backend: str, steps: int) -> None:
     compare(Setup(name=name, backend=backend, steps=steps), world)
 
@@ -154,7 +159,7 @@ def test_steps_on_one_backend(name: str, steps: int) -> None:
     compare(Setup(name=name, backend="cpu" if name in ("phi3", "olmo2", "bert") else "cpu-apart", steps=steps), 2)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", *map(slow, ["gemma3", "gpt2"])])
 def test_steps_with_the_head(name: str, steps: int) -> None:
     backend = "cpu" if name == "llama" else "cpu-apart"
     compare(Setup(name=name, backend=backend, roles=WITH_HEAD, steps=steps), 2)
@@ -171,8 +176,8 @@ def test_steps_that_gather_no_unit(name: str, steps: int) -> None:
         ("llama", "cpu-interpreter", KERNELS),
         ("mistral-window", "cpu-apart", KERNELS),
         ("qwen2", "cpu-interpreter", "qkv=triton/gathered/split"),
-        ("qwen2", "cpu", KERNELS),
-        ("qwen3", "cpu-interpreter", KERNELS),
+        slow("qwen2", "cpu", KERNELS),
+        slow("qwen3", "cpu-interpreter", KERNELS),
     ],
 )
 def test_a_step_by_kernels(name: str, backend: str, choice: str) -> None:

@@ -12,6 +12,7 @@ from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.nn.families import FusedProjections
 from odc_triton.nn.replace import replace_layers
 from tests.nn.test_families import KERNELS, WITH_HEAD, compare, same
+from tests.support import slow
 from tests.support.families import FEW, Setup, build, microbatches, prepared, summed_loss, train, unsharded
 from tests.support.parity import relative
 
@@ -72,16 +73,23 @@ def test_frozen_weights_have_no_gradient_shards(change_first: bool) -> None:
 # ---------------------------------------------------------------------- tied, checkpointed
 
 
-@pytest.mark.parametrize("roles", [WITH_HEAD, WITH_HEAD[:3], ("head",), ("linear",), ("embedding",)])
+@pytest.mark.parametrize("roles", [WITH_HEAD, *map(slow, [WITH_HEAD[:3], ("head",)]), ("linear",), ("embedding",)])
 def test_tied_embeddings(roles: tuple[str, ...]) -> None:
     setup = Setup(name="qwen2-tied", roles=roles, backend="cpu-apart", steps=3)
     assert "lm_head.weight" not in unsharded(setup).gradients
     compare(setup, 2)
 
 
-@pytest.mark.parametrize("change", ["checkpointing", "reentrant"])
 @pytest.mark.parametrize(
-    "options", [{"backend": "cpu"}, {"backend": "cpu-apart"}, ALL_KERNELS], ids=["cpu", "cpu-apart", "kernels"]
+    ("change", "options"),
+    [
+        ("checkpointing", {"backend": "cpu"}),
+        ("reentrant", {"backend": "cpu-apart"}),
+        ("checkpointing", ALL_KERNELS),
+        slow("reentrant", {"backend": "cpu"}),
+        slow("checkpointing", {"backend": "cpu-apart"}),
+        slow("reentrant", ALL_KERNELS),
+    ],
 )
 def test_checkpointed(change: str, options: dict) -> None:
     compare(Setup(name="qwen3", change=change, **options), 1 if "choice" in options else 2)
@@ -136,7 +144,7 @@ def _after_a_step(model: nn.Module, name: str) -> nn.Module:
     return model.eval()
 
 
-@pytest.mark.parametrize(("name", "choice"), [("mistral-window", "auto"), ("qwen2", "auto"), ("qwen3", KERNELS)])
+@pytest.mark.parametrize(("name", "choice"), [("mistral-window", "auto"), ("qwen2", "auto"), slow("qwen3", KERNELS)])
 def test_generation_with_a_cache_after_a_step(name: str, choice: str) -> None:
     ids = torch.randint(3, 97, (2, 7), generator=torch.Generator().manual_seed(6))
     ids[0, :3] = 0

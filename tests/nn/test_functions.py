@@ -18,7 +18,7 @@ from odc_triton.engine.parameter import sharded_parameter
 from odc_triton.nn import Embedding, Linear
 from odc_triton.nn.functional import embedding, linear, qkv, token_log_probs
 from odc_triton.nn.functional.qkv import HeadNorm
-from tests.support import ranks
+from tests.support import ranks, slow
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 # Of the largest element, or of 1, the size of what is summed. fp32, fp64: sums in another order. bf16: both sides begin
@@ -263,7 +263,7 @@ def _cases(backends: str, dtype: torch.dtype, turn: int) -> dict[str, Case]:
         (1, "cpu", FP32, "eager triton"),
         (2, "cpu-apart", FP32, "eager triton"),
         (3, "cpu-interpreter", FP32, "eager triton"),
-        (2, "cpu-interpreter", BF16, "eager triton"),
+        slow(2, "cpu-interpreter", BF16, "eager triton"),
         (3, "cpu", FP32, "eager"),
         (3, "cpu-apart", BF16, "eager"),
         (2, "cpu", FP64, "eager"),
@@ -340,7 +340,7 @@ def _second_derivatives(rank: int, world: int, backend: str, choice: str) -> Non
 
 
 @pytest.mark.parametrize("choice", ["eager/gathered/split", "eager/direct/fused", "triton/direct/fused"])
-@pytest.mark.parametrize(("world", "backend"), [(2, "cpu"), (3, "cpu-apart")])
+@pytest.mark.parametrize(("world", "backend"), [(3, "cpu-apart"), slow(2, "cpu")])
 def test_a_penalty_on_gradients(world: int, backend: str, choice: str) -> None:
     ranks.run(_second_derivatives, world, backend, choice)
 

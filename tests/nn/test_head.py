@@ -16,6 +16,7 @@ from odc_triton.hf import summed_loss
 from odc_triton.nn import LMHead
 from odc_triton.nn.head import FusedLogits
 from odc_triton.nn.replace import replace_layers
+from tests.support import slow
 from tests.support.parity import compare
 
 SIZES = {
@@ -105,7 +106,7 @@ def test_log_probs_and_entropy() -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
 @pytest.mark.parametrize("name", ["qwen2", "gpt2-tied"])
-@pytest.mark.parametrize("steps", [4, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [4, slow(10)])
 def test_steps_on_shards(name: str, backend: str, steps: int) -> None:
     compare(name, 2, transform="head", backend=backend, steps=steps)
 

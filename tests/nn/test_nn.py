@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from bench.reports.head_memory import peak_bytes
 from odc_triton import OdcError, fully_shard, minibatch, replace_layers, verify
 from odc_triton.nn import Attention, Embedding, Linear, LMHead
-from tests.support import ranks
+from tests.support import ranks, slow
 
 DIRECT = "eager/direct/fused"
 CHOICES = ["auto", "eager/gathered/split", DIRECT, "staged", "triton/direct/fused"]
@@ -92,7 +92,7 @@ def _own_model(rank: int, world: int, backend: str, choice: str) -> list[list[st
         (1, "cpu", "auto"),
         (3, "cpu", DIRECT),
         (3, "cpu-interpreter", "auto"),
-        (3, "cpu-interpreter", "triton/direct/fused"),
+        slow(3, "cpu-interpreter", "triton/direct/fused"),
     ],
 )
 def test_ones_own_model(world: int, backend: str, choice: str) -> None:
@@ -175,8 +175,14 @@ def _attention(rank: int, world: int, backend: str | None, choice: str) -> None:
             )
 
 
-@pytest.mark.parametrize("choice", ["auto", DIRECT, "triton", "triton/direct/fused"])
-@pytest.mark.parametrize(("world", "backend"), [(1, None), (3, "cpu-apart")])
+@pytest.mark.parametrize(
+    ("world", "backend", "choice"),
+    [
+        *((1, None, choice) for choice in ("auto", DIRECT, "triton", "triton/direct/fused")),
+        *((3, "cpu-apart", choice) for choice in ("auto", DIRECT, "triton/direct/fused")),
+        slow(3, "cpu-apart", "triton"),
+    ],
+)
 def test_attention(world: int, backend: str | None, choice: str) -> None:
     if backend is None:
         _attention(0, 1, None, choice)

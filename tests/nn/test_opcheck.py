@@ -18,6 +18,7 @@ from odc_triton import nn as odc_nn
 from odc_triton.nn.functional import embedding, linear, qkv, token_log_probs
 from odc_triton.nn.functional.qkv import HeadNorm
 from odc_triton.nn.verification import LocalShards
+from tests.support import slow
 
 OPS = torch.ops.odc
 N, K, HEAD_DIM = 7, 8, 16
@@ -269,8 +270,9 @@ def same(
         close(f"gradient of {name}", shards[name].gradient, wide[name].grad, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("by_kernels", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "by_kernels"), [(torch.float32, True), (torch.float32, False), (BF16, True)], ids=str
+)
 @pytest.mark.parametrize("choice", LINEAR)
 def test_gradients_of_linear(choice: str, by_kernels: bool, dtype: torch.dtype) -> None:
     def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor]:
@@ -305,10 +307,18 @@ def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.cat((turned.real, turned.imag), -1)
 
 
-@pytest.mark.parametrize("by_kernels", [False, True])
 @pytest.mark.parametrize("choice", ["eager", *QKV])
-@pytest.mark.parametrize("kind", ["bias", "norm", "norm, frozen"])
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "by_kernels"),
+    [
+        ("bias", torch.float32, True),
+        ("norm", torch.float32, False),
+        ("norm", BF16, True),
+        ("norm, frozen", torch.float32, True),
+        slow("bias", BF16, True),
+    ],
+    ids=str,
+)
 def test_gradients_of_qkv(kind: str, choice: str, by_kernels: bool, dtype: torch.dtype) -> None:
     parameters, norms = attention(kind, dtype)
     x = torch.randn(2, 5, 24).to(dtype).requires_grad_()

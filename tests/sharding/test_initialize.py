@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.models import build
 
 BF16 = torch.bfloat16
@@ -60,11 +60,8 @@ def _rank_0_counts(rank: int, world: int, name: str, others: str, bf16: bool) ->
     ("name", "others", "bf16"),
     [
         *(("conv", "seeded", False), ("conv", "meta", True), ("gpt2-tied", "meta", False), ("qwen2", "meta", True)),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("conv", "seeded", True), ("conv", "meta", False), ("gpt2-tied", "meta", True))
-        ),
-        pytest.param("qwen2", "meta", False, marks=pytest.mark.slow),
+        *(slow(*case) for case in (("conv", "seeded", True), ("conv", "meta", False), ("gpt2-tied", "meta", True))),
+        slow("qwen2", "meta", False),
     ],
 )
 def test_rank_0_counts(name: str, others: str, bf16: bool) -> None:

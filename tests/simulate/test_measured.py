@@ -71,6 +71,7 @@ def test_what_is_refused() -> None:
             SequenceTime(**{"tokens": 1, "microbatches": 1, "seconds": 1.0, **change})
 
 
+@pytest.mark.slow
 def test_the_measurement_and_its_prediction_run(tmp_path: Path) -> None:
     """On a tiny model: every variant is measured and predicted. How close the two are is the slow test's affair."""
     arrays = (

@@ -152,7 +152,7 @@ def whole_model_error(got: dict, want: dict) -> float:
 def compare(
     name: str,
     world: int,
-    kind: str = "foreach",
+    kind: str = "fused",
     style: str = "root",
     transform: str = "none",
     backend: str = "cpu",
