@@ -58,8 +58,8 @@ class Hyperparameters:
                     if len(ranks) > 1:
                         said = "; ".join(f"{value} on ranks {those}" for value, those in ranks.items())
                         raise RanksDiffer(
-                            f"the optimizer's {name} (parameter group {number}) is {said}. Each rank steps its "
-                            f"shards with its own value: give all ranks the same, and start again from the last checkpoint"
+                            f"the optimizer's {name} (parameter group {number}) is {said}. Each rank steps its own "
+                            f"shards with its values: give all ranks the same, and start again from the last checkpoint"
                         )
 
 
