@@ -93,7 +93,7 @@ class PeerShards:
         for owner, shard in enumerate(shards):
             want = (peers.rows(owner), *shape[1:])
             if tuple(shard.shape) != want:
-                raise ValueError(f"owner {owner}'s shard has shape {tuple(shard.shape)}; of {shape} it holds {want}")
+                raise ValueError(f"owner {owner}'s shard has shape {tuple(shard.shape)}; of {shape} give {want}")
             if shard.dtype != first.dtype or (device is None and shard.device != first.device):
                 raise ValueError(
                     f"owner {owner}'s shard is {shard.dtype} on {shard.device}, owner 0's {first.dtype} on "
@@ -123,7 +123,7 @@ def check_alike(
     for name, want in wanted.items():
         have = getattr(given, name)
         if have != want:
-            raise ValueError(f"{what} is of {name} {have}; with this {beside} give one of {name} {want}")
+            raise ValueError(f"{what} has {name} {have}; this {beside} needs {name} {want}")
 
 
 def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:

@@ -186,10 +186,10 @@ class QkvWeights:
                 if wanted != given:
                     raise ValueError(f"{name} has {what} {given} and wq {wanted}; all three must agree")
         if self.wk.shape != self.wv.shape:
-            raise ValueError(f"wk is {self.wk.shape} and wv {self.wv.shape}; k and v have as many heads")
+            raise ValueError(f"wk is {self.wk.shape} and wv {self.wv.shape}; k and v need as many heads")
         given = [bias is not None for bias in (self.bq, self.bk, self.bv)]
         if any(given) and not all(given):
-            raise ValueError(f"of bq, bk, bv only some are given ({given}); give all three (zeros will do) or none")
+            raise ValueError(f"only some of bq, bk, bv are given ({given}); give all three (zeros will do) or none")
         if self.bq is not None:
             for bias, weight in ((self.bq, self.wq), (self.bk, self.wk), (self.bv, self.wv)):
                 check_bias(bias, weight)

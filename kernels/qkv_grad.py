@@ -164,7 +164,7 @@ class QkvGradients:
 
     def __post_init__(self) -> None:
         if (self.q_norm is None) != (self.k_norm is None):
-            raise ValueError("of q_norm and k_norm one is None; one kernel makes both: give both or none")
+            raise ValueError("only one of q_norm and k_norm is given; one kernel makes both: give both or none")
 
 
 def qkv_grad(

@@ -144,7 +144,7 @@ def _check(dy: torch.Tensor, x: torch.Tensor, weight: PeerShards, bias: PeerShar
     if dy.ndim != 2 or x.ndim != 2 or dy.shape[0] != x.shape[0]:
         raise ValueError(f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}; give [T, N] and [T, K]")
     if weight.shape != (dy.shape[1], x.shape[1]):
-        raise ValueError(f"the weight is {weight.shape}; dy and x make {(dy.shape[1], x.shape[1])}")
+        raise ValueError(f"the weight is {weight.shape}; dy and x need {(dy.shape[1], x.shape[1])}")
     if dy.dtype != x.dtype or dy.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dy is {dy.dtype} and x {x.dtype}; give both in float32, bfloat16 or float16")
     if not (dy.is_contiguous() and x.is_contiguous()):

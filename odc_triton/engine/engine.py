@@ -187,7 +187,7 @@ class Engine:
             )
         if torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(
-                "torch.use_deterministic_algorithms(True) can't be kept: gradients are added in the order of their "
+                "torch.use_deterministic_algorithms(True) is not supported: gradients are added in the order of their "
                 "arrival. Switch it off around training with odc-triton."
             )
         for unit in self.units:
@@ -233,7 +233,7 @@ class Engine:
         given = [parameter.name for parameter in self.trainable() if parameter.landing.expect_no_more()]
         if given:
             self.state.fail(
-                f"p.grad of {given[0]} was assigned inside the minibatch, where the ranks' sum takes its place at the "
+                f"p.grad of {given[0]} was assigned inside the minibatch, but the ranks' sum replaces it at the "
                 f"end: assign it after the `with minibatch(...)` block"
             )
         for unit in self.units:

@@ -207,7 +207,7 @@ def _cross_entropy(
         if isinstance(value, torch.Tensor) or value:
             raise _refused(f"cross_entropy with {name}={'a tensor' if isinstance(value, torch.Tensor) else value}")
     if input.ndim > 2:
-        raise _refused(f"cross_entropy of {input.ndim} dimensions, whose second are the classes")
+        raise _refused(f"cross_entropy of {input.ndim} dimensions, with the classes in the second")
     loss = -input.log_probs(target, ignore_index=ignore_index).logp
     if reduction == "none":
         return loss

@@ -77,7 +77,7 @@ class CudaHeap(SymmetricHeap):
             ) from error
         wrong = [peer for peer, mark in enumerate(marks) if mark != _mark(token, peer)]
         if wrong:
-            raise RuntimeError(f"rank {rank} has mapped other memory than the heap's for ranks {wrong}")
+            raise RuntimeError(f"rank {rank} has mapped memory of ranks {wrong} that is not this heap's")
 
     def shard(self, region: Region, owner: int) -> torch.Tensor:
         own = region.own_shard(self.world, owner)
