@@ -1,26 +1,26 @@
-"""Device functions that the kernels share. The only file that knows memory orders.
+"""Device functions that the kernels share. The only file that deals with memory orders.
 
 [Note: orders] A peer's shard is only read between the meetings that the engine holds on the host, so loads need no
 order. Additions into a peer's gradient shard are `relaxed` at `sys` scope: they are atomic with those of other GPUs,
-and the exit meeting, after the stream is drained, is what tells the owner that they have landed. The default
-(`acq_rel`, `gpu`) would be slow, and wrong for another GPU's memory.
+and the exit meeting, after the stream is drained, tells the owner that they have landed. The default (`acq_rel`,
+`gpu`) would be slow, and wrong for another GPU's memory.
 
 [Note: bulk reductions] `descriptor.atomic_add` compiles to `cp.reduce.async.bulk`, one instruction for a tile instead
 of one for every four numbers, with about as many registers. PTX gives it no scope: it is relaxed at `gpu` scope. Within
-one GPU that is enough, whoever adds: all additions meet in its L2. Over NVLink it is right if they are done in the L2
-of the memory's home, as other additions are; the vendor does not promise it. So where an owner's memory is another
-GPU's, `adds_in_bulk` says no, unless ODC_BULK_REDUCTIONS=on; `off` has none anywhere. The default may change when
-`python -m bench.suites.links --loops 50`, which adds by both at once and compares, has passed on several GPUs.
+one GPU that is enough: all additions meet in its L2. Over NVLink it is right if they are done in the L2 of the memory's
+home, as other additions are; the vendor does not promise it. So where an owner's memory is on another GPU,
+`adds_in_bulk` is False unless ODC_BULK_REDUCTIONS=on; `off` disables bulk reductions everywhere. The default may change
+when `python -m bench.suites.links --loops 50`, which adds both ways at once and compares, has passed on several GPUs.
 
 [Note: alignment] An address loaded from a table has no known alignment. Without the hint, 2-byte loads are not joined
-into vectors and additions of 16-bit values become compare-and-swap loops. Hence `peer_address`, and shards that are
-aligned to 16 bytes (peers.py checks it).
+into vectors and additions of 16-bit values become compare-and-swap loops. Hence `peer_address`, and shards aligned to
+16 bytes (peers.py checks it).
 
-[Note: arrival] The copy engine fills a local buffer while the kernel that reads it runs. A stream operation behind each
-copy writes the copy's flag and makes the copy visible to the whole system first; so the kernel's read of the flag is an
-`acquire` at `sys` scope (adding zero compiles to a plain load, `ld.acquire.sys`). One thread reads it, and the barrier
-behind which the others learn its value orders their loads too. TMA reads through another proxy, which an acquire does
-not order: `bulk_reads_follow` must stand between the wait and the first TMA load.
+[Note: arrival] The copy engine fills a local buffer while the kernel that reads it runs. A stream operation after each
+copy makes the copy visible to the whole system, then writes its flag; so the kernel's read of the flag is an `acquire`
+at `sys` scope (adding zero compiles to a plain load, `ld.acquire.sys`). One thread reads it, and the barrier after
+which the others learn its value orders their loads too. TMA reads through another proxy, which an acquire does not
+order: call `bulk_reads_follow` between the wait and the first TMA load.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def peer_address(table, owner, dtype: tl.constexpr):
 
 @triton.jit
 def turn(index, rank, world):
-    """The owner that `rank` comes to in its `index`-th turn: each begins after itself, so at different owners."""
+    """The owner that `rank` visits in its `index`-th turn: ranks start after themselves, so at different owners."""
     return (rank + 1 + index) % world
 
 
@@ -63,7 +63,7 @@ def add_to_peer(pointer, value, mask):
 def wait_for_shard(flags, status, owner, epoch, spins):
     """Waits until `owner`'s flag is `epoch`, looking at most `spins` times; see [Note: arrival].
 
-    Returns whether it came. If not, `status` becomes owner + 1 and the caller must not use what is in the buffer.
+    Returns whether it arrived. If not, `status` becomes owner + 1 and the caller must not use the buffer.
     """
     seen = tl.atomic_add(flags + owner, 0, sem="acquire", scope="sys")
     looks = 1
@@ -83,7 +83,7 @@ def bulk_reads_follow():
 
 @triton.jit
 def dot(a, b, acc, UPCAST: tl.constexpr):
-    """acc + a b, in fp32. `UPCAST` when interpreting: the interpreter holds bf16 as integers and multiplies those.
+    """acc + a b, in fp32. `UPCAST` when interpreting: the interpreter stores bf16 as integers and multiplies those.
 
     fp32 operands are multiplied in fp32, not in tf32: a layer's result must not depend on which kernel made it.
     """
@@ -95,7 +95,7 @@ def dot(a, b, acc, UPCAST: tl.constexpr):
 def adds_in_bulk(shards: PeerShards) -> bool:
     """Whether a kernel may add to these shards by bulk reductions; see [Note: bulk reductions].
 
-    Raises ValueError where ODC_BULK_REDUCTIONS is none of auto, on, off.
+    Raises ValueError if ODC_BULK_REDUCTIONS is not auto, on or off.
     """
     told = os.environ.get("ODC_BULK_REDUCTIONS", "auto")
     if told not in ("auto", "on", "off"):
@@ -109,7 +109,7 @@ def interpreting() -> bool:
 
 
 def architecture(device: torch.device) -> int:
-    """90 for sm_90. When interpreting, of the oldest chip that is supported: its tiles are the smallest."""
+    """90 for sm_90. When interpreting, that of the oldest supported chip: its tiles are the smallest."""
     if interpreting():
         return 80
     major, minor = torch.cuda.get_device_capability(device)

@@ -1,4 +1,4 @@
-"""An embedding whose table lies on the peers: the rows at hand are read from, their gradients added to, their owners.
+"""An embedding whose table is on the peers: rows are read from their owners, and gradients added to them.
 
     y[t, :]     = W_o[id_t - o n, :]                             o = id_t // n
     dW_o[i, :] += scale * sum_{t: id_t = o n + i} dy[t, :]       in fp32
@@ -6,17 +6,17 @@
 T tokens, N rows (the vocabulary) in all, n = ceil(N / R) of them per owner, K columns; R owners.
 
 [Note: runs] An id's rows of dy are summed here before they cross the link, and each distinct id is added to its owner
-once. Sorting the ids makes equal ids neighbours: a *run*. A run is cut into pieces of SEGMENT tokens from its beginning
-on; the program of a piece's first position sums it, those of all other positions return at once. A run of one piece
-goes straight to its owner. The pieces of a longer one (a padding token, ten thousand times) are summed in parallel
-into a scratch buffer, which a second kernel sums up. No length is read back to the host.
+once. Sorting the ids makes equal ids neighbours: a *run*. A run is cut into pieces of SEGMENT tokens from its start;
+the program of a piece's first position sums it, those of all other positions return at once. A run of one piece goes
+straight to its owner. The pieces of a longer run (a padding token, ten thousand times) are summed in parallel into a
+scratch buffer, which a second kernel sums up. No length is read back to the host.
 
 [Note: slots] The piece that begins at position p has the row 2 (p // SEGMENT) + (1 if it is its run's first) of the
-scratch buffer. Only runs longer than SEGMENT come there, so between two multiples of SEGMENT at most one such run
-begins, and at most one later piece: no two pieces share a row.
+scratch buffer. Only runs longer than SEGMENT use it, so between two multiples of SEGMENT at most one such run begins,
+and at most one later piece: no two pieces share a row.
 
-Sorted ids lie owner by owner. Ranks begin at different quantiles of that order, so they add to different owners at a
-time, also when most ids are small, as in text. Reading is in the order of the tokens, which mixes owners anyway.
+Sorting groups ids by owner. Ranks begin at different quantiles of that order, so they add to different owners at a
+time, even when most ids are small, as in text. Reading is in token order, which mixes owners anyway.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def embedding_kernel(
     owner = tl.where(known, row // rows_per_owner, 0)
     source = peer_address(table, owner, DTYPE) + (row - owner * rows_per_owner) * columns
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-    # Not `known & (k < columns)`, which the compiler takes as well: the interpreter spreads the scalar over a block in
+    # Not `known & (k < columns)`, which the compiler accepts too: the interpreter broadcasts the scalar over a block in
     # the type of what was compared, int64, and triton 3.9's refuses such a mask.
     readable = tl.where(known, columns, 0)
     values = tl.load(source + k, mask=k < readable, other=float("nan"))
@@ -58,7 +58,7 @@ def embedding_kernel(
 
 @triton.jit
 def _trains(row, rows, padding):
-    """Whether an id has a gradient: it is a row of the table, and not the padding's (-1: none)."""
+    """Whether an id has a gradient: it is a row of the table and not the padding (-1: none)."""
     return (row >= 0) & (row < rows) & (row != padding)
 
 
@@ -153,7 +153,7 @@ def embedding_grad_long_kernel(
 
 
 def embedding(*, ids: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: EmbeddingTile = EMBEDDING) -> None:
-    """Writes the rows of `weight` [N, K] that `ids` [T] names into `out` [T, K], of the weight's dtype.
+    """Writes the rows `ids` [T] of `weight` [N, K] into `out` [T, K], of the weight's dtype.
 
     Two ranks own [[10, 11], [20, 21]] and [[30, 31]]. ids = [2, 0, 2] gives out = [[30, 31], [10, 11], [30, 31]].
 
@@ -172,7 +172,7 @@ def embedding(*, ids: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile:
         weight.table,
         out,
         rows,
-        max(weight.rows_per_owner, 1),  # a divisor, also of an empty vocabulary
+        max(weight.rows_per_owner, 1),  # a divisor, even for an empty vocabulary
         columns,
         DTYPE=TL_DTYPES[weight.dtype],
         BLOCK_K=tile.k,
@@ -189,7 +189,7 @@ def embedding_grad(
     padding_idx: int | None = None,
     tile: EmbeddingGradTile = EMBEDDING_GRAD,
 ) -> None:
-    """Adds scale * the rows of `dy` [T, K] into the rows of `weight` [N, K] (fp32 shards) that `ids` [T] names.
+    """Adds scale * the rows of `dy` [T, K] into the rows `ids` [T] of `weight` [N, K] (fp32 shards).
 
     Two ranks own two rows and one. ids = [2, 0, 2] and dy = [[1, 1], [2, 2], [3, 3]] add [2, 2] to row 0, on rank 0,
     and [4, 4] to row 2, on rank 1, in one addition.
@@ -252,7 +252,7 @@ def embedding_grad(
 
 
 def _check(ids: torch.Tensor, name: str, value: torch.Tensor, weight: PeerShards) -> None:
-    """`value` [T, K] goes with `ids` [T] and a weight [N, K]."""
+    """Checks that `value` [T, K] matches `ids` [T] and a weight [N, K]."""
     if len(weight.shape) != 2:
         raise ValueError(f"the weight is {weight.shape}; give two dimensions [N, K]")
     if ids.ndim != 1 or ids.dtype not in (torch.int64, torch.int32):

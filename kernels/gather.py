@@ -1,15 +1,15 @@
-"""Owners' shards to one local tensor, or those of many small tensors at once.
+"""Gathers owners' shards into one local tensor, or those of many small tensors at once.
 
     out[o n + i, :] = cast(shard_o[i, :])
 
 N rows in all, n = ceil(N / R) per owner, K elements a row; R owners. One program copies BLOCK consecutive elements of
-one owner. A rank reads the next rank's shard first, then those after it, and its own shard last: so ranks read
+one owner. A rank reads the next rank's shard first, then those after it, and its own shard last, so ranks read
 different owners at any one time.
 
     out[offset_p + i] = piece_p[i]        `gather_pieces`
 
-A piece p is one owner's shard of one tensor. A copy costs the host microseconds, which for a norm's weight is more than
-the link takes: so all pieces of a unit's small tensors go in one launch.
+A piece p is one owner's shard of one tensor. A copy costs the host microseconds, for a norm's weight more than the
+link takes, so all pieces of a unit's small tensors go in one launch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096, num_warps
     Two ranks hold [[1], [2]] and [[3]] of N = 3 rows. Both get out = [[1], [2], [3]]; rank 0 reads rank 1's row first
     and then its own, rank 1 the other way round.
 
-    Raises ValueError when `out` has another shape or device, or is not contiguous.
+    Raises ValueError if `out` has another shape or device, or is not contiguous.
     """
     if tuple(out.shape) != peers.shape or not out.is_contiguous():
         raise ValueError(f"out is {tuple(out.shape)} with strides {out.stride()}; give a contiguous {peers.shape}")
@@ -93,7 +93,7 @@ def gather(*, peers: PeerShards, out: torch.Tensor, block: int = 4096, num_warps
 @triton.jit
 def gather_pieces_kernel(sources, offsets, counts, out, DTYPE: tl.constexpr, EVEN: tl.constexpr, BLOCK: tl.constexpr):
     piece = tl.program_id(1)
-    # Where all are multiples of 16 bytes, loads and stores are vectors.
+    # If all are multiples of 16 bytes, loads and stores are vectors.
     count = tl.multiple_of(tl.load(counts + piece), EVEN)
     offset = tl.multiple_of(tl.load(offsets + piece), EVEN)
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -108,7 +108,7 @@ class Pieces:
     """Shards of one dtype and where they go, as `gather_pieces` sees them: int64 tables on the kernel's device.
 
     `sources`: addresses; `offsets`: elements from the start of the result; `counts`: elements; `most`: the largest.
-    `even`: all offsets and counts are multiples of so many elements: of 16 bytes' worth, or 1.
+    `even`: all offsets and counts are multiples of this many elements: 16 bytes' worth, or 1.
     """
 
     sources: torch.Tensor
@@ -130,7 +130,7 @@ class Pieces:
         for shard in shards:
             if shard.data_ptr() % ALIGNMENT_BYTES or not shard.is_contiguous():
                 raise ValueError(
-                    f"a shard lies at {shard.data_ptr():#x} with strides {shard.stride()}; it must be contiguous, and "
+                    f"a shard is at {shard.data_ptr():#x} with strides {shard.stride()}; it must be contiguous, and "
                     f"aligned to {ALIGNMENT_BYTES} bytes"
                 )
         device, counts = shards[0].device, [shard.numel() for shard in shards]
@@ -150,11 +150,11 @@ class Pieces:
 
 
 def gather_pieces(*, pieces: Pieces, out: torch.Tensor, block: int = 2048, num_warps: int = 4) -> None:
-    """Copies every piece to its place in `out`, flat and of the pieces' dtype. All places must lie within it.
+    """Copies every piece to its place in `out`, which is flat, of the pieces' dtype and large enough for all.
 
-    Two owners of a norm's weight [6] and a bias [4], which `out` has one after the other from 0 and from 8: shards of
-    3, 3, 2 and 2 elements go to the offsets 0, 3, 8 and 10; `out[6:8]` stays as it was. Raises ValueError for an `out`
-    of another dtype or device, or with strides.
+    Two owners have a norm's weight [6] and a bias [4], which start in `out` at 0 and at 8: shards of 3, 3, 2 and 2
+    elements go to the offsets 0, 3, 8 and 10; `out[6:8]` is left alone. Raises ValueError for an `out` of another dtype
+    or device, or with strides.
     """
     if out.dtype != pieces.dtype or out.device != pieces.sources.device or out.stride() != (1,):
         raise ValueError(

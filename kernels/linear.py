@@ -1,11 +1,11 @@
-"""A linear layer whose weight lies on the peers: tiles are read from their owners inside the loop.
+"""A linear layer whose weight is on the peers: tiles are read from their owners inside the loop.
 
     y[t, o n + i] = sum_k x[t, k] W_o[i, k] + b_o[i]
     dx[t, k]      = sum_o sum_i dy[t, o n + i] W_o[i, k]
 
 T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. This is the strategy
 `direct`: each weight tile crosses the link once per block of tokens, so it is for few tokens. Programs that share a
-weight tile (those of all blocks of tokens) are neighbours, and the own shard's come first.
+weight tile (those of all blocks of tokens) are neighbours, and this rank's shard comes first.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    owner = (rank + tl.program_id(2)) % world  # the own shard first: it is here already
+    owner = (rank + tl.program_id(2)) % world  # own shard first: it is here already
     first_row = owner.to(tl.int64) * rows_per_owner
     owned = tl.minimum(tl.maximum(rows - first_row, 0), rows_per_owner)
     if tl.program_id(1) * BLOCK_N < owned:

@@ -1,4 +1,4 @@
-"""Head and loss over a vocabulary whose rows lie on the peers; the logits are never whole.
+"""Head and loss over a vocabulary whose rows are on the peers; the logits are never whole.
 
     z[t, o n + i] = logit_scale * sum_k h[t, k] W_o[i, k]
     lse[t]        = log sum_v exp z[t, v]                    p[t, v] = exp(z[t, v] - lse[t])
@@ -9,15 +9,14 @@
     dh[t, k]  = logit_scale * sum_v dz[t, v] W[v, k]
     dW_o[i, k] += logit_scale * sum_t dz[t, o n + i] h[t, k]      into the owner's fp32 gradient shard
 
-T tokens, D columns of h, V rows of W, n = ceil(V / R) of them per owner; R owners. One chunk of one owner's rows at a
-time, own shard first, then that of rank + 1, ...: pulled into a local buffer, multiplied by the library, its logits
-taken into a running softmax (online_softmax.py). The backward makes the same logits again, turns them into dz in
-place, and adds the chunk's dW to its owner before the next.
+T tokens, D columns of h, V rows of W, n = ceil(V / R) of them per owner; R owners. It takes one chunk of one owner's
+rows at a time, own shard first, then that of rank + 1, ...: pulls it into a local buffer, multiplies it by the library
+and adds its logits to a running softmax (online_softmax.py). The backward recomputes the logits, turns them into dz in
+place, and adds the chunk's dW to its owner before the next chunk.
 
 [Note: fp32 sums] dh is a sum over chunks: it is accumulated in fp32 by the library's product itself (`addmm` with
-`out_dtype`, which knows 16-bit operands with an fp32 sum on CUDA only; elsewhere they are widened first). Rounding
-after each chunk would make the result depend on how the vocabulary was cut. A chunk's dW, likewise in fp32, is what
-`scatter` adds.
+`out_dtype`, which takes 16-bit operands with an fp32 sum on CUDA only; elsewhere they are widened first). Rounding
+after each chunk would make the result depend on how the vocabulary was cut. `scatter` adds a chunk's dW, also in fp32.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _CHUNK_LEAST, _CHUNK_MOST = 512, 4096
 class HeadOutput:
     """Per token, fp32 [T]: the target's log-probability, the log of the softmax's sum, the distribution's entropy.
 
-    `logp` is 0 for an ignored target and NaN for one that is no row of the vocabulary; the others don't depend on it.
+    `logp` is 0 for an ignored target and NaN for one outside the vocabulary; the other two don't depend on the target.
     """
 
     logp: torch.Tensor
@@ -67,13 +66,13 @@ class _Part:
 def extra_bytes(
     *, chunk: int, tokens: int, columns: int, element_bytes: int, backward: bool, eager: bool = False
 ) -> int:
-    """What a pass allocates at its peak beside its arguments and results, with chunks of `chunk` rows.
+    """What a pass allocates at its peak besides its arguments and results, with chunks of `chunk` rows.
 
-    On the CPU it is less by the buffers of pulled rows, which are read where they lie.
+    On the CPU it is less by the buffers of pulled rows, which are read in place.
     """
     held = 2 * chunk * columns * element_bytes + tokens * chunk * element_bytes + 64 * tokens
     if eager:
-        held += tokens * chunk * (4 if element_bytes == 4 else 8)  # probabilities; of 16-bit logits a wide copy too
+        held += tokens * chunk * (4 if element_bytes == 4 else 8)  # probabilities; a wide copy of 16-bit logits too
     if backward:
         held += 4 * chunk * columns + (4 * tokens * columns if element_bytes < 4 else 0)  # dW of a chunk; dh in fp32
     return held
@@ -91,9 +90,9 @@ def chunk_rows(
 ) -> int:
     """How many rows of the vocabulary to take at a time: a multiple of 64, the same for nearly all chunks.
 
-    As many as keep `extra_bytes` within 1/8 of the whole logits, at most 4096 (a product that large is efficient), at
-    least 512: with few tokens, whose logits are small anyway, or with a vocabulary that is not large against D, the
-    eighth is exceeded rather than the head cut into slivers.
+    As many as keep `extra_bytes` within 1/8 of the whole logits, at most 4096 (a product that large is efficient) and
+    at least 512: with few tokens, whose logits are small anyway, or with a vocabulary that is not large against D, it
+    exceeds the eighth rather than cut the head into slivers.
     """
     sizes = {"tokens": tokens, "columns": columns, "element_bytes": element_bytes, "backward": backward}
     sizes["eager"] = eager
@@ -125,10 +124,9 @@ def linear_cross_entropy(
 
     h: [T, D], contiguous; weight: [V, D], of h's dtype (fp32, bf16, fp16); targets: int64 [T].
 
-    `chunk`: rows of the vocabulary at a time, a multiple of 16; `chunk_rows` by default. `eager`: the softmax by plain
-    torch; by default on the CPU. T may be 0. Nothing waits on the host, so a
-    target outside the vocabulary is not refused: its `logp` is NaN. Raises ValueError for other shapes,
-    dtypes, devices or layouts, before a launch.
+    `chunk`: rows of the vocabulary at a time, a multiple of 16; `chunk_rows` by default. `eager`: computes the softmax
+    in plain torch, the default on the CPU. T may be 0. The host never waits, so a target outside the vocabulary is not
+    refused: its `logp` is NaN. Raises ValueError for other shapes, dtypes, devices or layouts, before a launch.
     """
     _check_head(h, weight, targets, logit_scale, chunk)
     tokens = h.shape[0]
@@ -171,16 +169,16 @@ def linear_cross_entropy_grad(
     eager: bool | None = None,
     tile: SoftmaxTile = ONLINE_SOFTMAX,
 ) -> None:
-    """Writes the gradient of h into `dh` and adds that of the weight into `gradient`; None where it is frozen.
+    """Writes the gradient of h into `dh` and adds that of the weight into `gradient`; None for a frozen one.
 
     In the example of `linear_cross_entropy`, g_logp = [1] makes the gradient of the logits [1/2, -1/4 | -1/4]. Times
     h = ln 2 it is added to the shards: [[0.347], [-0.173]] to rank 0's, [[-0.173]] to rank 1's. dh = [[1/2]].
 
-    `output` is what `linear_cross_entropy` gave for the same arguments; g_logp, g_entropy: fp32 [T], the loss's
-    gradient with respect to its fields. gradient: [V, D] in fp32, other ranks may add at the same time, or a function
-    that adds fp32 rows to those of an owner from `start` on: `gradient(owner, start, rows)`. dh: [T, D] in h's dtype or
-    in fp32, which saves an fp32 sum beside it. A token whose `logp` is NaN has a NaN gradient. Raises
-    ValueError as `linear_cross_entropy` does.
+    `output`: what `linear_cross_entropy` returned for the same arguments; g_logp, g_entropy: fp32 [T], the loss's
+    gradient with respect to its fields. gradient: [V, D] in fp32, to which other ranks may add at the same time, or a
+    function that adds fp32 rows to an owner's from `start` on: `gradient(owner, start, rows)`. dh: [T, D] in h's dtype
+    or in fp32, which saves a separate fp32 sum. A token whose `logp` is NaN has a NaN gradient. Raises ValueError as
+    `linear_cross_entropy` does.
     """
     _check_head(h, weight, targets, logit_scale, chunk)
     _check_gradients(h, weight, output, g_logp, g_entropy, gradient, dh)
@@ -238,7 +236,7 @@ def _default_chunk(h: torch.Tensor, weight: PeerShards, *, backward: bool, eager
 
 
 def _parts(weight: PeerShards, chunk: int) -> list[_Part]:
-    """All rows of the vocabulary in the order in which `rank` takes them."""
+    """All rows of the vocabulary, in the order in which `rank` takes them."""
     return [
         _Part(owner, start, min(start + chunk, weight.rows(owner)), owner * weight.rows_per_owner + start)
         for owner in ((weight.rank + index) % weight.world for index in range(weight.world))
@@ -247,12 +245,11 @@ def _parts(weight: PeerShards, chunk: int) -> list[_Part]:
 
 
 def _pulled(weight: PeerShards, chunk: int, on: Device | None = None) -> Iterator[tuple[_Part, torch.Tensor]]:
-    """Every part with its rows: own ones where they lie, others' in one of two buffers, till the next is asked for.
-    On the CPU all where they lie: there is no link. `on`: a device for a GPU's, to simulate it.
+    """Every part with its rows: own ones in place, others' in one of two buffers, until the next is asked for.
+    On the CPU all are in place: there is no link. `on`: a device to use instead of a GPU, to simulate one.
 
-    On a GPU the next part is pulled on a stream of its own while the caller's work on the present one runs. A pull
-    waits for what the caller had enqueued when it was started: the work on the part before the present one, whose
-    buffer it takes.
+    On a GPU the next part is pulled on its own stream while the caller's work on the current one runs. A pull waits for
+    what the caller had enqueued when it started: the work on the part before the current one, whose buffer it reuses.
     """
     parts = _parts(weight, chunk)
     own = weight.shards[weight.rank]
@@ -280,13 +277,13 @@ def _pulled(weight: PeerShards, chunk: int, on: Device | None = None) -> Iterato
             if arrived is not None:
                 compute.wait_event(arrived)
             yield part, rows
-    finally:  # also when the caller left early: the buffers' memory goes back to the caller's stream
+    finally:  # even if the caller left early: the buffers' memory goes back to the caller's stream
         if pull is not None:
             compute.wait_stream(pull)
 
 
 def _rows_of(peers: PeerShards, part: _Part) -> PeerShards:
-    """A part of one owner's rows as shards of their own. The address is computed on the device: nothing waits."""
+    """A part of one owner's rows, as shards. The address is computed on the device: nothing waits."""
     rows = peers.shards[part.owner][part.start : part.stop]
     skipped_bytes = part.start * peers.row_elements * rows.element_size()
     table = peers.table[part.owner : part.owner + 1] + skipped_bytes
@@ -357,7 +354,7 @@ def _check_gradients(
 def linear_cross_entropy_ref(
     h: torch.Tensor, weight: list[torch.Tensor], targets: torch.Tensor, ignore_index: int, logit_scale: float
 ) -> HeadOutput:
-    """The same in plain torch, over all owners' shards, in float64. Targets lie in the vocabulary or are ignored."""
+    """The same in plain torch, over all owners' shards, in float64. Targets are in the vocabulary or ignored."""
     z = logit_scale * (h.double() @ join(weight).double().T)
     lse = z.logsumexp(1)
     log_p = z - lse[:, None]

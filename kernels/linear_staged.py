@@ -1,11 +1,11 @@
-"""A linear layer whose weight arrives from the peers while it is computed.
+"""A linear layer whose weight arrives from the peers during the computation.
 
     y[t, o n + i] = sum_k x[t, k] W_o[i, k] + b_o[i]
     dx[t, k]      = sum_o sum_i dy[t, o n + i] W_o[i, k]
 
 T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. This is the strategy
-`staged`: `pull` (staged.py) has the copy engine fetch each owner's W_o once into a local buffer, the own one first,
-then rank + 1, and so on; the kernel starts when the own one is there and waits for each other owner's rows by a flag.
+`staged`: `pull` (staged.py) makes the copy engine fetch each owner's W_o once into a local buffer, its own first,
+then rank + 1, and so on; the kernel starts when its own is there and waits for each other owner's rows by a flag.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def linear_staged_kernel(
     patience = spins
     for tile in tl.range(tl.program_id(0), owner_tiles * world, tl.num_programs(0)):
         turn = tile // owner_tiles
-        owner = (rank + turn) % world  # in the order in which they arrive
+        owner = (rank + turn) % world  # in order of arrival
         tile_t, tile_n = tl.swizzle2d(
             tile % owner_tiles // tiles_n, tile % owner_tiles % tiles_n, tiles_t, tiles_n, GROUP
         )
@@ -77,7 +77,7 @@ def linear_staged_kernel(
         if tile_n * BLOCK_N < owned:
             if turn != waited_for:
                 arrived = wait_for_shard(flags, status, owner, epoch, patience)
-                patience = tl.where(arrived, patience, 1)  # once in vain is long enough
+                patience = tl.where(arrived, patience, 1)  # one timeout is long enough
                 waited_for = turn
                 if BULK and not UPCAST:
                     bulk_reads_follow()
@@ -86,8 +86,8 @@ def linear_staged_kernel(
             k = tl.arange(0, BLOCK_K)
             acc = tl.zeros((BLOCK_T, BLOCK_N), dtype=tl.float32)
             if HAS_BIAS:
-                # Added before the loop: behind it there are no registers for it. Loaded 8 times over: shared out among
-                # the threads it would be single loads of 2 bytes.
+                # Added before the loop: after it there are no registers for it. Loaded 8 times over: spread over the
+                # threads it would be single loads of 2 bytes.
                 offsets = n[None, :] + tl.zeros((8, BLOCK_N), dtype=tl.int32)
                 bias_8N = tl.load(peer_address(b_table, owner, DTYPE) + offsets, mask=offsets < owned, other=0.0)
                 acc += tl.sum(bias_8N.to(tl.float32) * 0.125, axis=0)[None, :]
@@ -158,7 +158,7 @@ def linear_dx_staged_kernel(
         t = tile_t.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
         k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
         acc = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
-        # The first tile waits at each owner; behind it all owners are here, and one long loop keeps its loads going.
+        # The first tile waits for each owner; after it all have arrived, and one long loop keeps its loads going.
         first = tile == tl.program_id(0)
         segments = tl.where(first, world, 1)
         segment_steps = owner_steps * world // segments
@@ -173,7 +173,7 @@ def linear_dx_staged_kernel(
                 first_row = tl.cast(owner, tl.int64) * rows_per_owner
                 row = step % owner_steps * BLOCK_N
                 if BULK:
-                    # Behind an owner's last row the weight's side reads zeros.
+                    # Past an owner's last row the weight reads as zeros.
                     dy_TN = dy_bulk.load([tile_t * BLOCK_T, first_row.to(tl.int32) + row])
                     w_NK = w_bulk.load([owner, row, tile_k * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
                 else:
@@ -213,7 +213,7 @@ def linear_staged(
     """Writes y = x Wᵀ + b into `out`, waiting for the rows of `weight` as they arrive.
 
     With W as in `linear`, rank 0 computes columns 0 and 1 of [[2, 5, 7]] while row 2 is still on its way from rank 1.
-    If that never comes, out is [[2, 5, nan]].
+    If that never arrives, out is [[2, 5, nan]].
 
     x: [T, K], weight: [N, K] as `pull` returned it, bias: [N], out: [T, N], all of one dtype; T may be 0. After
     `spins` looks at an owner's flag the kernel gives up: outputs from its rows are NaN and `check` raises. Raises
@@ -237,7 +237,7 @@ def linear_staged(
         out,
         HAS_BIAS=bias is not None,
         BULK=bulk,
-        # Only whole tiles leave in bulk: another owner's columns begin behind an odd one.
+        # Only whole tiles are stored in bulk: another owner's columns begin after an odd one.
         BULK_OUT=bulk and weight.rows_per_owner % tile.n == 0,
         **_shared(x, weight, spins, tile),
     )
@@ -254,10 +254,10 @@ def linear_dx_staged(
 ) -> None:
     """Writes dx = dy W into `out`, waiting for the rows of `weight` as they arrive.
 
-    With W as in `linear`, dy = [[1, 1, 1]] gives out = [[2, 2]] when row 2 has come from rank 1, else [[nan, nan]].
+    With W as in `linear`, dy = [[1, 1, 1]] gives out = [[2, 2]] when row 2 has arrived from rank 1, else [[nan, nan]].
 
-    dy: [T, N], weight: [N, K] as `pull` returned it, out: [T, K], all of one dtype. If an owner's rows don't come, all
-    of `out` is NaN; else as `linear_staged`.
+    dy: [T, N], weight: [N, K] as `pull` returned it, out: [T, K], all of one dtype. If an owner's rows don't arrive,
+    all of `out` is NaN; else as `linear_staged`.
     """
     check_linear("dy", dy, out, weight, columns_of=0)
     _check_pulled(weight, spins)
@@ -309,20 +309,20 @@ def _shared(value: torch.Tensor, weight: StagedWeight, spins: int, tile: LinearT
 
 
 def _vectors(weight: StagedWeight, *matrices: torch.Tensor) -> bool:
-    """Whether rows and owners begin at multiples of 16 elements: what TMA and vector loads by triton want."""
+    """Whether rows and owners begin at multiples of 16 elements, as TMA and triton's vector loads need."""
     sizes = (*weight.shape, weight.rows_per_owner)
     return all(size and size % 16 == 0 for size in sizes) and all(m.data_ptr() % 16 == 0 for m in matrices)
 
 
 def _tile(operator: str, value: torch.Tensor, vectors: bool, odd: LinearTile) -> LinearTile:
-    """The table's tile, or `odd`: the addresses of 2-byte elements that are loaded singly leave room for no more."""
+    """The table's tile, or `odd`: addresses of 2-byte elements loaded one by one leave no room for a larger one."""
     return tile_of(operator, **traits(value)) if vectors or value.element_size() > 2 else odd
 
 
 def _programs(weight: StagedWeight) -> int:
     """One program per multiprocessor. In the interpreter a few, so that each has several tiles as on a GPU.
 
-    While rows come over a link some multiprocessors stay free: should a driver copy them by a kernel, it gets in.
+    While rows arrive over a link some multiprocessors stay free, in case a driver copies them by a kernel.
     """
     if interpreting():
         return 3

@@ -1,4 +1,4 @@
-"""The softmax of logits that come a chunk of columns at a time, and the gradient of its log-probabilities.
+"""The softmax of logits that arrive a chunk of columns at a time, and the gradient of its log-probabilities.
 
     z_v = scale logits[t, v]        v = first .. first + count - 1 in this chunk
     m = max_v z_v    s = sum_v exp(z_v - m)    q = sum_v exp(z_v - m) (z_v - m)    z_y, the target's
@@ -7,8 +7,8 @@
 
     dlogits[t, v] = scale [ g_logp (1[v = y] - p_v) - g_entropy p_v (log p_v + entropy) ]
 
-T tokens; one running m, s, q, z_y for each, kept in fp32 whatever the logits are. With q about the maximum, neither
-term of the entropy is large where the logits are, so their difference is exact to fp32's rounding.
+T tokens; one running m, s, q, z_y for each, in fp32 whatever the logits' dtype. With q about the maximum, neither term
+of the entropy is large where the logits are, so their difference is exact to fp32's rounding.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ COLUMN_MULTIPLE = 16
 """Rows of logits begin at multiples of this many elements, so that loads of 2-byte values are joined into vectors."""
 
 _LOWEST = -1e30  # below any logit, yet finite: -inf minus -inf is not a number
-_DEEP = -200.0  # of a log-probability: exp is 0 in fp32, and 0 times it is 0 where -inf would give NaN
+_DEEP = -200.0  # a log-probability: its exp is 0 in fp32, and 0 times it is 0 where -inf would give NaN
 _VECTOR = tl.constexpr(COLUMN_MULTIPLE)
 
 
 @triton.jit
 def load_scaled(logits, t_in, v, count, scale):
-    """The logits of columns `v` in fp32, scaled; -inf behind `count`.
+    """The logits of columns `v` in fp32, scaled; -inf from `count` on.
 
-    Memory up to the next multiple of 16 columns is read, so that loads stay vectors for any `count`, and discarded.
+    It reads up to the next multiple of 16 columns, so that loads stay vectors for any `count`, and discards the rest.
     """
     readable = tl.cdiv(count, _VECTOR) * _VECTOR
     z = tl.load(logits, mask=t_in[:, None] & (v < readable)[None, :], other=0.0).to(tl.float32)
@@ -125,7 +125,7 @@ def softmax_grad_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftmaxState:
-    """m, s, q and z_y of the columns seen so far, fp32 [T] each; z_y is NaN until the target's column came by."""
+    """m, s, q and z_y of the columns seen so far, fp32 [T] each; z_y is NaN until the target's column has been seen."""
 
     maximum: torch.Tensor
     total: torch.Tensor
@@ -203,13 +203,13 @@ def online_softmax(
     eager: bool = False,
     tile: SoftmaxTile = ONLINE_SOFTMAX,
 ) -> None:
-    """Takes the columns `first` .. of the logits into `state`. logits: [T, count], targets: int64 [T], contiguous.
+    """Adds the columns `first` .. of the logits to `state`. logits: [T, count], targets: int64 [T], contiguous.
 
     Logits [ln 2, 0 | 0] of two ranks come in two calls. After the first the maximum is ln 2 and the sum of
     exp(z - maximum) is 1.5; after the second, with first = 2, the sum is 2: logsumexp = ln 2 + ln 2.
 
-    Rows of the logits must begin at multiples of 16 elements and have memory up to the next such multiple behind
-    `count`; ValueError otherwise. What is in fp32 logits afterwards is undefined. `eager`: by plain torch.
+    Rows of the logits must begin at multiples of 16 elements and have memory up to the next such multiple after
+    `count`; ValueError otherwise. The contents of fp32 logits are undefined afterwards. `eager`: in plain torch.
     """
     _check_rows(logits)
     tokens, count = logits.shape
@@ -251,7 +251,7 @@ def softmax_grad(
     eager: bool = False,
     tile: SoftmaxTile = ONLINE_SOFTMAX,
 ) -> None:
-    """Overwrites the columns `first` .. of the logits by their gradient; rows and `eager` as in `online_softmax`.
+    """Overwrites the columns `first` .. of the logits with their gradient; rows and `eager` as in `online_softmax`.
 
     For the target 0 and g_logp = [1] of that example the columns 0 and 1 become [1/2, -1/4], and column 2, in the call
     with first = 2, becomes [-1/4].

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-ALIGNMENT_BYTES = 16  # of every shard's address: what a vector load or a cp.async of 16 bytes wants
+ALIGNMENT_BYTES = 16  # of every shard's address: a vector load or a cp.async of 16 bytes needs it
 
 
 def rows_per_owner(rows: int, world: int) -> int:
-    """n = ceil(rows / world): as `torch.chunk` deals them, the last owners have fewer or none."""
+    """n = ceil(rows / world): as in `torch.chunk`, the last owners have fewer or none."""
     return -(-rows // world)
 
 
@@ -21,8 +21,8 @@ class PeerShards:
     """The shards of one tensor [N, ...], split on dim 0 as `torch.chunk` splits: `rows_per_owner` each, the last fewer.
 
     `table`: int64 [world], on the device that the kernels run on; entry r is the address of owner r's first row.
-    `shards`: the rows themselves, entry r of shape [rows of r, ...], contiguous, which also keeps their memory alive.
-    What only runs kernels does without. `near`: the owners whose memory is the kernels' own device's; None: all.
+    `shards`: the rows themselves, entry r of shape [rows of r, ...], contiguous; this also keeps their memory alive.
+    Kernels alone don't need it. `near`: the owners whose memory is on the kernels' own device; None: all.
     """
 
     table: torch.Tensor
@@ -52,7 +52,7 @@ class PeerShards:
         return elements
 
     def rows(self, owner: int) -> int:
-        """How many rows `owner` holds: maybe none."""
+        """How many rows `owner` holds, maybe none."""
         return min(max(self.shape[0] - owner * self.rows_per_owner, 0), self.rows_per_owner)
 
     @property
@@ -73,12 +73,12 @@ class PeerShards:
     ) -> PeerShards:
         """From the owners' tensors: views of peers' memory, or plain tensors in a test or on one GPU.
 
-        `device`: where the kernels run, by default where the shards lie. Given, shards may also lie in pinned host
+        `device`: where the kernels run, by default where the shards are. If given, shards may also be in pinned host
         memory: under unified addressing kernels read and write it at the same address, over the bus.
-        `aligned=False`: for plain torch on a CPU only, to which addresses don't matter.
+        `aligned=False`: only for plain torch on a CPU, where addresses don't matter.
 
-        Raises ValueError for shards of a wrong shape, dtype, device or layout, or at an address that is not a
-        multiple of 16 bytes.
+        Raises ValueError for shards of a wrong shape, dtype, device or layout, or at an address that is not a multiple
+        of 16 bytes.
         """
         shape, shards = tuple(shape), tuple(shards)
         if not shards:
@@ -86,14 +86,14 @@ class PeerShards:
         if not shape:
             raise ValueError("shape is (); a scalar is not sharded")
         if not 0 <= rank < len(shards):
-            raise ValueError(f"rank is {rank}; it must lie in 0..{len(shards) - 1}")
+            raise ValueError(f"rank is {rank}; it must be in 0..{len(shards) - 1}")
         first = shards[0]
         table = torch.tensor([s.data_ptr() for s in shards], dtype=torch.int64, device=device or first.device)
         peers = cls(table=table, shape=shape, rank=rank, dtype=first.dtype, shards=shards, near=near)
         for owner, shard in enumerate(shards):
             want = (peers.rows(owner), *shape[1:])
             if tuple(shard.shape) != want:
-                raise ValueError(f"owner {owner}'s shard has shape {tuple(shard.shape)}; of {shape} it holds {want}")
+                raise ValueError(f"owner {owner}'s shard has shape {tuple(shard.shape)}; of {shape} give {want}")
             if shard.dtype != first.dtype or (device is None and shard.device != first.device):
                 raise ValueError(
                     f"owner {owner}'s shard is {shard.dtype} on {shard.device}, owner 0's {first.dtype} on "
@@ -105,13 +105,13 @@ class PeerShards:
                 raise ValueError(f"owner {owner}'s shard has strides {shard.stride()}; it must be contiguous")
             if aligned and shard.numel() and shard.data_ptr() % ALIGNMENT_BYTES:
                 raise ValueError(
-                    f"owner {owner}'s shard lies at {shard.data_ptr():#x}; align it to {ALIGNMENT_BYTES} bytes"
+                    f"owner {owner}'s shard is at {shard.data_ptr():#x}; align it to {ALIGNMENT_BYTES} bytes"
                 )
         return peers
 
 
 def check_bias(bias: PeerShards, weight: PeerShards) -> None:
-    """Raises ValueError unless the shards of a bias [N] go with those of a weight [N, K]."""
+    """Raises ValueError unless the shards of a bias [N] match those of a weight [N, K]."""
     check_alike("the bias", bias, "weight", weight, shape=weight.shape[:1], dtype=weight.dtype)
 
 
@@ -123,11 +123,11 @@ def check_alike(
     for name, want in wanted.items():
         have = getattr(given, name)
         if have != want:
-            raise ValueError(f"{what} is of {name} {have}; with this {beside} give one of {name} {want}")
+            raise ValueError(f"{what} has {name} {have}; this {beside} needs {name} {want}")
 
 
 def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
-    """The owners' shards of a whole tensor [N, ...], as copies with addresses of their own."""
+    """The owners' shards of a whole tensor [N, ...], as separate copies."""
     each = rows_per_owner(whole.shape[0], world)
     return [whole[owner * each : (owner + 1) * each].clone().contiguous() for owner in range(world)]
 

@@ -1,4 +1,4 @@
-"""q, k and v of an attention layer whose three weights lie on the peers: bias, head norm and RoPE in the epilogue.
+"""q, k and v of an attention layer whose three weights are on the peers: bias, head norm and RoPE in the epilogue.
 
     p[t, r]    = sum_k x[t, k] W[r, k] + b[r]                    of Wq, Wk, Wv each; row r is owner r // n's row r % n
     u[t, h, :] = w * p / sqrt(mean_d p[t, h, d]^2 + eps)          with a norm, of q and k; else u = p
@@ -7,8 +7,8 @@
 
 T tokens, K input features, H heads of D elements (Hq of q, Hkv of k and v), n = ceil(H D / R) rows per owner; R
 owners. c and s are the rows of the tables cos and sin at the token's position, in transformers' `rotate_half`
-convention. All is fp32 up to the one rounding of each result. One program makes one head of one block of tokens, so
-that norm and RoPE see it whole; a head's rows may belong to several owners, so each row's address is looked up.
+convention. Everything is fp32 until each result is rounded once. One program makes one head of one block of tokens, so
+norm and RoPE see it whole; a head's rows may belong to several owners, so each row's address is looked up.
 
 The weights are read in the K loop (strategy `direct`): over a link for few tokens; gathered (one owner) for any number.
 """
@@ -39,7 +39,7 @@ def pick(part, of_q, of_k, of_v):
 def rope_rows(cos, sin, positions, t, t_in, table_rows, HEAD_DIM: tl.constexpr):
     """The tables' first halves at the positions of tokens `t`, fp32 [BLOCK_T, HEAD_DIM / 2].
 
-    NaN at a position that the tables don't have: reading it would fault, and the host can't check it without waiting.
+    NaN at a position outside the tables: reading it would fault, and the host can't check it without waiting.
     """
     j = tl.arange(0, HEAD_DIM // 2)
     position = tl.load(positions + t, mask=t_in, other=0)
@@ -47,7 +47,7 @@ def rope_rows(cos, sin, positions, t, t_in, table_rows, HEAD_DIM: tl.constexpr):
     offsets = position[:, None] * HEAD_DIM + j[None, :]
     c = tl.load(cos + offsets, mask=known, other=0.0).to(tl.float32)
     s = tl.load(sin + offsets, mask=known, other=0.0).to(tl.float32)
-    return c, tl.where(known, s, float("nan"))  # one is enough: both halves of a rotated head take of both
+    return c, tl.where(known, s, float("nan"))  # one is enough: both halves of a rotated head use both
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def store_halves(out, first, second, t, t_in, heads, head, HEAD_DIM: tl.constexp
 
 @triton.jit
 def bias_pointers(table, row, rows_per_owner, DTYPE: tl.constexpr, RUN: tl.constexpr):
-    """Where the biases of rows `row` are. Each RUN of rows has one owner: said to the compiler, which joins loads."""
+    """Where the biases of rows `row` are. Tells the compiler that each RUN of rows has one owner, so it joins loads."""
     bias = peer_address(table, row // rows_per_owner, DTYPE) + row % rows_per_owner
     return tl.max_contiguous(tl.multiple_of(bias, RUN * DTYPE.primitive_bitwidth // 8), RUN)
 
@@ -124,7 +124,7 @@ def qkv_kernel(
     part = tl.where(index < q_heads, 0, tl.where(index < q_heads + kv_heads, 1, 2))
     heads = pick(part, q_heads, kv_heads, kv_heads)
     rows_per_owner = pick(part, q_rows_per_owner, kv_rows_per_owner, kv_rows_per_owner)
-    # Each rank begins at its own rows, so that ranks read different owners at a time.
+    # Each rank begins at its own rows, so ranks read different owners at a time.
     head = (index - pick(part, 0, q_heads, q_heads + kv_heads) + rank * heads // world) % heads
 
     row = head * HEAD_DIM + tl.arange(0, HEAD_DIM)
@@ -166,7 +166,7 @@ def qkv_kernel(
 class QkvWeights:
     """The weights of a layer: wq [Hq D, K], wk and wv [Hkv D, K]; biases [Hq D], [Hkv D], [Hkv D]: all three or none.
 
-    Raises ValueError where shapes, dtypes, devices, worlds or ranks don't go together.
+    Raises ValueError if shapes, dtypes, devices, worlds or ranks don't match.
     """
 
     wq: PeerShards
@@ -186,10 +186,10 @@ class QkvWeights:
                 if wanted != given:
                     raise ValueError(f"{name} has {what} {given} and wq {wanted}; all three must agree")
         if self.wk.shape != self.wv.shape:
-            raise ValueError(f"wk is {self.wk.shape} and wv {self.wv.shape}; k and v have as many heads")
+            raise ValueError(f"wk is {self.wk.shape} and wv {self.wv.shape}; k and v need as many heads")
         given = [bias is not None for bias in (self.bq, self.bk, self.bv)]
         if any(given) and not all(given):
-            raise ValueError(f"of bq, bk, bv only some are given ({given}); give all three (zeros will do) or none")
+            raise ValueError(f"only some of bq, bk, bv are given ({given}); give all three (zeros will do) or none")
         if self.bq is not None:
             for bias, weight in ((self.bq, self.wq), (self.bk, self.wk), (self.bv, self.wv)):
                 check_bias(bias, weight)
@@ -218,9 +218,9 @@ class QkNorm:
 class Rope:
     """Tables cos, sin [P, D] as transformers' rotary embeddings make them, and the tokens' rows in them.
 
-    Of the tables' equal halves the first is read. `positions`: int64 [T], in packed sequences from 0 again; one outside
-    0..P-1 makes its token's q and k NaN (a check on the host would wait for the device). A model's
-    `position_embeddings` are the tables' rows already: then `positions` counts from 0 to T-1.
+    Only the first of the tables' equal halves is read. `positions`: int64 [T], from 0 in each packed sequence; one
+    outside 0..P-1 makes its token's q and k NaN (a check on the host would wait for the device). A model's
+    `position_embeddings` are already the tables' rows: then `positions` counts from 0 to T-1.
     """
 
     cos: torch.Tensor
@@ -256,7 +256,7 @@ def qkv(
     """Writes q [T, Hq, D], k and v [T, Hkv, D] of x [T, K], all of the weights' dtype; T may be 0.
 
     Two ranks own a query head of D = 16 each, K = 1: all rows of wq are 1 on rank 0 and 3 on rank 1. x = [[2]] at
-    position 0, where nothing is rotated, gives 2 in all places of q[0, 0] and 6 in those of q[0, 1].
+    position 0, where nothing is rotated, makes every element of q[0, 0] 2 and every element of q[0, 1] 6.
 
     With a norm, give `q_pre` and `k_pre`, shaped as q and k, if a backward follows: the projections before the norm are
     written there for `qkv_grad` (see [Note: saved] in qkv_grad.py). D is a power of two from 16 to 256. Raises
@@ -297,7 +297,7 @@ def qkv(
         HAS_NORM=norm is not None,
         SAVE=save,
         VECTOR=row_vector(columns, x.dtype),
-        # So many rows, from a multiple of it on, have one owner; no more than one load takes.
+        # This many rows, starting at a multiple of it, have one owner; at most as many as one load takes.
         RUN=math.gcd(weights.wq.rows_per_owner, weights.wk.rows_per_owner, 16 // x.dtype.itemsize),
         UPCAST=interpreting(),
         HEAD_DIM=head_dim,
@@ -310,7 +310,7 @@ def qkv(
 
 
 def row_vector(columns: int, dtype: torch.dtype) -> int:
-    """How many elements one load of a row takes: 16 bytes, if all rows of so many columns are aligned to them."""
+    """How many elements one load of a row takes: 16 bytes' worth, if rows of that many columns are aligned to it."""
     elements = 16 // dtype.itemsize
     return elements if columns % elements == 0 else 1
 
@@ -323,7 +323,7 @@ def check_qkv(
     heads: dict[str, torch.Tensor],
     saved: dict[str, torch.Tensor | None],
 ) -> None:
-    """Raises ValueError unless x, three head tensors (q, k, v or their gradients) and what is saved go together."""
+    """Raises ValueError unless x, three head tensors (q, k, v or their gradients) and what is saved match."""
     columns = weights.wq.shape[1]
     if x.ndim != 2 or x.shape[1] != columns:
         raise ValueError(f"x is {tuple(x.shape)}; with weights of {columns} columns give [T, {columns}]")

@@ -8,10 +8,10 @@
 
 T tokens, K input features, H heads of D elements, p the projections before norm and RoPE, o an owner: see qkv.py.
 
-[Note: saved] Without a norm the backward needs x and the positions only: RoPE is linear. With one it needs p. The
+[Note: saved] Without a norm the backward needs only x and the positions: RoPE is linear. With one it needs p. The
 forward stores p in the compute dtype (as much again as q and k; autograd's own graph of these steps keeps several such
-tensors), and 1/rms is made from it again here, where a program holds the whole head anyway. Not recovered from q: that
-divides by w, which may be 0, and by the tables' scale. Not recomputed from x: that costs the product again, and the
+tensors), and 1/rms is recomputed from it here, where a program holds the whole head anyway. Recovering p from q would
+divide by w, which may be 0, and by the tables' scale. Recomputing it from x would cost the product again, and the
 weights a second time over the link.
 """
 
@@ -148,8 +148,8 @@ def qkv_dx_kernel(
 class QkvGradients:
     """Where gradients go: None for what needs none. The shards are fp32 and are added to; the tensors are overwritten.
 
-    wq [Hq D, K], wk and wv [Hkv D, K], bq, bk, bv: the owners' gradient shards, maybe of
-    another number of owners than the weights have. dx: [T, K] of x's dtype. q_norm and k_norm: fp32 [D], both or none.
+    wq [Hq D, K], wk and wv [Hkv D, K], bq, bk, bv: the owners' gradient shards, maybe over another number of owners
+    than the weights. dx: [T, K] of x's dtype. q_norm and k_norm: fp32 [D], both or none.
     """
 
     dx: torch.Tensor | None = None
@@ -164,7 +164,7 @@ class QkvGradients:
 
     def __post_init__(self) -> None:
         if (self.q_norm is None) != (self.k_norm is None):
-            raise ValueError("of q_norm and k_norm one is None; one kernel makes both: give both or none")
+            raise ValueError("only one of q_norm and k_norm is given; one kernel makes both: give both or none")
 
 
 def qkv_grad(
@@ -184,13 +184,13 @@ def qkv_grad(
     dx_tile: LinearTile | None = None,
     wgrad_tile: WgradTile | None = None,
 ) -> None:
-    """Writes and adds the gradients that `out` names; `scale` is a factor of what is added to shards, and of no other.
+    """Writes and adds the gradients that `out` names; `scale` multiplies only what is added to shards.
 
     In the example of `qkv`, dq = 1 everywhere and dk = dv = 0 add 2 to each row of wq's shards, on both ranks, and
     dx = [[16 * 1 + 16 * 3]] = [[64]].
 
     dq: [T, Hq, D], dk and dv: [T, Hkv, D], x: [T, K], of the weights' dtype; T may be 0. weights, rope, norm, q_pre and
-    k_pre as in the forward. What was added is complete when this rank's stream is drained. Raises ValueError for other
+    k_pre as in the forward. The additions are complete when this rank's stream is drained. Raises ValueError for other
     shapes, dtypes, devices or layouts, before a launch.
     """
     check_qkv(x, weights, rope, norm, {"dq": dq, "dk": dk, "dv": dv}, {"q_pre": q_pre, "k_pre": k_pre})
@@ -305,9 +305,9 @@ def qkv_grad_ref(
     rope: Rope,
     norm: QkNorm | None,
 ) -> dict[str, torch.Tensor]:
-    """Gradients by name (dx, wq .. bv, q_norm, k_norm) of the whole tensors, in float64.
+    """Gradients by name (dx, wq .. bv, q_norm, k_norm) of the whole tensors, in float64, by the equations above.
 
-    `gradients`: dq, dk, dv; `weights`: the shards of wq, wk, wv; `biases`: of bq, bk, bv. By the equations above.
+    `gradients`: dq, dk, dv; `weights`: the shards of wq, wk, wv; `biases`: of bq, bk, bv.
     """
     head_dim = gradients[0].shape[2]
     half = head_dim // 2

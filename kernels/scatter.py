@@ -1,9 +1,9 @@
-"""A local gradient added into its owners' shards.
+"""Adds a local gradient into its owners' shards.
 
     shard_o[i, :] += scale * g[o n + i, :]        in fp32, atomically
 
 N rows in all, n = ceil(N / R) per owner, K elements a row; R owners. One program adds BLOCK consecutive elements of
-one owner. A rank adds to the next rank's shard first, and to its own last: so ranks add to different owners at any one
+one owner. A rank adds to the next rank's shard first and to its own last, so ranks add to different owners at any one
 time.
 """
 
@@ -53,10 +53,10 @@ def scatter(
 ) -> None:
     """Adds scale * `gradient` [N, ...], in bf16, fp16 or fp32, into the fp32 shards of `peers`.
 
-    Two ranks own two rows and one of N = 3. Rank 0 adds [[1], [2], [3]] and rank 1 [[10], [20], [30]]. In whatever
-    order the additions come, the shards have grown by [[11], [22]] and [[33]].
+    Two ranks own two rows and one of N = 3. Rank 0 adds [[1], [2], [3]] and rank 1 [[10], [20], [30]]. In any order of
+    the additions, the shards have grown by [[11], [22]] and [[33]].
 
-    Other ranks may add to the same shards at the same time. What was added is complete when this rank's stream is
+    Other ranks may add to the same shards at the same time. The addition is complete when this rank's stream is
     drained. Raises ValueError for another shape, device, dtype or layout.
     """
     if tuple(gradient.shape) != peers.shape or not gradient.is_contiguous():

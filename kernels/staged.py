@@ -1,13 +1,13 @@
-"""A weight of the peers in a local buffer, which fills shard by shard while a kernel reads it (linear_staged.py).
+"""A peers' weight in a local buffer, which fills shard by shard while a kernel reads it (linear_staged.py).
 
 [Note: epochs] A flag holds the number of the pull that set it, so no flag is ever reset: the next pull has the next
-number. After 2^31 - 1 comes 1; 0 is what a flag holds before its first pull. Only a flag that goes unwritten for all
-of 2^31 - 1 pulls could be taken for a new one.
+number. After 2^31 - 1 comes 1; a flag holds 0 before its first pull. Only a flag that goes unwritten for all of
+2^31 - 1 pulls could be mistaken for a new one.
 
 [Note: near and far] Rows that cross a link are fetched by a copy engine, which needs no multiprocessor: a kernel may
-take them all and wait. A copy within one device is a kernel itself, which such a kernel could keep out for ever. So the
-rows of near owners, the own ones and those of ranks that share the device, are waited for before the kernel starts.
-Where all ranks share a device that is all of them, and the strategy has no point.
+take them all and wait. A copy within one device is a kernel itself, which such a kernel could keep out forever. So the
+kernel starts only after the rows of near owners: this rank's own, and those of ranks that share the device. If all
+ranks share a device, that is all rows, and the strategy is pointless.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class StagedWeight:
     """A local buffer for a weight [N, K] of the peers, as of its `epoch`-th pull; see [Note: epochs].
 
     `buffer`: [R n, K], owner o's rows from o n on, zeros behind row N. `flags`: int32 [R], the pull whose rows of that
-    owner have arrived. `status`: int32 [1], 0 or 1 + an owner whose rows a kernel waited for in vain. `on`: the device
-    whose `stream` makes the copies, where `read` is the event after the last kernel that reads the buffer; None on a
-    CPU. `has_far`: rows of the last pull come while the kernel runs.
+    owner have arrived. `status`: int32 [1], 0 or 1 + an owner whose rows did not reach a waiting kernel. `on`: the
+    device whose `stream` makes the copies; its event `read` follows the last kernel that reads the buffer; None on a
+    CPU. `has_far`: rows of the last pull arrive while the kernel runs.
     """
 
     buffer: torch.Tensor
@@ -61,9 +61,9 @@ class StagedWeight:
 
     @classmethod
     def of(cls, peers: PeerShards, *, on: Device | None = None) -> StagedWeight:
-        """An empty buffer for weights like `peers` [N, K]; `on`: a device for a GPU's, to simulate it.
+        """An empty buffer for weights like `peers` [N, K]; `on`: a device to use instead of a GPU, to simulate one.
 
-        All kernels that read it run on the stream that is current now. Raises ValueError unless the weight has two
+        All kernels that read it must run on the stream that is current now. Raises ValueError unless the weight has two
         dimensions.
         """
         if len(peers.shape) != 2:
@@ -75,7 +75,7 @@ class StagedWeight:
         if on is not None:
             stream, read = on.stream(), on.current().record_event()
         if buffer.is_cuda:
-            buffer.record_stream(stream)  # once in its life, for when it is freed: `stream` works on it until then
+            buffer.record_stream(stream)  # once, for when it is freed: `stream` works on it until then
             flags.record_stream(stream)
         return cls(
             buffer=buffer,
@@ -91,21 +91,21 @@ class StagedWeight:
         )
 
     def is_read_now(self) -> None:
-        """To be called after a kernel that reads the buffer was launched: the next pull waits for it."""
+        """Call after launching a kernel that reads the buffer: the next pull waits for that kernel."""
         if self.on is not None:
             self.on.current().record_event(self.read)
 
 
 def pull(*, peers: PeerShards, staged: StagedWeight) -> StagedWeight:
-    """Fetches the shards of `peers` into the buffer of `staged`, own first; returns the weight that a kernel waits for.
+    """Fetches the shards of `peers` into the buffer of `staged`, own first; returns the weight for the kernels.
 
-    Rank 0 of two, which owns the rows 0 and 1 of three, copies these into the buffer and raises its own flag; then it
-    copies row 2 from rank 1 and raises rank 1's.
+    Rank 0 of two, which owns rows 0 and 1 of three, copies these into the buffer and sets its own flag; then it copies
+    row 2 from rank 1 and sets rank 1's.
 
     On a GPU everything is enqueued when this returns, so a kernel launched afterwards can wait for far owners' rows
-    without starving them; what is computed from here on finds the near ones' ([Note: near and far]). The copies wait
-    for the kernels that read the buffer before, and for nothing else: the shards must be readable now. On the CPU
-    everything has arrived when this returns. Raises ValueError when `peers` don't fit the buffer.
+    without starving them; near owners' rows are there for all later work ([Note: near and far]). The copies wait for
+    the kernels that read the buffer before, and for nothing else: the shards must be readable now. On the CPU
+    everything has arrived when this returns. Raises ValueError if `peers` don't fit the buffer.
     """
     check_alike("the sharded weight", peers, "buffer", staged, shape=staged.shape, dtype=staged.dtype)
     epoch = staged.epoch % _LAST_EPOCH + 1
@@ -127,7 +127,7 @@ def pull(*, peers: PeerShards, staged: StagedWeight) -> StagedWeight:
 def _fetch(peers: PeerShards, staged: StagedWeight, owners: list[int], epoch: int) -> None:
     for owner in owners:
         first_row = owner * staged.rows_per_owner
-        # Contiguous and of one dtype, hence a plain copy.
+        # Contiguous and of one dtype, so a plain copy.
         staged.buffer[first_row : first_row + peers.rows(owner)].copy_(peers.shards[owner], non_blocking=True)
         if staged.flags.is_cuda:
             torch.ops.symm_mem.stream_write_value32_(staged.flags.view(torch.uint32), owner, epoch)
@@ -136,7 +136,7 @@ def _fetch(peers: PeerShards, staged: StagedWeight, owners: list[int], epoch: in
 
 
 def check(staged: StagedWeight) -> None:
-    """Raises TimeoutError if a kernel waited in vain for an owner's rows since the last check. Synchronises."""
+    """Raises TimeoutError if an owner's rows did not reach a waiting kernel since the last check. Synchronises."""
     missed = int(staged.status.item())
     if missed:
         staged.status.zero_()
@@ -153,8 +153,8 @@ _BUFFERS = 2  # of each shape: one is filled while a kernel reads the other
 class Staging:
     """Two buffers for each shape, dtype and thread, taken in turns: memory does not grow with the number of layers.
 
-    With autograd's threads a forward's and a backward's are different ones, so there may be four. `device`: a simulated
-    one for the copies.
+    Autograd runs a backward in another thread than its forward, so there may be four. `device`: a simulated one for
+    the copies.
     """
 
     def __init__(self, device: Device | None = None) -> None:
@@ -162,7 +162,7 @@ class Staging:
         self._rings: dict[tuple[tuple[int, ...], torch.dtype, int], list[StagedWeight]] = {}
 
     def pull(self, peers: PeerShards) -> StagedWeight:
-        """Begins to copy a weight [N, K] into the buffer that was used longest ago; see `odc_kernels.staged.pull`."""
+        """Starts copying a weight [N, K] into the least recently used buffer; see `odc_kernels.staged.pull`."""
         ring = self._rings.setdefault((peers.shape, peers.dtype, threading.get_ident()), [])
         buffer = StagedWeight.of(peers, on=self._device) if len(ring) < _BUFFERS else ring.pop(0)
         pulled = pull(peers=peers, staged=buffer)
@@ -170,7 +170,7 @@ class Staging:
         return pulled
 
     def check(self) -> None:
-        """Raises TimeoutError if a kernel waited in vain for a shard since the last check. Waits for the device."""
+        """Raises TimeoutError if a shard did not reach a waiting kernel since the last check. Waits for the device."""
         for ring in self._rings.values():
             for buffer in ring:
                 check(buffer)

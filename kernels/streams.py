@@ -1,4 +1,4 @@
-"""What kernels and their callers ask of a device with streams: a GPU, or a CPU that simulates one.
+"""What kernels and their callers need from a device with streams: a GPU, or a CPU that simulates one.
 
 A stream is a torch.cuda.Stream, or has its methods `wait_stream`, `wait_event` and `record_event`; an event has its
 `query`.
@@ -16,7 +16,7 @@ Memory = torch.Tensor | torch.UntypedStorage | None
 
 class Device(Protocol):
     def current(self) -> Any:
-        """The stream that computes now."""
+        """The current stream, which computes."""
 
     def stream(self) -> Any:
         """A new stream."""
@@ -25,17 +25,17 @@ class Device(Protocol):
         """Enqueues `work` on the stream. `memory`: what it reads or fills; a tensor is handed to `work`."""
 
     def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
-        """Gives a storage memory, with anything in it."""
+        """Gives a storage uninitialised memory."""
 
     def free(self, storage: torch.UntypedStorage) -> None:
-        """Takes a storage's memory."""
+        """Frees a storage's memory."""
 
     def has_come(self, event: Any) -> bool:
-        """Whether the device came to the event, to a host that waits for it."""
+        """Whether the device has reached the event, which the host is waiting for."""
 
 
 class CudaDevice:
-    """A GPU as torch knows it."""
+    """A GPU, through torch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,5 +64,5 @@ class CudaDevice:
 
 
 def device_of(tensor: torch.Tensor) -> CudaDevice | None:
-    """The GPU that a tensor lies on; None on the CPU, where everything is done when a call returns."""
+    """The GPU that a tensor is on; None on the CPU, where everything is done when a call returns."""
     return CudaDevice(tensor.device) if tensor.is_cuda else None

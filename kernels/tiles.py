@@ -1,5 +1,5 @@
-"""Tile configurations as data: what the kernels run with unless a launcher is told otherwise, what else they might run
-with, and a model of what it would cost. Imports neither torch nor triton.
+"""Tile configurations as data: the kernels' defaults, the alternatives, and a model of what they cost. Imports neither
+torch nor triton.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ STAGED_DX = LinearTile(t=128, n=64, k=256, num_warps=8)
 STAGED_DX_80 = LinearTile(t=128, n=64, k=128, num_warps=8)
 STAGED_DX_120 = LinearTile(t=128, n=32, k=128, num_warps=8)
 STAGED_DX_FP32 = LinearTile(t=64, n=32, k=64, num_warps=8)  # 2 stages spill on sm_120 with triton 3.6
-STAGED_ODD = LinearTile(t=64, n=128, k=32, num_warps=8)  # for sizes that are no multiples of 16
+STAGED_ODD = LinearTile(t=64, n=128, k=32, num_warps=8)  # for sizes that are not multiples of 16
 STAGED_DX_ODD = LinearTile(t=64, n=32, k=128, num_warps=8)
 WGRAD = WgradTile()
-WGRAD_FP32 = WgradTile(n=64, k=64, t=32, num_stages=2)  # operands twice as large: the other does not fit sm_120
+WGRAD_FP32 = WgradTile(n=64, k=64, t=32, num_stages=2)  # operands are twice as large: WGRAD does not fit sm_120
 EMBEDDING = EmbeddingTile()  # a 16-byte load per thread in bf16
 # Most runs of equal tokens are one to three rows long; 128 rows balance the two levels of the long ones.
 EMBEDDING_GRAD = EmbeddingGradTile()
 ONLINE_SOFTMAX = SoftmaxTile()
-QKV_FEW = QkvTile(t=64, num_warps=8, num_stages=4)  # many loads under way at a time: the weights cross a link
+QKV_FEW = QkvTile(t=64, num_warps=8, num_stages=4)  # many loads in flight: the weights cross a link
 QKV_MANY = QkvTile(t=128, num_warps=8)
 QKV_WIDE = QkvTile(t=64, num_warps=8, num_stages=2)  # heads of 256
 QKV_FP32 = QkvTile(t=64, k=32, num_warps=8, num_stages=2)
@@ -105,21 +105,21 @@ QKV_DX_FP32 = LinearTile(n=32, num_stages=2)
 
 ARCHITECTURES = (80, 90, 100, 120)
 SHARED_LIMIT_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
-# Chips without entries of their own, and whose entries they take: those with no more shared memory than they have.
+# Chips without their own entries, and whose entries they use: of a chip with no more shared memory than theirs.
 SAME_TILES_AS = {86: 120, 87: 80, 89: 120, 103: 100, 110: 100, 121: 120}
 
-# Matrix operators: dimensions of a program's output tile, and the one that its loop runs over.
+# Matrix operators: the dimensions of a program's output tile, and the one that its loop runs over.
 DIMENSIONS = {"linear": ("t", "n", "k"), "linear_dx": ("t", "k", "n"), "linear_staged": ("t", "n", "k")}
 DIMENSIONS |= {"linear_dx_staged": ("t", "k", "n"), "wgrad": ("n", "k", "t")}
 
 # [Note: no autotuning] Tiles come from this table and never from `triton.autotune`: it finds the best tile by running
-# a kernel many times on the arguments at hand. Kernels that add into gradient shards would add that many times, into
-# memory that peers add to meanwhile, and every rank would time the others' traffic and choose for itself.
+# a kernel many times on the given arguments. Kernels that add into gradient shards would add that many times, into
+# memory that peers are adding to, and every rank would time the others' traffic and choose for itself.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """`tile` is for these operators, dtypes and architectures, and for at most `tokens` tokens (None: any number)."""
+    """`tile` is for these operators, dtypes and architectures, and at most `tokens` tokens (None: any number)."""
 
     operators: tuple[str, ...]
     tile: Any
@@ -128,7 +128,7 @@ class Entry:
     tokens: int | None = None
 
 
-# The first that fits counts. Not measured yet: these compile without a fault. `ranked` says which others to try.
+# The first match counts. Not measured yet: these compile without a fault. `ranked` says which others to try.
 DEFAULTS: tuple[Entry, ...] = (
     Entry(operators=("linear",), element_bytes=(4,), tile=LINEAR_FP32),
     Entry(operators=("linear",), tokens=64, tile=LINEAR),
@@ -161,7 +161,7 @@ DEFAULTS: tuple[Entry, ...] = (
 def tile_of(operator: str, *, element_bytes: int, arch: int, tokens: int) -> Any:
     """The default tile of `operator` for elements of that many bytes on sm_`arch` and that many tokens.
 
-    Raises ValueError, with what is known, where the table has no entry.
+    Raises ValueError, with what is known, if the table has no entry.
     """
     same = SAME_TILES_AS.get(arch, arch)
     for entry in DEFAULTS:
@@ -176,10 +176,10 @@ def tile_of(operator: str, *, element_bytes: int, arch: int, tokens: int) -> Any
 
 
 def shared_bytes(operator: str, tile: Any, *, element_bytes: int, arch: int) -> int:
-    """An upper estimate of a program's shared memory: the loop's buffers or the output tile, and 8 KiB besides.
+    """An upper estimate of a program's shared memory: the loop's buffers or the output tile, plus 8 KiB.
 
     sm_90 and sm_100 multiply 2-byte elements from shared memory, so a stage stays there while it is used; elsewhere it
-    is copied to registers first, which takes one stage less.
+    is copied to registers first, which takes one stage fewer.
     """
     rows, columns, step = (getattr(tile, name) for name in DIMENSIONS[operator])
     stages = tile.num_stages if arch in (90, 100) and element_bytes == 2 else max(tile.num_stages - 1, 1)
@@ -191,10 +191,10 @@ def fits(operator: str, tile: Any, *, element_bytes: int, arch: int) -> bool:
     """Whether a tile can be expected to compile on sm_`arch` without a fault; `bench.kernels.aot` has the last word."""
     rows, columns, _ = (getattr(tile, name) for name in DIMENSIONS[operator])
     enough = shared_bytes(operator, tile, element_bytes=element_bytes, arch=arch) <= SHARED_LIMIT_BYTES[arch]
-    # More sums per thread spill, with fp32 operands sooner; sm_100 keeps those of its matrix units in another memory.
+    # More sums per thread spill, sooner with fp32 operands; sm_100 keeps its matrix units' sums in another memory.
     per_thread = 32 if element_bytes == 4 else {90: 128, 100: 256}.get(arch, 64)
     registers = rows * columns <= per_thread * 32 * tile.num_warps
-    # A warp group of sm_90 multiplies 64 rows at least.
+    # A warp group of sm_90 multiplies at least 64 rows.
     matrix = arch not in (90, 100) or element_bytes == 4 or rows >= 64
     return enough and registers and matrix
 
@@ -217,7 +217,7 @@ def candidates(operator: str, *, element_bytes: int, arch: int) -> list[Any]:
 class Chip:
     """Data-sheet figures of one kind of GPU: dense, per direction, per second. `arch`: 90 for sm_90.
 
-    Rates of computing and of the L2 are per multiprocessor (`sms` of them), so that a chip with more is faster.
+    Compute and L2 rates are per multiprocessor (`sms` of them), so a chip with more is faster.
     """
 
     arch: int
@@ -281,7 +281,7 @@ CHIPS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """T tokens, a weight [N, K] of `rows` N and `columns` K split over `world` owners, elements of so many bytes."""
+    """T tokens, a weight [N, K] of `rows` N and `columns` K split over `world` owners."""
 
     tokens: int
     rows: int
@@ -291,7 +291,7 @@ class Problem:
 
     @property
     def own_rows(self) -> int:
-        """Of rank 0. The last owners may have fewer."""
+        """Rank 0's rows. The last owners may have fewer."""
         return -(-self.rows // self.world)
 
     @property
@@ -314,9 +314,9 @@ class Cost:
 def predict(operator: str, tile: Any, problem: Problem, chip: Chip) -> Cost:
     """The cost of one call of a matrix operator, for ranking tiles and strategies where there is nothing to measure.
 
-    Computing, memory and link overlap, so the slowest of them counts. It counts one program per multiprocessor at a
-    time and one rate of computing for every tile; a tile's size shows in waves and in bytes read from the L2. Copies
-    of `linear_staged` overlap with all but the work on the shard that arrives last.
+    Compute, memory and link overlap, so the slowest counts. It assumes one program per multiprocessor at a time and
+    one compute rate for every tile; a tile's size shows in waves and in bytes read from the L2. Copies of
+    `linear_staged` overlap with all but the work on the shard that arrives last.
     """
     t, n, k = problem.tokens, problem.rows, problem.columns
     size, staged = problem.element_bytes, operator.endswith("_staged")

@@ -1,4 +1,4 @@
-"""The weight gradient, every tile added straight into its owner's shard.
+"""The weight gradient: every tile is added straight into its owner's shard.
 
     dW_o[i, k] += scale * sum_t dy[t, o n + i] x[t, k]
     db_o[i]    += scale * sum_t dy[t, o n + i]
@@ -6,9 +6,9 @@
 T tokens, N output features, n = ceil(N / R) of them per owner, K input features; R owners. One program makes one
 tile [BLOCK_N, BLOCK_K] of one owner's rows over all tokens. A rank begins with the next rank's rows.
 
-On sm_90 and newer a tile leaves by one bulk reduction (`descriptor.atomic_add`) where all owners are near, else by
+On sm_90 and newer a tile is added by one bulk reduction (`descriptor.atomic_add`) if all owners are near, else by
 relaxed atomics: see [Note: bulk reductions] in device.py. The bias's gradient, whole in one program per row tile, is
-summed here and scattered behind: beside a bulk reduction ptxas would make atomics of its additions, not reductions.
+summed here and scattered later: beside a bulk reduction ptxas would make its additions atomics, not reductions.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def wgrad(
         return
     arch = architecture(dy.device)
     tile = tile or tile_of("wgrad", element_bytes=dy.element_size(), arch=arch, tokens=tokens)
-    bulk = arch >= 90 and columns % 4 == 0 and adds_in_bulk(weight)  # its rows are multiples of 16 bytes
+    bulk = arch >= 90 and columns % 4 == 0 and adds_in_bulk(weight)  # rows are multiples of 16 bytes
     if bulk:
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=dy.device))
     tiles = triton.cdiv(weight.rows_per_owner, tile.n) * triton.cdiv(columns, tile.k)
@@ -144,7 +144,7 @@ def _check(dy: torch.Tensor, x: torch.Tensor, weight: PeerShards, bias: PeerShar
     if dy.ndim != 2 or x.ndim != 2 or dy.shape[0] != x.shape[0]:
         raise ValueError(f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}; give [T, N] and [T, K]")
     if weight.shape != (dy.shape[1], x.shape[1]):
-        raise ValueError(f"the weight is {weight.shape}; dy and x make {(dy.shape[1], x.shape[1])}")
+        raise ValueError(f"the weight is {weight.shape}; dy and x need {(dy.shape[1], x.shape[1])}")
     if dy.dtype != x.dtype or dy.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"dy is {dy.dtype} and x {x.dtype}; give both in float32, bfloat16 or float16")
     if not (dy.is_contiguous() and x.is_contiguous()):

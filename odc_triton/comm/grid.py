@@ -19,26 +19,26 @@ _SHARD = ("shard", "dp_shard")
 class Grid:
     """`replicas` groups of ranks, each of which shares memory and holds all compute shards: a node each, or one.
 
-    Ranks are numbered consecutively, replica by replica. A gradient is added within the replica, and once per minibatch
+    Ranks are numbered consecutively, replica by replica. Gradients are added within the replica, and once per minibatch
     over the replicas; masters are split over all ranks: rank (replica r, shard s) owns chunk r of chunk s.
     """
 
     mesh: DeviceMesh
-    """The mesh of the parameters as DTensors; if it has two dimensions, (shard, replicate): the user's transposed."""
+    """The mesh of the parameters as DTensors; with two dimensions (shard, replicate): the user's mesh, transposed."""
     shard_mesh: DeviceMesh
     """The ranks of this replica, which read each other's shards."""
     ranks: tuple[int, ...]
-    """The job's numbers of all ranks."""
+    """All ranks, by their numbers in the job."""
     rank: int
     world: int
     replica: int
     replicas: int
     replica_group: ProcessGroup | None
-    """The ranks with this one's compute shard, by replica; None where there is one dimension only."""
+    """The ranks with this one's compute shard, by replica; None if there is only one dimension."""
 
     @property
     def shards(self) -> int:
-        """Ranks of a replica."""
+        """Ranks per replica."""
         return self.world // self.replicas
 
     @property
@@ -47,12 +47,12 @@ class Grid:
 
     @property
     def first(self) -> int:
-        """This replica's first rank: its ranks are numbered from here on."""
+        """This replica's first rank; the others follow it."""
         return self.replica * self.shards
 
     @property
     def twins(self) -> list[int]:
-        """The ranks with this one's compute shard, by replica; itself among them."""
+        """The ranks with this one's compute shard, by replica, including itself."""
         return list(range(self.shard, self.world, self.shards))
 
     @property
@@ -61,7 +61,7 @@ class Grid:
 
     @property
     def group(self) -> ProcessGroup:
-        """The process group of all ranks. Raises NotImplementedError where a grid is only part of the job."""
+        """The process group of all ranks. Raises NotImplementedError for two dimensions over only part of the job."""
         if self.mesh.ndim == 1:
             return self.mesh.get_group()
         if self.world != dist.get_world_size():
@@ -73,7 +73,7 @@ class Grid:
 
 
 def refuse_mesh(mesh: DeviceMesh) -> None:
-    """Raises for a mesh that parameters can't be sharded over: NotImplementedError, or ValueError off its ranks."""
+    """Raises for a mesh that parameters can't be sharded over: NotImplementedError, or ValueError outside its ranks."""
     names = mesh.mesh_dim_names or ()
     if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and names[0] in _REPLICATE and names[1] in _SHARD)):
         turned = mesh.ndim == 2 and bool(names) and names[0] in _SHARD and names[1] in _REPLICATE
@@ -95,7 +95,7 @@ def refuse_mesh(mesh: DeviceMesh) -> None:
 
 
 def grid_of(mesh: DeviceMesh) -> Grid:
-    """The grid of a mesh that `refuse_mesh` lets pass. No communication."""
+    """The grid of a mesh that `refuse_mesh` accepts. No communication."""
     if mesh.ndim == 1:
         return Grid(
             mesh=mesh,
@@ -109,7 +109,7 @@ def grid_of(mesh: DeviceMesh) -> Grid:
         )
     replicate, shard = (mesh[name] for name in mesh.mesh_dim_names)
     groups = [shard.get_group(), replicate.get_group()]
-    # Made anew: with one rank in a dimension `T.contiguous()` keeps the strides, by which torch 2.11 orders dimensions.
+    # A new tensor: with one rank in a dimension `T.contiguous()` keeps strides, by which torch 2.11 orders dimensions.
     turned = torch.tensor(mesh.mesh.T.tolist(), dtype=mesh.mesh.dtype)
     transposed = DeviceMesh.from_group(
         groups, mesh.device_type, mesh=turned, mesh_dim_names=tuple(reversed(mesh.mesh_dim_names))

@@ -1,7 +1,7 @@
 """Starts the ranks of a job on this machine and says why it ended.
 
-torch's own launcher waits 30 s for a stopped rank, leaves a folder in TMPDIR, and its store listens on every interface;
-jobs on several machines still go through it, by torchrun.
+torch's own launcher waits 30 s for a stopped rank, leaves a folder in TMPDIR, and its store listens on every interface.
+Jobs on several machines still use it, through torchrun.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from ..base.errors import OfRanks
 from ..base.signals import STOPS, StopRequest, handling
 
-_ALONE_S = 1.0  # for the other ranks to find out by themselves who failed
+_ALONE_S = 1.0  # for the other ranks to find out by themselves which rank failed
 _GRACE_S = 10.0  # from SIGTERM to SIGKILL
 _PR_SET_PDEATHSIG = 1
 
@@ -40,7 +40,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class RemoteTraceback(Exception):
-    """The traceback of a rank, as text: what an error of `launch` was raised from."""
+    """A rank's traceback, as text: the cause of an error of `launch`."""
 
     def __str__(self) -> str:
         return "\n" + self.args[0]
@@ -48,7 +48,7 @@ class RemoteTraceback(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class _Failure:
-    """How a rank failed. `about`: the other ranks that its error is about; None where it is about itself."""
+    """How a rank failed. `about`: the other ranks that its error is about; None if it is about itself."""
 
     rank: int
     text: str
@@ -57,7 +57,7 @@ class _Failure:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Asks the kernel to kill this process when its parent, the launcher, ends. `parent_pid`: as at the start."""
+    """Asks the kernel to kill this process when its parent, the launcher, ends. `parent_pid`: its pid at the start."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent_pid is not None and os.getppid() != parent_pid:  # it died before that call
         os._exit(1)
@@ -71,7 +71,7 @@ def status_of(end: SystemExit) -> int:
 def end_process(status: int) -> NoReturn:
     """Ends a rank's process.
 
-    [Note: how a rank ends] Not by the interpreter's end: that destroys what torch's own threads still use, and has
+    [Note: how a rank ends] Not by ending the interpreter: that destroys what torch's own threads still use, and has
     aborted a process that had done all its work.
     """
     atexit._run_exitfuncs()
@@ -88,8 +88,8 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     have a second to find out by themselves, then they get SIGTERM, and SIGKILL 10 s later.
     SIGTERM and Ctrl-C are passed on to the ranks, which may take their time to end; a second one kills them.
 
-    Raises RuntimeError with the error of the rank that failed first, in one line (without a rank's name if all failed
-    alike); Interrupted, a KeyboardInterrupt, when the job was told to stop.
+    Raises RuntimeError with the error of the rank that failed first, in one line (without naming a rank if all failed
+    alike); Interrupted, a KeyboardInterrupt, if the job was told to stop.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; give at least 1")
@@ -108,7 +108,7 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
 
 
 def warn_of_few_cores(ranks: int) -> None:
-    """Warns on stderr of more ranks than cores, on a machine without a GPU."""
+    """Warns on stderr if there are more ranks than cores on a machine without a GPU."""
     import torch
 
     cores = len(os.sched_getaffinity(0))
@@ -156,7 +156,7 @@ class _Job:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             sender.close()
             self._running[rank] = process, receiver
-            if self.stop.signal is not None:  # before this rank was there to hear of it
+            if self.stop.signal is not None:  # before this rank was there to hear it
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, self.stop.signal)
 
@@ -172,7 +172,7 @@ class _Job:
                 os.kill(process.pid, number)
 
     def wait(self) -> None:
-        """Until no rank runs."""
+        """Waits until no rank is running."""
         steps = [(_ALONE_S, signal.SIGTERM), (_ALONE_S + _GRACE_S, signal.SIGKILL)]
         while self._running:
             if self._failed_s is not None and steps and time.monotonic() - self._failed_s > steps[0][0]:
@@ -222,13 +222,13 @@ class _Job:
             self._failed_s = time.monotonic()
 
     def end(self) -> None:
-        """Kills what still runs, which is something only if waiting for it was broken off."""
+        """Kills ranks that are still running: there are some only if waiting for them was interrupted."""
         self._signal_all(signal.SIGKILL)
         for process, _ in self._running.values():
             process.join()
 
     def raise_failure(self) -> None:
-        # An error about ranks that ended because they were told to is no failure.
+        # An error about ranks that were told to end is not a failure.
         failures = [each for each in self.failures if not each.about or not each.about <= self._stopped]
         if failures:
             cause = next((each for each in failures if each.about is None), failures[0])
@@ -257,8 +257,8 @@ def _environment(rank: int, ranks: int, store: str) -> dict[str, str]:
 def _rank(sender: Connection, work: bytes, environment: dict[str, str], parent_pid: int) -> None:
     """What runs in a rank's process.
 
-    Until the work has a handler of its own, Ctrl-C ends the process as SIGTERM does. KeyboardInterrupt would be printed
-    by the interpreter before this function, and in an import it is lost or becomes another error.
+    Until the work has its own handler, Ctrl-C ends the process as SIGTERM does. Before this function the interpreter
+    would print a KeyboardInterrupt; in an import it is lost or becomes another error.
     """
     die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_DFL)

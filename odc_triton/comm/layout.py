@@ -14,7 +14,7 @@ ALIGNMENT_BYTES = 128  # of a shard's address, for a tensor-memory-access descri
 def shard_rows(rows: int, world: int, rank: int) -> tuple[int, int]:
     """First and one-past-last row that `rank` owns of `rows`: split as `torch.chunk` does.
 
-    Every rank gets ceil(rows / world) rows, the last ones fewer or none.
+    Every rank gets ceil(rows / world) rows; the last ones get fewer or none.
     """
     if not 0 <= rank < world:
         raise ValueError(f"rank is {rank}; it must be in 0..{world - 1}")
@@ -29,7 +29,7 @@ def rows_per_rank(rows: int, world: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """One parameter as all ranks must agree on it. Dtypes are names ("float32"), `names` holds tied aliases."""
+    """One parameter, as all ranks must agree on it. Dtypes are names ("float32"); `names` includes tied aliases."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class ParameterSpec:
 
     @property
     def has_own_master(self) -> bool:
-        """Whether the master is a second copy besides the compute shard.
+        """Whether the master is a separate copy, besides the compute shard.
 
         A scalar can't be split: every rank steps its own master of it, and rank 0 publishes its value.
         """
@@ -58,7 +58,7 @@ class ParameterSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
     """A whole tensor in the heap, row-major, at `offset_bytes`: in one memory that holds its owners' shards side by
-    side, or in each owner's own memory, which holds its rows only.
+    side, or in each owner's own memory, which holds only its rows.
     """
 
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class Region:
         return math.prod(self.shape[1:]) * self.itemsize
 
     def shard(self, world: int, owner: int) -> Region:
-        """The rows of `owner` as a region of their own, where all shards are side by side. Rank 0 owns a scalar."""
+        """The rows of `owner` as a region, if all shards are side by side. Rank 0 owns a scalar."""
         own = self.own_shard(world, owner)
         if not self.shape:
             return own
@@ -113,14 +113,14 @@ class Plan:
     gradient_bytes: int
 
     def fingerprint(self, options: dict[str, Any]) -> tuple[str, list[str]]:
-        """A digest that agrees on all ranks exactly if the plans and options do, and the lines it was made from."""
+        """A digest that agrees on all ranks exactly if their plans and options do, and the lines it was made from."""
         lines = [f"option {key} = {value}" for key, value in sorted(options.items())]
         lines += [json.dumps(asdict(spec)) for spec in self.parameters]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest(), lines
 
 
 def first_difference(mine: list[str], theirs: list[str]) -> str:
-    """Words for the first line in which two fingerprints differ."""
+    """Describes the first line in which two fingerprints differ."""
     for a, b in zip(mine, theirs, strict=False):
         if a != b:
             return f"{a}  against  {b}"
@@ -136,8 +136,8 @@ def aligned(offset_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
 def make_plan(parameters: list[ParameterSpec], *, world: int, itemsizes: dict[str, int], apart: bool = False) -> Plan:
     """Lays out the regions: all compute shards, then all gradient shards, each aligned to 128 bytes.
 
-    `itemsizes`: bytes per element by dtype name. `apart`: each rank has a memory of its own for its shards, so sizes
-    and offsets are one rank's; else one memory holds all.
+    `itemsizes`: bytes per element by dtype name. `apart`: each rank's shards are in its own memory, so sizes and
+    offsets are one rank's; else one memory holds all.
     """
     if world < 1:
         raise ValueError(f"world is {world}; it must be at least 1")
@@ -166,7 +166,7 @@ def make_plan(parameters: list[ParameterSpec], *, world: int, itemsizes: dict[st
 def find_units(module: Any) -> list[str]:
     """Names of the submodules that are gathered as one unit each, in registration order; the root is implied.
 
-    The classes that a transformers model names in `_no_split_modules`, else the children of the longest
+    The modules of the classes in a transformers model's `_no_split_modules`, else the children of the longest
     ModuleList (the first of equals), else none. Units may not nest: the outermost is taken.
     """
     named = [(name, child) for name, child in module.named_modules() if name]

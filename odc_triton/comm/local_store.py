@@ -1,8 +1,8 @@
-"""The store of the ranks that our launcher starts: how they meet, and find each other's memory.
+"""The store of the ranks that our launcher starts: through it they meet and find each other's memory.
 
 torch's TCPStore trusts anyone who reaches its port, so any user of the host. This one is a thread of the launcher and
-an abstract Unix socket, and both ends check whose process the other is. A FileStore would not do: its file grows with
-every meeting, and a rank that is stopped or killed while it writes to it blocks all others forever.
+an abstract Unix socket, and both ends check who owns the other's process. A FileStore would not do: its file grows
+with every meeting, and a rank that is stopped or killed while writing to it blocks all others forever.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch.distributed as dist
 from .memory.rendezvous import listen, peer_uid
 
 NAME = "ODC_STORE"  # the variable that tells ranks the socket's name
-_SLACK_S = 10.0  # for the answer that a key did not come in time
-_LONGEST_S = 1e6  # that poll(2) can wait
+_SLACK_S = 10.0  # for the answer that a key is late
+_LONGEST_S = 1e6  # poll(2) can wait this long
 
 
 class StoreServer:
-    """Serves the socket `name` until it is closed. Each connection has a thread: one may wait, or be stopped."""
+    """Serves the socket `name` until it is closed. Each connection has a thread, as one may wait or be stopped."""
 
     def __init__(self, name: str) -> None:
         self._values: dict[str, bytes] = {}
@@ -39,7 +39,7 @@ class StoreServer:
 
     def _accept(self) -> None:
         while not self._is_closed:
-            with contextlib.suppress(OSError):  # it is closed, or no more files may be open
+            with contextlib.suppress(OSError):  # the socket is closed, or no more files can be opened
                 connection, _ = self._listener.accept()
                 with connection:
                     if peer_uid(connection) == os.getuid():
@@ -71,7 +71,7 @@ class StoreServer:
         return number
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """As TCPStore's: what the key has afterwards; `expected` where it has nothing and that was not expected."""
+        """As TCPStore's: returns the key's value afterwards, or `expected` if it has none."""
         if self._values.get(key, b"") == expected:
             self._set(key, desired)
         return self._values.get(key, expected)
@@ -89,7 +89,7 @@ class StoreServer:
 
 
 class LocalStore(dist.Store):
-    """A rank's connection to a `StoreServer`. Errors as TCPStore's; every answer has the store's `timeout`."""
+    """A rank's connection to a `StoreServer`. Raises what TCPStore raises; every answer has the store's `timeout`."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class LocalStore(dist.Store):
     def _ask(self, *question: Any, slack_s: float = 0.0) -> Any:
         timeout_s = min(self.timeout.total_seconds() + slack_s, _LONGEST_S)
         with self._lock:
-            # Kept only once it has answered: after an error or a signal the answer to this question may come yet.
+            # Kept only once it has answered: after an error or a signal this question's answer may still arrive.
             connection, self._connection = self._connection, None
             try:
                 connection = connection or self._connect()
@@ -155,7 +155,7 @@ class LocalStore(dist.Store):
     def delete_key(self, key: str) -> bool:
         return self._ask("delete_key", key)
 
-    deleteKey = delete_key  # by this name torch's C++ asks for it
+    deleteKey = delete_key  # the name that torch's C++ calls
 
     def clone(self) -> LocalStore:
         """Another connection. Kept here, as torch's C++ side does not keep a store's Python side."""
@@ -164,13 +164,13 @@ class LocalStore(dist.Store):
         return self._clones[-1]
 
 
-@functools.cache  # one of a process, and never freed: see `clone`
+@functools.cache  # one per process, never freed: see `clone`
 def _store(name: str) -> LocalStore:
     return LocalStore(name)
 
 
 def rendezvous_url() -> str:
-    """The `init_method` of this rank: our launcher's store, or the one of torchrun's variables."""
+    """This rank's `init_method`: our launcher's store, or the one in torchrun's variables."""
     return "odc://" if NAME in os.environ else "env://"
 
 

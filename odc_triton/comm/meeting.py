@@ -1,7 +1,7 @@
 """Meetings: the few points of a minibatch where ranks wait for each other.
 
 A meeting is a barrier with a message. It goes through the process group's store: each rank sets its own key and waits
-for everybody's. So every rank by itself knows who is missing, even if rank 0 is dead, and why a peer failed.
+for all others. So every rank knows by itself which ranks are missing, even if rank 0 is dead, and why a peer failed.
 `torch.distributed.monitored_barrier` tells only rank 0, and after one failure gloo's later calls fail too.
 """
 
@@ -22,7 +22,7 @@ from .memory.heap import Signs, Word
 
 log = logging.getLogger("odc_triton")
 
-_LOOK_S = 0.5  # how often a waiting rank looks whether its peers still live
+_LOOK_S = 0.5  # how often a waiting rank checks that its peers are alive
 _FIRST_WARNING_S = 60.0
 _GAVE_UP = "(gave up)"
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 100e-6, 5e-3
@@ -31,20 +31,20 @@ _SHORTEST_NAP_S, _LONGEST_NAP_S = 100e-6, 5e-3
 class Meetings:
     """Numbered meetings of the ranks of one engine, all held in the same order on every rank.
 
-    `timeout_s` is how late a live rank may be; a rank whose process is gone is named after `_LOOK_S`.
+    `timeout_s`: how late a live rank may be. A rank whose process is gone is named after `_LOOK_S`.
     """
 
     def __init__(self, *, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
         self.held = 0
         self._store = store
-        self.signs: Signs | None = None  # set once ranks see each other: then dead ranks are told from late ones
+        self.signs: Signs | None = None  # set once ranks see each other; tells dead ranks from late ones
 
     def _key(self, number: int, rank: int) -> str:
         return f"meeting/{number}/{rank}"
 
     def tell(self, purpose: str, message: dict[str, Any]) -> None:
-        """Leaves this rank's message for the next meeting, and waits for nobody."""
+        """Leaves this rank's message for the next meeting; waits for nobody."""
         self._store.set(self._key(self.held, self.rank), json.dumps({"purpose": purpose, **message}))
         if self.signs is not None:
             self.signs.show(Word.MEETINGS, self.held + 1)
@@ -55,7 +55,7 @@ class Meetings:
 
     @classmethod
     def in_corner(cls, store: dist.Store, corner: str, *, rank: int, world: int, timeout: timedelta) -> Meetings:
-        """Meetings in a corner of the store that only these ranks use, apart from those of earlier calls."""
+        """Meetings in a corner of the store that only these ranks use, separate from those of earlier calls."""
         number = store.add(f"{corner}/calls/{rank}", 1)
         corner_store = dist.PrefixStore(f"{corner}/{number}", store)
         return cls(store=corner_store, rank=rank, world=world, timeout_s=timeout.total_seconds())
@@ -63,7 +63,7 @@ class Meetings:
     def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Waits for all ranks and returns their messages, by rank.
 
-        Raises RankLost when a peer's process is gone or a peer gave up, DeadlineExceeded when a live one is later than
+        Raises RankLost if a peer's process is gone or a peer gave up, DeadlineExceeded if a live one is later than
         `timeout_s`.
         """
         number = self.held
@@ -72,7 +72,7 @@ class Meetings:
             self.tell(purpose, message)
             self.wait_until(purpose, lambda: self._missing(number, keys))
             messages = [json.loads(text) for text in self._store.multi_get(keys)]
-            # A rank that has set its key for this meeting has left the one before, whose keys nobody reads any more.
+            # A rank that has set its key for this meeting has left the last one, whose keys nobody reads any more.
             if number > 0:
                 self._store.delete_key(self._key(number - 1, self.rank))
         except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -91,7 +91,7 @@ class Meetings:
         return messages
 
     def _missing(self, number: int, keys: list[str]) -> list[int]:
-        """The ranks that have not come to meeting `number` yet, by their signs once there are any: a store whose host
+        """The ranks that have not reached meeting `number` yet: by their signs, if there are any, as a store whose host
         is stopped does not answer, and asking it has no deadline."""
         if self.signs is not None:
             return [rank for rank, came in enumerate(self.signs.seen(Word.MEETINGS)) if came <= number]
@@ -100,7 +100,7 @@ class Meetings:
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
     def wait_until(self, purpose: str, missing: Callable[[], list[int]]) -> None:
-        """Waits until `missing()`, the ranks that have not come yet, is empty; raises as `meet` does."""
+        """Waits until `missing()`, the ranks that have not arrived yet, is empty; raises as `meet` does."""
         start_s = time.monotonic()
         warn_at_s = min(_FIRST_WARNING_S, self.timeout_s / 2)
         look_at_s = _LOOK_S
@@ -114,7 +114,7 @@ class Meetings:
                     raise DeadlineExceeded(ranks, f"{words}: the deadline has passed")
                 if waited_s > warn_at_s:
                     patient = self.timeout_s == math.inf
-                    log.warning("%s; %s", words, "it lives" if patient else f"its deadline is {self.timeout_s:.0f} s")
+                    log.warning("%s; %s", words, "it's alive" if patient else f"its deadline is {self.timeout_s:.0f} s")
                     warn_at_s *= 2
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
 
@@ -123,13 +123,13 @@ class Meetings:
             return
         gone = [rank for rank in ranks if not self.signs.is_alive(rank)]
         if gone:
-            # One that came at the last moment and then ended has not failed this wait.
+            # A rank that arrived at the last moment and then ended has not failed this wait.
             gone = sorted(set(gone) & set(missing()))
         if gone:
             self.lost(purpose, gone, None)
 
     def lost(self, purpose: str, ranks: list[int], cause: Exception | None) -> NoReturn:
-        """Raises RankLost for those of `ranks` that are gone. `cause`: of the store, or of a collective."""
+        """Raises RankLost for those of `ranks` that are gone. `cause`: an error of the store or of a collective."""
         if isinstance(cause, dist.DistStoreError):
             unknown = f"the rendezvous store does not answer ({str(cause).splitlines()[0]})"
         elif isinstance(cause, dist.DistNetworkError):
@@ -139,7 +139,7 @@ class Meetings:
         if self.signs is None:
             ranks, left = [], []
         else:
-            # The store's host is a rank or the launcher; a dying rank needs a moment to release its locks.
+            # The store's host is a rank or the launcher; a dying rank takes a moment to release its locks.
             for _ in range(20 if cause is not None else 1):
                 gone = [rank for rank in ranks if not self.signs.is_alive(rank)]
                 if gone:

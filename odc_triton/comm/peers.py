@@ -1,7 +1,7 @@
-"""Status of the ranks of other replicas, which share no memory with this one: a TCP connection to each.
+"""Status of the ranks of other replicas, which share no memory with this rank: a TCP connection to each.
 
-The kernel closes a connection when the process at its other end dies, however it dies; so dead ranks are told from late
-ones at once, as by the heap's locks on one host. A host that vanished is found by keep-alive, within seconds.
+The kernel closes a connection when the process at its other end dies, however it dies, so dead ranks are told from late
+ones at once, as by the heap's locks on one host. Keep-alive finds a host that vanished, within seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KEEPALIVE_IDLE_S, _KEEPALIVE_EVERY_S, _KEEPALIVE_COUNT = 5, 2, 3
 def address_towards(store: dist.Store) -> str | None:
     """This host's address for ranks on other hosts: that of the interface from which it reaches the store's host.
 
-    None if that is the loopback interface, so the store is on this host.
+    None if that is the loopback interface: the store is on this host.
     """
     host, port = _host_of(store)
     if host is None:
@@ -81,7 +81,7 @@ class PeerStatus:
     `token`: a name of 32 letters that only these ranks know. Raises DeadlineExceeded with the ranks that could not be
     reached within the meetings' deadline.
 
-    Every rank keeps a connection, an open file, to every rank of other replicas, so that each by itself knows who is
+    Every rank keeps a connection, an open file, to every rank of other replicas, so each knows by itself which are
     gone.
     """
 
@@ -171,7 +171,7 @@ class PeerStatus:
                         self._send(rank)
 
     def _send(self, rank: int) -> None:
-        """Sends what can be sent without waiting; what a stopped rank does not take goes with the next words."""
+        """Sends what it can without waiting; what a stopped rank does not take goes with the next words."""
         try:
             sent = self._connections[rank].send(self._unsent[rank])
             self._unsent[rank] = self._unsent[rank][sent:]

@@ -19,12 +19,12 @@ _PURPOSE = "starting the process group: each rank's device"
 
 
 class Devices(Protocol):
-    """The kind of devices that ranks compute on: a backend."""
+    """The kind of device that ranks compute on: a backend."""
 
     mesh_device: str
 
     def device_id(self) -> str | None:
-        """Names this rank's device among all devices of the job."""
+        """The name of this rank's device, unique among all devices of the job."""
 
 
 def gpu_index(
@@ -37,10 +37,10 @@ def gpu_index(
 ) -> int:
     """Which of the `visible` GPUs of this process is its own.
 
-    `bound`: the one that its process group was made for. `current`: the one that torch uses already, None before CUDA
+    `bound`: the GPU that its process group was made for. `current`: the one that torch uses already, None before CUDA
     is initialised; it counts as chosen if it is not the first one, or if there is a process group, as training scripts
-    choose before they make one. Otherwise LOCAL_RANK (or RANK) modulo the visible ones: the only one where a launcher
-    shows each process its own (CUDA_VISIBLE_DEVICES, Ray), and a shared one where there are more ranks than GPUs.
+    choose before they make one. Otherwise LOCAL_RANK (or RANK) modulo `visible`: the only GPU if a launcher shows each
+    process its own (CUDA_VISIBLE_DEVICES, Ray), and a shared one if there are more ranks than GPUs.
 
     Raises RuntimeError without a GPU.
     """
@@ -57,7 +57,7 @@ def gpu_index(
 
 
 def group_kinds(devices: Sequence[str | None]) -> str:
-    """The process group's backends, given every rank's device: None on a CPU, else a GPU's UUID.
+    """The process group's backends. `devices`: every rank's, None on a CPU, else a GPU's UUID.
 
     NCCL refuses two ranks on one GPU; gloo does not. Raises RanksDiffer if some ranks have a GPU and some have none.
     """
@@ -72,7 +72,7 @@ def group_kinds(devices: Sequence[str | None]) -> str:
 
 
 def _take_gpu() -> None:
-    """Makes this rank's GPU the current one, by `gpu_index`."""
+    """Makes this rank's GPU, by `gpu_index`, the current device."""
     has_group = dist.is_initialized()
     bound = dist.group.WORLD.bound_device_id if has_group else None
     index = gpu_index(
@@ -87,9 +87,9 @@ def _take_gpu() -> None:
 
 def start_process_group(devices: Devices, timeout: timedelta) -> None:
     """Our launcher's process group, torchrun's, or that of any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT; else a world of one. If there is one already, only this rank's GPU is chosen. Collective.
+    MASTER_PORT; else a world of one. If there is one already, this only chooses the rank's GPU. Collective.
 
-    Raises RanksDiffer if the ranks' devices are of different kinds, DeadlineExceeded if a rank does not come.
+    Raises RanksDiffer if the ranks' devices are of different kinds, DeadlineExceeded if a rank does not arrive.
     """
     on_gpu = devices.mesh_device == "cuda"
     if dist.is_initialized() or "RANK" not in os.environ:

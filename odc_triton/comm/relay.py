@@ -14,15 +14,15 @@ from .memory.shm import SharedMemoryHeap
 
 _HALF_BYTES = 128 * 2**20
 
-Take = Callable[[int, torch.Tensor], None]  # first element, and elements from there on, of the flattened tensor
+Take = Callable[[int, torch.Tensor], None]  # of the flattened tensor: the first element's index, elements from there
 
 
 class Relay:
     """All ranks `send` the same tensors in the same order; rank 0's values arrive everywhere, itself included.
 
-    The buffer has two halves: rank 0 fills one while the others still read the other, so a round takes one meeting.
-    `sizes`: bytes of each tensor; the buffer is no larger than all of them need. `rank` and `world`: within the
-    replica, whose rank 0 must have the values already; `meetings` are of all replicas.
+    The buffer has two halves: rank 0 fills one while the others read the other, so a round takes one meeting.
+    `sizes`: bytes of each tensor; the buffer is no larger than they all need. `rank` and `world`: within the replica,
+    whose rank 0 must have the values already; `meetings`: of all replicas.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Relay:
 
     @torch.no_grad()
     def send(self, shape: torch.Size, dtype: torch.dtype, value: torch.Tensor | None, take: Take | None) -> None:
-        """Sends `value`, rank 0's tensor of that shape and dtype; each rank's `take`, if any, gets it in pieces."""
+        """Sends `value`, rank 0's tensor of this shape and dtype; each rank's `take`, if any, gets it in pieces."""
         elements, first = shape.numel(), 0
         flat = value.reshape(-1) if self._is_source else None
         while first < elements:

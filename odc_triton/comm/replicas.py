@@ -1,9 +1,9 @@
 """What replicas do together: sum their gradient shards, and exchange their parts of the compute shards.
 
-Both run in bounded buffers, through the process group of the ranks with the same shard index (gloo or NCCL), and only
-when all of them are known to have come. A rank that waits for a collective also checks who is alive, so none hangs. All
-by `all_to_all_single` and `all_gather` over parts padded to one size: gloo's reduce-scatter is an all-reduce, of twice
-the bytes, and can't be waited for without blocking.
+Both use bounded buffers and the process group of the ranks with the same shard index (gloo or NCCL), and start only
+when all of these are known to have arrived. A rank that waits for a collective also checks which ranks are alive, so
+none hangs. They use `all_to_all_single` and `all_gather` over parts padded to one size: gloo's reduce-scatter is an
+all-reduce, of twice the bytes, and can't be waited for without blocking.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .grid import Grid
 from .meeting import Meetings
 from .memory.heap import Word
 
-_BUFFER_BYTES = 64 * 2**20  # of what one exchange sends from a rank
+_BUFFER_BYTES = 64 * 2**20  # what a rank sends in one exchange
 
 Parts = Sequence[torch.Tensor]  # of one shard, by replica: consecutive rows, the first the largest, the last maybe none
 _Piece = tuple[int, list[torch.Tensor]]  # where in the buffer, and what of each replica's part, flattened
@@ -48,7 +48,7 @@ class Replicas:
 
     @torch.no_grad()
     def sum_parts(self, shards: Sequence[Parts]) -> None:
-        """Own parts become their sums over the replicas, added in the replicas' order; the others stay.
+        """Own parts become their sums over the replicas, added in the replicas' order; other parts don't change.
 
         Only after a meeting of all ranks.
         """
@@ -69,7 +69,7 @@ class Replicas:
 
     @torch.no_grad()
     def sum_whole(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor becomes its sum over the replicas. For few and small ones; after a meeting, as `sum_parts`."""
+        """Each tensor becomes its sum over the replicas. For few, small tensors; after a meeting, as `sum_parts`."""
         for tensor in tensors:
             summed = tensor.to(self._device, copy=True)
             self._run("the sum over replicas", dist.all_reduce, summed)
@@ -77,7 +77,7 @@ class Replicas:
 
     @torch.no_grad()
     def gather_parts(self, shards: Sequence[Parts]) -> None:
-        """Sends every replica's own part to all others. Waits until all of them are here."""
+        """Sends every replica's own part to all others, once all of them have arrived."""
         self._gathers += 1
         self._meetings.signs.show(Word.GATHERS, self._gathers)
         self._wait("the exchange between replicas after a step", self._yet_to_gather)

@@ -52,7 +52,7 @@ class minibatch:
 
     @property
     def tokens(self) -> int:
-        """The target tokens of all ranks together. Raises RuntimeError where no rank gave its own, or none yet."""
+        """The target tokens of all ranks together. Raises RuntimeError if no rank gave its own, or before entry."""
         if self._tokens is None:
             raise RuntimeError(
                 "mb.tokens is not known: give this rank's number of target tokens, minibatch(model, tokens=…), and "
@@ -67,12 +67,12 @@ class minibatch:
 
 
 def begin_minibatch(model: nn.Module, tokens: int | None = None) -> minibatch:
-    """Enters a minibatch where a `with` block can't be held; `end_minibatch(model)` leaves it."""
+    """Enters a minibatch where a `with` block can't be used; `end_minibatch(model)` leaves it."""
     return minibatch(model, tokens).__enter__()
 
 
 def end_minibatch(model: nn.Module, error: BaseException | None = None) -> None:
-    """Leaves the minibatch that `begin_minibatch` entered. `error`: what a microbatch raised, if one did."""
+    """Leaves the minibatch that `begin_minibatch` entered. `error`: what a microbatch raised, if anything."""
     engine_of(model).end(error)
 
 
@@ -80,9 +80,9 @@ def publish(model: nn.Module) -> None:
     """Makes changes to the parameters readable by peers; call it on every rank.
 
     Only needed after writing parameters by hand (an EMA, `dcp.load` in place): optimizer steps and
-    `load_state_dict` publish by themselves. See to it, by a barrier before the writing, that no other rank still
-    evaluates: fp32 parameters are read where they are written. With several replicas it is an exchange between them:
-    the others don't see before what was written.
+    `load_state_dict` publish by themselves. Before writing, make sure by a barrier that no other rank is still
+    evaluating: fp32 parameters are read where they are written. Several replicas exchange what was written here; until
+    then the others don't see it.
     """
     engine_of(model).publish()
 
@@ -91,13 +91,13 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) of every parameter, in the compute dtype, one copy at a time.
 
     Any single rank may call it: reads are one-sided. After an optimizer step it waits, with the deadline, until
-    every owner has stepped. Raises RuntimeError if an owner steps again while this rank still reads.
+    every owner has stepped. Raises RuntimeError if an owner steps again while this rank is still reading.
     """
     yield from engine_of(model).full_parameters()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Has `module.method_name(...)` see whole parameters, as its forward does. FSDP2's function of that name.
+    """Makes `module.method_name(...)` see whole parameters, as its forward does. FSDP2's function of that name.
 
     A module that is not a unit is left alone, as FSDP2 leaves it.
     """

@@ -31,7 +31,7 @@ from .unit import Prefetch, Unit
 
 
 def _checked_tokens(tokens: Any) -> int | None:
-    """`tokens` as an int: any integer, of Python, numpy or a tensor of one element, of at least 0."""
+    """`tokens` as an int: any integer of at least 0, from Python, numpy or a tensor of one element."""
     if tokens is None:
         return None
     try:
@@ -77,7 +77,7 @@ class Engine:
         self.divide_factor: float | None = None  # set_gradient_divide_factor
         self._tokens: int | None = None
         self._step_start_s = 0.0
-        self._stepping = False  # an optimizer's step runs now
+        self._stepping = False  # an optimizer step is running
         self.ignored: dict[int, nn.Parameter] = {}  # what fully_shard was told to leave alone, by id
         self._warned: set[str] = set()
         self._scope = contextlib.ExitStack()
@@ -187,7 +187,7 @@ class Engine:
             )
         if torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(
-                "torch.use_deterministic_algorithms(True) can't be kept: gradients are added in the order of their "
+                "torch.use_deterministic_algorithms(True) is not supported: gradients are added in the order of their "
                 "arrival. Switch it off around training with odc-triton."
             )
         for unit in self.units:
@@ -202,7 +202,7 @@ class Engine:
                 f"Put all microbatches of a step into one minibatch.",
             )
         if self.heap.rank == 0 and any(parameter.spec.is_scalar for parameter in self.trainable()):
-            # Every rank of the replica takes a scalar's gradient from here, a slow one maybe not yet.
+            # Every rank of the replica reads a scalar's gradient from here; a slow one may not have yet.
             self.meetings.wait_until(
                 f"the scalars' gradients of minibatch {self.state.number} to be taken",
                 lambda: [
@@ -214,7 +214,7 @@ class Engine:
         clear_gradients(self.trainable(), self.streams.first)
         for parameter in self.parameters:
             parameter.landing.check_memory(parameter.name)
-        if self.replicas.count == 1:  # else what was written by hand takes an exchange: publish(model)
+        if self.replicas.count == 1:  # else what was written by hand needs an exchange: publish(model)
             copy_masters(self.parameters, self.streams.first)
         self.drain("clearing gradients and publishing before a minibatch")
 
@@ -233,7 +233,7 @@ class Engine:
         given = [parameter.name for parameter in self.trainable() if parameter.landing.expect_no_more()]
         if given:
             self.state.fail(
-                f"p.grad of {given[0]} was assigned inside the minibatch, where the ranks' sum takes its place at the "
+                f"p.grad of {given[0]} was assigned inside the minibatch, but the ranks' sum replaces it at the "
                 f"end: assign it after the `with minibatch(...)` block"
             )
         for unit in self.units:
@@ -241,7 +241,7 @@ class Engine:
         purpose = f"leave minibatch {self.state.number}"
         lost = isinstance(error, (RankLost, DeadlineExceeded))
         if lost or (error is not None and not isinstance(error, Exception)):
-            # A peer is lost or too late, or a wish to stop (Ctrl-C, exit): peers are told, nobody is waited for.
+            # A peer is lost or too late, or this rank must stop (Ctrl-C, exit): tell peers, wait for nobody.
             self.state.enter(Phase.BROKEN)
             with contextlib.suppress(torch.distributed.DistError):  # the store may be what was lost
                 self.meetings.tell(purpose, {"error": describe(error)})
@@ -294,7 +294,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Around what replicas do together: whoever leaves it early lets the others know."""
+        """Around what replicas do together: a rank that leaves it early lets the others know."""
         try:
             yield
         except BaseException:
@@ -312,7 +312,7 @@ class Engine:
             raise
 
     def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """A meeting of a training loop's own, outside of minibatches; returns all ranks' messages, which are JSON.
+        """A training loop's own meeting, outside of minibatches; returns all ranks' messages, which are JSON.
 
         Raises RankLost, DeadlineExceeded.
         """
@@ -342,12 +342,12 @@ class Engine:
             raise MinibatchFailed(self.state.number, failed) from error
 
     def _stay_outside(self) -> None:
-        """The minibatch is over before it was open, or without gradients."""
+        """The minibatch ends before it opened, or without gradients."""
         self.heap.show(Word.LANDED, self.state.number + 1)
         self.state.enter(Phase.READY)
 
     def drain(self, purpose: str) -> None:
-        """Waits until this rank's device has done what was enqueued: peers are told so next."""
+        """Waits until this rank's device has done what was enqueued; peers are told next."""
         self.streams.drain(purpose)
 
     @property
@@ -360,8 +360,8 @@ class Engine:
     def publish(self, *, stepped: bool = False) -> None:
         """Makes this rank's shards readable as they are now, and says so. Called after every optimizer step.
 
-        With replicas all ranks call it, as each has a part of every replica's shards. `stepped`: by an optimizer's
-        step, so frozen parameters are as they were.
+        With replicas all ranks call it, as each has a part of every replica's shards. `stepped`: called by an
+        optimizer's step, so frozen parameters are unchanged.
         """
         self.state.refuse_in_child("publish")
         if self.state.is_open:

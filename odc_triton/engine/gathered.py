@@ -1,4 +1,4 @@
-"""Whole parameters of one unit, where shards lie apart: gathered before they are needed, freed afterwards."""
+"""Whole parameters of one unit, where shards are apart: gathered before they are needed, freed afterwards."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .streams import Copies, Streams
 if TYPE_CHECKING:
     from odc_kernels.gather import Pieces
 
-_OLD = -1  # a publication that there never is
-_SMALL_BYTES = 256 * 2**10  # a tensor of at most so many crosses a link faster than the host enqueues its copies
+_OLD = -1  # not the number of any publication
+_SMALL_BYTES = 256 * 2**10  # a tensor up to this size crosses a link faster than the host enqueues its copies
 
 
 class GatheredParameters:
     """One storage for all whole parameters of a unit, of which autograd may save views.
 
-    As in FSDP2 the tensors stay the same and their storage comes and goes, so what autograd saved in the forward is
-    right again as soon as the storage is filled for the backward, and no gathered weight is kept between the two.
-    Filling goes through tensors of their own version counters: it is no change of a saved weight.
+    As in FSDP2 the tensors stay and their storage comes and goes: what autograd saved in the forward is valid again
+    as soon as the storage is filled for the backward, and no gathered weight is kept between the two. Filling goes
+    through tensors with their own version counters, so it does not count as a change of a saved weight.
 
     `shards`: per parameter its owners' rows, in order of the owners. `whole`: the tensors, in the same order.
-    `by_kernel`: one launch copies all small tensors; else each shard is a copy of its own, as those of large ones are.
+    `by_kernel`: one launch copies all small tensors; else each shard is one copy, as it is for large tensors.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class GatheredParameters:
         self._storage.resize_(0)
 
     def _pieces(self, whole: torch.Tensor, owners: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(where they go, an owner's rows), of all owners that have some; `whole`: of its own version counter.
+        """(where they go, an owner's rows), of all owners that have some; `whole` has its own version counter.
 
-        The own ones come first, then the next rank's: so all ranks read different owners.
+        This rank's rows come first, then the next rank's, so all ranks read different owners.
         """
         if not whole.shape:
             return [(whole, owners[0])]
@@ -93,21 +93,21 @@ class GatheredParameters:
         return user in self._users
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lies in this storage."""
+        """Whether the tensor is in this storage."""
         return tensor.layout == torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
 
     def expire(self) -> None:
-        """Has the next fetch fill the storage anew, as what it holds may be old."""
+        """Makes the next fetch refill the storage: what it holds may be old."""
         if self.is_filled:
             self._filled_at = _OLD
 
     @torch.no_grad()
     def fetch(self, user: Hashable, publication: int) -> None:
-        """Begins to fill the storage, unless it holds that publication already, and keeps it for `user`."""
+        """Starts filling the storage, unless it holds that publication already, and keeps it for `user`."""
         self._users.add(user)
         if self._filled_at == publication:
             return
-        if self._storage.nbytes() != self._size_bytes:  # at its own size too, CUDA would allocate another and copy it
+        if self._storage.nbytes() != self._size_bytes:  # even at the same size CUDA would allocate another and copy it
             self._streams.allocate(self._storage, self._size_bytes)
         self._copies = self._streams.copy(self._storage, self._fill)
         self._filled_at = publication
@@ -123,12 +123,12 @@ class GatheredParameters:
                 place.copy_(rows, non_blocking=True)
 
     def wait(self) -> None:
-        """What is computed from here on, on this stream, finds the storage filled."""
+        """From here on, what this stream computes finds the storage filled."""
         if self._copies is not None:
             self._streams.wait(self._copies)
 
     def release(self, user: Hashable) -> None:
-        """Frees the storage if `user` was the last that needs it."""
+        """Frees the storage if `user` was the last to need it."""
         self._users.discard(user)
         if not self._users and self.is_filled:
             self._streams.free(self._storage, self._copies)

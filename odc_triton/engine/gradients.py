@@ -19,7 +19,7 @@ from ..nn.operand import AddRows, add_rows
 from .streams import Streams
 
 _NAP_S = 20e-6
-_LONG_WAIT_S = 1e-3  # waits for a lock that are shorter are not worth an event
+_LONG_WAIT_S = 1e-3  # shorter waits for a lock are not worth an event
 
 Waits = list[tuple[float, float]]
 
@@ -37,7 +37,7 @@ class Target:
 
     @cached_property
     def peers(self) -> PeerShards:
-        """As kernels see it. Raises ValueError where the shards are not aligned, as in the CPU's joined heap."""
+        """As kernels see it. Raises ValueError if the shards are not aligned, as in the CPU's joined heap."""
         shape = (sum(len(shard) for shard in self.shards), *self.shards[0].shape[1:])
         rank = self._rank if len(self.shards) > 1 else 0
         return PeerShards.of(self.shards, shape=shape, rank=rank, near=self._near)
@@ -50,16 +50,16 @@ class Accumulator(ABC):
     def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
         """Adds `gradient`, whose rows are those of all shards together. `name`: the parameter's, for errors.
 
-        waited: is told the times, as (start_s, end_s), at which it could not go on because of other ranks.
+        `waited` gets the times, as (start_s, end_s), during which other ranks held it up.
         """
 
     @abstractmethod
     def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards | AddRows:
-        """What an operator that makes a gradient piece by piece adds it through: shards for a kernel, or a function."""
+        """How an operator that makes a gradient piece by piece adds it: shards for a kernel, or a function."""
 
 
 class LockedAccumulator(Accumulator):
-    """One lock per (parameter, owner). One that is taken is left for later, so that ranks that come at the same time
+    """One lock per (parameter, owner). A lock that is taken is tried again later, so that ranks that arrive together
     work on different owners. Raises DeadlineExceeded with the holder's name.
     """
 
@@ -128,7 +128,7 @@ class LockedAccumulator(Accumulator):
 
 
 class KernelAccumulator(Accumulator):
-    """The scatter kernel, on a stream of its own: additions are atomic, ranks never wait for each other."""
+    """The scatter kernel, on its own stream: additions are atomic, ranks never wait for each other."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams

@@ -11,14 +11,14 @@ from torch.distributed.tensor import DTensor
 
 from .storage import Storage
 
-# What zero_grad(set_to_none=False) calls. Nothing is there to zero.
+# What zero_grad(set_to_none=False) calls. There is nothing to zero.
 _ZEROING = (torch.Tensor.zero_, torch.Tensor.requires_grad_, torch.Tensor.detach_, torch._foreach_zero_)
 
 
 class PendingGradient(torch.Tensor):
-    """`p.grad` inside a minibatch: it has shape, dtype and device, no memory, and raises RuntimeError when it is used.
+    """`p.grad` inside a minibatch: it has a shape, dtype and device but no memory, and raises RuntimeError when used.
 
-    None would make `clip_grad_norm_` return 0, clip nothing and say nothing. Zeroing it does nothing.
+    None would make `clip_grad_norm_` silently return 0 and clip nothing. Zeroing it does nothing.
     """
 
     @staticmethod
@@ -30,7 +30,7 @@ class PendingGradient(torch.Tensor):
         """Metadata and zeroing go through; anything else raises."""
         if func in _ZEROING:
             return args[0]
-        if getattr(func, "__name__", "") == "__get__":  # an attribute; one that computes, as .T, comes here again
+        if getattr(func, "__name__", "") == "__get__":  # an attribute; one that computes, such as .T, comes here again
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args)
         return cls._refuse()
@@ -49,9 +49,9 @@ class PendingGradient(torch.Tensor):
 
 
 class Landing:
-    """`p.grad` of the parameter `sharded`, from the shard that its peers have added to.
+    """`p.grad` of the parameter `sharded`, from the shard that peers have added to.
 
-    `touched`: this rank added to it in this minibatch. `dirty`: somebody did since it was zeroed.
+    `touched`: this rank added to it in this minibatch. `dirty`: some rank did since it was zeroed.
     """
 
     def __init__(self, sharded: nn.Parameter, storage: Storage) -> None:
@@ -61,12 +61,12 @@ class Landing:
         self.touched = self.dirty = False
 
     def expect_gradient(self) -> None:
-        """Inside a minibatch: whoever uses `p.grad` too early is told so."""
+        """Inside a minibatch: using `p.grad` raises."""
         if self.sharded.grad is None and self.sharded.requires_grad:
             self.sharded.grad = self._pending
 
     def expect_no_more(self) -> bool:
-        """The minibatch ends. Returns whether somebody gave `p.grad` a value inside it, which is dropped."""
+        """The minibatch ends. Returns whether `p.grad` was assigned inside it; that value is dropped."""
         given, self.sharded.grad = self.sharded.grad, None
         return given is not None and given is not self._pending
 
@@ -77,7 +77,7 @@ class Landing:
     def own_gradient(self) -> torch.Tensor:
         """This rank's part of the landed gradient, to divide and to step with: in its shard, until that is cleared."""
         if self._storage.spec.is_scalar:
-            # Every rank steps its own copy of a scalar, so each needs a gradient of its own to clip and scale.
+            # Every rank steps its own copy of a scalar, so each needs its own gradient to clip and scale.
             return self._storage.gradient_shard.clone()
         return self._storage.gradient_part
 
@@ -93,7 +93,7 @@ class Landing:
         self.sharded.grad = self._landed
 
     def to_clear(self) -> torch.Tensor | None:
-        """Drops what the optimizer was handed; returns the own gradient shard if this rank is to zero it."""
+        """Drops what the optimizer was handed; returns this rank's gradient shard if this rank must zero it."""
         self.sharded.grad = None
         dirty, self.touched, self.dirty = self.dirty, False, False
         return self._storage.gradient_shard if dirty and self._storage.is_cleared_here else None
@@ -107,6 +107,6 @@ class Landing:
             or self.sharded.untyped_storage()._cdata != self._outer_storage._cdata
         ):
             raise RuntimeError(
-                f"{name} no longer lies in the shared heap: something replaced its storage "
+                f"{name} is no longer in the shared heap: something replaced its storage "
                 f"(.data = …, .to(dtype) on a submodule, assign=True). Write into it with copy_() instead."
             )

@@ -1,4 +1,4 @@
-"""What a sharded module can do: the methods of FSDP2's `FSDPModule`, done, a documented no-op, or refused by name."""
+"""What a sharded module can do: each method of FSDP2's `FSDPModule` works, is a documented no-op, or is refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ODCModule:
     _odc_is_sharded = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> nn.Module:
-        """Makes a module of the original class, as FSDP2 does: slicing an nn.Sequential calls its own class."""
+        """Makes a module of the original class, as FSDP2 does: slicing an nn.Sequential calls self.__class__."""
         original = cls.__mro__[2]  # as in `plain_class`
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
@@ -53,8 +53,8 @@ class ODCModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Makes this unit's parameters whole until `reshard()` or the end of the minibatch.
 
-        On a GPU `reshard()` frees their memory: what was computed from them meanwhile must have had its backward, and
-        no view of them may be used afterwards.
+        On a GPU `reshard()` frees their memory: finish the backward of anything computed from them first, and don't
+        use views of them afterwards.
         """
         if not self._odc_engine.is_open:
             self._odc_engine.publication.wait_readable()
@@ -66,7 +66,7 @@ class ODCModule:
         self._odc_unit.release()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Gradients are divided by `factor` when they land, instead of by 1 (`tokens` given) or the world size."""
+        """Divides gradients by `factor` when they land, instead of by 1 (`tokens` given) or the world size."""
         if not factor > 0:
             raise ValueError(f"factor is {factor}; it must be positive")
         self._odc_engine.divide_factor = float(factor)
@@ -90,7 +90,7 @@ class ODCModule:
         """No-op: every backward adds into the owners' shards."""
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """No-op: the end of the minibatch is what ends its backwards."""
+        """No-op: the end of the minibatch ends its backwards."""
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """No-op: a unit is resharded when its backward ends, and gradients land when the minibatch ends."""
@@ -103,7 +103,7 @@ class ODCModule:
         """No-op: gradients are summed over replicas once, when the minibatch ends."""
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """No-op: a unit's whole parameters are always let go of when its backward ends."""
+        """No-op: a unit's whole parameters are always freed when its backward ends."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """No-op: a unit's parameters are whole in its backward."""
@@ -115,16 +115,16 @@ class ODCModule:
         """No-op, see `set_modules_to_forward_prefetch`."""
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """No-op: parameters and gradients lie in symmetric memory from the start."""
+        """No-op: parameters and gradients are in symmetric memory from the start."""
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """No-op, see `set_allocate_memory_from_process_group_for_comm`."""
 
     def set_post_optim_event(self, event: Any) -> None:
-        """No-op: publication after the optimizer step orders readers behind it."""
+        """No-op: publication after the optimizer step makes readers wait for it."""
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """No-op: there is no reduce-scatter and so no input buffer of one."""
+        """No-op: there is no reduce-scatter, so it has no input buffers."""
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """No-op, see `set_reduce_scatter_max_input_buffers`."""
@@ -163,7 +163,7 @@ class ODCModule:
         raise TypeError("a sharded model can't be pickled; save its state_dict() with torch.distributed.checkpoint")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ODCModule:
-        """`.to()`, `.cpu()`, `.to_empty()`, …: buffers follow, parameters stay in the heap or it is refused."""
+        """`.to()`, `.cpu()`, `.to_empty()`, …: moves buffers; refused if parameters would leave the heap."""
         ours = {id(p) for parameter in self._odc_engine.parameters for p in (parameter.sharded, parameter.leaf)}
         for name, parameter in self.named_parameters():
             if id(parameter) in ours:
@@ -184,7 +184,7 @@ class ODCModule:
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> ODCModule:
-        """No-op: nothing is on the meta device any more, and what `fully_shard` initialised stays."""
+        """No-op: nothing is on the meta device any more, and what `fully_shard` initialised is kept."""
         home = self._odc_engine.heap.device
         if torch.device(device).type != home.type:
             raise RuntimeError(f"to_empty(device={device!r}): a sharded model can't leave the heap, which is on {home}")
@@ -193,13 +193,13 @@ class ODCModule:
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As `nn.Module`'s, from DTensors or from whole tensors; then publishes. `assign=True` is refused.
 
-        Collective: ranks meet before they write, as a slower one may still read the parameters.
+        Collective: ranks meet before they write, as a slower one may still be reading the parameters.
         """
         if assign:
             raise RuntimeError("load_state_dict(assign=True) would replace the heap's memory; leave assign out")
         if self._odc_engine.is_open:
             raise RuntimeError("load_state_dict inside a minibatch: peers are reading the parameters")
-        for unit in self._odc_engine.units:  # `unshard()` shows whole tensors, which are no place to load into
+        for unit in self._odc_engine.units:  # `unshard()` shows whole tensors, which can't be loaded into
             unit.reset()
         parameters = {id(parameter.sharded): parameter for parameter in self._odc_engine.parameters}
         local = OrderedDict(state_dict)
@@ -217,7 +217,7 @@ class ODCModule:
 
 
 def _save_pretrained(model: nn.Module, folder: Any, *args: Any, **kwargs: Any) -> Any:
-    """transformers' and PEFT's, of whole tensors that are given as `state_dict`; refused without: it sees shards."""
+    """transformers' and PEFT's, of the whole tensors given as `state_dict`; refused without, as it sees shards."""
     if kwargs.get("state_dict") is None:
         raise RuntimeError(
             "save_pretrained of a sharded model would write this rank's shards: call "
@@ -225,7 +225,7 @@ def _save_pretrained(model: nn.Module, folder: Any, *args: Any, **kwargs: Any) -
             "state_dict=get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
         )
     plain = plain_class(model)
-    name, model.__class__.__name__ = model.__class__.__name__, plain.__name__  # which is written as the architecture
+    name, model.__class__.__name__ = model.__class__.__name__, plain.__name__  # written as the architecture
     try:
         return plain.save_pretrained(model, folder, *args, **kwargs)
     finally:

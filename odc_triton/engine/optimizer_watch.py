@@ -1,6 +1,6 @@
-"""Listens to optimizers that step an engine's parameters, as a user should not have to call anything for it.
+"""Listens to optimizers that step an engine's parameters, so that users need not call anything.
 
-Learning rates and the like: each rank steps its own shards with its own, so all ranks must have them alike.
+Each rank steps its shards with its own learning rate and the like, so these must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ COMPARED = ("lr", "momentum", "betas", "eps", "weight_decay")
 
 
 class Hyperparameters:
-    """Those of this rank's optimizer steps since the last minibatch began.
+    """The hyperparameters of this rank's optimizer steps since the last minibatch began.
 
-    Numbers only: a tensor may lie on a device, and reading it would wait for that. And only these names, as some
-    optimizers keep running sums of their own shards in their groups.
+    Numbers only: a tensor may be on a device, and reading it would wait for the device. And only the names in
+    COMPARED: some optimizers keep running sums over their own shards in their groups.
     """
 
     def __init__(self) -> None:
@@ -36,11 +36,11 @@ class Hyperparameters:
         self._steps.append(groups)
 
     def digest(self) -> str | None:
-        """Few words for peers, however many groups there are; None where nothing was stepped."""
+        """A short digest for peers, however many groups there are; None if nothing was stepped."""
         return hashlib.sha256(repr(self._steps).encode()).hexdigest()[:16] if self._steps else None
 
     def compare(self, digests: list[str | None], meet: Callable[[str, dict[str, Any]], list[dict[str, Any]]]) -> None:
-        """Forgets the steps. `digests`: all ranks'; where they differ the ranks `meet` once more.
+        """Forgets the steps. `digests`: all ranks'; if they differ, the ranks `meet` once more.
 
         Raises RanksDiffer, on all ranks, with the first difference.
         """
@@ -59,7 +59,7 @@ class Hyperparameters:
                         said = "; ".join(f"{value} on ranks {those}" for value, those in ranks.items())
                         raise RanksDiffer(
                             f"the optimizer's {name} (parameter group {number}) is {said}. Each rank steps its own "
-                            f"shards with its own: give all ranks the same, and start again from the last checkpoint"
+                            f"shards with its values: give all ranks the same, and start again from the last checkpoint"
                         )
 
 
@@ -69,7 +69,7 @@ def _numbers(value: Any) -> list[float]:
 
 
 class Stepped(Protocol):
-    """Whose parameters are stepped: an engine."""
+    """The owner of stepped parameters: an engine."""
 
     parameters: Sequence[ShardedParameter]
     hyperparameters: Hyperparameters
@@ -84,8 +84,8 @@ class Stepped(Protocol):
 class OptimizerWatch:
     """Tells `engine` before and after each step of an optimizer that holds its parameters.
 
-    Raises RuntimeError, in the step, for an optimizer that was made before `fully_shard`: it would step tensors that
-    nobody reads any more, and say nothing.
+    Raises RuntimeError, in the step, for an optimizer that was made before `fully_shard`: it would silently step
+    tensors that nobody reads any more.
     """
 
     def __init__(self, engine: Stepped) -> None:

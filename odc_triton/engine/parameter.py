@@ -1,13 +1,13 @@
-"""One parameter between its owners, as operators see it.
+"""One parameter, sharded over its owners, as operators see it.
 
-Its tensors, of a parameter of shape [N, ...] that the R ranks of a replica share, n = ceil(N / R) rows each:
+The tensors of a parameter of shape [N, ...] that the R ranks of a replica share, n = ceil(N / R) rows each:
 
 compute shard   [n, ...] of each owner, in the heap, in the compute dtype: what every rank reads
 gradient shard  [n, ...] of each owner, in the heap, in the reduce dtype: what every rank adds to
-part            this rank's rows of its shard; fewer than the shard has only where there are several replicas
-master          this rank's part in the master dtype: what the optimizer steps. It is the compute shard's part itself
-                where the dtypes agree
-whole, leaf     [N, ...] in the compute dtype: what modules compute with; where it lies: `Residency`
+part            this rank's rows of its shard: all of them, unless there are several replicas
+master          this rank's part in the master dtype: what the optimizer steps. If the dtypes agree, it is the compute
+                shard's part itself
+whole, leaf     [N, ...] in the compute dtype: what modules compute with; where it is stored: `Residency`
 sharded         a DTensor over the master, Shard(0) (a scalar: Replicate): what optimizers and checkpoints see
 landed          this rank's part of the summed gradient, as a DTensor: `sharded.grad` after a minibatch
 """
@@ -47,23 +47,23 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 
 
 class Listener(Protocol):
-    """Who is told of gradients that reach a sharded parameter: its engine."""
+    """What hears of gradients that reach a sharded parameter: its engine."""
 
     def gradient_comes(self, parameter: ShardedParameter) -> None:
-        """A backward has made some of its gradient. Raises where there may be none now."""
+        """A backward has made some of its gradient. Raises if no gradient is allowed now."""
 
     def waited(self, parameter: ShardedParameter, waits: Waits) -> None:
         """Adding it had to wait for other ranks at these times."""
 
 
 def sharded_parameter(weight: torch.Tensor) -> ShardedParameter | None:
-    """What is behind a weight as a module's forward sees it; None if it is not sharded."""
+    """The sharded parameter of a weight as a module's forward sees it; None if it is not sharded."""
     handle = getattr(weight, "_odc_handle", None)
     return None if handle is None else resolve(handle)
 
 
 class Residency(Enum):
-    """Where a parameter's whole tensor lies."""
+    """Where a parameter's whole tensor is stored."""
 
     VIEW = "in the heap: its shards are adjacent there"
     GATHERED = "in a storage of its unit's, filled for as long as it is needed"
@@ -107,26 +107,26 @@ class ShardedParameter:
         self.leaf._odc_never_whole = self.is_never_whole
         self.table = table
         self._rank = heap.rank
-        self._accumulation: Node | None = None  # autograd's node that its gradient comes to
+        self._accumulation: Node | None = None  # autograd's node that its gradient reaches
         self._hook: Any = None
         self._listener: weakref.ref[Listener] | None = None
         self.original: weakref.ref[nn.Parameter] | None = None  # what it was before sharding
 
     @torch.no_grad()
     def hold_whole(self) -> None:
-        """Gives a leaf that is never whole its memory, filled, for whoever asked to read parameters himself."""
+        """Allocates and fills a leaf that is otherwise never whole, for a caller that asked to read parameters."""
         if self.is_never_whole:
             self.leaf.untyped_storage().resize_(self.leaf.numel() * self.leaf.element_size())
             self.leaf.data.copy_(self.read())
 
     def let_go(self) -> None:
-        """Takes the memory of a leaf that is never whole."""
+        """Frees the memory of a leaf that is otherwise never whole."""
         if self.is_never_whole:
             self.leaf.untyped_storage().resize_(0)
 
     @property
     def is_never_whole(self) -> bool:
-        """Whether `leaf` has no memory ever: only modules that read the owners by themselves may have it."""
+        """Whether `leaf` never has memory: only modules that read the owners by themselves may use it."""
         return self.residency is Residency.ON_DEMAND
 
     @property
@@ -137,14 +137,14 @@ class ShardedParameter:
         return self.storage.read()
 
     def parts(self, strategy: str) -> list[torch.Tensor]:
-        """As `ShardedOperand` says; where the whole tensor is a view, all but a staged copy is one."""
+        """As in `ShardedOperand`; if the whole tensor is a view, so is everything but a staged copy."""
         if strategy == "staged":
             return [self.read()]
         if self.residency is Residency.VIEW:
             return [self.leaf.detach()]
         if strategy == "direct":
             return self.storage.compute_shards
-        # Not filled in a backward that the unit did not hear of: of an output that is no tensor, or of an inner one.
+        # Not filled in a backward that the unit did not hear of: of an output that is no tensor, or of an inner tensor.
         if self.gathered is None or not self.gathered.is_filled:
             return [self.read()]
         self.gathered.wait()
@@ -152,7 +152,7 @@ class ShardedParameter:
 
     @property
     def table(self) -> tuple[Entry, ...]:
-        """How operators on it run. It lies on the leaf, as who compiles a layer must see it."""
+        """How operators on it run. Stored on the leaf, where compiled layers must see it."""
         return self.leaf._odc_table
 
     @table.setter
@@ -184,10 +184,10 @@ class ShardedParameter:
         return self.storage.rows[owner][0] if owner < self.storage.world else self.storage.rows[-1][1]
 
     def listen(self, listener: Listener) -> None:
-        """Has `listener` told whenever a backward has made a gradient, and adds it to the owners.
+        """Adds each gradient that a backward makes to the owners, and tells `listener` of it.
 
         By weak references: the garbage collector does not see into hooks of tensors, so a cycle through one would
-        keep the heap for ever.
+        keep the heap forever.
         """
         if self._hook is not None:
             self._hook.remove()
@@ -202,7 +202,7 @@ class ShardedParameter:
         self._hook = self.leaf.register_post_accumulate_grad_hook(landed_in_leaf)
 
     def gradient_comes(self) -> None:
-        """To be called before anything is added to the owners. Raises where there may be no gradient now."""
+        """Call before adding anything to the owners. Raises if no gradient is allowed now."""
         if self._listener is not None and (listener := self._listener()) is not None:
             listener.gradient_comes(self)
 
@@ -212,7 +212,7 @@ class ShardedParameter:
                 f"{self.name} has a gradient hook, and its layer adds the gradient to the owners without autograd: "
                 f"change p.grad after the minibatch instead, or leave the layer out of replace_layers"
             )
-        # Not in a backward: an operator was called by itself. In none of a minibatch: `open_sink` will say so.
+        # Not in a backward: an operator was called by itself. Not in a minibatch: `open_sink` will raise.
         if torch._C._current_graph_task_id() == -1 or self._accumulation is None:
             return True
         try:
@@ -250,11 +250,11 @@ class ShardedParameter:
 
     @property
     def trains(self) -> bool:
-        """Whether it has a gradient, as it was said when it was sharded."""
+        """Whether it has a gradient, as decided when it was sharded."""
         return self.storage.gradient_shard is not None
 
     def follow_requires_grad(self) -> None:
-        """Has modules make a gradient of it where the user wants one now. Raises RuntimeError where there can't be."""
+        """Makes modules compute its gradient if the user wants one now. Raises RuntimeError if there can't be one."""
         if has_gradient_hooks(self.sharded):
             raise RuntimeError(
                 f"{self.name} has gradient hooks, which never fire on a sharded parameter (optimizer-in-backward "
@@ -264,12 +264,12 @@ class ShardedParameter:
             raise RuntimeError(f"{self.name} was frozen when fully_shard was called; set requires_grad before that")
         if self.trains:
             self.leaf.requires_grad_(self.sharded.requires_grad)
-            # Made in the first minibatch, as it keeps the stream that is current when it is made: torch warns of a
-            # backward on another.
+            # Made in the first minibatch, as it keeps the stream that is current then: torch warns of a backward on
+            # another.
             if self.leaf.requires_grad and self._accumulation is None:
                 self._accumulation = get_gradient_edge(self.leaf).node
 
     def to_clear(self) -> torch.Tensor | None:
-        """Drops its gradient; returns the own gradient shard if this rank is to zero it."""
+        """Drops its gradient; returns this rank's gradient shard if this rank must zero it."""
         self.leaf.grad = None
         return self.landing.to_clear()

@@ -1,4 +1,4 @@
-"""Forwards and backwards of one rank's model: when one runs, of which minibatch it is, and where a unit's ends.
+"""Forwards and backwards of one rank's model: when one runs, in which minibatch, and where a unit's ends.
 
 And what must not run in them: collectives.
 """
@@ -21,12 +21,12 @@ from .streams import AllStreams
 
 
 def in_backward_pass() -> bool:
-    """Whether autograd runs a backward in this thread: a forward now is a recomputation."""
+    """Whether autograd is running a backward in this thread: a forward now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Unshards(Protocol):
-    """What holds parameters that are whole while a forward or a backward runs: a unit."""
+    """What makes parameters whole while a forward or a backward runs: a unit."""
 
     def make_whole(self) -> None: ...
 
@@ -36,10 +36,10 @@ class Unshards(Protocol):
 
 
 class Passes:
-    """What units and parameters report of forwards and backwards; `count` microbatches ended in this minibatch.
+    """Tracks forwards and backwards as units and parameters report them; `count`: microbatches ended in this minibatch.
 
-    A forward outside of a minibatch waits for what the owners publish, a backward there is refused. What can't be
-    right in the end fails the minibatch. Each microbatch looks whether the ranks of this replica live, so that a death
+    A forward outside of a minibatch waits for what the owners publish; a backward there is refused. What can't end
+    correctly fails the minibatch. Each microbatch checks that the ranks of this replica are alive, so that a death
     is known long before the exit.
     """
 
@@ -52,15 +52,15 @@ class Passes:
         owners: Sequence[int],
         nothing_follows: Callable[[], None],
     ) -> None:
-        """`units`: all that a backward may need, also those that come later. `owners`: the ranks of this replica.
+        """`units`: all that a backward may need, also those added later. `owners`: the ranks of this replica.
         `nothing_follows` is called when a microbatch is over.
         """
         self.state, self._streams, self._units, self._owners = state, streams, units, owners
         self._nothing_follows = nothing_follows
         self.count = 0
         self.in_backward = False
-        self._graph_is_kept = False  # the backward makes a graph, for one of its own
-        self._forwards = 0  # units whose forward runs now, nested ones counted
+        self._graph_is_kept = False  # the backward makes a graph, for its own backward
+        self._forwards = 0  # units whose forward is running, nested ones included
         self._forward_start_s = self._backward_start_s = 0.0
         self._loss_start_s: float | None = None  # a forward ended there and its backward has not begun
 
@@ -106,7 +106,7 @@ class Passes:
             state.publication.check_not_torn()
 
     def watch_backward(self, output: Any, of_unit: Callable[[], None] | None) -> bool:
-        """Has the output's tensors say when their backward begins; `of_unit` is then called too.
+        """Hooks the output's tensors to report when their backward begins; `of_unit` is then called too.
 
         Returns whether a backward through them may follow.
         """
@@ -119,14 +119,14 @@ class Passes:
             if of_unit is not None:
                 of_unit()
 
-        # A leaf that is passed through outlives the minibatch, a hook on it too.
+        # A leaf that is passed through outlives the minibatch, and so would a hook on it.
         watched = [value for value in tensors_in(output) if value.grad_fn is not None]
         for value in watched:
             value.register_hook(begins)
         return bool(watched) and (self.state.is_open or in_backward_pass())
 
     def backward_begins(self, number: int | None) -> None:
-        """A backward that belongs to a forward of minibatch `number` runs; None: of none."""
+        """A backward of a forward in minibatch `number` is running; None: of one outside of minibatches."""
         state = self.state
         state.refuse_in_child("a backward")
         self._graph_is_kept = torch.is_grad_enabled()
@@ -155,7 +155,7 @@ class Passes:
         self._stop_backward()
 
     def stop(self) -> None:
-        """The minibatch ends: what has not ended is not waited for."""
+        """The minibatch ends: does not wait for what has not ended."""
         if self.in_backward:
             self._stop_early()
         else:
@@ -181,14 +181,14 @@ _Kinds = tuple[type, ...]
 class _EndOfBackward(torch.autograd.Function):
     """Passes a unit's inputs through; its backward runs when the unit's is over.
 
-    Autograd runs what was made later first, of all that is ready, and this is made before everything in the unit. So
-    whatever of the unit's backward is left then waits for a gradient that comes from outside of it.
+    Of all nodes that are ready, autograd runs the one made last, and this one is made before everything in the unit.
+    So whatever is left of the unit's backward then is waiting for a gradient from outside of it.
     """
 
     @staticmethod
     def forward(ctx: Any, ended: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.ended = ended
-        ctx.set_materialize_grads(False)  # an input that was not used has no gradient, not one of zeros
+        ctx.set_materialize_grads(False)  # an unused input has no gradient, not zeros
         return inputs
 
     @staticmethod
@@ -197,12 +197,12 @@ class _EndOfBackward(torch.autograd.Function):
         return None, *gradients
 
 
-@torch._disable_dynamo  # which would trace the containers, in vain
+@torch._disable_dynamo  # it would trace the containers for nothing
 def watch_end_of_backward(ended: Callable[[], None], arguments: Any) -> Any:
     """The same arguments, with those that get a gradient passed through `_EndOfBackward`; `ended` is then called.
 
-    Lists and dicts, to which a unit may write, stay themselves if a tensor outside of them gets a gradient. Where none
-    does (token ids), nobody is told.
+    Lists and dicts, to which a unit may write, keep their identity if a tensor outside of them gets a gradient. If no
+    tensor does (token ids), `ended` is not called.
     """
     for kept in ((list, dict), ()):
         inputs = {id(tensor): tensor for tensor in tensors_in(arguments, kept) if tensor.requires_grad}
@@ -217,7 +217,7 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def tensors_in(value: Any, kept: _Kinds = ()) -> Iterator[torch.Tensor]:
-    """The tensors in tuples, dataclasses and other containers, but for those of the `kept` kinds."""
+    """The tensors in tuples, dataclasses and other containers, except those of the `kept` kinds."""
     for part in pytree.tree_leaves(value, is_leaf=lambda part: isinstance(part, kept)):
         if isinstance(part, torch.Tensor):
             yield part
@@ -226,7 +226,7 @@ def tensors_in(value: Any, kept: _Kinds = ()) -> Iterator[torch.Tensor]:
 
 
 def _replace(value: Any, tensors: dict[int, torch.Tensor], kept: _Kinds) -> Any:
-    """`value` with other tensors in it, by id of the old; a container that holds none of them stays itself."""
+    """`value` with its tensors replaced, by id of the old; a container that holds none of them is returned as it is."""
     if isinstance(value, torch.Tensor):
         return tensors.get(id(value), value)
     if isinstance(value, kept):
@@ -244,13 +244,13 @@ def _replace(value: Any, tensors: dict[int, torch.Tensor], kept: _Kinds) -> Any:
     return pytree.tree_unflatten(replaced, spec)
 
 
-# What `torch.ops` calls collectives' namespaces.
+# The namespaces of collectives in `torch.ops`.
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 _HARMLESS = ("wait_tensor", "_wrap_tensor_autograd")
 
 
 class RefuseCollectives(TorchDispatchMode):
-    """`fully_shard(..., debug=True)`: raises at any collective over more than one rank, where some may never come."""
+    """`fully_shard(..., debug=True)`: raises at any collective over more than one rank, as some may never join it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if DTensor in types:  # let DTensor go first: it issues its collectives under this mode

@@ -1,11 +1,11 @@
 """Which values of the parameters may be read: what this rank has published, and what its peers have.
 
-What is done to all shards of a rank at once, between microbatches: a launch per dtype, not one per parameter.
+And what is done to all shards of a rank at once, between minibatches: one launch per dtype, not per parameter.
 
-By torch's multi-tensor operators (`torch._foreach_*`), which optimizers use too. On CUDA they take one launch for as
-many tensors as an argument list holds, also from one dtype to another, where all tensors of a list have one device and
-dtype and each pair has one shape and stride; elsewhere, and on the CPU, they go tensor by tensor with the same result.
-So lists are made by dtype.
+It uses torch's multi-tensor operators (`torch._foreach_*`), as optimizers do. On CUDA one launch takes as many tensors
+as an argument list holds, also from one dtype to another, if all tensors of a list have one device and dtype and each
+pair has one shape and stride; otherwise, and on the CPU, they go tensor by tensor with the same result. So lists are
+made by dtype.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from .streams import Streams
 
 
 class Publication:
-    """This rank's count of publications, shown to its peers, who wait for each other's outside of a minibatch.
+    """This rank's count of publications. Peers see it and wait for it outside of a minibatch.
 
-    `number`: how many there were; 0 before the first.
+    `number`: publications so far; 0 before the first.
     """
 
     def __init__(self, heap: SymmetricHeap, meetings: Meetings) -> None:
         self._heap, self._meetings = heap, meetings
         self.number = 0
-        self._reading = 0  # the one that an evaluation reads
+        self._reading = 0  # the publication that an evaluation reads
 
     def _seen(self, word: Word) -> Iterable[tuple[int, int]]:
-        """That word of the owners that this rank reads: those of its own replica."""
+        """That word of each owner that this rank reads: those of its own replica."""
         return enumerate(self._heap.seen(word), self._heap.first)
 
     def announce(self) -> None:
-        """Says that this rank may be writing its shards from here on: a reader must not miss it."""
+        """Announces that this rank may write its shards from here on: readers must not miss it."""
         self._heap.show(Word.STEPPING, self.number + 1)
 
     def complete(self) -> None:
-        """Says that this rank's shards are readable as they are now."""
+        """Announces that this rank's shards are readable as they are now."""
         self.number += 1
         self._heap.show(Word.PUBLISHED, self.number)
 
     def agree(self, number: int) -> None:
-        """Goes on from a number that all ranks have met at, with everything published."""
+        """Continues from a number that all ranks agreed on at a meeting, with everything published."""
         self.number = number
         self._heap.show(Word.PUBLISHED, number)
         self._heap.show(Word.STEPPING, number)
@@ -61,7 +61,7 @@ class Publication:
         )
 
     def check_not_torn(self) -> None:
-        """Raises if an owner may have stepped while this rank read outside of a minibatch."""
+        """Raises if an owner may have stepped while this rank was reading outside of a minibatch."""
         ahead = [rank for rank, count in self._seen(Word.STEPPING) if count > self._reading]
         if ahead:
             raise RuntimeError(
@@ -82,14 +82,14 @@ def _by_kind(rows: Iterable[tuple[torch.Tensor, ...]]) -> list[tuple[list[torch.
 
 @torch.no_grad()
 def copy_masters(parameters: Sequence[ShardedParameter], streams: Streams) -> None:
-    """Makes all masters readable: a cast where the copy to read is of another dtype, nothing where they are one."""
+    """Makes all masters readable: casts if the copy to read has another dtype, nothing if it is the master itself."""
     for compute, masters in _by_kind(filter(None, (parameter.storage.to_publish() for parameter in parameters))):
         streams.compute(partial(torch._foreach_copy_, compute, masters))
 
 
 @torch.no_grad()
 def clear_gradients(parameters: Sequence[ShardedParameter], streams: Streams) -> None:
-    """Zeroes the own gradient shards for the next minibatch."""
+    """Zeroes this rank's gradient shards for the next minibatch."""
     for (shards,) in _by_kind((shard,) for p in parameters if (shard := p.to_clear()) is not None):
         streams.compute(partial(torch._foreach_zero_, shards))
 
@@ -98,8 +98,8 @@ def clear_gradients(parameters: Sequence[ShardedParameter], streams: Streams) ->
 def land_gradients(
     parameters: Sequence[ShardedParameter], divisor: float, replicas: Replicas, streams: Streams
 ) -> None:
-    """Hands the landed gradients, summed over the replicas, divided by `divisor` and in their masters' dtypes, to the
-    optimizer.
+    """Hands the optimizer the landed gradients: summed over the replicas, divided by `divisor`, in their masters'
+    dtypes.
     """
     gradients = [parameter.landing.own_gradient() for parameter in parameters]
     if replicas.count > 1:

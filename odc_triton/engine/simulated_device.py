@@ -1,17 +1,17 @@
-"""A CPU that does what a GPU with several streams is allowed to do, and does the worst of it.
+"""A CPU that behaves like a GPU with several streams, in the worst order that a GPU is allowed.
 
-On a GPU the host only enqueues. What is enqueued on one stream happens in its order; between two streams nothing is
-sure but what waits say. A missing wait goes unnoticed for as long as the device happens to be quick. Here it shows:
+On a GPU the host only enqueues. Work on one stream runs in order; between two streams only waits guarantee an order. A
+missing wait goes unnoticed for as long as the device happens to be quick. Here it shows:
 
-- "late": what is enqueued waits in a queue until something waits for it: a stream that computes, a drain.
-- "early": what is enqueued is done at once.
+- "late": work stays in a queue until something waits for it: a stream that computes, a drain.
+- "early": work is done as soon as it is enqueued.
 
-In both, memory that is given or taken is filled with NaN, what works in memory that was taken meanwhile raises, and
-work on a side stream that did not wait for what is computed finds NaN where that would have been.
+In both, memory is filled with NaN when it is allocated or freed, work in memory that was freed meanwhile raises, and
+work on a side stream that did not wait for a computation finds NaN where its result would have been.
 
-[Note: the host computes] What modules compute is done by the host, when it is called. So a stream that is current does
-the waits that it is given at once, and "late" is true of side streams, and of what the engine enqueues to be computed
-(`Streams.compute`). A GPU may be later still.
+[Note: the host computes] The host computes what modules compute, when they are called. So the current stream does its
+waits at once, and "late" is true only of side streams and of what the engine enqueues by `Streams.compute`. A GPU may
+be later still.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = ("late", "early")
 
 @dataclass(slots=True)
 class _Work:
-    """`memory`: the storage that it reads or fills, by address of its object; `freed`: that was taken meanwhile."""
+    """`memory`: the storage that it reads or fills, by address of its object; `freed`: it was freed meanwhile."""
 
     do: Callable[[], None]
     memory: int | None = None
@@ -50,7 +50,7 @@ class SimulatedEvent:
         return self.stream.done >= self.place
 
     def reach(self) -> None:
-        """Has the stream do all that comes before."""
+        """Makes the stream do all that comes before."""
         self.stream.run_to(self.place)
 
 
@@ -77,7 +77,7 @@ class SimulatedStream:
                 self.done += 1
                 if work.freed:
                     raise RuntimeError(
-                        "a stream works in memory that was freed before it came to it: a wait is missing"
+                        "a stream uses memory that was freed before the stream got to it: a wait is missing"
                     )
                 work.do()
 
@@ -106,7 +106,7 @@ class SimulatedDevice:
             kinds = " or ".join(map(repr, KINDS))
             raise ValueError(f"streams are simulated {kinds}, not {kind!r} (see ODC_SIMULATED_STREAMS)")
         self.kind = kind
-        self.time = 0  # grows with all that is enqueued
+        self.time = 0  # counts all that is enqueued
         self.lock = threading.RLock()
         self.streams = [SimulatedStream(self, computes=True)]
         self._current = self.streams[0]
@@ -137,7 +137,7 @@ class SimulatedDevice:
             stream.push(_Work(work))
             return
         if isinstance(memory, torch.Tensor):
-            # The storage alone, not the tensor: that its owner lets go of the tensor must show.
+            # The storage alone, not the tensor: it must show when the owner frees the tensor.
             alias = memory.detach()
             storage, do = alias.untyped_storage(), lambda: work(alias)
             weakref.finalize(memory, self._freed_by_owner, storage).atexit = False

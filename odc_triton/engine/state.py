@@ -1,4 +1,4 @@
-"""Where a rank stands in the minibatch protocol: what each part of the engine asks before it does anything.
+"""Where a rank is in the minibatch protocol: each part of the engine asks this before it does anything.
 
     READY --begin()--> OPEN --end()--> LANDED --optimizer step--> READY
       ^                  |                |
@@ -8,7 +8,7 @@
 READY   parameters readable, no gradients
 OPEN    inside a minibatch: shards are only read, gradient shards only added to
 LANDED  every rank's gradients are in the owners' shards; `p.grad` is set
-BROKEN  a meeting failed: a peer is gone or too late, this job can't go on
+BROKEN  a meeting failed: a peer is gone or too late; this job can't go on
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Phase(IntEnum):
 
 
 class MinibatchState:
-    """One rank's phase, the number of its minibatch and why that failed; what happened in it; what may be read.
+    """One rank's phase, its minibatch's number, failure and events, and what may be read.
 
-    `number`: of the minibatch that is open or was last, -1 before the first.
+    `number`: of the open or the last minibatch, -1 before the first.
     """
 
     def __init__(self, *, rank: int, signs: Signs, meetings: Meetings, publication: Publication) -> None:
@@ -55,7 +55,7 @@ class MinibatchState:
         return self.phase is Phase.BROKEN
 
     def enter(self, phase: Phase) -> None:
-        """Goes to `phase`, and shows peers what they need to know of it."""
+        """Goes to `phase` and shows peers what they need to know of it."""
         self.phase = phase
         self._signs.show(Word.BROKEN, self.is_broken)
         self._signs.show(Word.MINIBATCH, self.number)
@@ -65,7 +65,7 @@ class MinibatchState:
         self.failure = self.failure or reason
 
     def refuse_in_child(self, what: str) -> None:
-        """Raises in a process that was forked from this rank's, which has its shared memory and is no rank."""
+        """Raises in a process forked from this rank's: it has the shared memory but is no rank."""
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"{what} in process {os.getpid()}, forked from rank {self.rank} (process {self._pid}): it would write "
@@ -80,6 +80,6 @@ class MinibatchState:
         try:
             self._meetings.require_alive(ranks, purpose, lambda: ranks)
         except RankLost:
-            if not self.is_open:  # else the minibatch ends by it
+            if not self.is_open:  # else the error ends the minibatch
                 self.enter(Phase.BROKEN)
             raise

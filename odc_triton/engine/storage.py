@@ -17,7 +17,7 @@ from .gradients import Target
 
 
 class Storage:
-    """Its tensors have the names of the glossary in parameter.py. `rows`: (first, end) of each owner's."""
+    """Tensors are named as in the glossary in parameter.py. `rows`: (first, end) of each owner's."""
 
     def __init__(
         self,
@@ -51,17 +51,17 @@ class Storage:
         ]
         start, stop = self.rows[self._rank]
         part, end = shard_rows(stop - start, grid.replicas, grid.replica)
-        # First and one-past-last row of the whole that this rank has a master of.
+        # First and one-past-last row of the whole tensor that this rank has a master of.
         self.master_rows = (0, 1) if spec.is_scalar else (start + part, start + end)
 
     @property
     def is_cleared_here(self) -> bool:
-        """Whether this rank zeroes its gradient shard. All ranks take a scalar's from rank 0's."""
+        """Whether this rank zeroes its gradient shard. A scalar's is rank 0's, for all ranks."""
         return not (self.spec.is_scalar and self._rank != 0)
 
     @property
     def lies_apart(self) -> bool:
-        """Whether each owner's rows lie in memory of its own, so that the whole tensor is no view of it."""
+        """Whether each owner's rows are in its own memory, so that the whole tensor can't be a view."""
         return self._heap.apart
 
     def as_dtensor(self, local: torch.Tensor) -> DTensor:
@@ -72,22 +72,22 @@ class Storage:
         return DTensor.from_local(local, self._grid.mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def _parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """An own shard's rows as the replicas have masters of them: split once more, as `torch.chunk` does."""
+        """Splits a shard of this rank by replica, as `torch.chunk` does: each has the master of its part."""
         replicas = self._grid.replicas
         return [shard[slice(*shard_rows(len(shard), replicas, replica))] for replica in range(replicas)]
 
     def _part_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """What this rank has masters of. Of one replica that is the shard itself."""
+        """The rows that this rank has masters of. With one replica that is the whole shard."""
         if self.spec.is_scalar or self._grid.replicas == 1:
             return shard
         return self._parts_of(shard)[self._grid.replica]
 
     def gradient_parts(self) -> list[torch.Tensor]:
-        """The own gradient shard by replica, to sum over them; not of a scalar."""
+        """This rank's gradient shard by replica, to sum over replicas; not for a scalar."""
         return self._parts_of(self.gradient_shard)
 
     def compute_parts(self) -> list[torch.Tensor]:
-        """The own shard to read by replica, of which each publishes a part; not of a scalar."""
+        """This rank's compute shard by replica, each of which publishes its part; not for a scalar."""
         return self._parts_of(self._compute_shard)
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ class Storage:
 
     @torch.no_grad()
     def adopt(self, first: int, values: torch.Tensor) -> None:
-        """Takes what this rank owns of `values`, elements `first`, `first` + 1, … of the whole, into its master."""
+        """Copies what this rank owns of `values`, elements `first`, `first` + 1, … of the whole, into its master."""
         row = math.prod(self.spec.shape[1:])
         start, stop = (rows * row for rows in self.master_rows)
         low, high = max(first, start), min(first + len(values), stop)
@@ -124,9 +124,9 @@ class Storage:
         return self.as_dtensor(whole if self.spec.is_scalar else whole[start:stop])
 
     def to_publish(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(own part to read, master) where the first is a copy of the second, to be made again after each step.
+        """(own part to read, master) if the first is a copy of the second, to be refreshed after each step.
 
-        None where they are one, and where another rank publishes: a scalar's copy is rank 0's.
+        None if they are the same memory, or if another rank publishes: a scalar's copy is rank 0's.
         """
         if not self.spec.has_own_master or (self.spec.is_scalar and self._rank != 0):
             return None
@@ -136,7 +136,7 @@ class Storage:
     def compute_peers(self) -> PeerShards:
         """The shards to read, as kernels see them; not for a scalar.
 
-        Plain torch may read them too, where kernels could not: side by side, shards are aligned as their rows are.
+        Plain torch may read them even where kernels could not: shards side by side are only as aligned as their rows.
         """
         return PeerShards.of(
             self.compute_shards,

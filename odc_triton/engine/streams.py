@@ -1,4 +1,4 @@
-"""In which order a rank's device works: what is computed, what is copied from peers, what is added to them."""
+"""The order of a rank's device work: what is computed, copied from peers, and added to peers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _IN_FLIGHT_BYTES = 512 * 2**20
 
 
 class Copies:
-    """Some copies from peers. Whoever has made them can be told to wait for them."""
+    """Some copies from peers, to wait for."""
 
 
 class Streams:
-    """The CPU's: everything is done when the call returns, so there is nothing to order or to wait for.
+    """The CPU's: everything is done when a call returns, so there is nothing to order or to wait for.
 
     `device`: whose streams they are; None for a CPU's.
     """
@@ -32,18 +32,18 @@ class Streams:
     device: Device | None = None
 
     def compute(self, work: Callable[[], None]) -> None:
-        """Does `work` after all that was enqueued to be computed before."""
+        """Runs `work` after all computation enqueued before."""
         work()
 
     def computes_here(self) -> None:
-        """Says that the caller enqueues work of its own on the current stream."""
+        """Notes that the caller enqueues its own work on the current stream."""
 
     def allocate(self, storage: torch.UntypedStorage, size_bytes: int) -> None:
         """Gives a freed storage memory again."""
         storage.resize_(size_bytes)
 
     def copy(self, storage: torch.UntypedStorage, work: Callable[[], None]) -> Copies:
-        """Copies from peers into `storage`, by `work`, after all that was enqueued to be computed before."""
+        """Copies from peers into `storage`, by `work`, after all computation enqueued before."""
         work()
         return Copies()
 
@@ -51,11 +51,11 @@ class Streams:
         """What is computed from here on follows the copies."""
 
     def free(self, storage: torch.UntypedStorage, copies: Copies) -> None:
-        """Frees memory: what is computed in it from here on follows the copies into it, and what used them."""
+        """Frees memory: anything that reuses it follows the copies into it and what read them."""
         storage.resize_(0)
 
     def add(self, gradient: torch.Tensor, work: Callable[[torch.Tensor], None]) -> None:
-        """Adds `gradient` to peers, by `work`, after all that was enqueued to be computed before."""
+        """Adds `gradient` to peers, by `work`, after all computation enqueued before."""
         work(gradient)
 
     def drain(self, timeout_s: float, purpose: str) -> None:
@@ -64,8 +64,8 @@ class Streams:
 
 @dataclass(slots=True)
 class _Copies(Copies):
-    """`home`: the stream that was current when they were begun, so that their memory was allocated on. `users`: the
-    streams that wait for them already.
+    """`home`: the stream that was current when they began, on which their memory was allocated. `users`: the streams
+    that wait for them already.
     """
 
     home: Any
@@ -74,15 +74,15 @@ class _Copies(Copies):
 
 
 class DeviceStreams(Streams):
-    """A device's: copies from peers and additions to peers have streams of their own, beside the current one.
+    """A device's: copies from peers and additions to peers have their own streams, beside the current one.
 
     [Note: memory of side streams] The caching allocator knows one stream per block, the one that was current when
-    it was allocated. So every block that a side stream works on is allocated on the current stream, and freed only
-    when that stream follows the side stream's work: whole parameters by `free`, gradients when their addition is seen
-    to be done, or, when more than `in_flight_bytes` are held so, after the current stream was told to wait for the
-    oldest. `Tensor.record_stream` would do it too, and would keep blocks from reuse for as long as the host runs ahead.
+    the block was allocated. So every block that a side stream works on is allocated on the current stream, and freed
+    only when that stream follows the side stream's work: whole parameters by `free`; gradients when their addition is
+    seen to be done or, when more than `in_flight_bytes` are held, once the current stream waits for the oldest.
+    `Tensor.record_stream` would work too, but would block reuse for as long as the host runs ahead.
 
-    Which stream is current is the caller's choice, and may change within a minibatch: `drain` waits for all that were.
+    The caller chooses the current stream and may change it within a minibatch: `drain` waits for all that were current.
     """
 
     def __init__(self, device: Device, *, in_flight_bytes: int = _IN_FLIGHT_BYTES) -> None:
@@ -166,12 +166,12 @@ class AllStreams:
         self._stagings += other._stagings
 
     def watch(self, staging: Staging) -> None:
-        """A drain says when a kernel waited in vain for what was copied here."""
+        """Makes a drain report a kernel whose wait for a copy here timed out."""
         if staging not in self._stagings:
             self._stagings.append(staging)
 
     def computes_here(self) -> None:
-        """Says that modules compute on the current stream: what they read of peers is to be waited for."""
+        """Notes that modules compute on the current stream: a drain must wait for what they read of peers."""
         for streams in self._all:
             streams.computes_here()
 

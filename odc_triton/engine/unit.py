@@ -1,6 +1,6 @@
-"""A unit: a module whose parameters become whole together, for as long as its forward or a backward runs.
+"""A unit: a module whose parameters are whole together, while its forward or a backward runs.
 
-And which unit is fetched ahead, as it came next in the last microbatch.
+And which unit is prefetched: the one that came next in the last microbatch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Slot:
     parameter: ShardedParameter
 
     def put(self, value: nn.Parameter) -> None:
-        # Modules such as nn.LSTM override __setattr__ to keep lists of their weights: they must hear of it.
+        # Modules such as nn.LSTM override __setattr__ to keep lists of their weights: they must see it.
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.attribute] = value
         else:
@@ -46,37 +46,37 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 class StepOrder(Generic[Step]):
-    """Tells, as each step begins, which step followed it last time. A wrong guess costs time, not correctness."""
+    """Tells, as each step begins, which step followed it last time. A wrong guess costs only time."""
 
     def __init__(self) -> None:
         self._followed_by: dict[Step, Step] = {}
         self._last: Step | None = None
 
     def begin(self, step: Step) -> Step | None:
-        """Notes that `step` begins now; returns the step that came after it before, None when it is not known."""
+        """Notes that `step` begins; returns the step that followed it last time, None if unknown."""
         if self._last is not None and self._last != step:
             self._followed_by[self._last] = step
         self._last = step
         return self._followed_by.get(step)
 
     def end(self) -> None:
-        """The steps so far were one microbatch's: what comes next does not follow them."""
+        """Ends a microbatch's steps: what comes next does not follow them."""
         self._last = None
 
 
 class Prefetch:
-    """Fills a unit that is needed, and begins to fill the one that came after it in the last microbatch.
+    """Fills a unit that is needed, and starts filling the one that came after it in the last microbatch.
 
-    `lock` is of which units are whole: evaluations may run in several threads.
+    `lock` guards which units are whole: evaluations may run in several threads.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._order: StepOrder[tuple[bool, Unit]] = StepOrder()
-        self._ahead: Unit | None = None  # fetched, though nobody needs it yet
+        self._ahead: Unit | None = None  # fetched, not needed yet
 
     def needs(self, unit: Unit, *, in_backward: bool) -> None:
-        """What is computed from here on finds the whole tensors of `unit` filled."""
+        """From here on, computation finds the whole tensors of `unit` filled."""
         with self.lock:
             unit.fetch()
             if self._ahead is unit:
@@ -94,7 +94,7 @@ class Prefetch:
             ahead.let_go()
 
     def expect_nothing(self) -> None:
-        """A microbatch is over: what comes next does not follow its last unit."""
+        """Ends a microbatch: what comes next does not follow its last unit."""
         with self.lock:
             self._let_go_ahead()
             self._order.end()
@@ -103,12 +103,12 @@ class Prefetch:
 class Unit:
     """Swaps the sharded DTensors of its slots for the whole tensors and back, around the module's forward.
 
-    Swapping works on the *unit*, never on single layers, as parents read their children's weights
-    (`nn.TransformerEncoderLayer` does). It is a matter of a few dictionary entries.
+    It swaps the whole *unit*, never single layers, as parents read their children's weights
+    (`nn.TransformerEncoderLayer` does). A swap costs a few dictionary entries.
 
-    `gathered`: the storages that its whole tensors lie in, those of parameters tied into other units too; none where
-    whole tensors are views of the heap. They are filled for the forward and for the backward, and free in between
-    unless `reshard_after_forward` is False; None is FSDP2's default, False for the root, which is needed again at once.
+    `gathered`: the storages of its whole tensors, including those of parameters tied into other units; none if whole
+    tensors are views of the heap. They are filled for the forward and for the backward, and freed in between unless
+    `reshard_after_forward` is False; None is FSDP2's default, False for the root, which is needed again at once.
     """
 
     def __init__(
@@ -128,14 +128,14 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         storages = [slot.parameter.gathered for slot in slots if slot.parameter.gathered is not None]
         self.gathered: list[GatheredParameters] = list(dict.fromkeys(storages))
-        self._uses = 0  # forwards of this unit that run now
+        self._uses = 0  # forwards of this unit that are running
         self._held = False  # by unshard()
         self._whole = False
         for slot in slots:
             slot.put(slot.parameter.sharded)
 
     def join(self, passes: Passes, prefetch: Prefetch) -> None:
-        """A module around this one's was sharded: it is a root no more."""
+        """A module around this one was sharded: it is no longer a root."""
         self.reset()
         self._passes, self._prefetch, self.is_root = passes, prefetch, False
 
@@ -153,7 +153,7 @@ class Unit:
                 slot.put(slot.parameter.sharded)
 
     def check_places(self) -> None:
-        """Raises when something registered another parameter at one of the unit's places."""
+        """Raises if something registered another parameter in one of the unit's slots."""
         for slot in () if self._whole else self.slots:
             if slot.module._parameters.get(slot.attribute) is not slot.parameter.sharded:
                 raise RuntimeError(
@@ -182,17 +182,17 @@ class Unit:
         self.release()
 
     def fetch(self) -> None:
-        """Begins to fill the whole tensors."""
+        """Starts filling the whole tensors."""
         for storage in self.gathered:
             storage.fetch(self, self._passes.state.publication.number)
 
     def expire(self) -> None:
-        """Has the whole tensors filled anew when they are needed next."""
+        """Makes the next fetch refill the whole tensors."""
         for storage in self.gathered:
             storage.expire()
 
     def wait(self) -> None:
-        """What is computed from here on finds the whole tensors filled."""
+        """From here on, computation finds the whole tensors filled."""
         for storage in self.gathered:
             storage.wait()
 
@@ -212,7 +212,7 @@ class Unit:
         return not self.is_root if self.reshard_after_forward is None else self.reshard_after_forward
 
     def _own(self, value: Any) -> Any:
-        """A view of a parameter among the outputs as a tensor of its own: the parameter's memory goes."""
+        """Copies an output that is a view of a parameter, whose memory will be freed."""
         if isinstance(value, torch.Tensor) and any(storage.holds(value) for storage in self.gathered):
             return value.clone()
         return value
@@ -225,9 +225,9 @@ class Unit:
             self.let_go()
 
     def run(self, call: Callable, args: tuple, kwargs: dict) -> Any:
-        """`call(*args, **kwargs)` as a forward of this unit: its parameters are whole meanwhile.
+        """`call(*args, **kwargs)` as a forward of this unit, with its parameters whole.
 
-        It stands around the module's `__call__` rather than in forward hooks, which an interrupt would skip.
+        It wraps the module's `__call__` rather than using forward hooks, which an interrupt would skip.
         """
         self._passes.forward_begins()
         with self._prefetch.lock:
@@ -249,7 +249,7 @@ class Unit:
                 output = pytree.tree_map(self._own, output)
             watched = self._passes.watch_backward(output, self._backward_begins if self.gathered else None)
         except BaseException as error:
-            self._leave(error, backward_follows=in_backward_pass())  # a recomputation may stop early, by an exception
+            self._leave(error, backward_follows=in_backward_pass())  # a recomputation may stop early by an exception
             raise
         self._leave(None, backward_follows=watched)
         return output
@@ -258,7 +258,7 @@ class Unit:
         with self._prefetch.lock:
             self._uses -= 1
             self.make_sharded()
-            # After a recomputation the backward through it comes right now.
+            # After a recomputation its backward follows at once.
             if not (backward_follows and (in_backward_pass() or not self._reshards_after_forward)):
                 self.let_go()
         self._passes.forward_ends(error)

@@ -1,7 +1,7 @@
-"""Which way an operator runs: a table by operator, shape, tokens and device type, and what overrides it. Pure.
+"""How an operator runs: a table by operator, shape, tokens and device type, and what overrides it. Pure.
 
-A way is written in words joined by slashes, any of which may be left out: `triton/staged/fused`, `eager`, `direct`. For
-some operators only: `linear=triton/direct,embedding=eager`. An argument overrides the environment variable
+A choice is written in words joined by slashes, any of which may be left out: `triton/staged/fused`, `eager`, `direct`.
+For some operators only: `linear=triton/direct,embedding=eager`. An argument overrides the environment variable
 ODC_OPERATORS, which overrides the table.
 """
 
@@ -19,7 +19,7 @@ BACKENDS = ("eager", "triton")
 STRATEGIES = ("gathered", "direct", "staged")
 WGRADS = ("split", "fused")
 
-# The operators of two roles of `replace_layers` have names of their own.
+# For two roles of `replace_layers` the operator has another name.
 _ALIASES = {"head": "log_probs", "attention": "qkv"}
 
 # The words that each operator takes. It ignores a word that only other operators take.
@@ -39,8 +39,8 @@ class Choice:
     strategy: where weights are read: "gathered", from the unit's whole tensors, by the library's product; "direct",
         from their owners while computing; "staged", from a local copy that fills meanwhile.
     wgrad: "split": the library makes the whole weight gradient, which is then added to the owners; "fused": each
-        owner's part is added as it is made, and the whole never is.
-    tiles: (kernel, tile) pairs for kernels that are not to use the tile of `odc_kernels.tiles`.
+        owner's part is added as it is made, never the whole at once.
+    tiles: (kernel, tile) pairs for kernels that should not use their tile in `odc_kernels.tiles`.
     """
 
     backend: str
@@ -53,13 +53,13 @@ class Choice:
         return f"{self.backend}/{self.strategy}/{self.wgrad}"
 
     def tile(self, kernel: str) -> Any:
-        """The tile chosen for this kernel, None for its own."""
+        """The tile chosen for this kernel, None for its default."""
         return next((tile for name, tile in self.tiles if name == kernel), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One line of the table: what it applies to, None for any, and the choice. `tokens`: so many or fewer."""
+    """One line of the table: what it applies to, None for any, and the choice. `tokens`: at most this many."""
 
     operator: str
     device_type: str | None = None
@@ -73,7 +73,7 @@ class Entry:
 
 
 def as_choice(words: str) -> Choice:
-    """The choice that "backend/strategy/wgrad" says."""
+    """The choice written as "backend/strategy/wgrad"."""
     backend, strategy, wgrad = words.split("/")
     return Choice(backend=backend, strategy=strategy, wgrad=wgrad)
 
@@ -82,8 +82,8 @@ def _entry(operator: str, device_type: str | None, words: str) -> Entry:
     return Entry(operator=operator, device_type=device_type, choice=as_choice(words))
 
 
-# The first line that applies is taken. On CUDA no fused product has been compared with the library's: gathered and
-# split are plain ODC as in the paper. An embedding reads few rows of many and the head is never whole: always direct.
+# The first line that applies counts. On CUDA no fused product has been compared with the library's: gathered and split
+# are plain ODC as in the paper. An embedding reads few of many rows and the head is never whole: always direct.
 TABLE = (
     _entry("linear", None, "eager/gathered/split"),
     _entry("qkv", None, "eager/gathered/split"),
@@ -152,7 +152,7 @@ def _look_up(
     words: tuple[str, ...],
     table: tuple[Entry, ...],
 ) -> list[Choice]:
-    """The choices, one for each line that applies; if `tokens` is given, only of lines for so many tokens."""
+    """The choices, one for each line that applies; if `tokens` is given, only of lines for that many tokens."""
     holding = [entry for entry in table if entry.holds(operator, tuple(shape), device_type)]
     found = [
         _with(entry.choice, words) for entry in holding if None in (tokens, entry.tokens) or tokens <= entry.tokens
@@ -183,10 +183,10 @@ def choose(
     given: str = AUTO,
     table: tuple[Entry, ...] = TABLE,
 ) -> Choice:
-    """How `operator` runs on a weight of that shape and so many tokens, on a "cpu" or "cuda" device.
+    """How `operator` runs on a weight of this shape and this many tokens, on a "cpu" or "cuda" device.
 
     given: as in this file's first lines. Raises ValueError if it, or the environment variable, is not understood, and
-    if Triton's kernels are wanted on a CPU without its interpreter.
+    if it chooses Triton's kernels on a CPU without the interpreter.
     """
     environment = os.environ.get(VARIABLE, "")
     if table is TABLE:
@@ -197,7 +197,7 @@ def choose(
 def is_gathered(
     operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
 ) -> bool:
-    """Whether the weight is read from its unit's whole tensors, for some number of tokens, so must be among them."""
+    """Whether the weight is read from its unit's whole tensors for some number of tokens, so must be among them."""
     words = _words(operator, os.environ.get(VARIABLE, ""), given)
     found = _look_up(operator, shape, None, device_type, words, table)
     return any(choice.strategy == "gathered" for choice in found)
@@ -206,7 +206,7 @@ def is_gathered(
 def is_by_kernel(
     operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
 ) -> bool:
-    """Whether kernels run it, for operators for which this does not depend on the number of tokens.
+    """Whether kernels run it, for operators where this does not depend on the number of tokens.
 
     `torch.compile` traces it, so nothing is cached.
     """

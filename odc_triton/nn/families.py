@@ -1,4 +1,4 @@
-"""Attention layers of transformers on the fused projection: a line of a table per family, the rest is their own."""
+"""transformers' attention layers on the fused projection: one table line per family, the rest is the family's code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernel supports
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family's attention class. `module`: where it is; `norm`: whether q and k have one per head;
+    """A family's attention class. `module`: where it is defined; `norm`: whether q and k have one per head;
     `options`: further arguments of its attention function, besides those of all families.
     """
 
@@ -59,10 +59,10 @@ FAMILIES = (
 
 
 class FusedProjections:
-    """Mixed into a family's attention class: one kernel makes q, k and v, where that was chosen.
+    """Mixed into a family's attention class: one kernel makes q, k and v, if that was chosen.
 
     The rest, the chosen attention function with its mask and the cache, is as in the family's own forward, which runs
-    itself where nothing is fused.
+    if nothing is fused.
     """
 
     _odc_family: Family
@@ -109,15 +109,15 @@ class FusedProjections:
     def _is_fused(self, x: torch.Tensor) -> bool:
         projections = [getattr(self, name) for name in _PROJECTIONS[:3]]
         if not all(_is_untouched(each, Linear) for each in projections) or _unlike_norms(self, self._odc_family):
-            return False  # LoRA's, for example, which must be called
-        if torch.nn.modules.module._has_any_global_hook():  # a FLOP counter, for example, must see them called
+            return False  # LoRA's layers, for example, must be called
+        if torch.nn.modules.module._has_any_global_hook():  # a FLOP counter, for example, must see the calls
             return False
         parameters = [p for each in projections for p in (leaf(each, "weight"), leaf(each, "bias")) if p is not None]
         return is_fused(x, parameters, self._odc_choice)
 
 
 def family_of(module: nn.Module) -> Family | None:
-    """The family whose attention class the module has, or one that is derived from it."""
+    """The family whose attention class, or a class derived from it, the module has."""
     for family in FAMILIES:
         attention = family.attention
         if attention is not None and isinstance(module, attention):
@@ -154,7 +154,7 @@ def why_not(module: nn.Module, family: Family) -> str | None:
 
 
 def _is_untouched(part: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether it is exactly of one of these classes and calling it runs no code of the user's."""
+    """Whether it is exactly of one of these classes and calling it runs none of the user's code."""
     return type(part) in kinds and "forward" not in vars(part) and not has_hooks(part)
 
 
@@ -173,7 +173,7 @@ def _unlike_norms(module: nn.Module, family: Family) -> str | None:
 
 @functools.cache
 def fused_class(family: Family) -> type[nn.Module]:
-    """The family's class with `FusedProjections` in front: still an instance of it, for hooks that look for it."""
+    """The family's class with `FusedProjections` in front: still a subclass, for hooks that look for the class."""
     name = f"Fused{family.name}"
     return type(name, (FusedProjections, family.attention), {"__module__": __name__, "_odc_family": family})
 
@@ -191,7 +191,7 @@ def __getattr__(name: str) -> type[nn.Module]:
 def differs(module: nn.Module, family: Family) -> str | None:
     """How our forward differs from the family's own, on a small module of this kind; None if it does not.
 
-    Both run on the same random weights and inputs, by plain torch. So a release of transformers that changes what
+    Both run on the same random weights and inputs, in plain torch. So a transformers release that changes what
     attention computes is noticed before anything is replaced.
     """
     config = copy.deepcopy(module.config)

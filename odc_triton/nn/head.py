@@ -29,10 +29,10 @@ class TokenLogProbs:
 
 
 class FusedLogits:
-    """Stands for scale · h Wᵀ in a loss: has its shape and its cross-entropy.
+    """Stands for scale · h Wᵀ in a loss: it has the shape and the cross-entropy.
 
     h: [..., D], weight: [V, D]. Indexing and reshaping over tokens, `float()`, `to` and a scalar factor return another
-    one; everything else would need the logits, so it raises, with the remedy.
+    FusedLogits; everything else would need the logits, so it raises and names the remedy.
     """
 
     def __init__(self, h: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, choice: str = AUTO) -> None:
@@ -54,7 +54,7 @@ class FusedLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32  # what is made of it: logits in the compute dtype, their softmax in fp32
+        return torch.float32  # of what is made from it: logits in the compute dtype, their softmax in fp32
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +118,7 @@ class FusedLogits:
         parts = index if isinstance(index, tuple) else (index,)
         taken = sum(_dimensions(part) for part in parts)
         has_ellipsis = any(part is Ellipsis for part in parts)
-        if taken >= self.ndim or (has_ellipsis and parts[-1] is not Ellipsis):  # the last part is of the vocabulary
+        if taken >= self.ndim or (has_ellipsis and parts[-1] is not Ellipsis):  # the last part indexes the vocabulary
             whole = isinstance(parts[-1], slice) and parts[-1] == slice(None)
             if not whole or taken > self.ndim:
                 raise _refused(f"[{index}]")
@@ -145,7 +145,7 @@ class FusedLogits:
     # ------------------------------------------------------------------ what it is for
 
     def log_probs(self, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
-        """Log-probabilities of `targets`, int64 of this one's shape without the vocabulary, and the entropy."""
+        """Log-probabilities of `targets`, int64 of this shape without the vocabulary, and the entropy."""
         logp, entropy = token_log_probs(
             self._h, self._weight, targets, ignore_index=ignore_index, scale=self._scale, choice=self._choice
         )
@@ -165,7 +165,7 @@ class FusedLogits:
         raise _refused(name)
 
 
-# The engine looks for tensors in a model's output, to see its backward begin; here it finds h.
+# The engine looks for tensors in a model's output to see its backward begin; here it finds h.
 pytree.register_pytree_node(
     FusedLogits,
     lambda logits: ([logits._h], (logits._weight, logits._scale, logits._choice)),
@@ -175,7 +175,7 @@ pytree.register_pytree_node(
 
 def log_probs(logits: torch.Tensor | FusedLogits, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
     """Log-probabilities of `targets` [...] and the entropy under logits [..., V], computed or not: a fused head returns
-    `FusedLogits` in training, and numbers, as any other head, in evaluation.
+    `FusedLogits` in training and, like any other head, numbers in evaluation.
     """
     if isinstance(logits, FusedLogits):
         return logits.log_probs(targets, ignore_index=ignore_index)
@@ -207,7 +207,7 @@ def _cross_entropy(
         if isinstance(value, torch.Tensor) or value:
             raise _refused(f"cross_entropy with {name}={'a tensor' if isinstance(value, torch.Tensor) else value}")
     if input.ndim > 2:
-        raise _refused(f"cross_entropy of {input.ndim} dimensions, whose second are the classes")
+        raise _refused(f"cross_entropy of {input.ndim} dimensions, with the classes in the second")
     loss = -input.log_probs(target, ignore_index=ignore_index).logp
     if reduction == "none":
         return loss

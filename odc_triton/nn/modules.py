@@ -1,6 +1,6 @@
 """Layers on sharded parameters, with torch's names, arguments and state-dict keys.
 
-Without `fully_shard` each works as the plain layer. `choice`: how it runs, see choice.py.
+Without `fully_shard` each works like the plain layer. `choice`: how it runs, see choice.py.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ReadsShards(nn.Module):
 
 
 def leaf(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A module's parameter as operators take it, possibly without memory; also one computed by, say, weight norm."""
+    """A module's parameter as operators take it, possibly without memory, or computed by, say, weight norm."""
     return module._parameters[name] if name in module._parameters else getattr(module, name)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs code of the user's."""
+    """Whether calling the module runs any of the user's code."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
@@ -77,7 +77,7 @@ class Linear(ReadsShards, nn.Linear):
 class Embedding(ReadsShards, nn.Embedding):
     """`torch.nn.Embedding`. Only the rows of its input are read from their owners, and their gradients added there.
 
-    With `max_norm`, `scale_grad_by_freq` or `sparse` it gathers its weight as any module does.
+    With `max_norm`, `scale_grad_by_freq` or `sparse` it gathers its weight like any module.
     """
 
     choice = AUTO
@@ -105,7 +105,7 @@ class Embedding(ReadsShards, nn.Embedding):
 class Attention(nn.Module):
     """Self-attention with grouped heads: q, k, v by one operator, `scaled_dot_product_attention`, and the projection.
 
-    num_heads: of q; num_kv_heads: of k and v, by default as many; head_dim: by default hidden_size / num_heads;
+    num_heads: of q; num_kv_heads: of k and v, by default the same; head_dim: by default hidden_size / num_heads;
     bias: of q, k and v; qk_norm: RMSNorm of each head of q and of k. State-dict keys are those of transformers' Llama.
     """
 
@@ -201,9 +201,9 @@ def project(
 class LMHead(ReadsShards, nn.Linear):
     """The vocabulary projection of a language model, [.., D] -> [.., V], without bias.
 
-    In training its output is a `FusedLogits`: shape and cross-entropy of logits that are never computed. In evaluation,
-    it is the logits. Its weight is never gathered in training: it is read, and its gradient added, a chunk of one
-    owner's rows at a time.
+    In training it returns a `FusedLogits`: shape and cross-entropy of logits that are never computed; in evaluation,
+    the logits. In training its weight is never gathered: it is read, and its gradient added, a chunk of one owner's
+    rows at a time.
     """
 
     choice = AUTO
@@ -230,6 +230,6 @@ class LMHead(ReadsShards, nn.Linear):
         return F.linear(h, self.weight)
 
     def log_probs(self, h: torch.Tensor, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
-        """Log-probabilities of `targets` [...] after hidden states h [..., D], and the entropy; in any mode."""
+        """Log-probabilities of `targets` [...] given hidden states h [..., D], and the entropy; in any mode."""
         logp, entropy = token_log_probs(h, leaf(self, "weight"), targets, ignore_index=ignore_index, choice=self.choice)
         return TokenLogProbs(logp=logp, entropy=entropy)

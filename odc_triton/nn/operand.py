@@ -1,13 +1,13 @@
-"""A sharded parameter as operators see it, and handles by which custom operators, which take tensors only, name it.
+"""A sharded parameter as operators see it, and handles that name it for custom operators, which take only tensors.
 
 [Note: handles] A handle is an int64 tensor [1] on the CPU with a number that names an object. `torch.compile` treats it
 as one more input of the graph, so one graph serves all layers of a kind. An operator that writes into shared memory
-declares the handle as mutated, though it never writes to it: so it is neither removed as useless, nor moved, nor run
-twice. If it is given a copy, as under functionalization, the copy holds the same number; given a shard itself, it would
-run on a copy of the shard, which would then overwrite what peers had added meanwhile. An operator's backward keeps its
-handles outside of what autograd saves: autograd would take a second use of the weight for a change of it.
+declares the handle as mutated, though it never writes to it: so it is neither removed as dead, nor moved, nor run
+twice. If it gets a copy, as under functionalization, the copy holds the same number; if it took the shard itself, it
+would run on a copy of the shard, which would then overwrite what peers had added meanwhile. An operator's backward
+keeps its handles outside of what autograd saves: autograd would take a second use of the weight for a change of it.
 
-The numbers are the only state of the process here: an object is forgotten when nothing else holds it.
+The numbers are the only process-wide state here: an object is forgotten when nothing else holds it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from odc_kernels.staged import StagedWeight
 from .choice import TABLE, Entry
 
 AddRows = Callable[[int, "int | torch.Tensor", torch.Tensor], None]
-"""`add_rows(owner, at, rows)`: adds rows to those of an owner from `at` on, or to those whose numbers `at` holds."""
+"""`add_rows(owner, at, rows)`: adds rows to an owner's rows, from `at` on or, if `at` is a tensor, at those indices."""
 
 
 def add_rows(shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
-    """Adds to an owner's shard as `AddRows` says. No other process may add to it at the same time."""
+    """Adds to an owner's shard, as `AddRows` does. No other process may add to it at the same time."""
     if isinstance(at, torch.Tensor):
         shard.index_add_(0, at, rows.to(shard.dtype))
     else:
@@ -40,7 +40,7 @@ def add_rows(shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) ->
 class ShardedOperand(Protocol):
     """A parameter [N, ...] whose rows are on `world` owners, split as by `torch.chunk`.
 
-    `leaf`: the tensor that autograd knows; `dtype`: of compute; `table`: how operators on it run, see choice.py.
+    `leaf`: the tensor that autograd knows; `dtype`: the compute dtype; `table`: how operators on it run, see choice.py.
     """
 
     leaf: torch.Tensor
@@ -56,17 +56,17 @@ class ShardedOperand(Protocol):
     def parts(self, strategy: str) -> list[torch.Tensor]:
         """The rows to compute with, in order: in one tensor, or possibly owner by owner for "direct".
 
-        "gathered" is the unit's whole tensor, which must be filled by now; "staged" makes a copy of its own.
+        "gathered" is the unit's whole tensor, which must be filled by now; "staged" makes a separate copy.
         """
 
     def read(self) -> torch.Tensor:
         """A copy of the whole tensor."""
 
     def pull(self) -> StagedWeight:
-        """Starts copying it from its owners; returns what a kernel needs that waits for the copies."""
+        """Starts copying it from its owners; returns what a kernel needs to wait for the copies."""
 
     def first_row(self, owner: int) -> int:
-        """The number of `owner`'s first row; for the number after the last owner, that of all rows."""
+        """The index of `owner`'s first row; one past the last owner, the number of all rows."""
 
     def owners_from_own(self) -> Iterator[int]:
         """The owners that hold rows, this rank first and then the next ones, so that ranks visit different owners."""
@@ -86,7 +86,7 @@ class ReadsOnDemand(Protocol):
     """A module that computes with some of its parameters without gathering them."""
 
     def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
-        """The attributes that hold them, on a "cpu" or "cuda" device, where operators run as `table` says."""
+        """The attributes that hold them, on a "cpu" or "cuda" device, if operators run as in `table`."""
 
 
 def is_sharded(module: nn.Module) -> bool:

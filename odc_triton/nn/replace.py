@@ -35,7 +35,7 @@ class Replaced:
 
 
 def _grouped(names: list[str]) -> list[str]:
-    """Names that differ in numbers only as one, with their number: `layers.*.mlp.up_proj (28)`."""
+    """Joins names that differ only in numbers, with their count: `layers.*.mlp.up_proj (28)`."""
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name), []).append(name)
@@ -45,7 +45,7 @@ def _grouped(names: list[str]) -> list[str]:
 class _Place(NamedTuple):
     name: str
     module: nn.Module
-    parent: nn.Module | None  # of the model itself none
+    parent: nn.Module | None  # None for the model itself
 
 
 def replace_layers(
@@ -60,13 +60,13 @@ def replace_layers(
     roles:
         "attention": of Llama, Mistral, Qwen2 and Qwen3 in transformers. The chosen attention function stays.
         "embedding", "linear": every `torch.nn.Embedding` and `torch.nn.Linear`.
-        "head": the vocabulary projection of a causal LM of transformers. In training its logits are then not computed:
-            `model(input_ids=…, labels=…).loss`, or any `cross_entropy` of `outputs.logits`, goes through a chunk of the
+        "head": the vocabulary projection of a causal LM of transformers. Training then never computes its logits:
+            `model(input_ids=…, labels=…).loss`, or any `cross_entropy` of `outputs.logits`, takes a chunk of the
             vocabulary at a time, and `outputs.logits.log_probs(targets)` gives log-probabilities and entropies.
-    choice: how their operators run, see choice.py; by default as its table and the variable ODC_OPERATORS say.
+    choice: how their operators run, see choice.py; by default from its table and the variable ODC_OPERATORS.
 
-    A layer that ours can't compute is left alone, with the reason. Raises ValueError for an unknown role or choice,
-    RuntimeError for a model that is sharded already.
+    A layer that ours can't replace is left alone, and the reason reported. Raises ValueError for an unknown role or
+    choice, RuntimeError for a model that is already sharded.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"replace_layers takes an nn.Module, not {model!r:.60}")
@@ -158,7 +158,7 @@ def _replace_linear(model: nn.Module, choice: str, replaced: Replaced) -> None:
         module.__class__, module.choice = Linear, choice
         replaced.swapped["linear"].append(name)
     for name, module in model.named_modules():
-        if type(module).__name__ == "Conv1D":  # GPT-2's: what it multiplies by is a weight transposed
+        if type(module).__name__ == "Conv1D":  # GPT-2's: it multiplies by a transposed weight
             replaced.left[name] = "a Conv1D, not a Linear"
 
 
@@ -224,7 +224,7 @@ def _unlike_a_head(head: nn.Module) -> str | None:
     return "it has hooks" if has_hooks(head) else None
 
 
-# In this order: what an earlier role took, a later one leaves.
+# In this order: a later role leaves what an earlier one took.
 _ROLES: dict[str, Callable[[nn.Module, str, Replaced], None]] = {
     "attention": _replace_attention,
     "head": _replace_head,

@@ -1,7 +1,7 @@
-"""Tables that `odc-triton tune` measured: where they are, for which machine, and what `fully_shard` uses of them.
+"""Tables that `odc-triton tune` measured: where they are, for which machine, and what `fully_shard` takes from them.
 
-A table is one JSON file for a kind of processor, what joins the ranks' devices and the number of ranks, below
-ODC_TUNED, by default ~/.cache/odc-triton/tuned (or XDG_CACHE_HOME's). With ODC_TUNED=off none is read.
+A table is one JSON file per kind of processor, topology and number of ranks, in the folder ODC_TUNED, by default
+~/.cache/odc-triton/tuned (or XDG_CACHE_HOME's). With ODC_TUNED=off none is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TILES = {kind.__name__: kind for kind in (tiles.LinearTile, tiles.WgradTile)}
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a measurement holds for. `processor`: name of the GPU or CPU; `topology`: see `Topology.key`."""
+    """Where a measurement is valid. `processor`: name of the GPU or CPU; `topology`: see `Topology.key`."""
 
     backend: str
     processor: str
@@ -46,9 +46,9 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One measured choice: for weights of that shape and dtype and for so many tokens, None for any more.
+    """One measured choice: for weights of this shape and dtype and up to this many tokens, None: no limit.
 
-    seconds: of every candidate that was measured, by its words, forward and backward.
+    seconds: of every measured candidate, by its words, forward and backward.
     """
 
     operator: str
@@ -63,7 +63,7 @@ class Line:
 class Tuned:
     """The tables in force. `digest`: the same on all ranks that read the same file, empty if there is none.
 
-    unused: why there is a file that is not used.
+    unused: why an existing file is not used.
     """
 
     lines: tuple[Line, ...] = ()
@@ -71,7 +71,7 @@ class Tuned:
     unused: str | None = None
 
     def table(self, dtype: str) -> tuple[Entry, ...]:
-        """For weights of a dtype ("bfloat16"): what was measured, followed by what is shipped."""
+        """For weights of a dtype ("bfloat16"): the measured lines, then the shipped ones."""
         own = [line for line in self.lines if line.dtype == dtype]
         if not own:
             return TABLE
@@ -80,7 +80,7 @@ class Tuned:
 
 
 def default_folder() -> Path | None:
-    """Where tables are looked for and written to; None if they are turned off."""
+    """Where tables are read and written; None if they are turned off."""
     told = os.environ.get(VARIABLE, "")
     if told == OFF:
         return None
@@ -89,7 +89,7 @@ def default_folder() -> Path | None:
 
 
 def load(place: Place, folder: Path | None) -> Tuned:
-    """What was measured for this place; nothing, with the reason, if by other versions or if it can't be read."""
+    """What was measured for this place; nothing, with the reason, if other versions measured it or it can't be read."""
     if folder is None or not (path := folder / place.file_name).exists():
         return Tuned()
     try:
@@ -111,7 +111,7 @@ def _unused(path: Path, why: str) -> Tuned:
 
 
 def warn_of_untuned(backend: str, tuned: Tuned) -> None:
-    """On a GPU warns once that replaced layers run as shipped, unless somebody chose otherwise."""
+    """On a GPU, warns once that replaced layers run as shipped, unless a choice was made."""
     chosen = tuned.digest or tuned.unused or default_folder() is None or OPERATORS in os.environ
     if backend == "cuda" and not chosen:
         warnings.warn(
@@ -123,7 +123,7 @@ def warn_of_untuned(backend: str, tuned: Tuned) -> None:
 
 
 def save(place: Place, lines: list[Line], folder: Path) -> Path:
-    """Writes the table of this place; lines of other shapes and dtypes that it had stay."""
+    """Writes the table of this place; keeps its lines for other shapes and dtypes."""
     folder.mkdir(parents=True, exist_ok=True)
     former = load(place, folder).lines
     new = {(line.operator, line.shape, line.dtype) for line in lines}

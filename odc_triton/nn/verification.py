@@ -1,4 +1,4 @@
-"""Whether a model computes with our layers what it computes with its own.
+"""Checks that a model computes the same with our layers as with its own.
 
 Our layers run without ranks, on parameters split over owners within this process (`LocalShards`).
 """
@@ -24,7 +24,7 @@ from .operand import AddRows, ReadsOnDemand, add_rows, handle_of, is_sharded
 from .replace import own_layers
 
 _OWNERS = 2
-# Of the gradient's norm: sums in another order, in the precision of what is summed.
+# Relative to the gradient's norm: sums in another order, in the summands' precision.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
@@ -55,10 +55,10 @@ def verify(
 ) -> Verified:
     """Compares the loss and every gradient of a model that `replace_layers` changed with those of its own layers.
 
-    Call it before `fully_shard`, on a batch as the model takes it, `labels` included; give `loss(model, batch)` if the
+    Call it before `fully_shard`, on a batch as the model takes it, including `labels`; give `loss(model, batch)` if the
     loss is not the model's own. Our layers read their weights from two owners in this process and add the gradients to
     them, by the same operators as after `fully_shard`. Both runs use the same random numbers. The model and its
-    gradients stay as they are; meanwhile there is a copy of it, and two of our layers' weights.
+    gradients don't change; meanwhile memory holds a copy of it, and two of our layers' weights.
 
     Raises OdcError naming the first difference, ValueError if there is nothing to compare.
     """
@@ -143,10 +143,10 @@ def _gradients(
 
 
 class LocalShards:
-    """What operators ask of a sharded parameter (`ShardedOperand`), for a check of them without ranks.
+    """What operators need from a sharded parameter (`ShardedOperand`), to check them without ranks.
 
     `leaf`: an ordinary parameter [N, ...]; within `with`, operators read a copy of it from `world` owners and add its
-    gradient to `gradient`, fp32 [N, ...], instead of giving it to autograd. `by_kernels`: whether kernels may add it;
+    gradient to `gradient`, fp32 [N, ...], instead of giving it to autograd. `by_kernels`: whether kernels may add it,
     by default on a GPU.
     """
 
@@ -170,7 +170,7 @@ class LocalShards:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """What was added; None where nothing was."""
+        """What was added; None if nothing was."""
         return torch.cat(self._gradient_shards) if self._touched else None
 
     # ------------------------------------------------------------------ as operators see it
@@ -195,7 +195,7 @@ class LocalShards:
         return (owner for owner in range(self.world) if len(self._shards[owner]))
 
     def wants_gradient(self) -> bool:
-        return True  # the check always asks for it, whatever autograd was asked for
+        return True  # the check always wants it, whatever autograd was asked for
 
     def open_sink(self) -> PeerShards | AddRows:
         self._touched = True

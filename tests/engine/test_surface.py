@@ -181,7 +181,7 @@ def _refused(rank: int, world: int) -> None:
     assert model.loose is loose
     # What a submodule does behind the model's back is found when the parameters are published.
     model.layers[0].double()
-    with pytest.raises(RuntimeError, match=r"layers\.0\.weight no longer lies in the shared heap"):
+    with pytest.raises(RuntimeError, match=r"layers\.0\.weight is no longer in the shared heap"):
         publish(model)
 
 

@@ -34,9 +34,9 @@ Q, KV = torch.zeros(T, HEADS, D), torch.zeros(T, KV_HEADS, D)
         ({"wv": peers(KV_HEADS * D, K, dtype=torch.bfloat16)}, "wv has dtype torch.bfloat16"),
         ({"wv": peers(KV_HEADS * D, K, world=3)}, "wv has world 3"),
         ({"wk": peers(KV_HEADS * D, K, rank=1)}, "wk has rank 1"),
-        ({"wk": peers(D, K)}, "k and v have as many heads"),
+        ({"wk": peers(D, K)}, "k and v need as many heads"),
         ({"bq": BIASES["bq"]}, "give all three"),
-        ({**BIASES, "bk": peers(D)}, "the bias is of shape"),
+        ({**BIASES, "bk": peers(D)}, "the bias has shape"),
     ],
 )
 def test_weights_refuse(change: dict, words: str) -> None:

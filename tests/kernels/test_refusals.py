@@ -71,7 +71,7 @@ X, DY, OUT = torch.zeros(4, 3), torch.zeros(4, 8), torch.zeros(4, 8)
         ({"x": torch.zeros(3, 4).t()}, "contiguous"),
         ({"x": torch.zeros(4, 3, device="meta")}, "on meta"),
         ({"out": torch.zeros(4, 9)}, "out is"),
-        ({"bias": PeerShards.of(split(torch.zeros(7), 2), shape=(7,))}, "the bias is of shape"),
+        ({"bias": PeerShards.of(split(torch.zeros(7), 2), shape=(7,))}, "the bias has shape"),
     ],
 )
 def test_linear_refuses(change: dict, words: str) -> None:
@@ -88,8 +88,8 @@ def test_linear_refuses(change: dict, words: str) -> None:
         ({"dy": torch.zeros(4, 8).double()}, "give both in"),
         ({"dy": torch.zeros(8, 4).t()}, "contiguous"),
         ({"weight": PeerShards.of(split(torch.zeros(8, 3).bfloat16(), 2), shape=(8, 3))}, "summed in float32"),
-        ({"bias": PeerShards.of(split(torch.zeros(7), 2), shape=(7,))}, "the bias is of shape"),
-        ({"bias": PeerShards.of(split(torch.zeros(8), 4), shape=(8,))}, "the bias is of world 4"),
+        ({"bias": PeerShards.of(split(torch.zeros(7), 2), shape=(7,))}, "the bias has shape"),
+        ({"bias": PeerShards.of(split(torch.zeros(8), 4), shape=(8,))}, "the bias has world 4"),
     ],
 )
 def test_wgrad_refuses(change: dict, words: str) -> None:

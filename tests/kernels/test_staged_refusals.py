@@ -31,8 +31,8 @@ WEIGHT = pull(peers=PEERS, staged=StagedWeight.of(PEERS))
         ({"x": torch.zeros(4, 3, device="meta")}, "x is on meta"),
         ({"out": torch.zeros(4, 9)}, "out is"),
         ({"weight": StagedWeight.of(PEERS)}, "never pulled"),
-        ({"bias": shards(torch.zeros(7))}, "the bias is of shape"),
-        ({"bias": shards(torch.zeros(8), rank=1)}, "the bias is of rank 1"),
+        ({"bias": shards(torch.zeros(7))}, "the bias has shape"),
+        ({"bias": shards(torch.zeros(8), rank=1)}, "the bias has rank 1"),
         ({"spins": 0}, "spins is 0"),
         ({"spins": 2**31}, "spins is 2147483648"),
     ],
@@ -60,7 +60,7 @@ def test_linear_dx_staged_refuses(change: dict, words: str) -> None:
 @pytest.mark.parametrize(
     ("peers", "words"),
     [
-        (shards(torch.zeros(8, 4)), r"of shape \(8, 4\); with this buffer give one of shape \(8, 3\)"),
+        (shards(torch.zeros(8, 4)), r"has shape \(8, 4\); this buffer needs shape \(8, 3\)"),
         (shards(torch.zeros(8, 3).half()), "of dtype torch.float16"),
         (shards(torch.zeros(8, 3), world=4), "of world 4"),
         (shards(torch.zeros(8, 3), rank=1), "of rank 1"),

@@ -15,17 +15,17 @@ from ..layout import ALIGNMENT_BYTES, Region
 from .heap import SymmetricHeap, Word
 from .shm import SharedMemoryHeap
 
-_SOCKET_PATH_BYTES = 107  # of Linux, without the zero at the end
-_HEADER_BYTES = ALIGNMENT_BYTES  # a mark by which peers see that they have mapped the right memory
+_SOCKET_PATH_BYTES = 107  # Linux's limit, without the final zero
+_HEADER_BYTES = ALIGNMENT_BYTES  # a mark that shows peers that they have mapped the right memory
 
 
 class CudaHeap(SymmetricHeap):
     """`size_bytes` of zeroed memory on each rank's GPU, which all ranks of `group` read and add to.
 
     Collective: every rank calls it with the same sizes and `token`, with its own GPU as the current device.
-    `shared_device`: several ranks use one GPU, or give theirs the same number because each sees only its own: torch
-    compares numbers, and must be told that this is intended. Raises DeadlineExceeded with the missing ranks if not all
-    come within `timeout_s`, RuntimeError if the GPUs can't reach each other.
+    `shared_device`: several ranks use one GPU, or number theirs alike because each sees only its own: torch compares
+    numbers, and must be told that this is intended. Raises DeadlineExceeded with the missing ranks if not all arrive
+    within `timeout_s`, RuntimeError if the GPUs can't reach each other.
     """
 
     apart = True
@@ -52,9 +52,9 @@ class CudaHeap(SymmetricHeap):
         )
         if shared_device:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-        # Nothing here is sent to all peers at once; setting multicast up is slow and takes slots of the switch.
+        # Nothing here is sent to all peers at once; setting up multicast is slow and takes slots of the switch.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        torch.cuda.empty_cache()  # what the caching allocator keeps is not given to symmetric memory by itself
+        torch.cuda.empty_cache()  # symmetric memory can't use what the caching allocator keeps
         total_bytes = _HEADER_BYTES + max(size_bytes, 1)
         # Not symmetric_memory.empty, which may use the caching allocator: the memory would then count as allocated and
         # stay mapped when it is freed, and ranks would meet once per segment instead of once per heap.
@@ -77,7 +77,7 @@ class CudaHeap(SymmetricHeap):
             ) from error
         wrong = [peer for peer, mark in enumerate(marks) if mark != _mark(token, peer)]
         if wrong:
-            raise RuntimeError(f"rank {rank} has mapped other memory than the heap's for ranks {wrong}")
+            raise RuntimeError(f"rank {rank} has mapped memory of ranks {wrong} that is not this heap's")
 
     def shard(self, region: Region, owner: int) -> torch.Tensor:
         own = region.own_shard(self.world, owner)
@@ -102,7 +102,7 @@ class CudaHeap(SymmetricHeap):
 
 
 def check_socket_folder(folder: str) -> None:
-    """Raises RuntimeError for a TMPDIR whose path is too long for the sockets by which torch passes GPU memory."""
+    """Raises RuntimeError if TMPDIR's path is too long for the sockets by which torch passes GPU memory."""
     path = os.path.join(folder, f"symm_mem-{2**22}")  # the largest process id that Linux allows
     if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""What the engine asks of symmetric memory, on any device."""
+"""What the engine needs from symmetric memory, on any device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Word(IntEnum):
     BROKEN = 3  # 1 once this rank has given up on its peers
     MINIBATCH = 4
     LEFT = 5  # 1 after this rank closed its heap
-    MEETINGS = 6  # how many meetings of the engine this rank has come to
+    MEETINGS = 6  # how many meetings of the engine this rank has reached
     LANDED = 7  # how many minibatches' gradients this rank has taken, or given up
-    GATHERS = 8  # how many exchanges between replicas this rank has come to
+    GATHERS = 8  # how many exchanges between replicas this rank has reached
 
 
 WORDS = len(Word)
@@ -51,12 +51,12 @@ class SymmetricHeap(ABC):
     rank: int
     world: int
     first: int = 0
-    """The number, in messages, of its rank 0: other than 0 where several replicas have a heap each."""
+    """The number of its rank 0 in messages: not 0 if several replicas have a heap each."""
     near: frozenset[int] | None = None
     """The ranks whose shards are on this rank's own device; None: all."""
     device: torch.device
     apart: bool
-    """Whether each rank's shards are in a memory of their own: a whole tensor must be gathered. Else it is a view."""
+    """Whether each rank's shards are in its own memory: whole tensors must be gathered. Else they are views."""
 
     @abstractmethod
     def shard(self, region: Region, owner: int) -> torch.Tensor: ...

@@ -1,6 +1,6 @@
 """Abstract Unix sockets, nothing on disk: over one, a rank passes open files to the others on its host.
 
-Clients introduce themselves; one that says nothing keeps nobody waiting.
+Clients introduce themselves; a silent one keeps nobody waiting.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from collections.abc import Iterator
 
 from ...base.errors import DeadlineExceeded
 
-_MOST_SILENT = 128  # open files that clients which say nothing may cost
+_MOST_SILENT = 128  # connections kept open to silent clients
 
 
 def greetings(listener: socket.socket, size: int, deadline_s: float) -> Iterator[tuple[socket.socket, bytes]]:
-    """Connections to `listener`, each as soon as its first `size` bytes are here, and these bytes.
+    """Connections to `listener`, each as soon as its first `size` bytes have arrived, with these bytes.
 
     Ends at `deadline_s` of `time.monotonic`. A connection does not block, and the caller closes it. Those that have not
     sent all their bytes by then are closed; if there are very many, the oldest at once.
@@ -49,7 +49,7 @@ def greetings(listener: socket.socket, size: int, deadline_s: float) -> Iterator
                         take(connection)
                         connection.close()
                 if listener in ready:
-                    with contextlib.suppress(BlockingIOError, ConnectionError):  # it has gone again
+                    with contextlib.suppress(BlockingIOError, ConnectionError):  # the client is gone
                         connection, _ = listener.accept()
                         connection.setblocking(False)
                         heard[connection] = b""
@@ -91,7 +91,7 @@ def listen(name: str, *, backlog: int) -> socket.socket:
 
 
 def send_files(fds: list[int], *, token: str, world: int, timeout_s: float) -> None:
-    """Rank 0's side: gives `fds` to ranks 1..world-1, each of which says its rank and must have our uid."""
+    """Rank 0's side: sends `fds` to ranks 1..world-1, each of which sends its rank and must have our uid."""
     waiting = set(range(1, world))
     deadline_s = time.monotonic() + timeout_s
     with listen(f"odc-{token}", backlog=world) as listener:

@@ -1,9 +1,9 @@
 """The heap of machines without a GPU: one anonymous shared mapping per job, read without a copy.
 
-The mapping is a memfd: it has no name in any file system, so nothing is left however the ranks end, and its size is not
-limited by /dev/shm. Its mode is 0600 and its size is sealed. A parameter's shards are side by side, so `whole` is one
-contiguous tensor: gathering costs nothing. `ApartHeap` has the layout of a GPU's heap instead: every rank's shards in a
-part of their own.
+The mapping is a memfd: it has no name in any file system, so nothing is left however the ranks end, and /dev/shm does
+not limit its size. Its mode is 0600 and its size is sealed. A parameter's shards are side by side, so `whole` is one
+contiguous tensor: gathering costs nothing. `ApartHeap` has the layout of a GPU's heap instead: each rank's shards in
+their own part.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SharedMemoryHeap(SymmetricHeap):
     """`size_bytes` of zeroed memory that `world` processes of one host share, and `slots` × `world` locks.
 
     Collective: every rank calls it with the same sizes and `token`, a name that only this job knows. Raises
-    DeadlineExceeded with the missing ranks when not all came within `timeout_s`.
+    DeadlineExceeded with the missing ranks if not all arrive within `timeout_s`.
     """
 
     device = torch.device("cpu")
@@ -70,7 +70,7 @@ class SharedMemoryHeap(SymmetricHeap):
             os.close(data_fd)
         self._locks = ByteLocks(lock_fd)
         self._words = memoryview(self._map)[:header].cast("q")
-        # Byte `rank` of the lock file is held for as long as the process lives: peers can ask the kernel.
+        # The process holds byte `rank` of the lock file for as long as it lives: peers can ask the kernel.
         if not self._locks.try_lock(rank):
             raise RuntimeError(f"another process is rank {rank} of this heap already")
         self.show(Word.PID, os.getpid())
@@ -79,7 +79,7 @@ class SharedMemoryHeap(SymmetricHeap):
         self._close = Finalize(self, _leave, (self._words, rank * WORDS + Word.LEFT, self._locks), exitpriority=0)
 
     def _tensor(self, region: Region, part: int = 0) -> torch.Tensor:
-        """`part`: where in the memory the region's offset counts from."""
+        """`part`: the byte that the region's offset counts from."""
         dtype = getattr(torch, region.dtype)
         if region.elements == 0:
             return torch.empty(region.shape, dtype=dtype)
@@ -114,7 +114,7 @@ class SharedMemoryHeap(SymmetricHeap):
         self._locks.unlock(self._lock_index(slot, owner))
 
     def lock_holder(self, slot: int, owner: int) -> int | None:
-        """The other rank that holds that lock now, if one does."""
+        """The other rank that holds the lock now, if any."""
         pid = self._locks.holder_pid(self._lock_index(slot, owner))
         pids = self.seen(Word.PID)
         return pids.index(pid) if pid in pids else None
@@ -125,7 +125,7 @@ class SharedMemoryHeap(SymmetricHeap):
 
 
 class ApartHeap(SharedMemoryHeap):
-    """For tests, and to find faults without a GPU: whole tensors are gathered and freed as they are on CUDA.
+    """For tests, and to find faults without a GPU: gathers and frees whole tensors as on CUDA.
 
     `size_bytes`: of one rank's part. Locks, words and errors as in `SharedMemoryHeap`.
     """

@@ -17,7 +17,7 @@ from .whole import handle, whole_weight
 def embedding(
     ids: torch.Tensor, weight: torch.Tensor, *, padding_idx: int | None = None, choice: str = AUTO
 ) -> torch.Tensor:
-    """W[ids]: `torch.nn.functional.embedding`, also of a sharded table.
+    """W[ids]: `torch.nn.functional.embedding`, for a sharded table too.
 
     | | shape | dtype |
     | --- | --- | --- |
@@ -25,12 +25,12 @@ def embedding(
     | weight | [V, K] | any floating point for "eager"; fp32, bf16, fp16 for "triton" |
     | result | [..., K] | weight's |
 
-    forward: only the rows at hand are read. wgrad: rows of equal ids are summed in fp32, each distinct row is then
+    forward: only the rows of `ids` are read. wgrad: rows of equal ids are summed in fp32, then each distinct row is
     added to its owner; `padding_idx`, from the end if negative, has no gradient. Saved: the ids and the handle. A
     second derivative goes through plain torch.
 
-    choice: how it runs, see choice.py. Raises ValueError for one that is not known or can't run here, IndexError for an
-    id outside 0..V-1; "triton" can't tell without waiting, and gives NaN.
+    choice: how it runs, see choice.py. Raises ValueError for one that is unknown or can't run here, IndexError for an
+    id outside 0..V-1; "triton" can't check without waiting, and gives NaN.
     """
     if getattr(weight, "_odc_handle", None) is None or ids.dtype not in (torch.int64, torch.int32):
         return F.embedding(ids, whole_weight(weight), padding_idx)
@@ -116,7 +116,7 @@ def _embedding_grad(
         w.add_gradient(dw)
         return
     sink = w.open_sink()
-    if isinstance(sink, PeerShards):  # no plain torch adds there while other ranks do
+    if isinstance(sink, PeerShards):  # plain torch can't add there while other ranks do
         from odc_kernels.embedding import embedding_grad as add_by_kernel
 
         add_by_kernel(dy=dy, ids=flat, weight=sink, padding_idx=padding_idx)

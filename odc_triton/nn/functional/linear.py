@@ -1,8 +1,8 @@
 """y = x Wᵀ + b with W and b on their owners.
 
-[Note: two ways in] On the host a custom operator takes longer than a small product, mostly in torch's wrappers around
-it. A model calls it hundreds of times per microbatch, so outside of `torch.compile` an autograd function calls the
-operator's own forward and backward directly.
+[Note: two ways in] On the host a custom operator takes longer than a small product, mostly in torch's wrappers. A model
+calls it hundreds of times per microbatch, so outside of `torch.compile` an autograd function calls the operator's
+forward and backward directly.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .whole import handle, operand, read_whole, whole_weight
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, choice: str = AUTO
 ) -> torch.Tensor:
-    """x Wᵀ + b: `torch.nn.functional.linear`, also of sharded parameters.
+    """x Wᵀ + b: `torch.nn.functional.linear`, for sharded parameters too.
 
     | | shape | dtype |
     | --- | --- | --- |
@@ -36,7 +36,7 @@ def linear(
     the weight trains, and the handles; W is read again. A second derivative, and autocast where the parameters have
     another dtype, go through plain torch on the whole weight, which is then saved.
 
-    choice: how it runs, see nn/choice.py. Raises ValueError for one that is not known or can't run here.
+    choice: how it runs, see nn/choice.py. Raises ValueError for one that is unknown or can't run here.
     """
     ready = operand(x, weight, bias)
     if ready is None:
@@ -119,7 +119,7 @@ _operator.register_autograd(lambda ctx, dy: _backward(ctx, dy, torch.ops.odc.lin
 def _differentiable(
     dy: torch.Tensor, x: torch.Tensor | None, w: ShardedOperand, needs: tuple[bool, bool, bool]
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients as plain torch makes them, with a graph."""
+    """The gradients in plain torch, with a graph."""
     dx = dy @ read_whole(w.leaf) if needs[0] else None
     dw = matrix(dy).T @ matrix(x) if needs[1] else None
     return dx, dw, matrix(dy).sum(0) if needs[2] else None
@@ -201,7 +201,7 @@ def add_linear_gradient(
         for owner in weight.owners_from_own():
             rows = dy[:, weight.first_row(owner) : weight.first_row(owner + 1)]
             sink(owner, 0, rows.T @ x)
-    elif weight is not None:  # plain torch can't add to shards while kernels of other ranks do
+    elif weight is not None:  # plain torch can't add to shards while other ranks' kernels do
         weight.add_gradient(dy.T @ x)
     if bias is not None:
         bias.add_gradient(dy.sum(0))
@@ -216,7 +216,7 @@ def chosen(weight: ShardedOperand, x: torch.Tensor, choice: str) -> Choice:
 
 
 def by_kernel(how: Choice, x: torch.Tensor, weight: ShardedOperand) -> bool:
-    """Whether Triton's kernel makes the product: not with gathered weights, which the library takes, nor if empty."""
+    """Whether Triton's kernel makes the product: not for gathered weights, which the library takes, nor if empty."""
     return how.backend == "triton" and how.strategy != "gathered" and x.numel() > 0 and 0 not in weight.shape
 
 

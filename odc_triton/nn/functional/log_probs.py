@@ -30,13 +30,13 @@ def token_log_probs(
     | targets | [...] | int64 |
     | logp, entropy | [...] | fp32 |
 
-    forward: chunk by chunk of the vocabulary, online softmax; logp is 0 where a target is `ignore_index`. dgrad: dh =
-    sum over chunks of dz W. wgrad: dW of a chunk = dzᵀ h, added to its owner before the next. Saved: h, targets and
-    three numbers per token, and the weight of an unsharded head; never a gathered one, and logits are computed again. A
-    second derivative is refused.
+    forward: online softmax over chunks of the vocabulary; logp is 0 where a target is `ignore_index`. dgrad: dh = sum
+    over chunks of dz W. wgrad: dW of a chunk = dzᵀ h, added to its owner before the next. Saved: h, targets and three
+    numbers per token, and the weight of an unsharded head; never a gathered one. Logits are recomputed. A second
+    derivative is refused.
 
     Raises IndexError for a target outside 0..V-1 (on a GPU its logp is NaN), ValueError for other shapes and dtypes,
-    and for a choice that is not known or can't run here.
+    and for a choice that is unknown or can't run here.
     """
     if targets.shape != h.shape[:-1]:
         raise ValueError(f"targets are {tuple(targets.shape)}; with h of {tuple(h.shape)} give {tuple(h.shape[:-1])}")
@@ -99,7 +99,7 @@ def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
 def _backward(
     ctx: Any, g_logp: torch.Tensor | None, g_entropy: torch.Tensor | None, _: None
 ) -> tuple[torch.Tensor | None, ...]:
-    if torch.is_grad_enabled():  # create_graph: what is given here has no graph, so its own gradient would be lost
+    if torch.is_grad_enabled():  # create_graph: the result has no graph, so its gradient would be lost
         raise RuntimeError("the fused head has no second derivative: leave the role 'head' out of replace_layers")
     h, weight, targets, logp, entropy, lse = ctx.saved_tensors
     needs_dh, needs_dw = ctx.needs_input_grad[:2]

@@ -26,7 +26,7 @@ class HeadNorm:
 
 
 def is_fused(x: torch.Tensor, weights: Sequence[torch.Tensor], choice: str = AUTO) -> bool:
-    """Whether `qkv` would make these by one kernel: where that was chosen and all weights are sharded, of x's dtype."""
+    """Whether `qkv` would use one kernel: if that was chosen and all weights are sharded and of x's dtype."""
     by_kernel = is_by_kernel(
         "qkv", shape=tuple(weights[0].shape), device_type=x.device.type, given=choice, table=table_of(weights[0])
     )
@@ -55,10 +55,10 @@ def qkv(
     | result | q [..., Hq, D], k and v [..., Hkv, D] | weights' |
 
     "eager": the three products, then torch; "triton": one kernel, whose backward adds the weights' gradients to their
-    owners. Saved by it: x, cos, sin, a number per token, with a norm its weights and the projections before it. It has
+    owners. It saves x, cos, sin, a number per token and, with a norm, its weights and the projections before it. It has
     no second derivative.
 
-    Raises ValueError for a choice that is not known or can't run here, and what the kernel raises for such shapes.
+    Raises ValueError for a choice that is unknown or can't run here, and what the kernel raises for such shapes.
     """
     parameters = (*weights, *(biases or ()))
     if not is_fused(x, parameters, choice) or cos.requires_grad or sin.requires_grad:

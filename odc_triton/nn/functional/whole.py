@@ -1,4 +1,4 @@
-"""The general way: a parameter's whole tensor, for computations that have no operator here."""
+"""The fallback: a parameter's whole tensor, for computations that have no operator here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from ..choice import TABLE, Entry
 from ..operand import resolve
 
-# Attributes of a tensor that show its elements; all others are known without memory, as these methods are.
+# Tensor attributes that show elements; all others are known without memory, as are these methods.
 _VIEWS = frozenset(("H", "T", "data", "imag", "mH", "mT", "real"))
 _KNOWN = frozenset(
     (
@@ -39,7 +39,7 @@ _whole.register_autograd(_backward)
 
 
 def whole_weight(weight: torch.Tensor) -> torch.Tensor:
-    """`weight` with its memory: itself, or a copy read from its owners where it has none."""
+    """`weight` with memory: itself, or a copy read from its owners if it has none."""
     if getattr(weight, "_odc_never_whole", False):
         return read_whole(weight)
     return weight
@@ -51,7 +51,7 @@ def read_whole(weight: torch.Tensor) -> torch.Tensor:
 
 
 class WholeOnUse(torch.Tensor):
-    """A parameter that is never whole, for code that does not know about sharding: read when it is computed with.
+    """A parameter that is never whole, for code unaware of sharding: read when it is computed with.
 
     Shape, dtype and the like cost nothing. The gradient is the parameter's.
     """
@@ -77,9 +77,9 @@ class WholeOnUse(torch.Tensor):
 
 
 def operand(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.Tensor | None:
-    """x as an operator takes it with these parameters; None where plain torch must run, on whole weights.
+    """x as an operator takes it with these parameters; None if plain torch must run, on whole weights.
 
-    That is so if one of them is not sharded, or has another dtype than x, under autocast than autocast's.
+    That is so if one of them is not sharded, or has another dtype than x (under autocast: than autocast's).
     """
     dtypes = set()
     for parameter in parameters:
@@ -95,7 +95,7 @@ def operand(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.Tensor |
 
 
 def table_of(parameter: torch.Tensor) -> tuple[Entry, ...]:
-    """The table that says how operators on it run."""
+    """The table of how operators on it run."""
     return getattr(parameter, "_odc_table", TABLE)
 
 
