@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.checkpointed import make, train
 
 SAVED_AT, STEPS = 2, 4
@@ -55,7 +55,7 @@ def test_resuming_on_one_rank_is_bitwise(tmp_path: Path, name: str, bf16: bool) 
 
 @pytest.mark.parametrize(
     ("name", "bf16", "worlds"),
-    [("qwen2", False, (2, 1)), ("qwen2", True, (2, 3)), ("gpt2-tied", False, (1, 2)), ("conv", False, (2, 3))],
+    [slow("qwen2", False, (2, 1)), ("qwen2", True, (2, 3)), ("gpt2-tied", False, (1, 2)), ("conv", False, (2, 3))],
 )
 def test_resuming_on_other_ranks(tmp_path: Path, name: str, bf16: bool, worlds: tuple[int, int]) -> None:
     """On as many ranks, with their random numbers, and on another number of them, where no loss depends on these."""

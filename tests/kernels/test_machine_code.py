@@ -110,6 +110,7 @@ def test_each_fault_is_found(out: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.slow
 def test_results_are_kept_until_a_source_changes(out: Path) -> None:
     # A cached result is believed; one of another source is not.
     folder, arguments = out / "kept", ("--arch", "80", "--kernel", "gather bf16")

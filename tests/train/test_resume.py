@@ -86,7 +86,7 @@ def test_replicas_that_the_ranks_cant_be_split_into(folder: Path, tmp_path: Path
             assert "2 ranks can't be split into 3 equal replicas: give a divisor of 2" in outcome.error
 
 
-@pytest.mark.parametrize(("world", "then"), [(1, 1), (2, 2), (2, 1), slow(1, 2)])
+@pytest.mark.parametrize(("world", "then"), [(1, 1), (2, 2), slow(2, 1), slow(1, 2)])
 def test_goes_on_as_if_never_stopped(folder: Path, tmp_path: Path, world: int, then: int) -> None:
     # Another world deals dropout's random numbers otherwise: there without dropout.
     changes = {} if world == then else {"init": str(folder / "without-dropout.json")}
