@@ -9,13 +9,15 @@ from typing import Any
 import torch
 
 from ..data.records import IGNORED
+from .pieces import MinibatchPacks, Piece
 from .queue import QueuedPacks
 
 
 class PackedDataset(torch.utils.data.Dataset):
     """A map-style data set that is indexed by packs: `packed[[3, 1]]` is `[dataset[3], dataset[1]]`.
 
-    With it, a DataLoader whose `batch_sampler` is a `MinibatchSampler` fetches a list of packs per minibatch.
+    With it, a DataLoader whose `batch_sampler` is a `MinibatchSampler` fetches a list of packs per minibatch. A `Piece`
+    in a pack gives its sample with the piece under "piece", which `pack_collate` cuts out.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -24,23 +26,39 @@ class PackedDataset(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, pack: Sequence[int]) -> list[Any]:
-        return [self.dataset[index] for index in pack]
+    def __getitem__(self, pack: Sequence[int | Piece]) -> list[Any]:
+        return [
+            {**self.dataset[entry.sample], "piece": entry} if isinstance(entry, Piece) else self.dataset[entry]
+            for entry in pack
+        ]
 
-    def __getitems__(self, packs: Sequence[Sequence[int]]) -> list[list[Any]]:
+    def __getitems__(self, packs: Sequence[Sequence[int | Piece]]) -> MinibatchPacks:
         """What a DataLoader calls for a minibatch. Raises ValueError for a work queue."""
         if isinstance(packs, QueuedPacks):
             raise ValueError(
                 "balance 'queue' deals packs while they are computed, and a DataLoader would take them all at once: "
                 "iterate over the sampler itself, and over what it yields inside of the minibatch"
             )
-        return [self[pack] for pack in packs]
+        return MinibatchPacks.of((self[pack] for pack in packs), getattr(packs, "split", None))
 
 
 Pack = dict[str, "torch.Tensor | int"]
 
 
-def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> list[Pack]:
+class PackOfPieces(dict):
+    """A pack that has no `labels`: a model that shifted them itself would lose the last target of every piece."""
+
+    def __missing__(self, key: str) -> Any:
+        if key == "labels":
+            raise KeyError(
+                "labels: this pack has pieces of samples, whose last position predicts the next piece's first token. "
+                "Use odc_triton.hf.summed_loss, or compare the logits with pack['shift_labels'], which is not to be "
+                "shifted"
+            )
+        raise KeyError(key)
+
+
+def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     """Per pack of samples one model input, its documents end to end. No packs give an empty list.
 
     A sample has `input_ids` and, optionally, `labels` aligned with them (-100: not learned), as lists or 1-D
@@ -54,10 +72,14 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> list[Pack]:
     int64, the positions whose next label is learned. Computed on the GPU, all of these would have to be waited for.
     `to_device` moves a pack.
 
-    Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, and labels
-    of another length, naming pack and sample.
+    A pack with pieces has `shift_labels`, `[1, T]`, where position t has the label of the token after it, in place of
+    `labels`; positions count from the piece's first token; and `pieces`, a `Piece` or None for each document. The
+    list's `split` is the plan of the minibatch, which `minibatch(split=…)` takes; None without pieces.
+
+    Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
+    length, and a piece beyond its sample, naming pack and sample.
     """
-    return [_collate(pack, index) for index, pack in enumerate(packs)]
+    return MinibatchPacks.of((_collate(pack, at) for at, pack in enumerate(packs)), getattr(packs, "split", None))
 
 
 def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
@@ -66,7 +88,7 @@ def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, 
     The documents' bounds stay readable on the host, for attention that goes document by document.
     """
     device = torch.device(device)
-    here = {}
+    here = type(pack)() if isinstance(pack, PackOfPieces) else {}
     for name, value in pack.items():
         here[name] = value
         if isinstance(value, torch.Tensor):
@@ -79,7 +101,7 @@ def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, 
 
 def count_target_tokens(packs: Sequence[Mapping[str, Any]]) -> int:
     """The number of learned labels in collated packs: the terms of a summed loss over them."""
-    return sum(int((pack["labels"] != IGNORED).sum()) for pack in packs)
+    return sum(int((pack["shift_labels" if "shift_labels" in pack else "labels"] != IGNORED).sum()) for pack in packs)
 
 
 def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
@@ -90,7 +112,7 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
         )
     if not pack:
         raise ValueError(f"pack {index} has no samples: leave it out of the list")
-    input_ids, position_ids, labels = [], [], []
+    input_ids, position_ids, labels, pieces = [], [], [], []
     for place, sample in enumerate(pack):
         where = f"pack {index}, sample {place}"
         if "input_ids" not in sample:
@@ -104,22 +126,30 @@ def _collate(pack: Sequence[dict[str, Any]], index: int) -> Pack:
                 f"{where}: {len(targets)} labels for {len(ids)} input_ids; give one label per token, "
                 f"{IGNORED} where nothing is learned, not shifted"
             )
-        input_ids.append(ids)
-        position_ids.append(torch.arange(len(ids)))
-        labels += [torch.tensor([IGNORED]), targets[1:]]
+        start, stop = 0, len(ids)
+        pieces.append(piece := sample.get("piece"))
+        if piece is not None:
+            start, stop = piece.start, piece.stop
+            if stop > len(ids):
+                raise ValueError(f"{where}: {piece} are beyond its {len(ids)} tokens")
+        input_ids.append(ids[start:stop])
+        position_ids.append(torch.arange(start, stop))
+        labels.append(torch.cat([targets[1:], torch.tensor([IGNORED])])[start:stop])  # of the next token
     lengths = [len(ids) for ids in input_ids]
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    targets = torch.cat(labels)
-    return {
+    shifted = torch.cat(labels)
+    pack = {
         "input_ids": torch.cat(input_ids)[None],
         "position_ids": torch.cat(position_ids)[None],
-        "labels": targets[None],
         "cu_seq_lens_q": ends,
         "cu_seq_lens_k": ends,
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
-        "target_positions": (targets[1:] != IGNORED).nonzero().flatten(),
+        "target_positions": (shifted != IGNORED).nonzero().flatten(),
     }
+    if any(pieces):
+        return PackOfPieces(pack, shift_labels=shifted[None], pieces=tuple(pieces))
+    return pack | {"labels": torch.cat([torch.tensor([IGNORED]), shifted[:-1]])[None]}
 
 
 def _ids(values: Any, name: str) -> torch.Tensor:

@@ -38,6 +38,16 @@ class CostModel:
         """Cost of one document of `tokens` tokens."""
         return (self.quadratic * tokens + self.linear) * tokens
 
+    def piece(self, start: int, stop: int) -> float:
+        """Cost of a document's tokens `start` to `stop`, which attend to all of its tokens before them."""
+        return (self.quadratic * (start + stop) + self.linear) * (stop - start)
+
+    def tokens(self, cost: float) -> float:
+        """The tokens of a document of that cost; 0 for one below 0."""
+        if cost <= 0:
+            return 0.0
+        return 2 * cost / (self.linear + math.sqrt(self.linear**2 + 4 * self.quadratic * cost))
+
     def pack(self, lengths: Iterable[int]) -> float:
         """Cost of one microbatch of documents: the sum of theirs, as attention keeps them apart."""
         return self.microbatch + math.fsum(self.sequence(tokens) for tokens in lengths)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from .cost import CostModel
 from .packing import checked_lengths
+from .pieces import MinibatchPacks
 from .queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
+from .split import deal_split, readable_tokens
 from .strategies import BALANCES, Packs, assign, assign_one
 
 
@@ -41,6 +43,10 @@ class MinibatchSampler:
         drop_last: leave out an epoch's last minibatch where it is not full.
         counter: shared by the ranks of a queue, for this sampler alone; by default `store_counter()`, made when the
         first minibatch is yielded.
+        split: cut the longest samples over ranks where that promises at least 5% (balance "mini" only). A pack may then
+        hold a `Piece`, samples may be longer than `token_cap`, and a minibatch's `.split` is the plan that
+        `minibatch(split=…)` takes. An int: of each rank, the most tokens whose keys and values others may read, that
+        is `enable_split`'s `tokens`; True: `readable_tokens`, about 0.4 of the longest sample.
 
     Raises ValueError for any value out of range. A last minibatch that the ranks cannot share equally is
     refused here rather than at the epoch's end, unless `balance` is "mini" or "queue".
@@ -59,12 +65,13 @@ class MinibatchSampler:
         cost: CostModel | None = None,
         drop_last: bool = False,
         counter: Counter | None = None,
+        split: bool | int = False,
     ) -> None:
-        self.lengths = checked_lengths(lengths, token_cap)
         self.world = _from_environment("WORLD_SIZE", 1) if world is None else world
         self.rank = _from_environment("RANK", 0) if rank is None else rank
         if self.world < 1:
             raise ValueError(f"world is {self.world}: give the number of ranks, 1 or more")
+        self.lengths = checked_lengths(lengths, token_cap * (self.world if split else 1))
         if not 0 <= self.rank < self.world:
             raise ValueError(f"rank is {self.rank}, outside a world of {self.world}: give 0 to {self.world - 1}")
         if not isinstance(samples_per_rank, int) or samples_per_rank < 1:
@@ -77,6 +84,9 @@ class MinibatchSampler:
         self.seed = seed
         self.cost = cost or CostModel.paper_7b()
         self.drop_last = drop_last
+        if split and balance != "mini":
+            raise ValueError(f"split is {split} with balance {balance!r}: sequences are split with balance 'mini'")
+        self.split_tokens = readable_tokens(self.lengths, self.world, self.cost) if split is True else int(split)
         self._counter = counter
         self._queues = 0
         self.epoch = 0
@@ -107,9 +117,11 @@ class MinibatchSampler:
             samples = self._samples(order, index)
             if self.balance == QUEUE:
                 yield self._queued(samples)
-                continue
-            own = assign_one([self.lengths[i] for i in samples], rank=self.rank, **self._how())
-            yield [[samples[i] for i in members] for members in own]
+            elif self.split_tokens:
+                yield from self._split(samples, [self.rank])
+            else:
+                own = assign_one([self.lengths[i] for i in samples], rank=self.rank, **self._how())
+                yield MinibatchPacks([samples[i] for i in members] for members in own)
 
     def assignment(self, epoch: int, minibatch: int) -> list[Packs]:
         """All ranks' packs of one minibatch: a list over ranks. Leaves the position alone.
@@ -196,11 +208,24 @@ class MinibatchSampler:
         packs = [[samples[i] for i in members] for members in packs]
         return QueuedPacks(packs, key=key, counter=self._counter, rank=self.rank, world=self.world)
 
+    def _split(self, samples: list[int], ranks: Iterable[int]) -> list[MinibatchPacks]:
+        deal = deal_split(
+            [self.lengths[i] for i in samples],
+            ranks=self.world,
+            token_cap=self.token_cap,
+            tokens=self.split_tokens,
+            cost=self.cost,
+            names=samples,
+        )
+        return [MinibatchPacks.of(deal.packs(rank), deal.plan) for rank in ranks]
+
     def _how(self) -> dict[str, Any]:
         return {"ranks": self.world, "token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}
 
     def _deal(self, order: list[int], minibatch: int) -> list[Packs]:
         samples = self._samples(order, minibatch)
+        if self.split_tokens:
+            return self._split(samples, range(self.world))
         dealt = assign([self.lengths[i] for i in samples], **self._how())
         return [[[samples[i] for i in members] for members in packs] for packs in dealt]
 

@@ -20,11 +20,11 @@ _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dict[str, Any]:
     """What a training forward of `pack` is called with.
 
-    Its ids and positions; its cumulative lengths, where it has them (`cu_seq_lens_q`, `max_length_q`, ... as
+    Its ids, positions and pieces; its cumulative lengths, where it has them (`cu_seq_lens_q`, `max_length_q`, ... as
     transformers names them) and `model`, if given, takes them; and no cache, which would hold every layer's keys and
     values for nothing. With `model`, after `enable_packing`: see [Note: a prepared mask].
     """
-    names = ("input_ids", "position_ids", *(_BOUNDS if model is None or _takes_bounds(model) else ()))
+    names = ("input_ids", "position_ids", "pieces", *(_BOUNDS if model is None or _takes_bounds(model) else ()))
     inputs = {name: pack[name] for name in names if name in pack} | {"use_cache": False}
     if model is not None and all(name in inputs for name in _BOUNDS) and takes_prepared_mask(innermost(model)):
         inputs["attention_mask"] = inputs["input_ids"].new_empty(PREPARED_MASK, dtype=torch.bool)
@@ -53,15 +53,17 @@ def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
 
     Raises ValueError if `labels` is not [1, T].
     """
-    labels = pack["labels"]
+    shifted = "shift_labels" in pack
+    labels = pack["shift_labels" if shifted else "labels"]
     if labels.ndim != 2 or labels.shape[0] != 1:
         raise ValueError(f"A pack is one row, [1, T], but labels are {list(labels.shape)}: loop over the rows.")
+    labels = labels[0] if shifted else labels[0, 1:]  # of the token after each position
     positions = pack.get("target_positions")  # those that predict a target
     if positions is None:
-        positions = (labels[0, 1:] != IGNORED).nonzero().flatten()
+        positions = (labels != IGNORED).nonzero().flatten()
     inputs = model_inputs(pack, model)
     if "logits_to_keep" in _parameters(model):
         logits = model(**inputs, logits_to_keep=positions).logits
     else:
         logits = model(**inputs).logits[:, positions]
-    return F.cross_entropy(logits[0].float(), labels[0, positions + 1], reduction="sum")
+    return F.cross_entropy(logits[0].float(), labels[positions], reduction="sum")

@@ -1,0 +1,252 @@
+"""LB-Split: the longest sequences of a minibatch are cut over all ranks, the others dealt as LB-Mini deals them.
+
+With one or two samples a rank the longest sequence is the step, however samples are dealt. Cut evenly, it costs every
+rank the same, and what is left to deal is small.
+
+[Note: line rule] The k longest sequences are laid end to end on a line of cost, which is cut into one part per rank. A
+part may hold the end of one sequence and the beginning of the next. Keys and values of earlier pieces cross links, so
+k is as small as it may be: of all k that are tried the one of the least estimate wins, and it must promise 5% over
+LB-Mini. Less is noise: in measured runs such plans gained nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .cost import CostModel
+from .packing import checked_lengths, pack
+from .partition import balanced_partition
+from .pieces import Entry, Piece, SplitPlan
+
+SplitPacks = list[list[Entry]]  # microbatches of one rank
+
+LEAST_TOKENS = 64  # of a piece: fewer cost more to wait for than to compute
+_LEAST_GAIN = 0.05
+_TRIED = 4  # numbers of split sequences whose other samples are dealt too, around the best bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitDeal:
+    """One minibatch, dealt. `plan`: of its pieces, None where nothing is split. `estimate`: what the step costs.
+
+    `waves`: by wave and rank, a microbatch with pieces, maybe empty. `whole`: by rank, the samples outside of waves,
+    as indices into `lengths` and `names`; all else has names.
+    """
+
+    lengths: list[int]
+    names: Sequence[int]
+    token_cap: int
+    cost: CostModel
+    plan: SplitPlan | None
+    waves: list[list[list[Entry]]]
+    whole: list[list[int]]
+    estimate: float
+
+    def packs(self, rank: int) -> SplitPacks:
+        """The microbatches of `rank`: its waves, then packs of whole samples, dearest first."""
+        waves = [wave[rank] for wave in self.waves if wave[rank]]
+        own = self.whole[rank]
+        packs = pack([self.lengths[i] for i in own], token_cap=self.token_cap, cost=self.cost) if own else []
+        return [*waves, *([self.names[own[i]] for i in members] for members in packs)]
+
+    def named(self, names: Sequence[int]) -> SplitDeal:
+        """The same with other names of the samples."""
+
+        def name(each: Entry) -> Entry:
+            return replace(each, sample=names[each.sample]) if isinstance(each, Piece) else names[each]
+
+        waves = [[[name(each) for each in part] for part in wave] for wave in self.waves]
+        return replace(self, names=names, waves=waves, plan=_plan_of(waves))
+
+
+def deal_split(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    token_cap: int,
+    tokens: int,
+    cost: CostModel,
+    fetch: float = 0.0,
+    names: Sequence[int] | None = None,
+) -> SplitDeal:
+    """Deals samples of `lengths` tokens to `ranks`, the longest in pieces.
+
+    A sample may be longer than `token_cap`, as long as its pieces fit. `tokens`: of each rank, the most tokens whose
+    keys and values others may read. `fetch`: what it costs to read those of one token and to add their gradients, in
+    the unit of `cost`. `names`: what the samples are called in packs and plan, by default their indices. No
+    randomness: every rank that calls it with the same arguments gets the same answer.
+
+    Raises ValueError for `ranks`, `token_cap` or `tokens` out of range, empty lengths, lengths below 1, and for a
+    sample that is over the cap and can't be split, with what to raise.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
+    if tokens < 0:
+        raise ValueError(f"tokens is {tokens}: give the tokens per rank that others may read, 0 or more")
+    if token_cap < 1:
+        raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
+    lengths = checked_lengths(lengths, ranks * token_cap)
+    dealing = _Dealing(lengths=lengths, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost, fetch=fetch)
+    over = sum(length > token_cap for length in lengths)
+    best = dealing.deal(0, [], None) if over == 0 else None
+    to_beat = math.inf if best is None else best.estimate * (1 - _LEAST_GAIN)
+    if dealing.even_share <= to_beat:
+        for count, waves, plan in dealing.worth_trying(over):
+            deal = dealing.deal(count, waves, plan)
+            if deal.estimate <= to_beat:
+                best, to_beat = deal, deal.estimate * (1 - 1e-9)  # of equal ones, the fewest split
+    if best is None:
+        longest = dealing.order[0]
+        raise ValueError(
+            f"sample {longest} has {lengths[longest]} tokens, over the token_cap of {token_cap}, and its pieces on "
+            f"{ranks} ranks do not fit either, or others may not read enough of them ({tokens} tokens per rank): raise "
+            f"the cap or the tokens to read, or truncate or drop the sample"
+        )
+    return best if names is None else best.named(names)
+
+
+def readable_tokens(lengths: Sequence[int], ranks: int, cost: CostModel) -> int:
+    """What to give `deal_split` as `tokens`, and `enable_split`: enough for nearly all of the gain.
+
+    0.4 of the longest sample; more on few ranks, where the first part of that sample, cut evenly, is longer.
+    """
+    longest = max(lengths)
+    return min(longest, math.ceil(max(0.4 * longest, cost.tokens(cost.sequence(longest) / ranks) + LEAST_TOKENS)))
+
+
+class _Dealing:
+    """The samples of one minibatch, longest first, and the limits."""
+
+    def __init__(
+        self, *, lengths: list[int], ranks: int, token_cap: int, tokens: int, cost: CostModel, fetch: float
+    ) -> None:
+        self.lengths, self.ranks, self.token_cap, self.tokens = lengths, ranks, token_cap, tokens
+        self.cost, self.fetch = cost, fetch
+        self.order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        self.costs = [cost.sequence(lengths[i]) for i in self.order]
+        self.even_share = math.fsum(self.costs) / ranks
+
+    def worth_trying(self, over: int) -> Iterator[tuple[int, list[list[list[Entry]]], SplitPlan | None]]:
+        """Numbers of sequences to split, fewest first, with their waves and plan: those whose bound is near the least.
+
+        A rank's part of the line plus the dearest sample that is left bounds the step from below; so does an even
+        share. Pieces that don't fit the limits end it.
+        """
+        part = np.cumsum(self.costs) / self.ranks
+        bound = np.maximum(part + np.append(self.costs[1:], 0.0), self.even_share)
+        fewest = max(over, 1)
+        best = fewest + int(np.argmax(bound[fewest - 1 :] <= bound[fewest - 1 :].min() * 1.01))
+        found: list[tuple[int, list[list[list[Entry]]], SplitPlan | None]] = []
+        low, high = fewest, min(best + _TRIED // 2, len(bound))
+        while low <= high:  # from `best` down to what fits
+            count = high
+            waves = self._waves(self.order[:count])
+            plan = None if waves is None else _plan_of(waves)
+            high = count - 1
+            if waves is None or (plan is not None and max(plan.tokens) > self.tokens):
+                high = count - max(1, count // 8)
+                continue
+            found.append((count, waves, plan))
+            if len(found) == _TRIED:
+                break
+        yield from reversed(found)
+
+    def deal(self, count: int, waves: list[list[list[Entry]]], plan: SplitPlan | None) -> SplitDeal:
+        """The deal that splits the `count` longest, as in `waves`."""
+        rest = self.order[count:]
+        whole: list[list[int]] = [[] for _ in range(self.ranks)]
+        if rest:
+            parts = balanced_partition(self.costs[count:], self.ranks)
+            whole = [[rest[i] for i in part] for part in parts]
+        # All ride with the pieces, or none: a rank that has more in the wave's microbatch makes all of the wave wait.
+        if len(waves) == 1:
+            together = [[*pieces, *own] for pieces, own in zip(waves[0], whole, strict=True)]
+            if max(_tokens(each, self.lengths) for each in together) <= self.token_cap:
+                waves, whole = [together], [[] for _ in range(self.ranks)]
+        # A wave lasts as long as its dearest microbatch.
+        levels = math.fsum(max(self.cost.microbatch + self._price(each) for each in wave) for wave in waves)
+        return SplitDeal(
+            lengths=self.lengths,
+            names=range(len(self.lengths)),
+            token_cap=self.token_cap,
+            cost=self.cost,
+            plan=plan,
+            waves=waves,
+            whole=whole,
+            estimate=levels + max(self._price(own) + self.cost.microbatch * self._count(own) for own in whole),
+        )
+
+    def _price(self, entries: Sequence[Entry]) -> float:
+        return math.fsum(
+            self.cost.piece(each.start, each.stop) + self.fetch * each.start
+            if isinstance(each, Piece)
+            else self.cost.sequence(self.lengths[each])
+            for each in entries
+        )
+
+    def _count(self, samples: list[int]) -> int:
+        """The fewest packs that could hold them."""
+        return -(-_tokens(samples, self.lengths) // self.token_cap)
+
+    def _waves(self, samples: list[int]) -> list[list[list[Entry]]] | None:
+        """By wave and rank, the parts of `samples`, longest first; None if the parts of one alone do not fit the cap.
+
+        A wave takes as many sequences as the cap allows.
+        """
+        waves: list[list[list[Entry]]] = []
+        while samples:
+            taken, wave = len(samples), None
+            while taken and wave is None:
+                parts = _cut(samples[:taken], self.lengths, self.ranks, self.cost)
+                if max(_tokens(part, self.lengths) for part in parts) <= self.token_cap:
+                    wave = parts
+                else:  # a part has about as many tokens for each sequence, so this is near the most that fit
+                    most = max(_tokens(part, self.lengths) for part in parts)
+                    taken = min(taken - 1, taken * self.token_cap // most)
+            if wave is None:
+                return None
+            waves.append(wave)
+            samples = samples[taken:]
+        return waves
+
+
+def _plan_of(waves: list[list[list[Entry]]]) -> SplitPlan | None:
+    return SplitPlan.of([*zip(*waves, strict=True)])  # by rank, then wave
+
+
+def _tokens(entries: Sequence[Entry], lengths: list[int]) -> int:
+    return sum(len(each) if isinstance(each, Piece) else lengths[each] for each in entries)
+
+
+def _cut(samples: list[int], lengths: list[int], ranks: int, cost: CostModel) -> list[list[Entry]]:
+    """By rank, its part of `samples`, which are laid end to end on a line of cost: see [Note: line rule]."""
+    part = math.fsum(cost.sequence(lengths[sample]) for sample in samples) / ranks
+    parts: list[list[Entry]] = [[] for _ in range(ranks)]
+    rank, begin = 0, 0.0
+    for sample in samples:
+        length, at = lengths[sample], 0
+        while at < length:
+            stop = length
+            if rank < ranks - 1:
+                stop = _nearest_cut(cost.tokens((rank + 1) * part - begin), at, length)
+            if stop - at == length:
+                parts[rank].append(sample)
+            elif stop > at:
+                parts[rank].append(Piece(sample, at, stop))
+            if stop < length:
+                rank += 1
+            at = stop
+        begin += cost.sequence(length)
+    return parts
+
+
+def _nearest_cut(place: float, at: int, length: int) -> int:
+    """The cut nearest to `place` that leaves no piece of under 64 tokens, neither from `at` to it nor after it."""
+    cuts = [at, length]
+    if length - at >= 2 * LEAST_TOKENS:
+        cuts.append(min(max(round(place), at + LEAST_TOKENS), length - LEAST_TOKENS))
+    return min(cuts, key=lambda cut: (abs(cut - place), cut))

@@ -1,0 +1,292 @@
+"""Cutting the longest sequences over ranks: every token once, within the limits, evenly, and no circle of waits."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+import re
+from graphlib import CycleError, TopologicalSorter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from odc_triton.balance import CostModel, MinibatchSampler, PackedDataset, assign, count_target_tokens, pack_collate
+from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.balance.split import SplitDeal, _cut, deal_split
+
+COST = CostModel.paper_7b()
+IGNORED = -100
+
+
+def price(entry: Entry, lengths: list[int], cost: CostModel) -> float:
+    """A piece costs what its document costs up to its end, less what it costs up to its beginning."""
+    if isinstance(entry, Piece):
+        return cost.sequence(entry.stop) - cost.sequence(entry.start)
+    return cost.sequence(lengths[entry])
+
+
+def tokens_of(pack: list[Entry], lengths: list[int]) -> int:
+    return sum(each.stop - each.start if isinstance(each, Piece) else lengths[each] for each in pack)
+
+
+def wait_graph(dealt: list[list[list[Entry]]], layers: int = 2) -> TopologicalSorter:
+    """What each rank does, in its order, and what it waits for: see [Note: waves] in balance/pieces.py."""
+    graph: TopologicalSorter = TopologicalSorter()
+    place = {piece: (rank, at) for rank, packs in enumerate(dealt) for at, pack in enumerate(packs) for piece in pack}
+    pieces = [each for each in place if isinstance(each, Piece)]
+    for rank, packs in enumerate(dealt):
+        before = None
+        for at, pack in enumerate(packs):
+            own = [each for each in pack if isinstance(each, Piece)]
+            forward = [(layer, what) for layer in range(layers) for what in ("publish", "attend")]
+            backward = [(layer, what) for layer in reversed(range(layers)) for what in ("add", "collect")]
+            for layer, what in [*forward, *backward]:
+                step = rank, at, layer, what
+                graph.add(step, *([] if before is None else [before]))
+                before = step
+                for piece in own if what in ("attend", "collect") else []:
+                    later = what == "collect"
+                    for other in pieces:
+                        if other.sample == piece.sample and (other.start > piece.start) == later and other != piece:
+                            graph.add(step, (*place[other], layer, "add" if later else "publish"))
+    return graph
+
+
+@st.composite
+def minibatches(draw: st.DrawFn) -> dict:
+    ranks = draw(st.integers(1, 9))
+    token_cap = draw(st.sampled_from([200, 1000, 5000, 70_000]))
+    longest = draw(st.sampled_from([token_cap, min(2, ranks) * token_cap]))
+    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=4 * ranks))
+    quadratic, linear = draw(st.sampled_from([(COST.quadratic, COST.linear), (1.0, 0.0), (0.0, 1.0)]))
+    return {
+        "lengths": lengths,
+        "ranks": ranks,
+        "token_cap": token_cap,
+        "tokens": draw(st.sampled_from([0, token_cap // 4, token_cap, 10 * token_cap])),
+        "cost": CostModel(quadratic=quadratic, linear=linear, microbatch=draw(st.sampled_from([0.0, linear * 50]))),
+        "fetch": draw(st.sampled_from([0.0, linear / 10])),
+    }
+
+
+def lb_mini_estimate(given: dict) -> float:
+    packs = assign(
+        given["lengths"], ranks=given["ranks"], token_cap=given["token_cap"], balance="mini", cost=given["cost"]
+    )
+    return max(math.fsum(given["cost"].pack([given["lengths"][i] for i in pack]) for pack in mine) for mine in packs)
+
+
+def check(given: dict, deal: SplitDeal) -> None:
+    lengths, ranks = given["lengths"], given["ranks"]
+    dealt = [deal.packs(rank) for rank in range(ranks)]
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for packs in dealt:
+        for pack in packs:
+            assert 0 < tokens_of(pack, lengths) <= given["token_cap"]
+            for each in pack:
+                if isinstance(each, Piece):
+                    seen.setdefault(each.sample, []).append((each.start, each.stop))
+                    assert each.stop - each.start >= 64
+                else:
+                    seen.setdefault(each, []).append((0, lengths[each]))
+    assert sorted(seen) == list(range(len(lengths)))
+    for sample, parts in seen.items():
+        parts.sort()
+        assert parts[0][0] == 0
+        assert parts[-1][1] == lengths[sample]
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
+    read = [0] * ranks
+    for rank, packs in enumerate(dealt):
+        for each in (each for pack in packs for each in pack if isinstance(each, Piece)):
+            read[rank] += (each.stop - each.start) * (each.stop < lengths[each.sample])
+    assert max(read) <= given["tokens"]
+    plan = SplitPlan.of(dealt)
+    assert (plan is None) == (deal.plan is None)
+    if plan is not None:
+        assert plan.digest == deal.plan.digest
+        assert plan.tokens == read
+        wait_graph(dealt).prepare()
+        for sequence in plan.sequences.values():  # rows that others read do not overlap
+            offsets = [(each.joint_offset, each.joint_offset + len(each.piece)) for each in sequence.pieces[:-1]]
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(offsets))
+
+
+@settings(max_examples=500, deadline=None)
+@given(minibatches())
+def test_every_token_once_within_the_limits(given: dict) -> None:
+    try:
+        deal = deal_split(**given)
+    except ValueError as error:
+        assert max(given["lengths"]) > given["token_cap"]
+        assert re.search(r"sample \d+ has \d+ tokens, over the token_cap of", str(error))  # noqa: PT017
+        return
+    check(given, deal)
+    assert deal_split(**given) == deal or deal.plan is not None
+    if max(given["lengths"]) <= given["token_cap"]:
+        assert deal.estimate <= lb_mini_estimate(given) * (1 + 1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(100, 65536), min_size=1, max_size=9), st.integers(1, 8))
+def test_parts_of_a_line_are_even(lengths: list[int], ranks: int) -> None:
+    parts = [
+        math.fsum(price(each, lengths, COST) for each in part)
+        for part in _cut(range(len(lengths)), lengths, ranks, COST)
+    ]
+    level = math.fsum(parts) / ranks
+    assert level == pytest.approx(math.fsum(map(COST.sequence, lengths)) / ranks)
+    if level >= COST.sequence(6400):
+        assert max(parts) <= 1.01 * level
+
+
+def test_with_one_long_sample_all_ranks_cost_the_same() -> None:
+    deal = deal_split([65536], ranks=4, token_cap=65536, tokens=32768, cost=COST)
+    (sequence,) = deal.plan.sequences.values()
+    assert [each.rank for each in sequence.pieces] == [0, 1, 2, 3]
+    costs = [price(each.piece, [65536], COST) for each in sequence.pieces]
+    assert max(costs) / min(costs) < 1.01
+    assert deal.estimate == pytest.approx(COST.sequence(65536) / 4, rel=0.01)
+    lengths = [len(each.piece) for each in sequence.pieces]
+    assert lengths == sorted(lengths, reverse=True), "later tokens attend to more"
+
+
+def test_longer_than_the_cap() -> None:
+    deal = deal_split([3000, 10], ranks=2, token_cap=2000, tokens=1990, cost=COST)
+    assert max(tokens_of(pack, [3000, 10]) for rank in range(2) for pack in deal.packs(rank)) <= 2000
+    assert deal.plan.sequences.keys() == {0}
+    with pytest.raises(ValueError, match=r"sample 0 has 3000 tokens, over the token_cap of 2000, and its pieces"):
+        deal_split([3000, 10], ranks=2, token_cap=2000, tokens=100, cost=COST)
+    with pytest.raises(ValueError, match="over the token_cap of 4000"):
+        deal_split([4001], ranks=2, token_cap=2000, tokens=4000, cost=COST)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [({"ranks": 0}, "ranks is 0"), ({"tokens": -1}, "tokens is -1"), ({"token_cap": 0}, "token_cap is 0")],
+)
+def test_refusals(changed: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        deal_split([5], **{"ranks": 1, "tokens": 1, "token_cap": 9, "cost": COST} | changed)
+
+
+# ------------------------------------------------------------------ plans made by hand
+
+P = Piece
+SWAPPED = [[[P(0, 0, 5)], [P(1, 0, 3)]], [[P(1, 3, 4)], [P(0, 5, 6)]]]
+
+
+@pytest.mark.parametrize(
+    ("dealt", "words"),
+    [
+        (SWAPPED, "ranks compute samples [0, 1] in different orders"),
+        ([[[P(0, 0, 5)], [P(0, 5, 6)]]], "rank 0 has pieces of samples [0], which are computed together, in two packs"),
+        ([[[P(0, 0, 5)]], [[P(0, 6, 7)]]], "the pieces of sample 0 leave out its tokens 5..5"),
+        ([[[P(3, 2, 5)]], [[P(3, 5, 7)]]], "the pieces of sample 3 leave out its tokens 0..1"),
+        ([[[P(0, 0, 5)]], [[P(0, 4, 7)]]], "the pieces of sample 0 hold twice its tokens 4..4"),
+        ([[[P(0, 0, 5)]], [[P(0, 0, 5)]]], "tokens 0..4 of sample 0 are in two packs"),
+        ([[[P(0, 0, 5)]], [[1]]], "tokens 0..4 of sample 0 are its only piece"),
+        ([[[P(0, 0, 5)]], [[P(0, 5, 7), 0]]], "sample 0 is in the packs both whole and in pieces"),
+    ],
+)
+def test_wrong_plans(dealt: list, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        SplitPlan.of(dealt)
+
+
+def test_a_swapped_order_is_a_circle_of_waits() -> None:
+    with pytest.raises(CycleError):
+        wait_graph(SWAPPED).prepare()
+    wait_graph([SWAPPED[0], SWAPPED[1][::-1]]).prepare()
+
+
+def test_waves_zigzag_and_riders() -> None:
+    plan = SplitPlan.of([[[P(0, 0, 4), P(0, 8, 12), 5], [P(1, 0, 2)]], [[7], [P(0, 4, 8)], [P(1, 2, 9)]]])
+    assert plan.waves == 2
+    assert {sample: each.wave for sample, each in plan.sequences.items()} == {0: 0, 1: 1}
+    assert plan.tokens == [6, 4]
+    own = plan.of_rank(0)
+    assert [(each.offset, each.joint_offset, each.is_read) for each in own] == [
+        (0, 0, True),
+        (0, 0, False),
+        (4, 8, True),
+    ]
+    with pytest.raises(ValueError, match=r"Piece\(sample=0, start=4, stop=4\) has no tokens"):
+        Piece(0, 4, 4)
+
+
+# ------------------------------------------------------------------ sampler and packs
+
+LENGTHS = [4000, 300, 20, 3500, 80, 500, 30, 60]
+
+
+def samplers(**options: object) -> list[MinibatchSampler]:
+    options = {"samples_per_rank": 2, "token_cap": 4096, "world": 2, "split": True, "cost": COST} | options
+    return [MinibatchSampler(LENGTHS, rank=rank, **options) for rank in range(options["world"])]
+
+
+def test_every_rank_yields_its_part_of_one_plan() -> None:
+    one, other = samplers()
+    for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+        assert [mine, theirs] == one.assignment(0, number)
+        assert (mine.split is None) == (theirs.split is None)
+        if mine.split is not None:
+            assert mine.split.digest == theirs.split.digest == SplitPlan.of([mine, theirs]).digest
+    assert any(packs.split for packs in one), "the second epoch splits too"
+    sizes = {each.split_tokens for each in samplers(split=700)}
+    assert (2000 < one.split_tokens < 2300, sizes) == (True, {700})
+    with pytest.raises(ValueError, match="split is True with balance 'micro'"):
+        samplers(balance="micro")
+
+
+class Samples:
+    def __getitem__(self, index: int) -> dict:
+        ids = torch.arange(LENGTHS[index]) + 10_000 * index
+        labels = ids.clone()
+        labels[: LENGTHS[index] // 3] = IGNORED
+        return {"input_ids": ids, "labels": labels}
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_keeps_plan_and_targets(workers: int) -> None:
+    loaders = [
+        torch.utils.data.DataLoader(
+            PackedDataset(Samples()), batch_sampler=each, collate_fn=pack_collate, num_workers=workers
+        )
+        for each in samplers()
+    ]
+    plain = MinibatchSampler(LENGTHS, 2, 4096, world=1, rank=0)
+    whole = sum(count_target_tokens(pack_collate(PackedDataset(Samples()).__getitems__(packs))) for packs in plain)
+    found = 0
+    for minibatch in zip(*loaders, strict=True):
+        plan = minibatch[0].split
+        assert all(isinstance(packs, MinibatchPacks) for packs in minibatch)
+        assert {None if packs.split is None else packs.split.digest for packs in minibatch} == {plan and plan.digest}
+        found += sum(map(count_target_tokens, minibatch))
+        for pack in (pack for packs in minibatch for pack in packs if "pieces" in pack):
+            ids, shifted, positions = (pack[name][0] for name in ("input_ids", "shift_labels", "position_ids"))
+            sample = ids // 10_000
+            assert torch.equal(ids, sample * 10_000 + positions)
+            learned = shifted != IGNORED
+            assert torch.equal(shifted[learned], ids[learned] + 1), "a piece's last position predicts the next piece"
+            assert torch.equal(learned.nonzero().flatten(), pack["target_positions"])
+            starts = pack["cu_seq_lens_q"].tolist()[:-1]
+            assert [int(positions[at]) for at in starts] == [
+                0 if each is None else each.start for each in pack["pieces"]
+            ]
+    assert found == whole
+
+
+def test_a_pack_of_pieces_has_no_labels_and_survives_a_pickle() -> None:
+    packs = MinibatchPacks.of([[Piece(0, 5, 90), 2]], None)
+    (pack,) = pickle.loads(pickle.dumps(pack_collate(PackedDataset(Samples()).__getitems__(packs))))
+    assert pack["pieces"] == (Piece(0, 5, 90), None)
+    with pytest.raises(KeyError, match=r"this pack has pieces of samples.*summed_loss"):
+        pack["labels"]
+    with pytest.raises(ValueError, match=r"pack 0, sample 0: tokens 5\.\.4000 of sample 0 are beyond its 4000 tokens"):
+        pack_collate(PackedDataset(Samples()).__getitems__([[Piece(0, 5, 4001)]]))
