@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .nn.head import log_probs as log_probs
     from .nn.replace import replace_layers as replace_layers
     from .nn.verification import verify as verify
+    from .sequence.enable import enable_split as enable_split
     from .sharding.footprint import memory_plan as memory_plan
     from .sharding.shard import fully_shard as fully_shard
 
@@ -42,6 +43,7 @@ _HOME = {
     **dict.fromkeys(_API, "engine.api"),
     **dict.fromkeys(_ERRORS, "base.errors"),
     "MixedPrecisionPolicy": "sharding.shard",
+    "enable_split": "sequence.enable",
     "fully_shard": "sharding.shard",
     "log_probs": "nn.head",
     "memory_plan": "sharding.footprint",

@@ -49,6 +49,10 @@ class MinibatchFailed(OdcError):
         return type(self), (self.minibatch, self.ranks)
 
 
+class PeerFailed(OfRanks):
+    """A rank waited for what these ranks can no longer compute in this minibatch: theirs is the cause."""
+
+
 class RankLost(OfRanks):
     """A peer's process is gone. Start a new job from the last checkpoint."""
 

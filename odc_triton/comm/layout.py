@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -141,26 +142,36 @@ def make_plan(parameters: list[ParameterSpec], *, world: int, itemsizes: dict[st
     """
     if world < 1:
         raise ValueError(f"world is {world}; it must be at least 1")
-    offset = 0
 
-    def place(shape: tuple[int, ...], dtype: str) -> Region:
-        nonlocal offset
-        region = Region(shape=shape, dtype=dtype, itemsize=itemsizes[dtype], offset_bytes=aligned(offset))
-        offset = region.offset_bytes + region.stored_bytes(world, apart=apart)
-        return region
+    def place(dtypes: list[tuple[ParameterSpec, str]], offset_bytes: int) -> tuple[list[Region], int]:
+        tensors = [(spec.shape, dtype, itemsizes[dtype]) for spec, dtype in dtypes]
+        return place_regions(tensors, world=world, apart=apart, offset_bytes=offset_bytes)
 
-    compute = tuple(place(spec.shape, spec.compute_dtype) for spec in parameters)
-    compute_bytes = offset
-    gradient = tuple(None if spec.reduce_dtype is None else place(spec.shape, spec.reduce_dtype) for spec in parameters)
+    compute, compute_bytes = place([(spec, spec.compute_dtype) for spec in parameters], 0)
+    trained = [(spec, spec.reduce_dtype) for spec in parameters if spec.reduce_dtype is not None]
+    gradient, size_bytes = place(trained, compute_bytes)
+    left = iter(gradient)
     return Plan(
         world=world,
         parameters=tuple(parameters),
-        compute=compute,
-        gradient=gradient,
-        size_bytes=offset,
+        compute=tuple(compute),
+        gradient=tuple(None if spec.reduce_dtype is None else next(left) for spec in parameters),
+        size_bytes=size_bytes,
         compute_bytes=compute_bytes,
-        gradient_bytes=offset - compute_bytes,
+        gradient_bytes=size_bytes - compute_bytes,
     )
+
+
+def place_regions(
+    tensors: Iterable[tuple[tuple[int, ...], str, int]], *, world: int, apart: bool, offset_bytes: int = 0
+) -> tuple[list[Region], int]:
+    """Regions one after another from `offset_bytes` on, and where the last ends. A tensor: (shape, dtype, itemsize)."""
+    regions = []
+    for shape, dtype, itemsize in tensors:
+        region = Region(shape=shape, dtype=dtype, itemsize=itemsize, offset_bytes=aligned(offset_bytes))
+        offset_bytes = region.offset_bytes + region.stored_bytes(world, apart=apart)
+        regions.append(region)
+    return regions, offset_bytes
 
 
 def find_units(module: Any) -> list[str]:

@@ -29,7 +29,7 @@ class minibatch:
 
     `tokens`: this rank's target tokens; `mb.tokens` is then their sum over all ranks and gradients are summed.
     Without it gradients are divided by the world size, as FSDP2 does, and `mb.tokens` raises RuntimeError. Give it
-    on all ranks or on none.
+    on all ranks or on none. `split`: `packs.split`, the plan of packs that hold pieces of sequences (`enable_split`).
 
     Enter: waits until every rank's parameters are readable and its gradient shards are zero. Exit: waits until
     every rank's gradients have landed; `p.grad` is then this rank's shard of the sum, or None on all ranks if no
@@ -39,14 +39,14 @@ class minibatch:
     DeadlineExceeded if a live peer is later than the `timeout` of fully_shard.
     """
 
-    def __init__(self, model: nn.Module, tokens: int | None = None) -> None:
+    def __init__(self, model: nn.Module, tokens: int | None = None, *, split: Any = None) -> None:
         self._engine = engine_of(model)
-        self._given = tokens
+        self._given, self._split = tokens, split
         self._tokens: int | None = None
         self.index: int | None = None  # the number of this minibatch, from 0, the same on every rank
 
     def __enter__(self) -> minibatch:
-        self._tokens = self._engine.begin(self._given)
+        self._tokens = self._engine.begin(self._given, self._split)
         self.index = self._engine.state.number
         return self
 
@@ -66,9 +66,9 @@ class minibatch:
         self._engine.end(error)
 
 
-def begin_minibatch(model: nn.Module, tokens: int | None = None) -> minibatch:
+def begin_minibatch(model: nn.Module, tokens: int | None = None, *, split: Any = None) -> minibatch:
     """Enters a minibatch where a `with` block can't be used; `end_minibatch(model)` leaves it."""
-    return minibatch(model, tokens).__enter__()
+    return minibatch(model, tokens, split=split).__enter__()
 
 
 def end_minibatch(model: nn.Module, error: BaseException | None = None) -> None:

@@ -10,12 +10,12 @@ import operator
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ..base.errors import DeadlineExceeded, MinibatchFailed, RankLost, RanksDiffer, describe
+from ..base.errors import DeadlineExceeded, MinibatchFailed, PeerFailed, RankLost, RanksDiffer, describe
 from ..comm.grid import Grid
 from ..comm.meeting import Meetings
 from ..comm.memory.heap import Signs, SymmetricHeap, Word
@@ -28,6 +28,28 @@ from .publication import Publication, clear_gradients, copy_masters, land_gradie
 from .state import MinibatchState, Phase
 from .streams import AllStreams, Streams
 from .unit import Prefetch, Unit
+
+
+class Splits(Protocol):
+    """What computes pieces of sequences with other ranks: what `enable_split` sets as `Engine.split`."""
+
+    def check(self, plan: Any) -> None:
+        """Raises ValueError, TypeError for a plan that this rank can't take part in."""
+
+    def prepare(self) -> None:
+        """Before ranks meet at the entry."""
+
+    def begin(self, plan: Any) -> None:
+        """The minibatch is open. `plan`: None if it splits nothing."""
+
+    def incomplete(self) -> str | None:
+        """What this rank has not computed of the plan."""
+
+    def fail(self) -> None:
+        """Tells ranks that wait for this one not to."""
+
+    def end(self, *, failed: bool) -> None:
+        """The ranks have met at the exit."""
 
 
 def _checked_tokens(tokens: Any) -> int | None:
@@ -83,6 +105,7 @@ class Engine:
         self._scope = contextlib.ExitStack()
         self.hyperparameters = Hyperparameters()
         self._optimizers = OptimizerWatch(self)
+        self.split: Splits | None = None  # set by enable_split
 
     # ------------------------------------------------------------------ parameters
 
@@ -128,10 +151,11 @@ class Engine:
 
     # ------------------------------------------------------------------ the minibatch
 
-    def begin(self, tokens: int | None) -> int | None:
+    def begin(self, tokens: int | None, split: Any = None) -> int | None:
         """Enters the next minibatch; returns the tokens of all ranks, None where none were given.
 
-        Raises RankLost, DeadlineExceeded, MinibatchFailed (another rank could not enter).
+        `split`: the plan of its pieces of sequences. Raises RankLost, DeadlineExceeded, RanksDiffer, MinibatchFailed
+        (another rank could not enter).
         """
         self.state.refuse_in_child("a minibatch")
         if self.state.is_open:
@@ -141,6 +165,7 @@ class Engine:
         error: BaseException | None = None
         try:
             tokens = _checked_tokens(tokens)
+            self._check_split(split)
             self._prepare()
         except Exception as raised:
             error = raised
@@ -149,6 +174,7 @@ class Engine:
             "tokens": None if error else tokens,
             "published": self.publication.number,
             "stepped": self.hyperparameters.digest(),
+            "split": getattr(split, "digest", None),
         }
         self.events.minibatch, self.events.microbatch = number, -1
         messages = self._meet(f"enter minibatch {number}", message, error)
@@ -159,6 +185,13 @@ class Engine:
         if missing and len(missing) < self.world:
             self._stay_outside()
             raise RanksDiffer(f"tokens was given on some ranks but not on ranks {missing}; give it on all or on none")
+        if len(plans := {theirs["split"] for theirs in messages}) > 1:
+            self._stay_outside()
+            given = ", ".join(f"{theirs['split'] or 'none'} on rank {rank}" for rank, theirs in enumerate(messages))
+            raise RanksDiffer(
+                f"the ranks split sequences by {len(plans)} different plans ({given}): give all ranks' minibatch() the "
+                f"split of one sampler, with the same lengths, seed, cost and limits"
+            )
         try:
             self.hyperparameters.compare([theirs["stepped"] for theirs in messages], self.meet)
         except RanksDiffer:
@@ -170,11 +203,24 @@ class Engine:
         for unit in self.units:
             unit.expire()
         self.state.enter(Phase.OPEN)
+        if self.split is not None:
+            self.split.begin(split)
         for parameter in self.trainable():
             parameter.landing.expect_gradient()
         if self.debug:
             self._scope.enter_context(RefuseCollectives())
         return self._tokens
+
+    def _check_split(self, split: Any) -> None:
+        if self.split is not None:
+            self.split.prepare()
+        if split is not None and self.split is None:
+            raise RuntimeError(
+                f"this minibatch splits sequences: call enable_split(model, tokens={max(split.tokens)}) once, after "
+                f"fully_shard"
+            )
+        if split is not None:
+            self.split.check(split)
 
     def _prepare(self) -> None:
         """This rank's side of entering: gradient shards are zero, masters are published."""
@@ -239,6 +285,10 @@ class Engine:
         for unit in self.units:
             unit.reset()
         purpose = f"leave minibatch {self.state.number}"
+        if self.split is not None and error is None and self.state.failure is None:
+            self.state.failure = self.split.incomplete()
+        if self.split is not None and (error is not None or self.state.failure is not None):
+            self.split.fail()
         lost = isinstance(error, (RankLost, DeadlineExceeded))
         if lost or (error is not None and not isinstance(error, Exception)):
             # A peer is lost or too late, or this rank must stop (Ctrl-C, exit): tell peers, wait for nobody.
@@ -256,6 +306,8 @@ class Engine:
         message = {"touched": touched, "microbatches": self.passes.count}
         messages = self._meet(purpose, message, error)
         self.events.microbatch = -1
+        if self.split is not None:
+            self.split.end(failed=any(theirs["error"] is not None for theirs in messages))
         self._settle(messages, error)
         with self._together():
             self._land({index for theirs in messages for index in theirs["touched"]})
@@ -303,7 +355,7 @@ class Engine:
             raise
 
     def _meet(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
-        message = {**message, "error": None if error is None else describe(error)}
+        message |= {"error": None if error is None else describe(error), "follows": isinstance(error, PeerFailed)}
         try:
             with self.events.span("wait", label=purpose, microbatch=-1):
                 return self.meetings.meet(purpose, message)
@@ -334,6 +386,8 @@ class Engine:
     def _settle(self, messages: list[dict[str, Any]], error: BaseException | None) -> None:
         """Raises MinibatchFailed on all ranks if any of them brought an error to the meeting."""
         failed = {rank: theirs["error"] for rank, theirs in enumerate(messages) if theirs["error"] is not None}
+        causes = {rank: text for rank, text in failed.items() if not messages[rank]["follows"]}
+        failed = causes or failed
         if failed:
             for parameter in self.trainable():
                 parameter.sharded.grad = None

@@ -15,6 +15,7 @@ with an empty one, which means to `packed_attention` what None means.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -24,6 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from ..balance.pieces import Piece
+from ..sequence.attention import AttentionInTwoParts, takes
 
 # Keyword arguments that change attention's result and that a pack does not support.
 _UNSUPPORTED_IN_PACKS = ("position_bias", "sinks", "indices", "block_indices", "cache")
@@ -97,6 +101,7 @@ def packed_attention(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    pieces: Sequence[Piece | None] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each document (transformers' `AttentionInterface`).
@@ -113,6 +118,9 @@ def packed_attention(
     and `dropout` are honoured. Calls that are not of a pack (a cache, a mask, no causality) go to the library's
     SDPA: [Note: what is not a pack].
 
+    `pieces`: for each document the `Piece` that it is of a sample, None where it is whole. A piece's queries see the
+    keys of the pieces before it, which other ranks publish (sequence/).
+
     Raises PackingUnsupported for a model that can't take packs (no boundaries given, an argument that would be
     dropped), ValueError for inputs that are no pack (documents in a row under a mask that joins them).
     """
@@ -121,7 +129,13 @@ def packed_attention(
     batch, length = query.shape[0], query.shape[2]
     terms = _Terms(scaling=scaling, dropout=dropout, window=sliding_window, softcap=softcap, sinks=s_aux)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if not (causal and attention_mask is None and length == key.shape[2] and length > 1):
+    side = getattr(module, "_odc_split", None)
+    if hasattr(side, "note"):  # `enable_split` looks
+        side.note(module, key, value)
+    has_pieces = pieces is not None and any(piece is not None for piece in pieces)
+    if has_pieces and not (causal and attention_mask is None and batch == 1 and length == key.shape[2]):
+        raise ValueError(f"{type(module).__name__} was given pieces of samples with a mask, a cache or no causality")
+    if not has_pieces and not (causal and attention_mask is None and length == key.shape[2] and length > 1):
         _refuse_leak(module, query, key, attention_mask, position_ids, cu_seq_lens_q)
         if not terms.need_eager:
             options = {"dropout": dropout, "scaling": scaling, "is_causal": causal} | others
@@ -139,6 +153,8 @@ def packed_attention(
             f"{type(module).__name__} passes neither position_ids nor cu_seq_lens_q to its attention, so "
             f"documents can't be kept apart. {REMEDY}"
         )
+    if has_pieces:
+        return _of_pieces(module, query, key, value, cu_seq_lens_q, pieces, terms), None
     one_document = cu_seq_lens_q is not None and batch == 1 and max_length_q == length
     ends = None if one_document else _cumulative_lengths(position_ids, cu_seq_lens_q, batch, length)
     if ends is None and _has_varlen_kernel(query, value, terms) and sliding_window is not None:
@@ -151,14 +167,53 @@ def packed_attention(
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * T, heads, D]
         return _varlen(q, k, v, ends, max_length_q, terms).unflatten(0, (batch, length)), None
 
-    bounds = list(getattr(ends, "_odc_bounds", None) or ends.tolist())
-    if bounds[0] != 0 or bounds[-1] != batch * length or bounds != sorted(bounds):
-        raise ValueError(f"cu_seq_lens_q must rise from 0 to B * T = {batch * length}, but is {bounds}.")
+    bounds = _bounds(ends, batch * length)
     q, k, v = (x.transpose(0, 1).flatten(1, 2)[None] for x in (query, key, value))  # [1, heads, B * T, D]
     parts = [
         _one_length(*(x[:, :, start:end] for x in (q, k, v)), terms) for start, end in pairwise(bounds) if end > start
     ]
     return torch.cat(parts, dim=2)[0].unflatten(1, (batch, length)).permute(1, 2, 0, 3).contiguous(), None
+
+
+def _of_pieces(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor | None,
+    pieces: Sequence[Piece | None],
+    terms: _Terms,
+) -> Tensor:
+    """One row of documents, of which some are pieces of samples; document by document."""
+    side = getattr(module, "_odc_split", None)
+    if side is None:
+        raise RuntimeError("this pack holds pieces of samples: call enable_split(model, tokens=…) after fully_shard")
+    if terms.dropout:
+        raise PackingUnsupported(f"{type(module).__name__} drops attention out, which is not supported in pieces")
+    if ends is None:
+        raise PackingUnsupported(f"{type(module).__name__} does not pass cu_seq_lens_q to its attention. {REMEDY}")
+    bounds = _bounds(ends, query.shape[2])
+    spans = side.exchange.spans(bounds, pieces)
+    key, value = side.publish(key, value, spans, terms.window)
+    before = dict(zip((span.first for span in spans), side.fetch(key, value, spans, terms.window), strict=True))
+    parts = []
+    for start, end in pairwise(bounds):
+        q, k, v = (x[:, :, start:end] for x in (query, key, value))
+        if (earlier := before.get(start)) is None:
+            parts.append(_one_length(q, k, v, terms))
+        elif takes(q, v) and terms.window is None and not terms.need_eager:
+            parts.append(AttentionInTwoParts.apply(q, *earlier, k, v, terms.scaling))
+        else:
+            parts.append(_one_length(q, torch.cat([earlier[0], k], 2), torch.cat([earlier[1], v], 2), terms))
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+
+
+def _bounds(ends: Tensor, length: int) -> list[int]:
+    """Where documents begin, then `length`."""
+    bounds = list(getattr(ends, "_odc_bounds", None) or ends.tolist())
+    if bounds[0] != 0 or bounds[-1] != length or bounds != sorted(bounds):
+        raise ValueError(f"cu_seq_lens_q must rise from 0 to B * T = {length}, but is {bounds}.")
+    return bounds
 
 
 def _refuse_leak(
@@ -210,14 +265,16 @@ def _cumulative_lengths(
 
 
 def _one_length(query: Tensor, key: Tensor, value: Tensor, terms: _Terms) -> Tensor:
-    """Causal attention of B documents of L tokens, [B, H, L, D]. The largest mask made is [L, L]."""
-    length = query.shape[2]
-    windowed = terms.window is not None and terms.window < length
+    """Causal attention of B documents, [B, H, L, D], whose queries are the last of their keys. The largest mask made
+    is [L, keys].
+    """
+    length, keys = query.shape[2], key.shape[2]
+    windowed = terms.window is not None and terms.window < keys
     mask = None
-    if windowed or terms.need_eager:
-        mask = query.new_ones(length, length, dtype=torch.bool).tril()
+    if windowed or terms.need_eager or length < keys:
+        mask = query.new_ones(length, keys, dtype=torch.bool).tril(keys - length)
         if windowed:
-            mask = mask.triu(1 - terms.window)
+            mask = mask.triu(keys - length + 1 - terms.window)
     if terms.need_eager:
         return _eager(query, key, value, mask, terms)
     return F.scaled_dot_product_attention(

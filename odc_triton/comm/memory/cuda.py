@@ -46,6 +46,7 @@ class CudaHeap(SymmetricHeap):
 
         check_socket_folder(os.environ.get("TMPDIR", "/tmp"))
         self.rank, self.world = rank, world
+        self._group, self._shared_device = group, shared_device
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._host = SharedMemoryHeap(
             rank=rank, world=world, size_bytes=0, slots=0, token=f"{token}-words", timeout_s=timeout_s
@@ -78,6 +79,19 @@ class CudaHeap(SymmetricHeap):
         wrong = [peer for peer, mark in enumerate(marks) if mark != _mark(token, peer)]
         if wrong:
             raise RuntimeError(f"rank {rank} has mapped memory of ranks {wrong} that is not this heap's")
+
+    def another(self, *, size_bytes: int, slots: int, token: str, timeout_s: float) -> CudaHeap:
+        heap = CudaHeap(
+            rank=self.rank,
+            world=self.world,
+            size_bytes=size_bytes,
+            token=token,
+            timeout_s=timeout_s,
+            group=self._group,
+            shared_device=self._shared_device,
+        )
+        heap.first, heap.near = self.first, self.near
+        return heap
 
     def shard(self, region: Region, owner: int) -> torch.Tensor:
         own = region.own_shard(self.world, owner)

@@ -59,6 +59,10 @@ class SymmetricHeap(ABC):
     """Whether each rank's shards are in its own memory: whole tensors must be gathered. Else they are views."""
 
     @abstractmethod
+    def another(self, *, size_bytes: int, slots: int, token: str, timeout_s: float) -> SymmetricHeap:
+        """A second heap of the same ranks and kind. Collective; `token` and errors as the first one's."""
+
+    @abstractmethod
     def shard(self, region: Region, owner: int) -> torch.Tensor: ...
 
     @abstractmethod

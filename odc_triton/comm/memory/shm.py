@@ -78,6 +78,12 @@ class SharedMemoryHeap(SymmetricHeap):
         # child (a data loader's worker), which ends without its rank leaving.
         self._close = Finalize(self, _leave, (self._words, rank * WORDS + Word.LEFT, self._locks), exitpriority=0)
 
+    def another(self, *, size_bytes: int, slots: int, token: str, timeout_s: float) -> SharedMemoryHeap:
+        sizes = {"size_bytes": size_bytes, "slots": slots}
+        heap = type(self)(rank=self.rank, world=self.world, token=token, timeout_s=timeout_s, **sizes)
+        heap.first, heap.near = self.first, self.near
+        return heap
+
     def _tensor(self, region: Region, part: int = 0) -> torch.Tensor:
         """`part`: the byte that the region's offset counts from."""
         dtype = getattr(torch, region.dtype)

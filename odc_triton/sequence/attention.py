@@ -1,0 +1,56 @@
+"""Attention of a piece over the keys before it and its own, without a mask and without joining them in memory.
+
+    a = softmax over the keys before, all visible;  b = causal softmax over the own keys
+    lse = log(exp(lse_a) + exp(lse_b)),  out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+
+Each part's backward takes the joined `out` and `lse`, as its weights are exp(scores - lse): the parts' gradients are
+those of one attention over all keys (FlashAttention, arXiv 2205.14135, Algorithm 4).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class AttentionInTwoParts(torch.autograd.Function):
+    """query [1, H, T, D]; keys and values before it [1, Hkv, P, D], and its own [1, Hkv, T, D]; on a CPU.
+
+    Saved: what goes in, `out` and `lse`. Keys before it are views of shared memory where ranks share one: no copy.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        keys_before: torch.Tensor,
+        values_before: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float | None,
+    ) -> torch.Tensor:
+        out_a, lse_a = _forward(query, keys_before, values_before, 0.0, False, scale=scale)
+        out_b, lse_b = _forward(query, keys, values, 0.0, True, scale=scale)
+        lse = torch.logaddexp(lse_a, lse_b)
+        out = out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None]
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, keys_before, values_before, keys, values, out, lse)
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, keys_before, values_before, keys, values, out, lse = ctx.saved_tensors
+        common = (out, lse, 0.0)
+        before = _backward(gradient, query, keys_before, values_before, *common, False, scale=ctx.scale)
+        own = _backward(gradient, query, keys, values, *common, True, scale=ctx.scale)
+        return before[0] + own[0], before[1], before[2], own[1], own[2], None
+
+
+def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `AttentionInTwoParts` can compute it."""
+    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]

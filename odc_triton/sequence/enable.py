@@ -1,0 +1,109 @@
+"""`enable_split`: a sharded model computes pieces of sequences, whose ranks read each other's keys and values."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..base.errors import RanksDiffer
+from ..engine.api import engine_of
+from .exchange import LayerSplit, SequenceExchange
+from .room import LayerShape, Room
+
+
+def enable_split(model: nn.Module, tokens: int) -> None:
+    """Lets minibatches split sequences over ranks: `minibatch(model, tokens=…, split=packs.split)`. Collective.
+
+        enable_packing(model); fully_shard(model); enable_split(model, tokens=26_000)
+
+    `tokens`: of each rank, the most tokens of one minibatch whose keys and values others may read; their memory is
+    allocated now. `MinibatchSampler(split=tokens)` keeps within it, and its `split_tokens` is what to give where it was
+    made with `split=True`. A forward of two tokens finds out which layers attend, and how wide.
+
+    Raises TypeError for a model that is not sharded, ValueError for `tokens` below 1, NotImplementedError for what
+    can't be split (replicas, compiled blocks, attention that is not `enable_packing`'s), RanksDiffer if the ranks'
+    arguments differ.
+    """
+    engine = engine_of(model)
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+        raise ValueError(f"tokens is {tokens!r}; give the tokens per rank that others may read, 1 or more")
+    if engine.replicas.count > 1:
+        raise NotImplementedError(
+            f"the model has {engine.replicas.count} replicas, and pieces can't be read across them: give fully_shard a "
+            f"mesh of one dimension"
+        )
+    for name, module in model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise NotImplementedError(f"{name or 'the model'} is compiled, which splitting does not support yet")
+    if engine.split is not None:
+        raise ValueError("enable_split was called on this model before")
+    layers = _layers(model)
+    shapes = [shape for _, shape in layers]
+    message = {"tokens": tokens, "layers": [asdict(shape) for shape in shapes]}
+    everyones = engine.meet("enable_split", {**message, "token": uuid.uuid4().hex})
+    for rank, theirs in enumerate(everyones):
+        for name, value in message.items():
+            if theirs[name] != value:
+                raise RanksDiffer(
+                    f"enable_split: {name} is {value} on rank {engine.rank} and {theirs[name]} on rank {rank}"
+                )
+    token = f"{everyones[0]['token']}-split"
+    room = Room(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.meetings.timeout_s)
+    engine.split = SequenceExchange(engine.state, engine.meetings, room, layers=len(layers))
+    for number, (module, _) in enumerate(layers):
+        module._odc_split = LayerSplit(engine.split, number)
+
+
+class _Recorder:
+    """Stands in for `LayerSplit` in a forward that shows which modules attend."""
+
+    def __init__(self) -> None:
+        self.seen: dict[nn.Module, LayerShape] = {}
+
+    def note(self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor) -> None:
+        shape = LayerShape(
+            heads=keys.shape[1],
+            key_width=keys.shape[-1],
+            value_width=values.shape[-1],
+            dtype=str(keys.dtype).removeprefix("torch."),
+        )
+        if module in self.seen:
+            raise NotImplementedError(f"{type(module).__name__} attends twice in one forward, which can't be split")
+        self.seen[module] = shape
+
+
+def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
+    """The modules that call `packed_attention`, in their order, and the shapes of their keys and values."""
+    recorder = _Recorder()
+    modules = [each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)]
+    device = next(model.parameters()).device
+    inputs: dict[str, Any] = {
+        "input_ids": torch.zeros(1, 2, dtype=torch.long, device=device),
+        "position_ids": torch.arange(2, device=device)[None],
+        "use_cache": False,
+    }
+    training = [module for module in model.modules() if module.training]
+    for module in modules:
+        module._odc_split = recorder
+    model.eval()
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        for module in modules:
+            del module._odc_split
+        for module in training:
+            module.training = True
+    if not recorder.seen:
+        raise NotImplementedError(
+            f"no layer of {type(model).__name__} attends by odc_triton's packed attention: call "
+            f"odc_triton.hf.enable_packing(model) before fully_shard"
+        )
+    layers = list(recorder.seen.items())
+    if len({module.layer_idx for module, _ in layers}) < len(layers):
+        raise NotImplementedError(f"two layers of {type(model).__name__} have the same layer_idx")
+    return layers

@@ -1,0 +1,108 @@
+"""Where ranks keep the keys and values that others read, and the gradients that others add.
+
+A second heap of the model's ranks. Per layer, for the `tokens` of each rank:
+
+keys, values        [heads, tokens, D] in the compute dtype: rows that their rank writes and later pieces read
+their gradients     the same in `sum_dtype`: rows that later pieces add to and their rank takes
+
+Where the heap is one memory (CPU), rooms of all ranks are joined and a sequence's rows are adjacent, so that all keys
+before a piece are one view and reading costs nothing. Where it is apart, each rank has its own room.
+
+Flags are words with one writer and no reset. Their values are epochs, which only grow:
+
+published[rank][layer]               the wave up to which `rank` has written the layer's rows
+added[owner][contributor][layer]     the wave up to which `contributor` has added to the owner's rows
+failed[rank]                         the number of the plan that `rank` can't complete
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..balance.pieces import PlannedPiece, SplitSequence
+from ..comm.layout import place_regions
+from ..comm.memory.heap import SymmetricHeap
+
+KEYS, VALUES = 0, 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerShape:
+    """A layer's heads of keys and values, their widths, and the dtype in which they are computed."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: str
+
+    @property
+    def sum_dtype(self) -> str:
+        """Gradients are summed in fp32, or in the compute dtype where that is wider."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+
+def room_regions(layers: list[LayerShape], *, tokens: int, world: int, apart: bool) -> tuple[list[Any], int]:
+    """The regions, three of flags and then four of each layer, and the bytes of the heap (`apart`: of one rank)."""
+
+    def rows(heads: int, width: int, dtype: str) -> tuple[tuple[int, ...], str, int]:
+        shape = (world, heads, tokens, width) if apart else (heads, world * tokens, width)
+        return shape, dtype, getattr(torch, dtype).itemsize
+
+    flags = [((world, count), "int64", 8) for count in (len(layers), world * len(layers), 1)]
+    data = [
+        rows(layer.heads, width, dtype)
+        for layer in layers
+        for dtype in (layer.dtype, layer.sum_dtype)
+        for width in (layer.key_width, layer.value_width)
+    ]
+    return place_regions([*flags, *data], world=world, apart=apart)
+
+
+class Room:
+    """Collective: all ranks of `beside`, the model's heap, open it with the same arguments. `token`: as a heap's."""
+
+    def __init__(
+        self, beside: SymmetricHeap, layers: list[LayerShape], *, tokens: int, token: str, timeout_s: float
+    ) -> None:
+        self.rank, self.world, self.tokens = beside.rank, beside.world, tokens
+        regions, size_bytes = room_regions(layers, tokens=tokens, world=beside.world, apart=beside.apart)
+        self.heap = heap = beside.another(size_bytes=size_bytes, slots=len(layers), token=token, timeout_s=timeout_s)
+        ranks = range(self.world)
+        published, added, failed, *data = regions
+        self.published = [heap.shard(published, rank)[0] for rank in ranks]
+        self.added = [heap.shard(added, rank)[0].view(self.world, len(layers)) for rank in ranks]
+        self.failed = [heap.shard(failed, rank)[0] for rank in ranks]
+        # [layer][rows of keys, of values, of the keys' gradients, of the values']: by rank, or one for all
+        rooms = [[heap.shard(each, rank)[0] for rank in ranks] if heap.apart else [heap.whole(each)] for each in data]
+        self._rooms = [rooms[at : at + 4] for at in range(0, len(rooms), 4)]
+
+    def rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
+        """Tokens `start` to `stop` of the sample, all of them in `piece`: a view [heads, stop - start, D]."""
+        return self._view(self._rooms[layer][kind], piece, start, stop)
+
+    def gradient_rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
+        return self._view(self._rooms[layer][2 + kind], piece, start, stop)
+
+    def _view(self, rooms: list[torch.Tensor], piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
+        joined = not self.heap.apart
+        first = (piece.joint_offset if joined else piece.offset) + start - piece.piece.start
+        return rooms[0 if joined else piece.rank][:, first : first + stop - start]
+
+    def read(self, layer: int, kind: int, sequence: SplitSequence, start: int, stop: int) -> torch.Tensor:
+        """Tokens `start` to `stop` of a sample, over its pieces: [heads, stop - start, D]; a view of joined rooms."""
+        pieces = [each for each in sequence.pieces if each.piece.start < stop and each.piece.stop > start]
+        if not self.heap.apart:
+            first = pieces[0].joint_offset + start - pieces[0].piece.start
+            return self._rooms[layer][kind][0][:, first : first + stop - start]
+        bounds = [(each, max(start, each.piece.start), min(stop, each.piece.stop)) for each in pieces]
+        return torch.cat([self.rows(layer, kind, each, low, high) for each, low, high in bounds], dim=1)
+
+    def clear_own_gradients(self) -> None:
+        """Zeroes this rank's room of gradients: what a minibatch that failed has left there."""
+        for layer in self._rooms:
+            for rooms in layer[2:]:
+                own = rooms[self.rank] if self.heap.apart else rooms[0][:, self.rank * self.tokens :][:, : self.tokens]
+                own.zero_()
