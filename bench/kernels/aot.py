@@ -120,10 +120,10 @@ def _codes_of_other(folder: Path, options: argparse.Namespace) -> list[Code]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
-    parser.add_argument("--kernel", nargs="*", default=[""], help="only cases whose name begins so (patterns: *bf16)")
+    parser.add_argument("--kernel", nargs="*", default=[""], help="only cases with this prefix (patterns: *bf16)")
     parser.add_argument("--cases", nargs="*", default=[_CASES], help="modules that have the cases")
-    parser.add_argument("--also", type=Path, nargs="+", default=[], help="folders of other tritons, for all once more")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile at a time")
+    parser.add_argument("--also", type=Path, nargs="+", default=[], help="folders of other tritons, to use as well")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many compile at a time")
     parser.add_argument("--out", type=Path, default=Path("out/aot"), help="folder of the cache and of aot.json")
     parser.add_argument("--results", type=Path, help="write the results to this file and print no table")
     options = parser.parse_args()

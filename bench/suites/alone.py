@@ -117,7 +117,7 @@ class LengthsWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One variant's turn in one round. `idle`: 0 to 1, None where it is not recorded. Lists: by timed minibatch.
+    """One variant's turn in one round. `idle`: 0 to 1, None if not recorded. Lists: by timed minibatch.
 
     `peak_bytes`, by rank, beyond what was in use before the model: on the CPU of the process, with its share of shared
     memory; on a GPU of the whole device, with torch's reserve, symmetric memory and NCCL's buffers.

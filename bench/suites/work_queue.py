@@ -141,7 +141,7 @@ def in_words(rows: Sequence[dict]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.suites.work_queue", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two cells: a test of the program, no result")
+    parser.add_argument("--quick", action="store_true", help="two cells: tests the program, no result")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--out", type=Path, default=None, help="JSON file")
     options = parser.parse_args(arguments)

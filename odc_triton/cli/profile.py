@@ -54,7 +54,7 @@ class ProfileOptions:
     replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
     fused_head: bool = option(False, "never compute whole logits")
     gradient_checkpointing: bool = option(False, "recompute activations in backward")
-    seed: int = option(0, "of the random weights, tokens and the samples' order")
+    seed: int = option(0, "seed for the random weights, tokens and the samples' order")
 
     def __post_init__(self) -> None:
         require_one_model(self)

@@ -394,7 +394,7 @@ class SampleSubset:
 
     @property
     def summary(self) -> str:
-        """Counts, to be printed. What was truncated or dropped is in the whole data set's."""
+        """Counts, to print. The whole data set's summary has what was truncated or dropped."""
         tokens, targets = int(self.lengths.sum()), int(self.target_counts.sum())
         return f"{len(self)} of {len(self.data)} samples, {tokens} tokens, {targets} of them learned"
 

@@ -32,7 +32,7 @@ _FOREIGN_ROLES = {"human": "user", "gpt": "assistant"}  # names that no chat tem
 
 
 class DataError(ValueError):
-    """Training data that cannot be used; the message names the file, the line where there is one, and why."""
+    """Training data that cannot be used; the message names the file, the line if there is one, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ DEVICES = {
 
 
 def find_device(name: str) -> GpuKind:
-    """Finds it by a word in the name, such as `h100` in `NVIDIA H100 80GB HBM3`. Raises ValueError naming the known."""
+    """Finds it by a word in the name, such as `h100` in `NVIDIA H100 80GB HBM3`. Raises ValueError for other names."""
     found = [kind for word, kind in DEVICES.items() if word in name.lower()]
     if len(found) != 1:
         raise ValueError(f"the GPU {name!r} is not known: give --gpu, one of {', '.join(DEVICES)}")

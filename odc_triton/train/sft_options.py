@@ -57,7 +57,7 @@ class SftOptions:
     keep: int = option(2, "newest checkpoints to keep")
     resume: str = option("never", "never, auto (continue the run in --out, if there is one), or a checkpoint folder")
     replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
-    seed: int = option(0, "of the samples' order, dropout and random weights")
+    seed: int = option(0, "seed for the samples' order, dropout and random weights")
     timeout_minutes: float = option(30.0, "minutes that a live rank may be late; a dead one is named in seconds")
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     if unknown := set(options.stages) - {*NAMES, "report"}:
         parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}, and report")
     if "report" in options.stages and len(options.stages) > 1:
-        parser.error("report is a command of its own")
+        parser.error("report is a separate command")
     if options.seconds is not None and not options.seconds > 0:
         parser.error(f"--seconds is {options.seconds}; give more than 0")
     options.out = options.out or ROOT / "out" / ("rehearsal" if options.rehearse else "gpu")
