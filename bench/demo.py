@@ -46,17 +46,17 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 TOKEN_CAP = 2048  # also the longest sample
-SAMPLES = 64  # of all ranks per minibatch: about four packs a rank
+SAMPLES = 64  # per minibatch, all ranks together: about four packs per rank
 WARM_UP = 1
 MINIBATCHES = 6
-EQUAL_LENGTHS = [512] * 4  # of the pack that the overhead is measured on
+EQUAL_LENGTHS = [512] * 4  # of the pack that measures the overhead
 OVERHEAD_REPEATS = 10
 LOSS_TOLERANCE = 1e-3
 SHOWN = range(WARM_UP, WARM_UP + 2)  # minibatches in the picture
 
 
 def prepare(folder: Path) -> Work:
-    """Writes corpus, tokenizer and tokenised data into `folder`; returns what will be trained on."""
+    """Writes corpus, tokenizer and tokenised data into `folder`; returns what to train on."""
     folder.mkdir(parents=True, exist_ok=True)
     records, summary = build_corpus()
     tokenizer = write_text(folder, records, CONFIG)
@@ -124,11 +124,11 @@ def rows_of(report: dict) -> list[list[str]]:
 
 
 def in_words(report: dict) -> str:
-    """Who won by how much, and where memory differs."""
+    """Which variant won, by how much, and where memory differs."""
 
     def versus(key: str, name: str) -> str:
         value = report[key]
-        sure = "" if value["low"] > 1 or value["high"] < 1 else ", which is no more than chance may give"
+        sure = "" if value["low"] > 1 or value["high"] < 1 else ", which may be chance"
         low, high = value["low"], value["high"]
         if value["ratio"] < 1:
             return f"{1 / value['ratio']:.2f} times slower than {name} ({1 / high:.2f} to {1 / low:.2f}{sure})"
@@ -166,7 +166,7 @@ def main(out: Path) -> int:
     results = launch(compare, VARIANTS, work, True, ranks=RANKS)[0]
     print("overhead against unsharded compute, then each variant's memory alone:", flush=True)
     slowdown = launch(overhead, work, EQUAL_LENGTHS, OVERHEAD_REPEATS, ranks=RANKS)[0]
-    few = replace(work, minibatches=[work.minibatches[0][: SAMPLES // 4]])  # a pack or two a rank: the peak is theirs
+    few = replace(work, minibatches=[work.minibatches[0][: SAMPLES // 4]])  # a pack or two per rank reach the peak
     memory = {kind.name: launch(peak_memory, kind, few, ranks=RANKS)[0] for kind in VARIANTS}
     report = make_report(results, memory, slowdown, work, parameters)
     write_outputs(out, report, results)

@@ -1,8 +1,8 @@
 """All that the benchmarks ask of a GPU, in one place, and a stand-in for rehearsals that asks the host instead.
 
-A rehearsal runs the benchmarks' own code where there is no GPU: the clock, the files, the report. Kernels then run in
-Triton's interpreter on tiny sizes, and the host's clock times them. Such numbers say nothing about a GPU, so whatever a
-rehearsal writes says what it is, and is refused among the results.
+A rehearsal runs the benchmarks' own code without a GPU: the clock, the files, the report. Kernels then run in
+Triton's interpreter on tiny sizes, and the host's clock times them. Such numbers say nothing about a GPU, so a
+rehearsal's files are marked as such, and refused among the results.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 
 
 class Gpu:
-    """The GPU that is current in this process.
+    """This process's current GPU.
 
-    `rounds`: the least and the most that are timed. `flush_bytes`: far above any L2, and long enough to write (0.2 ms
-    or more) that the host has enqueued a whole call before the clock starts: what is timed is the device, not the
-    launching. `side` and `copy_bytes`: the product and the copy that say what the machine reaches.
+    `rounds`: the fewest and the most to time. `flush_bytes`: far above any L2, and slow enough to write (0.2 ms or
+    more) that the host has enqueued a whole call before the clock starts, so that the device is timed, not the
+    launch. `side` and `copy_bytes`: the product and the copy that show what the machine reaches.
     """
 
     rehearsal = False
@@ -34,7 +34,7 @@ class Gpu:
         return torch.cuda.device_count()
 
     def about(self) -> dict[str, str] | None:
-        """Name, memory, driver, clocks; None where there is no GPU."""
+        """Name, memory, driver, clocks; None without a GPU."""
         from bench.provenance import gpu
 
         return gpu()
@@ -64,7 +64,7 @@ class Gpu:
         torch.cuda.empty_cache()
 
     def peak_bytes(self, run: Callable[[], Any]) -> int:
-        """What one call allocates at its peak, beyond what was allocated before it."""
+        """Peak bytes that one call allocates, beyond those allocated before it."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -73,12 +73,12 @@ class Gpu:
         return torch.cuda.max_memory_allocated() - before
 
     def environment(self) -> dict[str, str]:
-        """Of the processes that a benchmark starts."""
+        """The environment for the processes that a benchmark starts."""
         return dict(os.environ)
 
 
 class Rehearsal(Gpu):
-    """Answers for two GPUs, so that the stages for several are rehearsed too; measures no memory."""
+    """Pretends to be two GPUs, so that the stages for several are rehearsed too; measures no memory."""
 
     rehearsal = True
     type = "cpu"
@@ -110,5 +110,5 @@ class Rehearsal(Gpu):
         return 0
 
     def environment(self) -> dict[str, str]:
-        """No GPU is seen, also where there is one, and ranks side by side take a thread each."""
+        """Hides the GPU if there is one, and gives each rank one thread."""
         return os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

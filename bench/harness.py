@@ -1,4 +1,4 @@
-"""Runs variants side by side: each minibatch by every variant in turn, on the same samples, in one job."""
+"""Runs variants side by side: every variant in turn trains each minibatch, on the same samples, in one job."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is trained on: fixed before anything is measured."""
+    """The model and the samples to train on: fixed before anything is measured."""
 
     dataset: str  # path of a TokenizedDataset
-    config: dict  # of a Qwen2Config
+    config: dict  # a Qwen2Config's
     minibatches: list[list[int]]  # indices of all ranks' samples
     token_cap: int
     seed: int = 0
@@ -83,7 +83,7 @@ class Minibatch:
 
 
 def open_job(setting: Setting | None = None) -> tuple[int, int]:
-    """Rank and world of this process. It uses one thread; under "cuda" its share of the cores, which only set up, and
+    """Rank and world of this process. It uses one thread; under "cuda" its share of the cores, for setup only, and
     the GPU of its local rank.
     """
     torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def gather(value: object) -> list:
 
 
 def in_turn(items: Sequence[T], round_: int) -> list[T]:
-    """All of them, another one first in each round, so that none always follows the same one."""
+    """All items, in each round starting with another one."""
     first = round_ % len(items)
     return [*items[first:], *items[:first]]
 
@@ -125,16 +125,16 @@ def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostMode
 
 
 def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, index: int, number: int) -> Minibatch:
-    """Trains minibatch `index` of `work` once, from a meeting of all ranks on. Collective.
+    """Trains minibatch `index` of `work` once; starts with a meeting of all ranks. Collective.
 
-    `number`: how many the variant has trained before, by which its events are known.
+    `number`: how many the variant has trained before; its events carry it.
     """
     dealt = deal(work, data, work.minibatches[index], variant.balance, cost)
     return timed(variant, dealt[dist.get_rank()], sum(count_target_tokens(packs) for packs in dealt), number)
 
 
 def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Minibatch:
-    """Trains this rank's packs of a minibatch with `total` targets, from a meeting of all ranks on. Collective."""
+    """Trains this rank's packs of a minibatch with `total` targets; starts with a meeting of all ranks. Collective."""
     setting = variant.setting
     own = [to_device(pack, setting.here) for pack in own]
     variant.start_minibatch(number)
@@ -183,7 +183,7 @@ def compare(kinds: Sequence[type[Variant]], work: Work, progress: bool = False) 
 def balanced(kinds: Sequence[type[Variant]], work: Work, lengths: list[int], repeats: int) -> dict[str, list[float]]:
     """Seconds of a balanced minibatch of equal packs, without the optimizer step, by variant. Collective.
 
-    `lengths`: tokens of each document of one pack; two packs a rank. Each run takes as long as its slowest rank.
+    `lengths`: tokens of each document in a pack; each rank has two packs. Each run takes as long as its slowest rank.
     Variants take turns, in a rotating order.
     """
     open_job()
@@ -199,7 +199,7 @@ def balanced(kinds: Sequence[type[Variant]], work: Work, lengths: list[int], rep
             start_s = time.monotonic()
             variant.gradients(packs, total)
             took_s = max(gather(time.monotonic() - start_s))
-            variant.optimizer.zero_grad()  # else plain torch's gradients stand in malloc's way in ODC's turn
+            variant.optimizer.zero_grad()  # else plain torch's gradients get in malloc's way in ODC's turn
             if repeat:  # the first round warms up
                 seconds[variant.name].append(took_s)
     dist.destroy_process_group()
@@ -253,12 +253,12 @@ class PeakMemory:
 
 
 def set_torch_up() -> None:
-    """What torch itself allocates on first use is no variant's memory."""
+    """Allocates what torch itself allocates on first use, so that it does not count as a variant's memory."""
     nn.Linear(64, 64)(torch.randn(64, 64)).sum().backward()
 
 
 def peak_memory(kind: type[Variant], work: Work) -> dict[str, int]:
-    """Peak bytes over the ranks of one variant alone, above the process before it had a model. Collective."""
+    """Peak bytes over the ranks for one variant alone, above the process before it had a model. Collective."""
     open_job()
     data, cost = work.data(), work.cost()
     set_torch_up()

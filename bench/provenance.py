@@ -1,6 +1,6 @@
 """What a result was measured on, and the files that it is written to. Needs no torch.
 
-A result is a JSON file, written whole; what a kill must not lose is a file of lines, one JSON object each.
+A result is a JSON file, written whole; what a kill must not lose is appended to a file of lines, one JSON object each.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _PACKAGES = ("odc-triton", "torch", "triton", "transformers", "numpy")
 
 
 def about() -> dict[str, Any]:
-    """What every result says of itself."""
+    """What every result says about its origin."""
     return {"hardware": hardware(), "versions": versions(), "commit": commit()}
 
 
 def save_json(path: Path, data: object) -> None:
-    """Atomically, so that a reader never sees half of it."""
+    """Writes atomically, so that a reader never sees half of it."""
     from odc_triton.base.files import write_file
 
     write_file(path, (json.dumps(data, indent=1) + "\n").encode())
 
 
 def refuse_results(folder: Path) -> None:
-    """Raises ValueError where a rehearsal would write among the results."""
+    """Raises ValueError if a rehearsal would write among the results."""
     if folder.resolve().is_relative_to(RESULTS):
         raise ValueError(f"a rehearsal measures nothing: {folder} is in {RESULTS}, choose another folder")
 
@@ -67,9 +67,7 @@ def hardware() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, marked where files differ from it. Outside of a checkout what ODC_COMMIT says, or
-    "unknown".
-    """
+    """The checkout's commit, marked if files differ from it. Outside a checkout ODC_COMMIT, or "unknown"."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.strip()
@@ -82,7 +80,7 @@ def commit() -> str:
 
 @cache
 def source_digest() -> str:
-    """Names the code as it is, committed or not: what passed with other code has to pass again."""
+    """Names the code as it is, committed or not: what passed with other code must pass again."""
     digest = hashlib.sha256()
     for folder in ("kernels", "odc_triton", "bench", "tests"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -91,9 +89,7 @@ def source_digest() -> str:
 
 
 def gpu() -> dict[str, str] | None:
-    """The GPU that torch uses: name, memory, and driver, clocks and power limit as nvidia-smi gives them; None without
-    one.
-    """
+    """The GPU that torch uses: name, memory, and nvidia-smi's driver, clocks and power limit; None without a GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -117,8 +113,8 @@ def gpu() -> dict[str, str] | None:
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
-    """One line, in one write: readers and other writers never see half of it. What a kill left of another one's line
-    is closed first.
+    """Appends one line in one write: readers and other writers never see half of it. Closes a line that a kill left
+    unfinished first.
     """
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -130,13 +126,13 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; none where there is no such file."""
+    """All whole lines; none if there is no such file."""
     if not path.exists():
         return []
     found = []
     for line in path.read_bytes().splitlines():
         try:
             found.append(json.loads(line))
-        except ValueError:  # a kill came in the middle of it
+        except ValueError:  # cut short by a kill
             continue
     return found

@@ -1,15 +1,15 @@
 """An instruction data set that every machine with Python already has: its standard library.
 
 A record asks for the body of a function or class, given its signature and docstring. Together the two fields
-are the definition's source, cut after the docstring's last line, so nothing is said twice:
+are the definition's source, split after the docstring's last line, so nothing appears twice:
 
     prompt      decorators, signature, docstring
     completion  the rest of the body
 
-Module-level functions, classes, and methods become records, if they have a docstring and a body besides. A
-class's completion holds its methods, which are records of their own too: hence the long tail of lengths.
+Module-level functions, classes, and methods become records if they have a docstring and a body besides it. A
+class's completion includes its methods, which are also separate records: hence the long tail of lengths.
 Functions inside functions are not: they mean little without what they close over, and the outer completion
-has them already.
+already has them.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def write_corpus(path: str | os.PathLike, root: str | os.PathLike | None = None)
 
 
 def write_text(folder: Path, records: list[dict[str, str]], config: dict[str, Any], *, count: int | None = None) -> Any:
-    """data.jsonl, tokenizer.json and config.json in `folder`: what `train sft` needs. Returns the tokenizer.
+    """Writes data.jsonl, tokenizer.json and config.json into `folder`, as `train sft` needs. Returns the tokenizer.
 
-    It has learned the records, `config["vocab_size"]` words. `count`: so many lines, the records over and over.
+    It is trained on the records, with `config["vocab_size"]` words. `count`: number of lines; the records repeat.
     """
     from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
 
@@ -106,10 +106,10 @@ def _python_files(root: Path) -> Iterator[Path]:
 
 def _split_definitions(path: Path) -> Iterator[tuple[str, str]]:
     """(prompt, completion) of each documented definition of one file, in the order of its lines."""
-    with tokenize.open(path) as file:  # by the file's own coding line
+    with tokenize.open(path) as file:  # follows the file's coding line
         text = file.read()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes are the file's business
+        warnings.simplefilter("ignore")  # such as invalid escapes in the file
         tree = ast.parse(text)
     lines = [line + "\n" for line in text.split("\n")]  # str.splitlines would also split at form feeds
     for node in _definitions(tree):

@@ -1,8 +1,8 @@
-"""The ways to train that are compared: FSDP2 in two settings, DDP, our transport with a barrier per layer, ODC.
+"""The ways to train to compare: FSDP2 in two settings, DDP, our transport with a barrier per layer, ODC.
 
 Every variant trains the same model on the same samples with the same optimizer; they differ in how ranks wait for each
 other and in how samples are dealt. On the CPU each records events in the engine's form: "wait" is time blocked in a
-collective or a meeting, the data's transfer included. On GPUs the host's clock sees no waiting: see suites/alone.py.
+collective or a meeting, including the data's transfer. On GPUs the host's clock sees no waiting: see suites/alone.py.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from odc_triton.sharding.shard import fully_shard
 
 LEARNING_RATE = 3e-4
 CLIP_NORM = 1.0
-# Renamed in torch 2.13; FSDP2 itself calls what is there.
+# Renamed in torch 2.13; FSDP2 itself calls the one that exists.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where variants run and what they compute in; masters, optimizer states and sums of gradients are fp32."""
+    """Where variants run and the dtype they compute in; masters, optimizer states and sums of gradients are fp32."""
 
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -61,7 +61,7 @@ class Setting:
         return init_device_mesh(self.device, (dist.get_world_size(),))
 
     def synchronize(self) -> None:
-        """Waits until this rank's device has done all that was enqueued."""
+        """Waits until this rank's device has done all enqueued work."""
         if self.device == "cuda":
             torch.cuda.synchronize()
 
@@ -88,11 +88,11 @@ class Variant(ABC):
     def shard(self, model: nn.Module) -> nn.Module: ...
 
     def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
-        """All microbatches of this rank until the gradients of all ranks have landed; returns the summed loss.
+        """Runs this rank's microbatches until the gradients of all ranks have landed; returns the summed loss.
 
         `packs`: on this rank's device. `total_tokens`: targets of all ranks' packs together.
         """
-        # Who averages over the ranks gets a scaled loss, so that the mean is the sum over tokens.
+        # A variant that averages over the ranks gets a scaled loss, so that the mean is the sum over tokens.
         scale = (dist.get_world_size() if self.averages else 1) / total_tokens
         total = torch.zeros(())
         for index, pack in enumerate(packs):
@@ -101,7 +101,7 @@ class Variant(ABC):
         return total.item()
 
     def before_microbatch(self, *, last: bool) -> None:  # noqa: B027  most variants have nothing to do
-        """`last`: of this rank in the minibatch."""
+        """`last`: this rank's last in the minibatch."""
 
     def step(self) -> None:
         with self.events_log().span("step", microbatch=-1):
@@ -119,7 +119,7 @@ class Variant(ABC):
         self.log.minibatch = index
 
     def microbatch(self, index: int, pack: Pack, scale: float) -> torch.Tensor:
-        """Forward and backward of one pack with the loss scaled; returns the unscaled summed loss, still there."""
+        """Forward and backward of one pack with the loss scaled; returns the unscaled summed loss, on the device."""
         self.log.microbatch = index
         with self.log.span("forward"), self.computing():
             loss = summed_loss(self.model, pack)
@@ -128,7 +128,7 @@ class Variant(ABC):
         return loss.detach()
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """Around each forward."""
+        """A context around each forward."""
         return contextlib.nullcontext()
 
     def waiting(self, label: str, work: Callable[[], Any]) -> Any:
@@ -163,7 +163,7 @@ class _TimedReduceScatter(_Timed, ReduceScatter):
 class Fsdp2(Variant):
     """FSDP2 with its defaults: every layer gathers in forward and backward and reduces in backward.
 
-    In bf16 it reduces in fp32, as every variant here does: twice the bytes of what FSDP2 does when nothing is said.
+    In bf16 it reduces in fp32, as every variant here does: twice the bytes of FSDP2's default.
     """
 
     name = "FSDP2 + global packing"
@@ -189,7 +189,7 @@ class Fsdp2Micro(Fsdp2):
 class Fsdp2NoReshard(Fsdp2):
     """FSDP2's fastest setting for gradient accumulation: gather in the first microbatch, reduce in the last.
 
-    Ranks may then run different numbers of microbatches (at least one each); the price is unsharded memory.
+    Ranks may then run different numbers of microbatches (at least one each), at the price of unsharded memory.
     """
 
     name = "FSDP2 no reshard + LB-Mini"
@@ -205,7 +205,7 @@ class Fsdp2NoReshard(Fsdp2):
 class Ddp(Variant):
     """DDP, all-reducing in the last microbatch only. Its waiting is part of its backward and is not recorded.
 
-    In bf16 it computes under autocast from the embedding on, so that activations are bf16 as FSDP2's are.
+    In bf16 it computes under autocast from the embedding on, so that activations are bf16, as FSDP2's are.
     """
 
     records_waiting = False
@@ -258,14 +258,14 @@ class OdcLayers(Odc):
 
 
 class OdcLayersFused(OdcLayers):
-    """Weight gradients made and added owner by owner."""
+    """Weight gradients computed and added owner by owner."""
 
     name = "ODC, replaced layers, wgrad fused"
     choice = "fused"
 
 
 class OdcLayersSplit(OdcLayers):
-    """Weight gradients made whole, also the embedding's, then added."""
+    """Weight gradients, including the embedding's, computed whole, then added."""
 
     name = "ODC, replaced layers, wgrad split"
     choice = "split"
@@ -279,7 +279,7 @@ class OdcMicro(Odc):
 class LayerBarrier(Odc):
     """Our transport, but all ranks meet at every layer of every forward and backward, as FSDP's collectives do.
 
-    On GPUs the devices meet, not the hosts: an all-reduce of one number on the stream that computes.
+    On GPUs the devices meet, not the hosts: an all-reduce of one number on the compute stream.
     """
 
     name = "layer barrier + global packing"
@@ -302,7 +302,7 @@ class LayerBarrier(Odc):
 
 
 class Unsharded(Variant):
-    """Plain torch in every process, nothing communicated: what the compute alone costs."""
+    """Plain torch in every process, without communication: the cost of compute alone."""
 
     name = "unsharded"
     balance = "mini"

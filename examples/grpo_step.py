@@ -6,7 +6,7 @@ sampled it and ref under the reference:
     A_i    = (r_i - mean(r)) / (std(r) + 1e-4)           over the completions of the same prompt
     L_it   = -min(p/q A_i, clip(p/q, 1-clip, 1+clip) A_i) + kl (ref/p - log(ref/p) - 1)
 
-and the loss is the mean of L over the tokens of all completions of all ranks (as DAPO has it, arXiv 2503.14476). Ranks
+and the loss is the mean of L over the tokens of all completions on all ranks (as in DAPO, arXiv 2503.14476). Ranks
 may have any number of completions. torchrun --nproc-per-node 2 examples/grpo_step.py
 """
 
@@ -31,7 +31,7 @@ class Completion:
     prompt_tokens: int  # at least 1
     advantage: float
     old_logp: Tensor  # under the policy that sampled it
-    ref_logp: Tensor | None = None  # under the reference policy; needed where kl > 0
+    ref_logp: Tensor | None = None  # under the reference policy; needed if kl > 0
 
 
 def group_advantages(rewards: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def main() -> None:
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
     enable_packing(model)
-    replace_layers(model, roles=["head"], verbose=False)  # logits are never made
+    replace_layers(model, roles=["head"], verbose=False)  # logits are never computed
     model = fully_shard(model.train())
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -110,7 +110,7 @@ def main() -> None:
         texts = [[torch.randint(64, (5 + n,), generator=generator).tolist() for n in row] for row in lengths.tolist()]
         rewards = torch.tensor([[sum(t % 2 == 0 for t in text[5:]) / len(text[5:]) for text in row] for row in texts])
         advantages = group_advantages(rewards)
-        packs = []  # one a prompt; of two ranks the first has three, the second one
+        packs = []  # one per prompt; of two ranks the first has three, the second one
         for group in (group for group in range(4) if group // 3 % world == rank):
             pairs = zip(texts[group], advantages[group].tolist(), strict=True)
             pack = [Completion(ids=ids, prompt_tokens=5, advantage=a, old_logp=torch.empty(0)) for ids, a in pairs]

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/tracker.py --data train.jsonl --model FOLDER --out out/run
 
-Any tracker goes the same way: `on_metrics` is called on rank 0 after each step with a dict of numbers.
+Any tracker works the same way: `on_metrics` is called on rank 0 after each step with a dict of numbers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from odc_triton.train.sft_options import SftOptions
 
 
 class Tracker:
-    """Writes `metrics.csv`, and event files where the package tensorboard is installed."""
+    """Writes `metrics.csv`, and event files if the package tensorboard is installed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._rows, self._events = folder, None, None
 
     def __call__(self, metrics: dict[str, float]) -> None:
-        if self._rows is None:  # only rank 0 is called, and only then there is something to write
+        if self._rows is None:  # called on rank 0 only, and only then is there something to write
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = open(self.folder / "metrics.csv", "w", newline="", encoding="utf-8")  # noqa: SIM115
             self._rows = csv.DictWriter(self._file, fieldnames=list(metrics))

@@ -1,1 +1,1 @@
-"""The kernels alone: checked and timed beside baselines, and their machine code read."""
+"""The kernels alone: checked, timed against baselines, and their machine code inspected."""

@@ -1,10 +1,10 @@
-"""32-bit products in the addresses of a kernel, found in its TTIR.
+"""Finds 32-bit products in a kernel's addresses, in its TTIR.
 
-A row's index times a row's length passes 2^31 before either does, so that product is to be made in 64 bits. From each
-offset of a pointer, and each size, stride and coordinate of a descriptor, the walk goes back to what it was made of; a
-32-bit product of two values that are not constants is a fault. It ends at quotients and remainders: what is divided
-counts tiles, of which a grid has fewer than 2^31 anyway. In a flat copy, where a block's index times its size is an
-element's, a 32-bit product with a constant is one too.
+A row's index times a row's length exceeds 2^31 before either does, so that product must be computed in 64 bits. From
+each offset of a pointer, and each size, stride and coordinate of a descriptor, the walk goes back to its operands; a
+32-bit product of two values that are not constants is a fault. The walk ends at quotients and remainders: what is
+divided counts tiles, and a grid has fewer than 2^31 of them anyway. In a flat copy, where a block's index times its
+size is an element's index, a 32-bit product with a constant is a fault too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ENDS = ("arith.divsi", "arith.divui", "arith.remsi", "arith.remui", "arith.cmpi
 
 @dataclass(eq=False, slots=True)
 class _Value:
-    """What one name stands for: the operation that makes it, its type as text, and what it is made of."""
+    """The value of a name: the operation that computes it, its type as text, and what it is made of."""
 
     text: str
     operation: str = "argument"
@@ -39,9 +39,9 @@ class _Region:
 
 
 def faults_of_offsets(ttir: str, *, flat: bool = False) -> list[str]:
-    """The 32-bit products of two variables that addresses in the TTIR of a kernel are computed from, a line each.
+    """The 32-bit products of two variables that addresses in a kernel's TTIR are computed from, one per line.
 
-    Through calls, and early returns that carry values, nothing is followed: they are faults as well.
+    Calls, and early returns that carry values, are not followed: they are faults as well.
     `flat`: the kernel addresses elements by one number; products of one variable are faults too.
     """
     found = {}
@@ -76,7 +76,7 @@ def _walk(roots: Iterable[_Value]) -> Iterable[_Value]:
 def _roots(ttir: str) -> list[_Value]:
     """Offsets of pointers, coordinates, sizes and strides of descriptors.
 
-    Names are unique in a region and those around it only.
+    Names are unique only within a region and those around it.
     """
     roots: list[_Value] = []
     regions = [_Region()]
@@ -100,7 +100,7 @@ def _roots(ttir: str) -> list[_Value]:
             regions.append(_Region(results=closed.results, carried=closed.carried))
             continue
         result, operation = _RESULT.match(line), _operation(line)
-        if operation == "block":  # ^bb0(%a: i32, ...): after a `while`'s condition, what that passed on
+        if operation == "block":  # ^bb0(%a: i32, ...): after a `while`'s condition, the values it passed on
             names = re.findall(r"(%[\w$.-]+):", line)
             passed = regions[-1].results
             for index, name in enumerate(names):
@@ -126,7 +126,7 @@ def _roots(ttir: str) -> list[_Value]:
         if result:
             count = int(result.group(2) or 1)
             names = [f"{result.group(1)}#{i}" for i in range(count)] if result.group(2) else [result.group(1)]
-            # A loop or an `if` gives what its regions yield; anything else is made of its operands.
+            # A loop or an `if` returns what its regions yield; anything else is made of its operands.
             parts = [] if operation in ("scf.for", "scf.while", "scf.if") else used
             results = [define(name, _Value(line, operation, kind, list(parts))) for name in names]
         if line.endswith("{"):
@@ -153,6 +153,6 @@ def _enter(region: _Region, body: str, operation: str, value_of: Callable[[str],
         region.names[name] = value
         region.carried.append(value)
     if operation == "scf.for":
-        # A loop that never runs gives what came in.
+        # A loop that never runs returns its initial values.
         for result, value in zip(region.results, region.carried, strict=True):
             result.made_of.append(value)

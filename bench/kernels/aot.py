@@ -1,4 +1,4 @@
-"""Machine code without a GPU: cross-compiles every kernel for every architecture and reads what came out.
+"""Machine code without a GPU: cross-compiles every kernel for every architecture and inspects the result.
 
     python -m bench.kernels.aot [--arch 90 ...] [--kernel gather ...] [--also FOLDER ...] [--out FOLDER]
 
@@ -6,7 +6,7 @@ Prints one table (registers, spills, shared memory, matrix instructions, load wi
 spills, shared memory over the chip's limit, matrix kernels without HGMMA on sm_90, products in tf32, scalar 2-byte
 loads, compare-and-swap, tiles reduced into near peers on sm_90 and sm_100 by anything but TMA, other reductions into
 peers by anything but relaxed system-scope red, 32-bit products in addresses, and weight loads before their wait.
-Results are cached, each until the source of its kernel changes.
+Results are cached until their kernel's source changes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def row_of(code: Code) -> list[object]:
 
 @lru_cache(maxsize=1)
 def _cases(names: tuple[str, ...]) -> dict[str, Case]:
-    """What the `cases()` of these modules yield, by name. Raises ValueError if two have one name."""
+    """What the `cases()` of these modules yield, by name. Raises ValueError if two have the same name."""
     found: dict[str, Case] = {}
     for module in names:
         for case in import_module(module).cases():
@@ -58,12 +58,12 @@ def _cases(names: tuple[str, ...]) -> dict[str, Case]:
 
 
 def _build(names: tuple[str, ...], name: str, arch: int) -> Code:
-    """Runs in another process, where a case, which can't be sent, is looked up by its name."""
+    """Runs in another process. A case can't be sent there, so it is looked up by its name."""
     return build(_cases(names)[name], arch)
 
 
 def compile_all(names: tuple[str, ...], jobs: list[tuple[str, int]], processes: int) -> Iterator[Code]:
-    """The code of each (case's name, architecture) as it is done. Says how far it is on the standard error."""
+    """The code of each (case's name, architecture) as it is done. Prints progress to stderr."""
     began = said = time.monotonic()
     for done, code in enumerate(_built(names, jobs, processes), 1):
         yield code
@@ -89,7 +89,7 @@ def _built(names: tuple[str, ...], jobs: list[tuple[str, int]], processes: int) 
 
 
 def codes_of(names: tuple[str, ...], options: argparse.Namespace) -> list[Code]:
-    """The code of all cases asked for, by this triton; from the cache what has not changed."""
+    """The code of all requested cases, by this triton; unchanged ones come from the cache."""
     judges = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _JUDGES))
     cache = options.out / f"triton-{triton.__version__}.json"
     known = json.loads(cache.read_text()) if cache.exists() else {}
@@ -101,13 +101,13 @@ def codes_of(names: tuple[str, ...], options: argparse.Namespace) -> list[Code]:
     try:
         for code in compile_all(names, jobs, options.processes) if jobs else ():
             known[f"{code.name} sm_{code.arch}"] = {"digest": wanted[code.name, code.arch], "code": asdict(code)}
-    finally:  # an interrupted run goes on where it was
+    finally:  # an interrupted run continues where it stopped
         cache.write_text(json.dumps(known, indent=1))
     return [Code(**known[f"{name} sm_{arch}"]["code"]) for name, arch in wanted]
 
 
 def _codes_of_other(folder: Path, options: argparse.Namespace) -> list[Code]:
-    """The same by the triton in `folder`, which a process of its own imports."""
+    """The same by the triton in `folder`, which another process imports."""
     found = options.out / "other.json"
     command = [sys.executable, "-m", "bench.kernels.aot", "--results", str(found), "--out", str(options.out)]
     command += ["--arch", *map(str, options.arch), "--processes", str(options.processes), "--cases", *options.cases]
@@ -120,10 +120,10 @@ def _codes_of_other(folder: Path, options: argparse.Namespace) -> list[Code]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
-    parser.add_argument("--kernel", nargs="*", default=[""], help="only cases whose name begins so (patterns: *bf16)")
+    parser.add_argument("--kernel", nargs="*", default=[""], help="only cases with this prefix (patterns: *bf16)")
     parser.add_argument("--cases", nargs="*", default=[_CASES], help="modules that have the cases")
-    parser.add_argument("--also", type=Path, nargs="+", default=[], help="folders of other tritons, for all once more")
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="that compile at a time")
+    parser.add_argument("--also", type=Path, nargs="+", default=[], help="folders of other tritons, to use as well")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many compile at a time")
     parser.add_argument("--out", type=Path, default=Path("out/aot"), help="folder of the cache and of aot.json")
     parser.add_argument("--results", type=Path, help="write the results to this file and print no table")
     options = parser.parse_args()

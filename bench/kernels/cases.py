@@ -179,7 +179,7 @@ def _of_staged(dtype: str) -> Iterator[Case]:
     staged = partial(Case, num_warps=8, matrix=dtype != "fp32", waits=True)
     pointer, common, sizes = f"*{dtype}", {"DTYPE": TYPES[dtype], "UPCAST": False}, ("flags", "status", *_ALIGNED_SIZES)
     bulk = {"BULK": lambda arch: arch >= 90}
-    # Owners' rows that are no multiple of a tile leave by pointers.
+    # Owners' rows that are not a multiple of a tile are written through pointers.
     for name, whole in ((f"staged {dtype}", True), (f"staged {dtype} ragged", False)):
         data = {"x": pointer, "w": pointer, "b_table": "*i64", "y": pointer}
         out = {"BULK_OUT": lambda arch, whole=whole: whole and arch >= 90}
@@ -270,7 +270,7 @@ def _qkv_forward(dtype: str, head_dim: int, tokens: int, word: str) -> Case:
         kernel=qkv.qkv_kernel,
         signature={**data, **_TABLES, **_BIASES, **_ROPE, **_HEADS, **_PEERS, "columns": "i32", "eps": "fp32"},
         constants={"DTYPE": TYPES[dtype], **flags, **blocks},
-        # The number of columns is known to be a multiple of VECTOR only, and not of 16.
+        # The number of columns is only known to be a multiple of VECTOR, not of 16.
         aligned=(*data, *_TABLES, *_BIASES, *_ROPE, *_PER_OWNER),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -1,6 +1,6 @@
-"""What the kernels' benchmark finds: cells, the targets that they are held to, and the report.
+"""What the kernels' benchmark finds: cells, the targets that they must meet, and the report.
 
-A cell is one operator on one problem, checked, and timed where there is a GPU. Each is appended to a file of lines
+A cell is one operator on one problem, checked, and timed if there is a GPU. Each is appended to a file of lines
 as it ends; the report is made from these. The targets are issue 3's for one H200, as data.
 """
 
@@ -24,9 +24,9 @@ LINES = "kernels.jsonl"
 
 @dataclass(kw_only=True)
 class Cell:
-    """`errors`: of every result, its largest difference over the reference's largest number. `fault`: why the check
-    did not pass. Of "ours" and of every baseline: `us`, quantiles in microseconds; `ratios`, the baseline's time over
-    ours in the same round, median and 95% interval, above 1 where ours is faster; `missing`, why one was not timed.
+    """`errors`: each result's largest difference over the reference's largest number. `fault`: why the check failed.
+    For "ours" and every baseline: `us`, quantiles in microseconds; `ratios`, the baseline's time over ours in the
+    same round, median and 95% interval, above 1 where ours is faster; `missing`, why one was not timed.
     """
 
     operator: str
@@ -73,14 +73,14 @@ class Cell:
 
 
 def plain(cell: Cell) -> dict[str, Any]:
-    """A cell for JSON, which knows no infinity: that is what an unwritten result is off by."""
+    """A cell for JSON, which has no infinity: the error of a result that was not written."""
     errors = {name: error if math.isfinite(error) else None for name, error in cell.errors.items()}
     return asdict(cell) | {"errors": errors}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Reached when `value` is at least (else: at most) `limit` in every cell that it `applies` to and was timed."""
+    """Reached if `value` is at least (else: at most) `limit` in every timed cell that it `applies` to."""
 
     text: str
     applies: Callable[[Cell], bool]
@@ -107,7 +107,7 @@ class Target:
 
 
 def ratio(*baselines: str) -> Callable[[Cell], float | None]:
-    """Ours against the fastest of these: its time over ours."""
+    """The fastest of these against ours: its time over ours."""
 
     def value(cell: Cell) -> float | None:
         found = [cell.ratios[name]["median"] for name in baselines if name in cell.ratios]
@@ -133,7 +133,7 @@ def over_the_slower(*baselines: str) -> Callable[[Cell], float | None]:
 
 
 def memory_share(cell: Cell) -> float | None:
-    """Peak memory of a call over what it never holds as a whole."""
+    """Peak memory of a call over the size of what it never holds whole."""
     return cell.peak_bytes / cell.whole_bytes if cell.peak_bytes is not None and cell.whole_bytes else None
 
 
@@ -198,8 +198,8 @@ TARGETS = (
 
 
 def wanted_first(cell: Cell) -> int:
-    """0: what the first half hour on a GPU is for, the layers of one model under training's load; 1: what a target is
-    about; 2: the others.
+    """0: for the first half hour on a GPU, the layers of one model under training's load; 1: cells with a target;
+    2: the others.
     """
     if cell.model == "llama-3-8b" and cell.world == 8 and cell.tokens in (0, 4096):
         return 0
@@ -219,8 +219,8 @@ class Report:
 
     @classmethod
     def load(cls, folder: Path, about: dict[str, Any] | None = None) -> Report:
-        """What kernels.jsonl holds of runs like `about`, by default of runs like the last: whose cells may stand in one
-        table. It is about the first of them, so a later one goes on with its seed.
+        """What kernels.jsonl holds of runs like `about`, by default like the last one, whose cells may share a table.
+        Its `about` is that of the first of them, so a later run continues with its seed.
         """
         records = read_lines(folder / LINES)
         if about is None:
@@ -275,7 +275,7 @@ class Report:
 
 
 def _alike(about: dict[str, Any]) -> str:
-    """What two runs must have in common for their cells to stand in one table."""
+    """What two runs must have in common for their cells to share a table."""
     same = ("source", "timed", "rehearsal", "peers", "dtype", "versions")
     return json.dumps([(about.get("gpu") or {}).get("name"), *(about.get(name) for name in same)], sort_keys=True)
 

@@ -1,10 +1,10 @@
-"""One kernel with one set of types and constants, what the compiler made of it, and what is wrong with that.
+"""One kernel with one set of types and constants, its compiled code, and the faults in that code.
 
-[Note: unused results] Nobody uses the result of an addition. Triton 3.9 writes it as a `red`, which returns nothing
-over the link, and before that as an `atom`, of which ptxas makes a reduction (RED on sm_80, REDG above). But ptxas
-keeps the atomic (ATOMG into RZ) in a kernel that acquires a tensor map, as every kernel does that makes a tensor
-descriptor: there the addition might be one end of a synchronisation. So a kernel that reduces in bulk adds nothing
-else: wgrad leaves the bias to `scatter`.
+[Note: unused results] Nothing uses the result of an addition. Triton 3.9 emits it as a `red`, which returns nothing
+over the link; earlier versions emit an `atom`, which ptxas turns into a reduction (RED on sm_80, REDG above). But ptxas
+keeps the atomic (ATOMG into RZ) in a kernel that acquires a tensor map, as every kernel with a tensor descriptor does:
+there the addition might be one end of a synchronisation. So a kernel that reduces in bulk adds nothing else: wgrad
+leaves the bias to `scatter`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from odc_kernels.tiles import SHARED_LIMIT_BYTES
 from .addresses import faults_of_offsets
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-_NOT_TOLD = ("name", "kernel", "by_arch")  # in a case's digest: its kernel's source and its constants are
+_NOT_TOLD = ("name", "kernel", "by_arch")  # not in a case's digest, but its kernel's source and its constants are
 _MATRIX_UNITS = ("HGMMA", "HMMA", "UTCHMMA", "QMMA")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`signature`: types of the arguments, `constants`: values of the constexprs; what neither names is an error.
+    """`signature`: types of the arguments, `constants`: values of the constexprs; one that neither names is an error.
 
     `aligned`: arguments known to be multiples of 16. `by_arch`: constants that the launcher chooses by architecture,
     as a function of it (90 for sm_90).
@@ -48,13 +48,13 @@ class Case:
     num_stages: int = 2
     matrix: bool = False  # must use the matrix units
     reduces: bool = False  # adds into peers
-    far: bool = False  # which are on other GPUs too, so not in bulk: [Note: bulk reductions] in kernels/device.py
+    far: bool = False  # some of them on other GPUs, so not in bulk: [Note: bulk reductions] in kernels/device.py
     flat: bool = False  # addresses the elements of a tensor by one number
-    waits: bool = False  # for shards to arrive: the order of waits and loads in its PTX is judged
+    waits: bool = False  # for shards to arrive: the order of waits and loads in its PTX is checked
 
     def constants_on(self, arch: int) -> dict[str, Any]:
-        """The values of all constexprs on sm_`arch`. Raises ValueError where an argument has no type or value, or is
-        said to be aligned though a launch would not tell the compiler.
+        """The values of all constexprs on sm_`arch`. Raises ValueError if an argument has no type or value, or is
+        marked as aligned although a launch would not tell the compiler.
         """
         constants = self.constants | {name: choose(arch) for name, choose in self.by_arch.items()}
         if unknown := set(self.kernel.arg_names) - set(self.signature) - set(constants):
@@ -66,7 +66,7 @@ class Case:
         return constants
 
     def digest(self, arch: int) -> str:
-        """Of what its code depends on: triton, the source of the kernel and of all that it calls, and the case."""
+        """Covers what its code depends on: triton, the source of the kernel and of all that it calls, and the case."""
         of_case = vars(self) | {"constants": {name: str(value) for name, value in self.constants_on(arch).items()}}
         told = [sorted(v.items()) if isinstance(v, dict) else v for k, v in of_case.items() if k not in _NOT_TOLD]
         given = [triton.__version__, self.kernel.cache_key, *told, arch]
@@ -75,7 +75,7 @@ class Case:
 
 @dataclass(kw_only=True)
 class Code:
-    """`loads`: widths in bytes, and TMA. `reduction`: instructions that add to memory. `seconds`: of CPU time."""
+    """`loads`: widths in bytes, and TMA. `reduction`: instructions that add to memory. `seconds`: CPU time."""
 
     name: str
     arch: int
@@ -90,7 +90,7 @@ class Code:
 
 
 def build(case: Case, arch: int) -> Code:
-    """Compiles a case for sm_`arch` and reads the result. What does not compile is a fault too."""
+    """Compiles a case for sm_`arch` and inspects the result. A case that does not compile is a fault too."""
     names, constants = case.kernel.arg_names, case.constants_on(arch)
     source = ASTSource(
         fn=case.kernel,
@@ -101,7 +101,7 @@ def build(case: Case, arch: int) -> Code:
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     try:
         compiled = compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    except Exception as error:  # of the compiler's many kinds; the table names it, and the others are still compiled
+    except Exception as error:  # compilers raise many kinds; the table names it, and the others are still compiled
         return Code(name=case.name, arch=arch, faults=[f"does not compile: {type(error).__name__}: {error}"[:200]])
     code = Code(name=case.name, arch=arch, shared_bytes=compiled.metadata.shared)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
@@ -110,7 +110,7 @@ def build(case: Case, arch: int) -> Code:
         sass, usage = _dump("-sass", cubin.name), _dump("-res-usage", cubin.name)
     ttir, ptx = compiled.asm["ttir"], compiled.asm["ptx"]
     code.registers = int(re.search(r"REG:(\d+)", usage).group(1))
-    # On sm_120 the ptxas of triton 3.6 stores a zero, which nobody reads, before TMA loads: that is no spill.
+    # On sm_120 the ptxas of triton 3.6 stores a zero, which nothing reads, before TMA loads: that is not a spill.
     code.spills = len(re.findall(r"\bLDL\b|\bSTL\b[\w.]* \[[^\]]*\], (?!RZ\b)", sass))
     if code.spills:
         code.faults.append(f"{code.spills} spills")
@@ -159,13 +159,13 @@ def _read_reductions(code: Code, case: Case, ttir: str, ptx: str, sass: str) -> 
         code.faults.append("compare-and-swap")
     written = set(re.findall(r"\b(?:red|atom|cp\.reduce)\.[\w.:]+", ptx))
     made = set(re.findall(r"\b(?:REDG?|ATOMG?|UTMAREDG)\b[\w.]*", sass))
-    made.discard("ATOMG.E.EXCH.STRONG.GPU")  # how a tensor map is acquired: in memory of this GPU
+    made.discard("ATOMG.E.EXCH.STRONG.GPU")  # acquires a tensor map, in this GPU's memory
     code.reduction = ", ".join(sorted(made)) or "-"
     if not case.reduces:
         return
     bulk = {name for name in written if re.match(r"cp\.reduce\.async\.bulk\.tensor\.\dd\.global\..*\badd\b", name)}
     single = written - bulk
-    # A bulk reduction has no order or scope of its own.
+    # A bulk reduction has no memory order or scope.
     wrong = {name for name in single if not {"global", "sys", "relaxed", "add"} <= set(name.split("."))}
     for name in made:
         unit, *parts = name.split(".")  # [Note: unused results]
@@ -174,7 +174,7 @@ def _read_reductions(code: Code, case: Case, ttir: str, ptx: str, sass: str) -> 
             wrong.add(name)
     if wrong or not written:
         code.faults.append(f"reduces by {', '.join(sorted(wrong)) or 'nothing'}")
-    # Dimensions of what single additions are written for; of a tile two are longer than 1.
+    # Shapes that single additions are written for; a tile has two dimensions longer than 1.
     shapes = re.findall(r"tt\.atomic_rmw .*tensor<([\dx]+)x(?:f32|f16|bf16)>", ttir)
     if (
         code.arch in (90, 100)
@@ -188,8 +188,8 @@ def faults_of_waits(ptx: str) -> list[str]:
     """What is wrong with the order of waits and weight loads in the PTX of a kernel that waits for shards.
 
     On every path through the code: a load comes after the branch that decides whether to wait; no load is in flight
-    when a wait begins (it would be one for the rows after the wait); and between a wait and a TMA load is a proxy
-    fence. Loads of the activations are held to the same, as PTX does not tell them apart.
+    when a wait begins (it would be one for the rows after the wait); and there is a proxy fence between a wait and a
+    TMA load. Loads of the activations must follow the same rules, because PTX does not tell them apart.
     """
     code = [line.strip() for line in ptx.splitlines()]
     waits = _lines(code, r"\bld\.(?=[\w.]*\bacquire\b)(?=[\w.]*\bsys\b)[\w.]+")
@@ -222,7 +222,7 @@ def _lines(code: list[str], pattern: str) -> set[int]:
 
 
 def _successors(code: list[str]) -> list[list[int]]:
-    """The lines that may run after each line. Labels of inline assembly begin with no `$`, and loop on themselves."""
+    """The lines that may run after each line. Labels in inline assembly have no leading `$`, and loop on themselves."""
     labels = {line.split(":")[0]: index for index, line in enumerate(code) if re.match(r"\$\w+:", line)}
     follows = []
     for index, line in enumerate(code):

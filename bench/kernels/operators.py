@@ -1,7 +1,7 @@
 """What `bench.kernels.run` measures: gather, scatter, embedding, head and loss here, and the products.
 
-gather and scatter have no arithmetic to speak of: a device copy of as many bytes is what they are measured by. The
-embedding stands beside torch on a local table; head and loss beside their products alone and torch with whole logits.
+gather and scatter have hardly any arithmetic: they are compared with a device copy of the same number of bytes. The
+embedding is compared with torch on a local table; head and loss with their products alone and torch with whole logits.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def _scatter(problem: Problem) -> Prepared:
             shard.add_(rows)
 
     baselines = {"device copy": _device_copy(problem, gradient.numel() * (gradient.element_size() + 8))}
-    if problem.peers == "loopback":  # torch adds to no other device's memory
+    if problem.peers == "loopback":  # torch can't add to another device's memory
         baselines["add to every shard"] = additions
     work = problem.work(moved=gradient.numel(), adds=True)
     return Prepared(run=lambda: scatter(gradient=gradient, peers=peers), check=check, baselines=baselines, work=work)
 
 
 def _some_ids(problem: Problem) -> torch.Tensor:
-    """int64 [T], every second one of the first `FREQUENT`, as in text, spread over the vocabulary and so its owners."""
+    """int64 [T], every second one among the first `FREQUENT`, as in text; spread over the vocabulary and its owners."""
     rows = problem.layer.rows
     ids = torch.randint(rows, (problem.tokens,), device=problem.device)
     ids[::2] = torch.randint(FREQUENT, ids[::2].shape, device=problem.device) * (rows // FREQUENT)
@@ -173,7 +173,7 @@ def _cross_entropy_grad(problem: Problem) -> Prepared:
     g_logp, g_entropy = (problem.sums(problem.tokens) for _ in range(2))
     output = linear_cross_entropy(**head.given)
     dw, dh_part = h.new_empty(head.chunk, problem.layer.columns), torch.empty_like(h)
-    # For the products alone: of the size of a softmax's gradient.
+    # For the products alone: as large as a softmax's gradient.
     dz = problem.tensor(problem.tokens, head.chunk, scale=1e-3)
     given = {"output": output, "g_logp": g_logp, "g_entropy": g_entropy, "gradient": gradient, "dh": dh}
 
@@ -236,5 +236,5 @@ OPERATORS = (
 
 
 def all_operators() -> dict[str, Operator]:
-    """By name, in the order in which they run: what only reads peers first, for a fault in adding ends a run."""
+    """By name, in the order in which they run: first those that only read peers, as a fault in adding ends a run."""
     return {operator.name: operator for operator in sorted(OPERATORS, key=lambda each: (each.reduces, each.name))}

@@ -1,7 +1,7 @@
-"""What the kernels' benchmark knows of an operator, and one problem that it is given. Decides where operators run.
+"""What the kernels' benchmark knows about an operator, and one problem for it. Decides where operators run.
 
-On the GPU if there is one, else on CPU tensors in Triton's interpreter. To be imported before any kernel: jit functions
-are made at import. With TRITON_INTERPRET=1 set from outside, a machine with a GPU uses the interpreter too.
+On the GPU if there is one, else on CPU tensors in Triton's interpreter. Import it before any kernel: jit functions
+are created at import. With TRITON_INTERPRET=1 set from outside, a machine with a GPU uses the interpreter too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ DEVICE = (
 )
 if DEVICE.type == "cpu":
     if "triton" in sys.modules and not os.environ.get("TRITON_INTERPRET"):
-        # Its own jit functions were made for a GPU, and kernels that call them would fail one by one.
+        # Triton's own jit functions were made for a GPU, and kernels that call them would fail one by one.
         raise RuntimeError("triton was imported without TRITON_INTERPRET=1; set it, or import bench.kernels first")
     os.environ["TRITON_INTERPRET"] = "1"
 
 Run = Callable[[], Any]
-# Name of a result, what a kernel made of it (or of a part), what it ought to be.
+# Name of a result, what a kernel computed for it (or a part), what it should be.
 Results = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
-CHUNK = 2048  # tokens that are checked at a time: a reference in float64 is four times as large as a result
+CHUNK = 2048  # tokens to check at a time: a reference in float64 is four times as large as a result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Model:
         }
 
     def layers(self) -> list[Layer]:
-        """The distinct shapes among them: layers of one shape are measured once, as "gate, up"."""
+        """The distinct shapes among them: layers of the same shape are measured once, as "gate, up"."""
         names: dict[tuple[int, int], list[str]] = {}
         for name, shape in self.linears().items():
             names.setdefault(shape, []).append(name)
@@ -99,14 +99,14 @@ MODELS = {
         Model("qwen2.5-32b", 5120, 27648, 40, 8, 128, 152064, 64, qkv_bias=True, tied=False),
     )
 }
-# What is checked where there is no GPU: sizes that neither a tile nor a world divides.
+# Checked without a GPU: sizes that neither a tile nor a world divides.
 TINY = Model("tiny", 48, 75, 3, 1, 16, 101, 1, qkv_bias=True, tied=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The least that one call must do. `link_bytes` go to or from the peers; `peer_bytes` is what that costs the peers'
-    own memory (a sum is read and written there): in loopback it is this GPU's.
+    """The least that one call must do. `link_bytes` go to or from the peers; `peer_bytes` is the resulting traffic of
+    the peers' own memory (a sum is read and written there), which in loopback is this GPU's.
     """
 
     flops: float = 0.0
@@ -118,8 +118,8 @@ class Work:
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One layer of one model, seen from rank 0 of `world`. `peers`: "loopback" (all shards on this device) or "pinned"
-    (all but the own one in pinned host memory). Tensors are new random numbers in every call: never zeros, on which a
-    GPU runs faster.
+    (all but this rank's own in pinned host memory). Tensors are new random numbers in every call: never zeros, on
+    which a GPU runs faster.
     """
 
     model: Model
@@ -139,22 +139,22 @@ class Problem:
         return -(-self.layer.rows // self.world)
 
     def tensor(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normal random numbers of that deviation, of the problem's dtype if no other is given."""
+        """Normal random numbers with deviation `scale`, by default in the problem's dtype."""
         return torch.randn(shape, device=self.device, dtype=dtype or self.dtype).mul_(scale)
 
     def weight(self) -> torch.Tensor:
-        """[N, K], scaled so that a product with it keeps the size of its input."""
+        """[N, K], scaled so that a product with it keeps its input's magnitude."""
         return self.tensor(self.layer.rows, self.layer.columns, scale=self.layer.columns**-0.5)
 
     def sums(self, *shape: int) -> torch.Tensor:
-        """fp32 [N, K] if no other shape is given: what gradients are added to."""
+        """fp32, by default [N, K]: what gradients are added to."""
         return self.tensor(*(shape or (self.layer.rows, self.layer.columns)), dtype=torch.float32)
 
     def poisoned(self, *shape: int) -> torch.Tensor:
         return torch.full(shape, torch.nan, device=self.device, dtype=self.dtype)
 
     def shards(self, whole: torch.Tensor) -> PeerShards:
-        """Copies of a whole tensor's rows, each where its owner's memory is."""
+        """Copies of a whole tensor's rows, each in its owner's memory."""
         parts = split(whole, self.world)
         if self.peers == "pinned":
             parts = [
@@ -173,7 +173,7 @@ class Problem:
         own: int | None = None,
         remote: int | None = None,
     ) -> Work:
-        """Of a call that reads the weight's shards once, or adds fp32 to each of them once, or both.
+        """The work of a call that reads the weight's shards once, or adds fp32 to each of them once, or both.
 
         `moved`: elements of its local tensors. `own`, `remote`: rows of the weight, by default all of it.
         """
@@ -193,9 +193,9 @@ class Problem:
 class Prepared:
     """A problem's tensors, and what runs on them.
 
-    `run`: one call of ours. `check`: runs it on poisoned or known outputs and yields the results beside plain torch.
-    `baselines`: one call each of what it is compared with, by name. `whole_bytes`: what ours never holds as a whole
-    (logits), for the peak of its memory to be compared with.
+    `run`: one call of ours. `check`: runs it on poisoned or known outputs and yields the results with plain torch's.
+    `baselines`: one call each of what it is compared with, by name. `whole_bytes`: size of what ours never holds whole
+    (logits), to compare its peak memory with.
     """
 
     run: Run
@@ -207,8 +207,8 @@ class Prepared:
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """`kernels`: the files of kernels/ that it measures. `has_tokens`: False where only the weight's shape counts.
-    `most_tokens`: what it is meant for. `reduces`: adds into peers.
+    """`kernels`: the files of kernels/ that it measures. `has_tokens`: False if only the weight's shape matters.
+    `most_tokens`: the most that it is meant for. `reduces`: adds into peers.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Operators that multiply by a weight: linear and its gradient, direct and staged; wgrad; qkv and its gradient.
 
-Each beside the library's product on a weight that is here already.
+Each is compared with the library's product on a weight that is already local.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Pulled:
 
     def __call__(self) -> StagedWeight:
         if self.weight.on is not None:
-            # Otherwise the copies would begin before the clock does.
+            # Otherwise the copies would start before the clock.
             self.weight.stream.wait_stream(self.weight.on.current())
         self.weight = pull(peers=self.peers, staged=self.weight)
         return self.weight
@@ -60,7 +60,7 @@ def _linear(*, staged: bool, dx: bool) -> Callable[[Problem], Prepared]:
             run=run,
             check=by_chunks("dx" if dx else "y", run_whole, out, a, reference),
             baselines=_product_baselines(a, whole, peers, transposed=not dx),
-            # Every weight and token read once, every result written once.
+            # Every weight and token is read once, every result written once.
             work=problem.work(flops=2.0 * tokens * rows * columns, moved=tokens * (rows + columns), reads=True),
         )
 
@@ -68,7 +68,7 @@ def _linear(*, staged: bool, dx: bool) -> Callable[[Problem], Prepared]:
 
 
 def _product_baselines(a: torch.Tensor, whole: torch.Tensor, peers: PeerShards, *, transposed: bool) -> dict[str, Run]:
-    """a @ W, or a @ Wᵀ: alone, and after copying every shard here; and these copies alone."""
+    """a @ W, or a @ Wᵀ: alone, and after copying all shards here; and these copies alone."""
     buffer = torch.empty_like(whole)
     here, copied = (whole.t(), buffer.t()) if transposed else (whole, buffer)
     out, copy = a.new_empty(len(a), here.shape[1]), copies(buffer, peers)
@@ -82,7 +82,7 @@ def _product_baselines(a: torch.Tensor, whole: torch.Tensor, peers: PeerShards, 
 
 def _wgrad(problem: Problem) -> Prepared:
     tokens, rows, columns = problem.tokens, problem.layer.rows, problem.layer.columns
-    # Gradients smaller than activations, as in training; sums stay far from fp32's ends in a long run.
+    # Gradients are smaller than activations, as in training; sums stay far from fp32's limits in a long run.
     dy, x = problem.tensor(tokens, rows, scale=0.1), problem.tensor(tokens, columns)
     before = problem.sums()
     peers = problem.shards(before)
@@ -105,7 +105,7 @@ def _wgrad(problem: Problem) -> Prepared:
         "torch.mm": product,
         "torch.mm, scatter": lambda: scatter(gradient=product(), peers=peers),
     }
-    if problem.peers == "loopback":  # torch adds to no other device's memory
+    if problem.peers == "loopback":  # torch can't add to another device's memory
         baselines["torch.mm, add"] = product_then_add
     if problem.device.type == "cuda" and problem.dtype != torch.float32:
         # torch's own fusion, into one local fp32 tensor: no peers.
@@ -123,7 +123,7 @@ PARTS = "qkv"
 
 
 class _Attention:
-    """What qkv and its gradient share: the three weights whole and as shards, biases, tables, tokens."""
+    """What qkv and its gradient share: the three weights, whole and as shards, biases, tables, tokens."""
 
     def __init__(self, problem: Problem) -> None:
         model, columns = problem.model, problem.layer.columns
@@ -214,7 +214,7 @@ def _qkv_grad(problem: Problem) -> Prepared:
 
 def of_products() -> list[Operator]:
     layers, staged = Model.layers, ("staged", "linear_staged")
-    # Direct, each block of tokens reads the whole weight over the link: beyond a few blocks nobody would use it.
+    # With `direct`, each block of tokens reads the whole weight over the link: nobody would use it beyond a few blocks.
     found = [
         Operator(
             name=f"{'linear_dx' if dx else 'linear'} {'staged' if is_staged else 'direct'}",

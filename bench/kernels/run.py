@@ -1,20 +1,20 @@
-"""The kernels' benchmark: every operator on the layers of real models, beside named baselines.
+"""The kernels' benchmark: every operator on the layers of real models, against named baselines.
 
     python -m bench.kernels.run [--operator NAME ...] [--model llama-3-8b ...] [--tokens 128 ...] [--world 1 2 4 8]
                         [--dtype bfloat16] [--peers loopback|pinned] [--quick] [--check] [--seconds 500] [--out FOLDER]
                         [--resume] [--report] [--rehearse]
 
 Checks every result against plain torch first, on new random numbers, then times it on the GPU: rounds in which ours and
-every baseline run once, the L2 flushed before each. What a first run on a GPU is for comes first. Prints one table and
-the targets with their verdicts. Every cell is appended to kernels.jsonl in FOLDER as it ends, so no kill loses one;
-kernels.json and kernels.md are kept up to date. With --resume the cells that a run of the same code on the same GPU has
-measured are kept, and one that a kill or a hang cut short comes last; --report only makes both files anew.
+every baseline run once, the L2 flushed before each. Cells that a first run on a GPU needs come first. Prints one table
+and the targets with their verdicts. Every cell is appended to kernels.jsonl in FOLDER as it ends, so a kill loses none;
+kernels.json and kernels.md are kept up to date. --resume keeps the cells that a run of the same code on the same GPU
+has measured; one that a kill or a hang cut short comes last. --report only rebuilds both files.
 
-Without a GPU a tiny model is checked in Triton's interpreter and nothing timed; --rehearse times that by the host's
-clock, to try this program itself. Exits with 0 if every check passed and there was one, else with 1.
+Without a GPU a tiny model is checked in Triton's interpreter and nothing is timed; --rehearse times that by the host's
+clock, to try this program itself. Exits with 0 if there was a check and all passed, else with 1.
 
-Peers are plain buffers of the one GPU (loopback: no link in the figures) or, with --peers pinned, host memory that the
-GPU reads and writes over its bus: a real link, and a slow one.
+Peers are plain buffers on the one GPU (loopback: no link in the figures) or, with --peers pinned, host memory that the
+GPU reads and writes over its bus: a real link, but a slow one.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from bench.kernels.problem import DEVICE, MODELS, TINY, Model, Operator, Prepare
 from bench.kernels.timing import Machine, interleaved, median_interval, quantiles, warm_up
 from bench.provenance import append_line, commit, hardware, refuse_results, source_digest, versions
 
-# In the order of interest, for a run may end early.
+# In order of interest, because a run may end early.
 TOKENS = (4096, 16, 128, 16384, 1, 1024, 65536)
 WORLDS = (8, 1, 2, 4)
 QUICK = {"models": ("llama-3-8b",), "tokens": (16, 128, 4096), "worlds": (8,), "cell_seconds": 0.2}
 CHECK_TOKENS = (1, 33)
 SAVE_EVERY_S = 5.0
-CELL_S = 90.0  # a cell that takes longer hangs: the process ends itself, and the next run goes on with the others
+CELL_S = 90.0  # a cell that takes longer hangs: the process ends itself, and the next run continues with the others
 DTYPES = ("bfloat16", "float16", "float32")
 
-# Of a result's largest number. 16 bits: one rounding at the end (the interpreter cuts off where a GPU rounds), or of
-# what is summed. fp32: up to 65,536 terms in another order, added by matrix units that keep a few bits less.
+# Relative to a result's largest number. 16 bits: one rounding, at the end (the interpreter truncates where a GPU
+# rounds) or of the terms. fp32: up to 65,536 terms in another order, added by matrix units that keep a few bits less.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2**-6}
 
 
@@ -82,12 +82,12 @@ def problems(
         for operator in operators
     ]
     found = [pair for turn in zip_longest(*each) for pair in turn if pair is not None]
-    # An addition into host memory is what a GPU might not be able to do, and a fault would be the end of the run.
+    # A GPU might be unable to add into host memory, and a fault would end the run.
     return sorted(found, key=lambda pair: (peers == "pinned" and pair[0].reduces, rank_of(pair)))
 
 
 def check(cell: Cell, prepared: Prepared) -> None:
-    """Runs the operator once against its reference and writes what came of it into the cell."""
+    """Runs the operator once against its reference and writes the result into the cell."""
     largest: dict[str, float] = {}
     differs: dict[str, float] = {}
     limits: dict[str, float] = {}
@@ -98,7 +98,7 @@ def check(cell: Cell, prepared: Prepared) -> None:
         if got.numel():
             difference = (got.double() - want.double()).abs().max().item()
             largest[name] = max(largest.get(name, 0.0), want.double().abs().max().item())
-            # A NaN, of a poisoned element that was not written, must not lose against a number.
+            # A NaN, from a poisoned element that was not written, must not lose to a number.
             differs[name] = max(differs.get(name, 0.0), difference) if difference == difference else float("inf")
             cell.errors[name] = differs[name] / (largest[name] or 1.0)
     wrong = {name: error for name, error in cell.errors.items() if error > limits[name]}
@@ -135,15 +135,15 @@ def run_cells(
     deadline_s: float = float("inf"),
     cell_seconds: float = 1.0,
 ) -> bool:
-    """Checks every cell that the report does not have yet and, with a `machine`, times it. Whether it came to an end.
+    """Checks every cell that the report lacks and, with a `machine`, times it. Returns whether it finished.
 
-    Begins no cell after `deadline_s`, by `time.monotonic`. A fault that ends the GPU's context ends the run.
+    Starts no cell after `deadline_s`, by `time.monotonic`. A fault that ends the GPU's context ends the run.
     """
     gpu = gpu or (Gpu() if DEVICE.type == "cuda" else Rehearsal())
     saved_s, ended = 0.0, True
     has = {cell.name for cell in report.cells}
     todo = [pair for pair in todo if Cell.of(*pair).name not in has]
-    # What did not end in an earlier run may not end in this one either.
+    # Cells that did not end in an earlier run may not end in this one either.
     todo = sorted(todo, key=lambda pair: Cell.of(*pair).name in report.begun)
     for index, (operator, problem) in enumerate(todo):
         cell = Cell.of(operator, problem)
@@ -152,7 +152,7 @@ def run_cells(
             break
         append_line(folder / LINES, {"begin": cell.name})
         faulthandler.dump_traceback_later(CELL_S, exit=True)
-        torch.manual_seed(seed)  # so that one cell can be run again alone
+        torch.manual_seed(seed)  # so that a cell can be rerun alone
         try:
             prepared = operator.prepare(problem)
             check(cell, prepared)
@@ -166,11 +166,11 @@ def run_cells(
             append_line(folder / LINES, {"left": cell.name})
             gpu.free_cached()
             continue
-        except Exception as error:  # whatever a kernel or compiler raises is this cell's result; the others still run
+        except Exception as error:  # anything a kernel or compiler raises is this cell's result; the others still run
             cell.passed, cell.fault = False, f"{type(error).__name__}: {error}".splitlines()[0]
         finally:
             faulthandler.cancel_dump_traceback_later()
-            prepared = None  # its memory is the next cell's
+            prepared = None  # free its memory for the next cell
         report.cells.append(cell)
         report.begun = [name for name in report.begun if name != cell.name]
         append_line(folder / LINES, {"cell": plain(cell)})
@@ -211,9 +211,9 @@ def main(words: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="nothing is timed: the tiny model is checked, or those of --model"
     )
     parser.add_argument("--resume", action="store_true", help="keep the cells that --out has of this code and this GPU")
-    parser.add_argument("--report", action="store_true", help="run nothing: make both files of --out anew")
+    parser.add_argument("--report", action="store_true", help="run nothing: rebuild both files of --out")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU: time by the host's clock")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cell after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no cell after this long")
     parser.add_argument("--seed", type=int, default=None, help="of the random numbers; default: a new one")
     parser.add_argument("--out", type=Path, default=Path("out/kernels"), help="folder of kernels.json and kernels.md")
     options = parser.parse_args(words)

@@ -1,6 +1,6 @@
-"""Times on a GPU (or on a stand-in), side by side: every function once a round, the L2 flushed before each.
+"""Times on a GPU (or a stand-in), side by side: every function once per round, the L2 flushed before each.
 
-And the roofline: the least time that a call could take, the slowest of its arithmetic, its memory and its link.
+And the roofline: the least time that a call could take, the longest of its arithmetic, its memory and its link.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ WARM_UP = 3
 
 
 def quantiles(us: Sequence[float]) -> dict[str, float]:
-    """p20, p50, p80, the nearest of the values."""
+    """p20, p50, p80, each the nearest of the values."""
     ordered = sorted(us)
     return {f"p{percent}": ordered[round((len(ordered) - 1) * percent / 100)] for percent in (20, 50, 80)}
 
 
 def median_interval(values: Sequence[float]) -> dict[str, float]:
-    """The median and a 95% interval for it that assumes no distribution: by the order of the values alone."""
+    """The median and its 95% interval, from the order of the values alone: no distribution is assumed."""
     ordered = sorted(values)
     count = len(ordered)
     reach = 0.98 * math.sqrt(count)
@@ -34,8 +34,8 @@ def median_interval(values: Sequence[float]) -> dict[str, float]:
 
 
 def warm_up(runs: Mapping[str, Run], gpu: Gpu) -> tuple[dict[str, Run], dict[str, str]]:
-    """The functions that run, after a few calls of each, and why the others don't: a baseline may need more memory, or
-    a newer torch. What "ours" raises is raised.
+    """Calls each function a few times. Returns those that run, and why the others don't: a baseline may need more
+    memory, or a newer torch. Errors of "ours" are raised.
     """
     good, missing = {}, {}
     for name, run in runs.items():
@@ -52,9 +52,9 @@ def warm_up(runs: Mapping[str, Run], gpu: Gpu) -> tuple[dict[str, Run], dict[str
 
 
 def interleaved(runs: Mapping[str, Run], gpu: Gpu, *, seconds: float) -> dict[str, list[float]]:
-    """Microseconds of every call, one of each function a round, as many rounds as fit into `seconds` or so.
+    """Microseconds of every call: each round calls every function once, for as many rounds as fit into about `seconds`.
 
-    Every round begins with another function, so that none always follows the same one.
+    Every round begins with another function.
     """
     flush = torch.empty(gpu.flush_bytes, dtype=torch.int8, device=gpu.type)
     names = list(runs)
@@ -81,12 +81,12 @@ def interleaved(runs: Mapping[str, Run], gpu: Gpu, *, seconds: float) -> dict[st
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What this GPU reached in this run, so that its clocks and its heat are in the roofline. `link_bytes_s`: of pinned
-    host memory, 0 where there is no link.
+    """What this GPU reached in this run, so that the roofline includes its clocks and its heat. `link_bytes_s`: for
+    pinned host memory, 0 without a link.
     """
 
     flops: float
-    hbm_bytes_s: float  # counting what is read and what is written
+    hbm_bytes_s: float  # counting both reads and writes
     link_bytes_s: float = 0.0
 
     @classmethod
@@ -109,7 +109,7 @@ class Machine:
         )
 
     def seconds(self, work: Work) -> float:
-        """The roofline. Without a link the peers' memory is this GPU's, and its traffic is added to the own."""
+        """The roofline. Without a link the peers' memory is this GPU's, and their traffic is added to its own."""
         if self.link_bytes_s:
             return max(work.flops / self.flops, work.hbm_bytes / self.hbm_bytes_s, work.link_bytes / self.link_bytes_s)
         return max(work.flops / self.flops, (work.hbm_bytes + work.peer_bytes) / self.hbm_bytes_s)

@@ -1,1 +1,1 @@
-"""One program for each figure or table that the documentation shows."""
+"""One program for each figure or table in the documentation."""

@@ -1,4 +1,4 @@
-"""Who gains and who does not: all baselines over three distributions of lengths and three seeds.
+"""Which workloads gain and which don't: all baselines over three distributions of lengths and three seeds.
 
     python -m bench.reports.end_to_end --out bench/results
 
@@ -30,7 +30,7 @@ from odc_triton.data.dataset import DataSummary, TokenizedDataset
 VARIANTS = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc)
 BASELINES = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp)
 TOKEN_CAP = 2048
-TOKENS = 8_000  # about as many in every minibatch of all ranks, whatever the lengths
+TOKENS = 8_000  # roughly, in every minibatch of all ranks, whatever the lengths
 WARM_UP = 1
 MINIBATCHES = 3
 SEEDS = (0, 1, 2)
@@ -88,7 +88,7 @@ def measure(name: str, seed: int, base: Work, folder: Path) -> list[Measured]:
 
 
 def summarise(cells: dict[str, list[list[Measured]]]) -> tuple[list[list[str]], dict]:
-    """One row per distribution and variant: times of ODC + LB-Mini's, over all seeds' minibatches together."""
+    """One row per distribution and variant: its time over ODC + LB-Mini's, the minibatches of all seeds together."""
     rows, numbers = [], {}
     for name, runs in cells.items():
         of = {kind.name: [result for run in runs for result in run if result.name == kind.name] for kind in VARIANTS}

@@ -1,8 +1,8 @@
-"""The fused head beside the plain one on the CPU: peak memory and time of loss and gradients.
+"""The fused head against the plain one on the CPU: peak memory and time of loss and gradients.
 
     python -m bench.reports.head_memory [--tokens 2048] [--vocabulary 32768] [--columns 1024] [--rounds 7]
 
-Peak memory is what torch allocates during one call beyond what was there before it. Times are medians of interleaved
+Peak memory is what torch allocates during one call beyond what was allocated before. Times are medians of interleaved
 calls in one process.
 """
 

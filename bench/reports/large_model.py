@@ -2,8 +2,8 @@
 
     python -m bench.reports.large_model [--ranks 2] [--out FILE]
 
-Random weights, made on the meta device; fp32. Memory is the proportional set size of all ranks' processes after one
-optimizer step, less what they had before the model, beside parameters, gradients and AdamW's states.
+Random weights, created on the meta device; fp32. Memory is the proportional set size of all ranks' processes after one
+optimizer step, less what they had before the model, compared with parameters, gradients and AdamW's states.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def one_step() -> dict[str, float]:
     optimizer.step()
     dist.barrier()
     held = psutil.Process().memory_full_info().pss - before
-    dist.barrier()  # nobody's pages go while others are counted
+    dist.barrier()  # no rank's pages are freed while others are counted
     dist.destroy_process_group()
     return {"seconds": seconds, "held_bytes": held, "parameters": parameters}
 

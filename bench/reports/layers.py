@@ -1,9 +1,9 @@
-"""What our layers cost on the CPU: a balanced minibatch beside plain transformers, and ODC without them.
+"""What our layers cost on the CPU: a balanced minibatch against plain transformers, and against ODC without them.
 
     python -m bench.reports.layers [--ranks 2] [--repeats 15] [--out FILE]
 
-Every rank computes the same packs: nobody waits for another, so what is over plain transformers is overhead. Ratios are
-medians over interleaved rounds, with the quartiles of the rounds' own ratios.
+Every rank computes the same packs: none waits for another, so the time over plain transformers is overhead. Ratios are
+medians over interleaved rounds, with the quartiles of the rounds' ratios.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of docs/memory.md: bytes per GPU for Qwen2.5, ODC beside FSDP2. `python -m bench.reports.memory_table`.
+"""The tables of docs/memory.md: bytes per GPU for Qwen2.5, ODC and FSDP2. `python -m bench.reports.memory_table`.
 
 Prints the table, or with `--write FILE` puts it between the two marks in that file. Everything is computed by
 `odc_triton.sharding.footprint` on models built on the meta device; nothing is measured.

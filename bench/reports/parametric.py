@@ -1,7 +1,7 @@
 """The simulator's tables and figure in docs/: `python -m bench.reports.parametric study|scaling [--figure FILE.png]`.
 
-`study`: speed-ups of ODC + LB-Mini over FSDP2 + LB-Micro where one setting at a time is varied, as in arXiv 2601.19362.
-`scaling`: efficiency from 8 to 1,024 GPUs. Everything is simulated; the balancing's own time is measured here.
+`study`: speed-ups of ODC + LB-Mini over FSDP2 + LB-Micro, varying one setting at a time, as in arXiv 2601.19362.
+`scaling`: efficiency from 8 to 1,024 GPUs. Everything is simulated except the balancing's own time, which is measured.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from odc_triton.simulate.job import queue_packs, simulate
 from odc_triton.simulate.models import Model
 from odc_triton.simulate.study import NAMED, SETTINGS, draw, make_job, named_lengths, usual_links
 
-# Where one setting is varied, the others are these.
+# The settings that are not varied.
 MODEL, DATA, GPUS, SAMPLES = "qwen2.5-14b", "longalign", 8, 4
 Panels = dict[str, tuple[Sequence[float], list[dict[str, float]]]]  # what was varied, and the speed-ups
 _COMPARED = ("FSDP2 + LB-Micro", "FSDP2 + global packing", "ODC + LB-Micro", "ODC + LB-Mini")
@@ -77,7 +77,7 @@ def print_study(panels: Panels) -> None:
 
 
 def draw_study(panels: Panels, path: Path) -> None:
-    """Four panels, one for each thing varied; data sets are curves of the first."""
+    """Four panels, one for each setting varied; data sets are curves of the first."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -115,7 +115,7 @@ def _cpu_seconds(work: Callable[..., object], *given: object, **options: object)
 
 
 def scaling() -> None:
-    """Table: share of the time in which GPUs compute, and what balancing takes of the step."""
+    """Table: share of the time that GPUs compute, and the balancing's share of the step."""
     kind = DEVICES["h100"]
     rows = []
     for name in ("qwen2.5-1.5b", "qwen2.5-7b", "qwen2.5-32b"):

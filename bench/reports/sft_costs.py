@@ -1,8 +1,8 @@
-"""What `train sft` spends beside training: reading samples, saving checkpoints, preparing the data.
+"""What `train sft` spends besides training: reading samples, saving checkpoints, preparing the data.
 
     python -m bench.reports.sft_costs [--ranks 2] [--steps 12] [--out FILE]
 
-The demo's model, data and minibatches. Saving is given as the share of a run that saves once in 100 steps; the data are
+The demo's model, data and minibatches. Saving is given as its share of a run that saves once in 100 steps; the data are
 10,000 records, prepared once into an empty folder and then found again.
 """
 
@@ -54,7 +54,7 @@ def measure(options: SftOptions) -> dict[str, Any]:
     model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype))
     run = Timed(options=options, model=model, data=prepared.data, cost=cost, identity=prepared.identity)
     checkpoints = Checkpoints(Path(options.out) / "checkpoints", keep=options.keep)
-    run.train_step()  # warms up, and makes the optimizer's states
+    run.train_step()  # warms up, and creates the optimizer's states
     run.reading_s, steps, saves = 0.0, [], []
     for _ in range(run.steps - 1):
         dist.barrier()

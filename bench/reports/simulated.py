@@ -1,7 +1,7 @@
-"""The simulator held against a measured run: `python -m bench.reports.simulated OUT.json [--minibatches N]`.
+"""The simulator compared with a measured run: `python -m bench.reports.simulated OUT.json [--minibatches N]`.
 
 In one job, on the demo's model and data: every variant's single-sequence times (all ranks run the same sequence, once
-or twice), and between them the demo's minibatches. From the first the simulator predicts the second.
+or twice), and between them the demo's minibatches. The simulator predicts the latter from the former.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from odc_triton.data.records import IGNORED
 from odc_triton.simulate.job import simulate
 from odc_triton.simulate.study import SequenceTime, from_measured
 
-# Tokens of a sequence, and how often a minibatch has it: once for what lengths cost, twice for what a microbatch does.
+# Tokens of a sequence, and how often a minibatch has it: once to fit the cost of lengths, twice that of a microbatch.
 POINTS = ((128, 1), (256, 1), (512, 1), (1024, 1), (2048, 1), (128, 2), (512, 2))
 SCHEDULES = {"Fsdp2": "fsdp", "Fsdp2NoReshard": "fsdp-no-reshard", "LayerBarrier": "fsdp"}  # of the others: odc
 
@@ -38,11 +38,11 @@ def measure(
 ) -> tuple[dict[str, list[dict]], dict[str, list[float]]]:
     """Per variant: its single-sequence times in every run, and the seconds of each minibatch of `work`. Collective.
 
-    In every run a variant has all `points` once and then the minibatch, so that a slow spell of the machine meets both.
+    In every run a variant runs all `points` once and then the minibatch, so a slow spell of the machine affects both.
     """
     _, world = open_job()
     data, cost = TokenizedDataset.load(work.dataset), work.cost()
-    learned = data.summary.target_tokens / data.summary.tokens  # of the others no logits are made
+    learned = data.summary.target_tokens / data.summary.tokens  # no logits are computed for the others
     variants = [kind(work.build) for kind in VARIANTS]
     generator = torch.Generator().manual_seed(work.seed)
     singles: dict[str, list[dict]] = {
@@ -68,8 +68,8 @@ def measure(
 def predict(work: Work, singles: dict[str, list[dict]]) -> dict[str, list[float]]:
     """Seconds of each minibatch of `work`, per variant, from single-sequence times alone.
 
-    Costs are fitted to the medians over the runs. A run in which single sequences took longer than these was a slow one
-    for its minibatch too: it is predicted to take as much longer.
+    Costs are fitted to the medians over the runs. If single sequences took longer than these in a run, the machine was
+    slow for its minibatch too, which is predicted to take longer by the same factor.
     """
     data = TokenizedDataset.load(work.dataset)
     minibatches = [[int(data.lengths[i]) for i in samples] for samples in work.minibatches]
@@ -88,7 +88,7 @@ def predict(work: Work, singles: dict[str, list[dict]]) -> dict[str, list[float]
 
 
 def compare(folder: Path, *, minibatches: int) -> dict:
-    """Everything measured and predicted, as plain data; data and tokenizer go to `folder`."""
+    """Everything measured and predicted, as plain data; writes data and tokenizer to `folder`."""
     work = prepare(folder)
     work = replace(work, minibatches=work.minibatches[:minibatches])
     singles, measured = launch(measure, work, ranks=RANKS)[0]

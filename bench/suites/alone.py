@@ -1,8 +1,8 @@
-"""One variant in a job of its own: how fast, how much memory, how idle. Nothing else is in the ranks' memory.
+"""One variant in its own job: how fast, how much memory, how idle. Nothing else is in the ranks' memory.
 
 Idle on the CPU: the share of the ranks' time in which they do nothing useful, by their own events (`idle_fraction`). On
-GPUs: the share of a further minibatch, run under torch's profiler, in which no kernel computes: waiting, transfers that
-nothing hides, and gaps between kernels.
+GPUs: the share of an additional minibatch, run under torch's profiler, in which no kernel computes: waiting, transfers
+that nothing hides, and gaps between kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NO_COMPUTE = (ACCUMULATE, GATHER, MEETINGS, IDLE)
 
 
 class RandomTokens:
-    """Samples of the given lengths, each of random tokens of its own: the same on every rank and for every variant."""
+    """Samples of the given lengths, each with its own random tokens: the same on every rank and for every variant."""
 
     def __init__(self, lengths: Sequence[int], vocabulary: int, seed: int) -> None:
         self.lengths, self._vocabulary, self._seed = lengths, vocabulary, seed
@@ -52,9 +52,9 @@ class RandomTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthsWork:
-    """What is trained on, as `harness.Work`: random tokens of given lengths, any causal LM of transformers.
+    """What to train on, like `harness.Work`: random tokens of given lengths, any transformers causal LM.
 
-    `lengths`: tokens of every sample. `minibatches`: indices of all ranks' samples, `round_size` minibatches a round,
+    `lengths`: tokens of every sample. `minibatches`: indices of all ranks' samples, `round_size` minibatches per round,
     the first of each round to warm up. No sample is longer than `token_cap`.
     """
 
@@ -71,7 +71,7 @@ class LengthsWork:
     def drawn(
         cls, lengths: Sequence[int], *, samples: int, rounds: int, timed: int, seed: int, **others: Any
     ) -> LengthsWork:
-        """Minibatches of `samples` each, from the lengths in a random order, over again where they don't suffice."""
+        """Minibatches of `samples` each, from the lengths in a random order, repeated if there are too few."""
         generator, order = random.Random(seed), []
         count = samples * rounds * (timed + 1)
         while len(order) < count:
@@ -110,17 +110,17 @@ class LengthsWork:
         return sum(self.lengths[sample] for sample in self.minibatches[index])
 
     def flops(self, index: int) -> float:
-        """Of one minibatch's forward and backward, whatever is recomputed."""
+        """FLOPs of one minibatch's forward and backward, whatever is recomputed."""
         cost = self.cost()
         return math.fsum(cost.sequence(self.lengths[sample]) for sample in self.minibatches[index])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One variant's turn in one round. `idle`: 0 to 1, None where it is not recorded. Lists: by timed minibatch.
+    """One variant's turn in one round. `idle`: 0 to 1, None if not recorded. Lists: by timed minibatch.
 
-    `peak_bytes`, by rank, beyond what was taken before the model: on the CPU by the process, its share of shared memory
-    included; on a GPU on the whole device, torch's reserve, symmetric memory and NCCL's buffers included.
+    `peak_bytes`, by rank, beyond what was in use before the model: on the CPU of the process, with its share of shared
+    memory; on a GPU of the whole device, with torch's reserve, symmetric memory and NCCL's buffers.
     """
 
     seconds: list[float]
@@ -155,7 +155,7 @@ def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: 
     else:
         idle = None
     del variant
-    gc.collect()  # a heap goes before its process group does; nobody reads it any more since the gathering above
+    gc.collect()  # free the heap before its process group; nobody reads it any more since the gathering above
     gather(None)
     dist.destroy_process_group()
     return Turn(
@@ -170,7 +170,7 @@ def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: 
 
 
 def _device_peak() -> int:
-    """The most that torch reserved, and what was taken on the device beside it: it is this rank's alone."""
+    """The most that torch reserved, plus what else is in use on the device, which is this rank's alone."""
     free, total = torch.cuda.mem_get_info()
     return torch.cuda.max_memory_reserved() + (total - free) - torch.cuda.memory_reserved()
 
@@ -182,7 +182,7 @@ def _profiled_idle(
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as record:
-        offset_s = time.time() - time.monotonic()  # the profiler's clock tells the time of day
+        offset_s = time.time() - time.monotonic()  # the profiler's clock is the time of day
         ran = train_minibatch(variant, work, data, cost, index, number)
     kernels = [
         (event.name(), event.start_ns() / 1e9 - offset_s, (event.start_ns() + event.duration_ns()) / 1e9 - offset_s)
@@ -193,7 +193,7 @@ def _profiled_idle(
 
 
 def computing_seconds(kernels: Sequence[tuple[str, float, float]], ran: Minibatch) -> float:
-    """For how long of a minibatch some kernel of (name, start_s, end_s) computed, no matter on how many streams."""
+    """Seconds of a minibatch in which some kernel of (name, start_s, end_s) computed, no matter on how many streams."""
     spans = [
         Span(category_of_kernel(name, frozenset()), start_s, end_s)
         for name, start_s, end_s in kernels

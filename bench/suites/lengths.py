@@ -2,9 +2,9 @@
 
     odc-triton bench --lengths FILE --init CONFIG --ranks 2
 
-Each variant has its turn in every round, in a job of its own, so that it has the memory to itself and one that runs out
-of it ends no other's. In a round all train the same minibatches from the same weights; the next round takes new ones
-and begins with another variant. Over NCCL where every rank has a GPU, else over gloo on the CPU. The table and
+Each variant takes its turn in every round, in a separate job, so that it has the memory to itself and running out of it
+ends no other variant. In a round all train the same minibatches from the same weights; the next round takes new ones
+and begins with another variant. Runs over NCCL if every rank has a GPU, else over gloo on the CPU. The table and
 lengths.json are kept up to date while it runs.
 """
 
@@ -43,7 +43,7 @@ Turns = Callable[[type[Variant], int], Turn]
 
 
 def setting_of(options: BenchOptions, ranks: int, gpus: int) -> Setting:
-    """Where it runs. Raises ValueError for "cuda" with more ranks than GPUs: NCCL takes one rank a GPU."""
+    """Where it runs. Raises ValueError for "cuda" with more ranks than GPUs: NCCL allows one rank per GPU."""
     device = options.device
     if device == "auto":
         device = "cuda" if gpus >= ranks else "cpu"
@@ -53,7 +53,7 @@ def setting_of(options: BenchOptions, ranks: int, gpus: int) -> Setting:
 
 
 def chosen(names: str | None) -> tuple[type[Variant], ...]:
-    """The variants of those names, in the order of VARIANTS; all for None. Raises ValueError for an unknown one."""
+    """The variants with those names, in the order of VARIANTS; all for None. Raises ValueError for an unknown one."""
     if names is None:
         return VARIANTS
     wanted = [name.strip() for name in names.split(",")]
@@ -65,7 +65,7 @@ def chosen(names: str | None) -> tuple[type[Variant], ...]:
 
 
 def work_of(options: BenchOptions, ranks: int) -> tuple[LengthsWork, int]:
-    """What is trained on, and how many of the file's sequences were cut off at the token cap."""
+    """What to train on, and how many of the file's sequences were cut off at the token cap."""
     lengths = read_lengths(options.lengths, count_tokens=_counter(options.tokenizer or options.model))
     cap = options.token_cap or max(lengths)
     work = LengthsWork.drawn(
@@ -83,7 +83,7 @@ def work_of(options: BenchOptions, ranks: int) -> tuple[LengthsWork, int]:
 
 
 def _counter(source: str | None) -> Callable[[Record], int] | None:
-    """Counts a text's tokens as training would; the tokenizer is loaded when there is one to count."""
+    """Counts a text's tokens as training would; loads the tokenizer for the first text."""
     if source is None:
         return None
     encoders: list = []
@@ -105,9 +105,9 @@ def _counter(source: str | None) -> Callable[[Record], int] | None:
 def take_turns(
     kinds: Sequence[type[Variant]], rounds: int, turn: Turns, ended: Callable[[list[Result], int], None]
 ) -> list[Result]:
-    """Every variant's turn in every round, each round begun by another; one that fails has no more turns.
+    """Every variant's turn in every round, each round starting with another; one that fails gets no more turns.
 
-    `ended` is told of the results so far, and whose turn it was, after each.
+    After each turn `ended` gets the results so far, and whose turn it was.
     """
     results = [Result(name=kind.name, is_baseline=kind in BASELINES) for kind in kinds]
     for round_ in range(rounds):
@@ -123,7 +123,7 @@ def take_turns(
 
 
 def main(ranks: int, options: BenchOptions) -> int:
-    """Runs it; returns 0, or 1 where nothing ran to its end, one failed otherwise than by memory, or losses differ."""
+    """Runs it; returns 0, or 1 if no variant finished, one failed other than by memory, or losses differ."""
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}; give at least 1")
     setting, kinds = setting_of(options, ranks, torch.cuda.device_count()), chosen(options.variants)
@@ -169,7 +169,7 @@ def main(ranks: int, options: BenchOptions) -> int:
 
 
 def verdict(results: Sequence[Result], dtype: str) -> int:
-    """The exit status, and what is wrong on stderr."""
+    """Returns the exit status, and prints what is wrong to stderr."""
     spread = loss_spread(results)
     if spread > ALIKE[dtype]:
         print(f"first losses differ by {spread:.1e}: they did not train alike", file=sys.stderr)

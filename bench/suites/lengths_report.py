@@ -13,7 +13,7 @@ from odc_triton.base.report import table
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|MemoryError", re.IGNORECASE)
 _KILLED = re.compile(r"SIGKILL|Signal 9\b")
-# The variants' first losses, before any step: the same weights and samples, summed in another order and in 16 bits.
+# Tolerances of first losses, before any step: same weights and samples, summed in another order and in 16 bits.
 ALIKE = {"fp32": 1e-3, "bf16": 2e-2}
 COLUMNS = (
     "",
@@ -60,7 +60,7 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Amounts:
-    """What every variant had to do, by timed minibatch, round after round. `peak`: FLOP/s of a rank, where known."""
+    """What every variant had to do, by timed minibatch, round after round. `peak`: FLOP/s of a rank, if known."""
 
     tokens: Sequence[int]
     flops: Sequence[float]
@@ -69,13 +69,13 @@ class Amounts:
 
 
 def fastest_baseline(results: Sequence[Result]) -> Result | None:
-    """Of the baselines that ended every round, the one that took least; None where there is none."""
+    """The fastest baseline among those that finished every round; None if there is none."""
     fit = [result for result in results if result.is_baseline and result.turns and result.failure is None]
     return min(fit, key=lambda result: sum(result.seconds) / len(result.seconds), default=None)
 
 
 def figures(result: Result, fastest: Result | None, amounts: Amounts) -> dict[str, Any]:
-    """A variant's numbers; None where they are unknown. Ratios are over the minibatches that both have."""
+    """A variant's numbers, None if unknown. Ratios are over the minibatches that both have."""
     seconds = result.seconds
     if not seconds:
         return dict.fromkeys(("tokens_per_s_per_rank", "mfu", "peak_gb", "idle", "speed"))
@@ -136,7 +136,7 @@ def as_data(results: Sequence[Result], amounts: Amounts, about: Mapping[str, Any
 
 
 def loss_spread(results: Sequence[Result]) -> float:
-    """The largest difference, in any round, of the variants' losses on its first minibatch, relative to the least."""
+    """The largest difference in any round of the variants' losses on its first minibatch, relative to the smallest."""
     rounds: dict[int, list[float]] = {}
     for result in results:
         for number, turn in enumerate(result.turns):
@@ -144,8 +144,8 @@ def loss_spread(results: Sequence[Result]) -> float:
     return max(((max(losses) - min(losses)) / min(losses) for losses in rounds.values()), default=0.0)
 
 
-# TFLOP/s by NVIDIA's data sheets: products of bf16, dense, sums in fp32. The first pattern that fits the driver's name
-# of the GPU counts; what is not here is not known.
+# TFLOP/s from NVIDIA's data sheets: dense bf16 products, sums in fp32. The first pattern that matches the driver's name
+# for the GPU applies; a GPU not listed is unknown.
 _BF16_TFLOPS = (
     (r"\bB200\b", 2250.0),
     (r"\bH200 NVL\b", 835.5),
@@ -166,9 +166,9 @@ _BF16_TFLOPS = (
 
 
 def peak_flops(name: str | None, dtype: str) -> float | None:
-    """FLOP/s of a GPU of that name (as the driver gives it) in "bf16"; None where unknown, and for other dtypes.
+    """FLOP/s in "bf16" of a GPU with that name (as the driver gives it); None if unknown, and for other dtypes.
 
-    fp32 has none: what it may reach depends on whether products run in TF32. Nor has a part of a GPU (MIG).
+    fp32 has none: its peak depends on whether products run in TF32. Nor has a part of a GPU (MIG).
     """
     if name is None or dtype != "bf16" or "MIG" in name:
         return None
@@ -176,5 +176,5 @@ def peak_flops(name: str | None, dtype: str) -> float | None:
 
 
 def utilisation(flops: float, seconds: float, ranks: int, peak: float | None) -> float | None:
-    """MFU: the share of all ranks' peak that `flops` in `seconds` are; None where the peak is unknown."""
+    """MFU: `flops` in `seconds` as a share of all ranks' peak; None if the peak is unknown."""
     return None if peak is None else flops / (seconds * ranks * peak)

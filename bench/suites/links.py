@@ -4,12 +4,12 @@
                           [--seconds 1] [--out out/links]
 
 Memory is torch's symmetric memory as the engine opens it, weights bf16, sums of gradients fp32. Results are checked
-first, exactly: all numbers are small integers. Then one rank calls, while the other rests. A world of two: half of each
-tensor is the caller's own, and only the other half crosses the link and counts for GB/s. "copy" is what the engine
-gathers by, the copy engine; "gather" is the kernel. Prints a matrix for each operator beside what the topology names,
-and keeps links.json and links.md up to date while it runs.
+first, exactly: all numbers are small integers. Then one rank calls while the other is idle. In a world of two, half of
+each tensor is the caller's own, and only the other half crosses the link and counts for GB/s. "copy" is the copy
+engine, with which the engine gathers; "gather" is the kernel. Prints a matrix for each operator next to the topology's
+nominal rates, and keeps links.json and links.md up to date while it runs.
 
-Without two GPUs the CPU's heap (cpu-apart) stands in, for the control flow alone: copies, and additions under locks.
+Without two GPUs the CPU's heap (cpu-apart) is used, for the control flow only: copies, and additions under locks.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from odc_triton.machine.topology import Topology
 from odc_triton.machine.unusable import unusable_pairs
 
 TIMEOUT_S = 120.0
-FEW_TOKENS = 16  # of the strategy `direct`, which is for few
+FEW_TOKENS = 16  # for the strategy `direct`, which is meant for few
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A layer [rows, columns], its tokens. `loops`: how often additions are checked; `seconds`: of each timing."""
+    """A layer [rows, columns], its tokens. `loops`: how often additions are checked; `seconds`: for each timing."""
 
     rows: int = 8192
     columns: int = 8192
@@ -77,7 +77,7 @@ class Shape:
 
     @property
     def part_bytes(self) -> int:
-        """Of the heap, on each rank."""
+        """The heap's bytes on each rank."""
         return self.gradient.offset_bytes + self.rows // 2 * self.columns * 4
 
 
@@ -88,8 +88,8 @@ def integers(rows: int, columns: int, seed: int, device: torch.device) -> torch.
 
 @dataclass(frozen=True, kw_only=True)
 class Operator:
-    """What a rank calls, and the bytes that one call takes over the link. `added`: what a rank's call adds to all rows
-    of the sums; `made`, of an operator that reads: what it made and what that ought to be.
+    """What a rank calls, and the bytes that one call moves over the link. `added`: what a rank's call adds to all rows
+    of the sums; `made`, for an operator that reads: its result and what that should be.
     """
 
     run: Callable[[], Any]
@@ -107,14 +107,14 @@ def _whole_weight(shape: Shape, device: torch.device) -> torch.Tensor:
 
 
 def copies(shape: Shape, heap: SymmetricHeap) -> Operators:
-    """What needs no kernel: gathering by copies."""
+    """Operators that need no kernel: gathering by copies."""
     device = heap.device
     shards = [heap.shard(shape.weight, owner) for owner in range(2)]
     out = torch.empty(shape.rows, shape.columns, dtype=torch.bfloat16, device=device)
     halves = out.split(shape.rows // 2)
 
     def copy() -> None:
-        for step in range(2):  # the own shard first, as in engine/gathered.py
+        for step in range(2):  # this rank's shard first, as in engine/gathered.py
             owner = (heap.rank + step) % 2
             halves[owner].copy_(shards[owner], non_blocking=True)
 
@@ -158,7 +158,7 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
     pulled = Pulled(weight)
 
     def product(of: torch.Tensor) -> torch.Tensor:
-        # Integers: fp32 holds every sum, so one rounding to bf16 is all that is between this and ours.
+        # Integers: fp32 holds every sum, so this and ours differ by at most one rounding to bf16.
         return (of.float() @ _whole_weight(shape, device).float().t()).bfloat16()
 
     def weight_gradient(of: int) -> torch.Tensor:
@@ -171,7 +171,7 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
     aside = None if on is None else on.stream()
 
     def at_once() -> None:
-        """Additions of both kinds into the same memory, from both ranks; in the interpreter one after the other."""
+        """Additions of both kinds into the same memory, from both ranks; one after the other in the interpreter."""
         scattered = partial(scatter, gradient=gradient, peers=sums)
         if on is None:
             scattered()
@@ -187,7 +187,7 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
 
     reads = partial(Operator, link_bytes=shape.rows // 2 * shape.columns * 2)
     adds = partial(Operator, link_bytes=shape.rows // 2 * shape.columns * 4)
-    own = replace(sums, near=frozenset({rank}))  # else wgrad takes all owners for near, and adds in bulk
+    own = replace(sums, near=frozenset({rank}))  # else wgrad would treat all owners as near, and add in bulk
     return copies(shape, heap) | {
         "gather": reads(
             run=lambda: gather(peers=weight, out=whole), made=lambda: (whole, _whole_weight(shape, device))
@@ -206,10 +206,10 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
 
 
 def measure_pair(shape: Shape, devices: tuple[int, int] | None, token: str) -> dict[str, Call]:
-    """On one of two ranks: what it measured of the other's memory. Collective.
+    """Runs on each of two ranks; returns what it measured with the other's memory. Collective.
 
     `devices`: CUDA's numbers of the ranks' GPUs, None for the CPU's heap. `token`: a name that only this pair knows.
-    Raises RuntimeError where a result is wrong.
+    Raises RuntimeError if a result is wrong.
     """
     if not dist.is_initialized():
         dist.init_process_group("gloo", rendezvous_url(), timeout=timedelta(seconds=TIMEOUT_S))
@@ -241,7 +241,7 @@ def measure_pair(shape: Shape, devices: tuple[int, int] | None, token: str) -> d
             us = _times(runs, shape.seconds * len(runs), Rehearsal() if devices is None else Gpu())
             found = {name: Call(us=us[name], link_bytes=operators[name].link_bytes) for name in us}
             del runs
-    meet()  # nobody's memory goes while it is still read
+    meet()  # no memory is freed while it is still read
     del operators, heap
     gc.collect()
     dist.barrier()
@@ -280,7 +280,7 @@ def _times(run: dict[str, Callable[[], Any]], seconds: float, device: Gpu) -> di
 
 @dataclass(frozen=True, kw_only=True)
 class PairOfGpus:
-    """Two ends to measure between. `devices`: CUDA's numbers; None on the CPU. `refused`: why it can't be."""
+    """Two ends to measure between. `devices`: CUDA's numbers; None on the CPU. `refused`: why it can't be measured."""
 
     names: tuple[str, str]
     devices: tuple[int, int] | None
@@ -313,7 +313,7 @@ def measure_links(
     measure: Callable[[PairOfGpus], list[dict[str, Call]]],
     so_far: Callable[[list[Link]], None],
 ) -> list[Link]:
-    """Both directions of every pair; one that can't be measured is a link with its reason. `so_far` is told of all."""
+    """Both directions of every pair; one that can't be measured is a link with the reason. `so_far` gets all links."""
     links: list[Link] = []
     for pair in pairs:
         failure, by_rank = pair.refused, [{}, {}]
@@ -330,7 +330,7 @@ def measure_links(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Returns 0 if every pair that may be used was measured and was right, else 1."""
+    """Returns 0 if every usable pair was measured and gave right results, else 1."""
     parser = argparse.ArgumentParser(prog="python -m bench.suites.links", description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=("auto", "cuda", "cpu-apart"), default="auto")
     for name, kind in (("rows", int), ("columns", int), ("tokens", int), ("loops", int), ("seconds", float)):

@@ -11,7 +11,7 @@ from odc_triton.base.report import table
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One operator's calls by one rank: p20, p50, p80 in microseconds, and the bytes that each takes over the link."""
+    """One operator's calls by one rank: p20, p50, p80 in microseconds, and the bytes that each moves over the link."""
 
     us: Mapping[str, float]
     link_bytes: int
@@ -23,7 +23,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What `worker` did with `owner`'s memory. `nominal_gb_s`: one way, as the topology names it; None if unknown.
+    """What `worker` did with `owner`'s memory. `nominal_gb_s`: one way, from the topology; None if unknown.
 
     `calls`: by operator. `failure`: why there are none.
     """
@@ -37,12 +37,12 @@ class Link:
 
 
 def operators_of(links: Sequence[Link]) -> list[str]:
-    """All that was measured anywhere, in the order in which it came."""
+    """All operators measured anywhere, in the order in which they came."""
     return list(dict.fromkeys(name for link in links for name in link.calls))
 
 
 def rows_of(links: Sequence[Link]) -> list[list[object]]:
-    """One row a link and operator."""
+    """One row per link and operator."""
     rows: list[list[object]] = []
     for link in links:
         head = [link.worker, link.owner, link.kind, link.nominal_gb_s]

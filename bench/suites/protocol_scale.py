@@ -1,4 +1,4 @@
-"""The protocol at 8 and 16 ranks without the chips: how ranks wait for each other, measured, simulated, bounded.
+"""The protocol at 8 and 16 ranks without the GPUs: how ranks wait for each other, measured, simulated, bounded.
 
     python -m bench.suites.protocol_scale [--quick] [--ranks 8 16] [--lengths longalign swe-smith aime] [--out FILE]
 
@@ -37,7 +37,7 @@ RANKS = (8, 16)
 SAMPLES = (1, 2, 4, 8)  # per rank
 MINIBATCHES = 2
 LAYERS = 4
-MEAN_SAMPLE_S = 0.5  # what a sample of mean cost sleeps: so a layer's forward 42 ms, its backward 83 ms
+MEAN_SAMPLE_S = 0.5  # sleep of a sample of mean cost: a layer's forward sleeps 42 ms, its backward 83 ms
 POPULATION = 20_000
 LONGEST_S = 20 * 60
 OFF, OVER_BOUND, OF_A_LAYER = 0.05, 0.03, 0.02  # the targets
@@ -56,7 +56,7 @@ def make_cells(
     ways: tuple[Way, ...] = WAYS,
     slow: dict[int, float] | None = None,
 ) -> list[Cell]:
-    """One cell per named lengths and samples per rank, with the paper's costs of a 7 B model."""
+    """One cell per named lengths and samples per rank, with the paper's costs for a 7 B model."""
     cost = CostModel.paper_7b()
     cells = []
     for name in lengths:
@@ -85,7 +85,7 @@ def expected_s(cells: Sequence[Cell], ranks: int) -> float:
 
 
 def measure(cells: Sequence[Cell], ranks: int) -> tuple[list[Measured], Costs]:
-    """The cells on `ranks` new processes."""
+    """Runs the cells on `ranks` new processes."""
     of_ranks = launch(main_of_rank, cells, uuid.uuid4().hex, ranks=ranks)
     costs = of_ranks[0][1]
     return together(cells, [ran for ran, _ in of_ranks], costs.empty_s), costs
@@ -165,14 +165,14 @@ class Begun:
         self.start_s, self.load = time.monotonic(), os.getloadavg()
 
     def about(self) -> dict:
-        """What the numbers were taken on. Load averages count this run's own ranks while they run."""
+        """What the numbers were measured on. Load averages include this run's own ranks while they run."""
         loads = {"load_average_before": self.load, "load_average_after": os.getloadavg()}
         return {"took_s": time.monotonic() - self.start_s, **loads, **about()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.suites.protocol_scale", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two cells at 8 ranks: a test of the program, no result")
+    parser.add_argument("--quick", action="store_true", help="two cells at 8 ranks: tests the program, no result")
     parser.add_argument("--ranks", type=int, nargs="+", default=list(RANKS))
     parser.add_argument("--lengths", nargs="+", choices=sorted(NAMED), default=list(NAMED))
     parser.add_argument("--samples", type=int, nargs="+", default=list(SAMPLES), help="per rank")

@@ -1,7 +1,7 @@
 """Training whose layers sleep for as long as a cost model says, on the real engine with real ranks.
 
-Parameters are a few numbers; meetings, hooks, locks, accumulation, the store and the work queue are the library's. So
-many ranks run on few cores: waiting is measured, not arithmetic.
+Parameters are a few numbers; meetings, hooks, locks, accumulation, the store and the work queue are the library's. That
+lets many ranks run on few cores: it measures waiting, not arithmetic.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Minibatches that every one of `ways` runs, in turns. `minibatches`: tokens of all ranks' samples.
+    """Minibatches that each of `ways` runs, in turn. `minibatches`: tokens of all ranks' samples.
 
-    `seconds_per_cost`: what a unit of `cost` sleeps, forward and backward, over all `layers`. `slow`: per rank how many
+    `seconds_per_cost`: sleep per unit of `cost`, forward and backward, over all `layers`. `slow`: per rank how many
     times longer it sleeps.
     """
 
@@ -63,7 +63,7 @@ class Cell:
     slow: dict[int, float] = field(default_factory=dict)
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Of one microbatch on a rank of usual speed."""
+        """Seconds of one microbatch on a rank of normal speed."""
         return self.seconds_per_cost * self.cost.pack(lengths)
 
     def job(self, ranks: int, meeting_s: float) -> Job:
@@ -81,14 +81,14 @@ class Cell:
         )
 
     def simulated_s(self, way: Way, ranks: int, empty_s: float = 0.0) -> list[float]:
-        """Simulated seconds of each minibatch. `empty_s`: of one without microbatches, as measured."""
+        """Simulated seconds of each minibatch. `empty_s`: measured seconds of one without microbatches."""
         # The simulator's FSDP meets once, at the end; here both schedules enter and leave the engine's minibatch.
         meeting_s = empty_s / 2 if way.schedule == "odc" else empty_s
         how = {"schedule": way.schedule, "balance": way.balance, "token_cap": self.token_cap}
         return simulate(self.minibatches, job=self.job(ranks, meeting_s), **how).seconds.tolist()
 
     def dealt(self, way: Way, index: int, ranks: int) -> list[list[list[int]]]:
-        """Every rank's packs of minibatch `index`; of a queue all packs, as if they were one rank's."""
+        """Every rank's packs of minibatch `index`; for a queue all packs, as if they were one rank's."""
         given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost}
         if way.balance == QUEUE:
             return [queue_packs(self.minibatches[index], **given)]
@@ -97,28 +97,28 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """One minibatch of one way on one rank; times of the machine's monotonic clock, which ranks share."""
+    """One minibatch of one way on one rank; times are from the machine's monotonic clock, which ranks share."""
 
     cell: int
     way: int
     index: int
     start_s: float
     end_s: float
-    slept_s: float  # what its packs were to sleep
+    slept_s: float  # what its packs had to sleep
     packs: int
 
 
 class Gate:
-    """A meeting of all ranks of one machine in well under a millisecond: what stands for a collective's waiting.
+    """A meeting of all ranks of one machine in well under a millisecond: it stands for a collective's waiting.
 
-    Gloo's barrier passes through log2(ranks) rounds of two threads each, which many ranks on few cores feel; this one
-    wakes rank 0 as ranks arrive and then every rank once. Collective: every rank of the process group makes one, then
-    calls `meet` equally often. Raises TimeoutError where a rank does not come within five minutes, ConnectionError
-    where one has died.
+    Gloo's barrier takes log2(ranks) rounds of two threads each, which is slow with many ranks on few cores; this one
+    wakes rank 0 as ranks arrive and then every rank once. Collective: every rank of the process group creates one, then
+    calls `meet` the same number of times. Raises TimeoutError if a rank does not come within five minutes,
+    ConnectionError if one has died.
     """
 
     def __init__(self, name: str) -> None:
-        """`name`: of an abstract Unix socket, the same on every rank, used by no other job."""
+        """`name`: an abstract Unix socket's, the same on every rank, used by no other job."""
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._peers: list[socket.socket] = []
         address = f"\0odc-gate-{name}"
@@ -136,7 +136,7 @@ class Gate:
             peer.connect(address)
             self._peers.append(peer)
         for peer in self._peers:
-            # The kernel's own deadline: Python's would make each `recv` two system calls.
+            # The kernel's deadline: Python's would make each `recv` two system calls.
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_LONGEST_WAIT_S), 0))
 
     def meet(self) -> None:
@@ -156,10 +156,10 @@ class Gate:
 
 
 class Sleeper:
-    """Sleeps as long as it is told in total: what one sleep lasts too long is taken from the next.
+    """Sleeps for the requested time in total: if one sleep lasts too long, the next is shorter.
 
-    A sleep ends 0.1 ms late on an idle machine and some ms on a busy one; spinning for the rest instead would take the
-    cores from the ranks that have to wake.
+    A sleep ends 0.1 ms late on an idle machine and some ms late on a busy one; sleeping less and spinning for the rest
+    would take cores from the ranks that must wake.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class SleepingLayer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.sleeper = sleeper
-        self.seconds = 0.0  # of the next microbatch's forward and backward
+        self.seconds = 0.0  # for the next microbatch's forward and backward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         share = FORWARD_SHARE * self.seconds
@@ -199,7 +199,7 @@ class SleepingLayer(nn.Module):
 
 
 class SleepingModel(nn.Module):
-    """`layers` that sleep; `before_layer` runs ahead of each, in forward and in backward."""
+    """`layers` that sleep; `before_layer` runs before each, in forward and in backward."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -219,10 +219,10 @@ class SleepingModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds at no compute: of one meeting at a layer, of gloo's barrier instead, of a minibatch without microbatches
-    (its two meetings), and of a layer's forward or backward without and with a meeting.
+    """Seconds without compute: of one meeting at a layer, of gloo's barrier instead, of a minibatch without
+    microbatches (its two meetings), and of a layer's forward or backward without and with a meeting.
 
-    At no compute all ranks want the cores at once: an upper bound of what a layer that sleeps has beside its sleep.
+    Without compute all ranks want the cores at once: an upper bound on what a sleeping layer costs besides its sleep.
     """
 
     gate_s: float
@@ -263,20 +263,20 @@ def _costs(model: SleepingModel, x: torch.Tensor, gate: Gate, repeats: int = 20)
 def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
     """What a rank of the job does: all cells, each minibatch by every way in turn, in a rotating order. Collective.
 
-    `name`: as `Gate`'s. All cells have as many layers.
+    `name`: as for `Gate`. All cells have the same number of layers.
     """
     gate, counter = Gate(name), store_counter()
     torch.manual_seed(0)
     model = fully_shard(SleepingModel(cells[0].layers), backend="cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     rank, world = dist.get_rank(), dist.get_world_size()
-    x = torch.ones(1, WIDTH, requires_grad=True)  # else torch leaves the first layer's backward out
+    x = torch.ones(1, WIDTH, requires_grad=True)  # else torch skips the first layer's backward
     costs = _costs(model, x, gate)
     optimizer.step()
     ran: list[Ran] = []
 
     def run(place: int, index: int, number: int) -> Ran:
-        """One minibatch of one way, from a meeting on."""
+        """One minibatch of one way, starting with a meeting."""
         cell, way = cells[place], cells[place].ways[number]
         lengths, factor = cell.minibatches[index], cell.slow.get(rank, 1.0)
         dealt = cell.dealt(way, index, world)
@@ -323,8 +323,8 @@ class Measured:
     way: Way
     seconds: list[float]
     simulated: list[float]
-    mean_work: list[float]  # sum of all packs / ranks: no dealing can be faster
-    largest_work: list[float]  # of the rank that slept longest
+    mean_work: list[float]  # sum of all packs / ranks: no balance can be faster
+    largest_work: list[float]  # that of the rank that slept longest
     microbatches: list[list[int]]  # of each rank
 
     @property
@@ -343,7 +343,7 @@ class Measured:
 
 
 def together(cells: Sequence[Cell], of_ranks: Sequence[Sequence[Ran]], empty_s: float = 0.0) -> list[Measured]:
-    """What `run_cells` returned on every rank, by cell and way, beside the simulation, which is told `empty_s`."""
+    """What `run_cells` returned on every rank, by cell and way, with the simulation, which gets `empty_s`."""
     results = []
     for place, cell in enumerate(cells):
         for number, way in enumerate(cell.ways):

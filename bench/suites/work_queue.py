@@ -2,8 +2,8 @@
 
     python -m bench.suites.work_queue [--quick] [--ranks 8] [--out FILE]
 
-Real ranks on the real engine whose layers sleep (sleeping.py); the slow rank sleeps 1.3 times as long. Before
-it, computed: what the order of the queue and taking one pack ahead are worth, over many minibatches.
+Real ranks on the real engine whose layers sleep (sleeping.py); the slow rank sleeps 1.3 times as long. Before that it
+computes what the order of the queue and taking one pack ahead are worth, over many minibatches.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ COLUMNS = (
 
 
 def finish(costs: Sequence[float], ranks: int, slow: dict[int, float], *, ahead: bool = False) -> float:
-    """When the last rank ends, each taking the next of `costs` when it is free; `ahead`: when it begins the one before.
+    """When the last rank ends if each takes the next of `costs` when it is free; `ahead`: when it begins the previous.
 
-    What `ahead` is for: reading and collating a pack while the one before computes.
+    `ahead` allows reading and collating a pack while the previous one computes.
     """
     left = iter(costs)
     held = [next(left, None) if ahead else None for _ in range(ranks)]
@@ -66,8 +66,8 @@ ORDER_COLUMNS = (
 
 
 def orders(name: str, samples: int, ranks: int, *, minibatches: int = 60) -> list[object]:
-    """LB-Mini's time over the queue's, computed: a row under `ORDER_COLUMNS`. Of a slow rank the mean over which it is:
-    who asks first is chance, so it may begin with the longest pack or with the shortest of the first.
+    """LB-Mini's time over the queue's, computed: a row under `ORDER_COLUMNS`. A slow rank's is the mean over which rank
+    it is: who asks first is chance, so it may begin with the longest of the first packs or with the shortest.
     """
     cost, cap = CostModel.paper_7b(), NAMED[name].longest
     slows = [{rank: SLOWER} for rank in range(ranks)]
@@ -91,7 +91,7 @@ def orders(name: str, samples: int, ranks: int, *, minibatches: int = 60) -> lis
 
 
 def best_s(result: Measured, ranks: int) -> float:
-    """No dealing is faster: all ranks' speeds together, and the longest sample on a rank of usual speed."""
+    """No balance is faster: all ranks' speeds together, and the longest sample on a rank of normal speed."""
     speed = sum(1 / result.cell.slow.get(rank, 1.0) for rank in range(ranks))
     return sum(
         max(sum(seconds) / speed, max(seconds))
@@ -141,7 +141,7 @@ def in_words(rows: Sequence[dict]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.suites.work_queue", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two cells: a test of the program, no result")
+    parser.add_argument("--quick", action="store_true", help="two cells: tests the program, no result")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--out", type=Path, default=None, help="JSON file")
     options = parser.parse_args(arguments)

@@ -6,7 +6,7 @@ _MOST_CHARACTERS = 4000
 
 
 def describe(error: BaseException) -> str:
-    """An error in words for the other ranks; of a long text the middle is left out, and str() may fail."""
+    """An error in words for the other ranks. Leaves out the middle of a long text; copes with a str() that fails."""
     try:
         text = str(error)
     except Exception as raised:
@@ -22,7 +22,7 @@ class OdcError(RuntimeError):
 
 
 class OfRanks(OdcError):
-    """An error that names the ranks that caused it. Can be pickled, as job schedulers do with errors."""
+    """An error that names the ranks that caused it. Can be pickled, because job schedulers pickle errors."""
 
     def __init__(self, ranks: list[int], message: str) -> None:
         self.ranks = ranks
@@ -33,7 +33,7 @@ class OfRanks(OdcError):
 
 
 class MinibatchFailed(OdcError):
-    """A microbatch raised on some rank: raised on every rank; no step may be taken from this minibatch.
+    """Raised on every rank if a microbatch raised on some rank; no step may be taken from this minibatch.
 
     All ranks leave the minibatch together, so a training loop can catch this and continue with the next minibatch.
     `ranks` maps each rank that failed to its reason.
@@ -66,7 +66,7 @@ class RanksDiffer(OdcError, ValueError):
 
 
 class CheckpointFailed(OfRanks):
-    """These ranks could not write or read a checkpoint: raised on every rank. Older ones are unchanged."""
+    """Raised on every rank if some could not write or read a checkpoint. Older checkpoints are unchanged."""
 
 
 class CheckpointCorrupt(OdcError, ValueError):
@@ -74,4 +74,4 @@ class CheckpointCorrupt(OdcError, ValueError):
 
 
 class CheckpointDiffers(OdcError, ValueError):
-    """A checkpoint is of another model or optimizer; nothing was overwritten."""
+    """A checkpoint belongs to another model or optimizer; nothing was overwritten."""

@@ -16,7 +16,7 @@ IDLE_KINDS = ("wait",)
 class Event:
     """One span of one rank's time.
 
-    `start_s` and `end_s` are seconds of `time.monotonic()`, a clock that all processes of one machine share.
+    `start_s` and `end_s` are seconds of `time.monotonic()`, a clock that all processes on one machine share.
     `microbatch` is -1 for what belongs to a whole minibatch (a meeting, the optimizer step). Spans of one rank
     may nest (an `accumulate` within its `backward`); `wait` never contains another span.
     """
@@ -39,7 +39,7 @@ class Event:
         return asdict(self)
 
     def as_row(self) -> list:
-        """Its fields in their order, which JSON can hold: `Event.of_row` makes an event of them."""
+        """Its fields in order, for JSON: `Event.of_row` makes them an event again."""
         return [getattr(self, each.name) for each in fields(self)]
 
     @classmethod

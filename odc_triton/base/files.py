@@ -1,4 +1,4 @@
-"""Files and folders that other processes see either whole or not at all; checks of files that are read."""
+"""Files and folders that other processes see whole or not at all; checks on files that are read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any, BinaryIO
 
 @contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Opens a binary file beside `path` and renames it to `path` when the block ends well.
+    """Opens a binary file next to `path` and renames it to `path` when the block succeeds.
 
-    If the block raises, `path` is left as it was and nothing stays beside it. Missing folders are made.
+    If the block raises, `path` is left as it was and nothing stays next to it. Missing folders are created.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not tempfile: its mode 0600 would hide the result from the other users of a shared folder.
+    # Not tempfile: its mode 0600 would hide the result from other users of a shared folder.
     scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(scratch, "xb") as file:
@@ -59,10 +59,10 @@ def write_file(path: str | os.PathLike, data: bytes) -> None:
 
 @contextmanager
 def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
-    """Makes a folder beside `path` to fill; when the block ends well it is synced to the disk and renamed to `path`.
+    """Creates a folder next to `path` to fill; when the block succeeds it is synced to disk and renamed to `path`.
 
-    If the block raises, `path` is left as it was and nothing stays beside it. Missing parents are made. Raises
-    FileExistsError if there is something in `path` already, unless `overwrite`.
+    If the block raises, `path` is left as it was and nothing stays next to it. Missing parents are created. Raises
+    FileExistsError if `path` is not empty, unless `overwrite`.
     """
     path = Path(path)
     if not overwrite and path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -86,9 +86,9 @@ def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterato
 
 
 def put_in_place(aside: Path, path: Path, *, former: Path) -> None:
-    """Renames the folder `aside` to `path`, and removes what was there; both are on the disk when it returns.
+    """Renames the folder `aside` to `path`, and removes what was there; both are on disk when it returns.
 
-    What was there is called `former` for a moment. It comes back if the renaming fails. Raises OSError.
+    What was there is called `former` for a moment, and is put back if the renaming fails. Raises OSError.
     """
     if path.exists():
         os.rename(path, former)
@@ -103,7 +103,7 @@ def put_in_place(aside: Path, path: Path, *, former: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Writes to the disk which names a folder holds: what was made, renamed and removed in it. Raises OSError."""
+    """Syncs to disk which names a folder holds: what was created, renamed and removed in it. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -123,7 +123,7 @@ def read_json_object(path: str | os.PathLike, remedy: str) -> dict[str, Any]:
 
 
 def require_source(source: str) -> None:
-    """Raises FileNotFoundError for what can only be a path and does not exist; what may be a hub id passes."""
+    """Raises FileNotFoundError if `source` can only be a path and does not exist; a possible hub id passes."""
     path = Path(source)
     is_path = path.is_absolute() or source.startswith(".") or len(path.parts) > 2 or path.suffix == ".json"
     if not path.exists() and (is_path or (len(path.parts) == 2 and path.parent.is_dir())):
@@ -132,7 +132,7 @@ def require_source(source: str) -> None:
 
 @contextlib.contextmanager
 def reading(source: str) -> Iterator[None]:
-    """Errors of what transformers reads from `source` in this block say what it was taken for, and what helps.
+    """In this block, errors of transformers reading `source` say what it was taken for, and the remedy.
 
     Raises OSError, also as `require_source` does, and ValueError.
     """
@@ -140,14 +140,14 @@ def reading(source: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        if "trust_remote_code" in str(error):  # which no command here takes
+        if "trust_remote_code" in str(error):  # an option that no command here has
             raise ValueError(
-                f"{source} needs code of its own (auto_map in its configuration), and odc-triton runs no code from a "
+                f"{source} needs its own code (auto_map in its configuration), and odc-triton runs no code from a "
                 "model's folder: give a model of a class that transformers itself has"
             ) from error
         if Path(source).exists():
             raise
         reason = " ".join(str(error).split())[:300]
         raise OSError(
-            f"{source} is no local file or folder, so it was taken for a hub id, and can't be read: {reason}"
+            f"{source} is not a local file or folder, so it was taken for a hub id, and can't be read: {reason}"
         ) from error

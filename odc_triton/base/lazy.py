@@ -14,7 +14,7 @@ from typing import Any
 def lazy_names(
     package: str, home: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of `package`, whose names live in its modules as `home` says."""
+    """`__getattr__`, `__dir__` and `__all__` of `package`, whose names are in the modules that `home` gives."""
     names = sorted(home)
 
     def getattr_(name: str) -> object:
@@ -29,7 +29,7 @@ def lazy_names(
 
 
 class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules under former names: the same module object, under either."""
+    """Finds modules under former names: the same module object under either name."""
 
     def __init__(self, moved: Mapping[str, str]) -> None:
         self._moved = moved
@@ -43,10 +43,10 @@ class _Moved(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = module.__spec__.loader_state  # the import system has just set that of the former name
+        module.__spec__ = module.__spec__.loader_state  # the import system has just set the former name's
 
 
 def keep_importable(moved: Mapping[str, str]) -> None:
-    """Modules stay importable by their former names: `moved` gives the present ones, both in full."""
+    """Keeps modules importable by their former names: `moved` maps each to the present one, both in full."""
     if not any(isinstance(finder, _Moved) and finder._moved == moved for finder in sys.meta_path):
         sys.meta_path.append(_Moved(moved))

@@ -1,4 +1,4 @@
-"""Options are frozen dataclasses: their fields, checks that several share, and command-line arguments made of them."""
+"""Options are frozen dataclasses: their fields, checks that several share, and their command-line arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REQUIRED: Any = MISSING  # the default of an option that must be given
 
 
 def option(default: Any, text: str) -> Any:
-    """A field of an options dataclass. `text`: its help."""
+    """A field of an options dataclass. `text`: its help text."""
     return field(default=default, metadata={"help": text})
 
 
@@ -39,7 +39,7 @@ def require_token_cap(options: Any) -> None:
 
 
 def require_files(options: Any, *names: str, or_folders: bool = False) -> None:
-    """Raises ValueError for an option among `names` that is given and is no file."""
+    """Raises ValueError for an option among `names` that is given and is not a file."""
     for name in names:
         path = getattr(options, name)
         if path is not None and not (Path(path).exists() if or_folders else Path(path).is_file()):
@@ -49,7 +49,7 @@ def require_files(options: Any, *names: str, or_folders: bool = False) -> None:
 def add_arguments(parser: argparse.ArgumentParser, kind: type) -> None:
     """One `--name` per field of the dataclass `kind`, with its help (`metadata["help"]`), choices and default.
 
-    Fields may be int, float, str, bool (`--name/--no-name`), a Literal of strings, or one of them or None.
+    Fields may be int, float, str, bool (`--name/--no-name`), a Literal of strings, or one of these or None.
     """
     hints = typing.get_type_hints(kind)
     named = " ".join(action.metavar or action.dest for action in parser._get_positional_actions())

@@ -1,8 +1,7 @@
 """The report of a run: timelines as a picture, numbers as a table, both with the loss curves as one page.
 
-Timelines are painted by the pixel, not by the span: a pixel column is a stretch of time, in which a rank's bar shows
-how much of that stretch went into what, waiting at the top. So spans thinner than a column keep their area, however
-many there are.
+Timelines are painted by pixel, not by span: a pixel column is a stretch of time, and a rank's bar shows how that
+stretch was spent, waiting at the top. So spans thinner than a column keep their area, however many there are.
 
 matplotlib (extra `plot`) is imported only when something is drawn, and its global state is left alone.
 """
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# From the top of a bar to its bottom. Work is blue, green or dark, waiting vermilion: hues that stay apart in
-# the common kinds of colour blindness, and they differ in lightness too.
+# From the top of a bar to its bottom. Work is blue, green or dark, waiting vermilion: hues that remain distinct in
+# the common kinds of colour blindness, and that differ in lightness too.
 COLOURS = {
     "wait": ("#FF4E0A", "waiting"),
     UNRECORDED: ("#F9BFA6", "nothing recorded (idle too)"),
@@ -38,11 +37,11 @@ COLOURS = {
     "forward": ("#B5D3EA", "forward"),
 }
 INK, FAINT, ALARM = "#1A1A1A", "#6B6B6B", "#C23000"
-# Okabe and Ito's colours, black and yellow left out.
+# Okabe and Ito's colours without black and yellow.
 CURVES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 TITLE = "What every rank does over time: red is waiting"
 
-# Pixels of a picture twice as wide as it is shown.
+# The picture has twice as many pixels as it is shown with.
 _DPI, _WIDTH = 200, 2400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 150, 420, 190, 110
 _HEADING, _RAIL, _BETWEEN = 52, 16, 34
@@ -52,9 +51,9 @@ def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
     """All tracks on one axis of seconds, each from its own zero, 1200 logical pixels wide.
 
     Variants are stacked, ranks are rows. A mark under the rows is a meeting of all ranks (`trace.meetings`),
-    a line through the rows one that belongs to the whole minibatch. Total time, idle share
-    (`trace.idle_fraction`) and meetings per minibatch stand at the right. Show a few minibatches
-    (`trace.excerpt`): over very many a bar shows local shares, no single waits.
+    a line through the rows is one that belongs to the whole minibatch. Total time, idle share
+    (`trace.idle_fraction`) and meetings per minibatch are on the right. Show a few minibatches
+    (`trace.excerpt`): over very many, a bar shows local shares, not single waits.
 
     Raises ValueError without tracks or events, ImportError without matplotlib.
     """
@@ -98,12 +97,12 @@ def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
 
 
 def save_timeline(tracks: Tracks, path: str | Path, *, title: str = TITLE) -> None:
-    """Write `timeline_figure` as a PNG, 2400 pixels wide. Errors as there and in `write_file`."""
+    """Writes `timeline_figure` as a PNG, 2400 pixels wide. Errors as there and in `write_file`."""
     write_file(path, _png(timeline_figure(tracks, title=title)))
 
 
 def can_draw() -> bool:
-    """Whether there is a matplotlib that can be imported."""
+    """Whether matplotlib can be imported."""
     try:
         require_matplotlib()
     except ImportError:
@@ -142,13 +141,13 @@ def _write(
     colour: str = INK,
     align: str = "left",
 ) -> None:
-    # A `$` in a variant's name is a dollar, no formula.
+    # A `$` in a variant's name is a dollar sign, not a formula.
     style = {"fontsize": size, "fontweight": weight, "color": colour, "ha": align, "va": "center"}
     axes.text(x, y, text, clip_on=False, parse_math=False, **style)
 
 
 def _paint(bar: np.ndarray, part: Mapping[str, np.ndarray]) -> None:
-    """Fill `bar` (rows, columns, 3): a column's states above each other, each as high as its share."""
+    """Fills `bar` (rows, columns, 3): a column's states on top of each other, each as high as its share."""
     heights = np.cumsum([part[state] for state in COLOURS], axis=0) * len(bar)
     heights = np.maximum.accumulate([whole(height) for height in heights], axis=0)
     row = np.arange(len(bar))[:, None]
@@ -201,7 +200,7 @@ def _png(figure: Figure) -> bytes:
 
 
 def loss_figure(losses: Mapping[str, Sequence[float]]) -> Figure:
-    """Loss over minibatches, a curve per variant; earlier ones are wider, so that equal curves all show."""
+    """Loss over minibatches, one curve per variant; earlier curves are wider, so that equal ones all show."""
     figure, axes = _canvas(total=760, height=560)
     for index, (name, values) in enumerate(losses.items()):
         width = 1.2 + 1.3 * (len(losses) - 1 - index)
@@ -220,7 +219,7 @@ def loss_figure(losses: Mapping[str, Sequence[float]]) -> Figure:
 
 
 def installed(*packages: str) -> dict[str, str]:
-    """The packages' versions, "not installed" for those that are not."""
+    """The packages' versions, or "not installed"."""
     found = {}
     for name in packages:
         try:
@@ -231,14 +230,14 @@ def installed(*packages: str) -> dict[str, str]:
 
 
 def in_columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
-    """Rows of cells as lines of aligned columns. `numbers`: all columns but the first are aligned to the right."""
+    """Rows of cells as lines of aligned columns. `numbers`: all columns but the first are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(widths) - 1)]
     return ["  ".join(side(cell, n) for side, cell, n in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
 
 
 def table(rows: Sequence[Sequence[object]], columns: Sequence[str]) -> str:
-    """An aligned Markdown table: numbers to the right, floats in four digits, None as a dash.
+    """An aligned Markdown table: numbers right-aligned, floats with four digits, None as a dash.
 
     `rows`: one sequence of cells per row. Raises ValueError if a row has more or fewer cells than columns.
     """
@@ -304,11 +303,11 @@ def save_html(
     losses: Mapping[str, Sequence[float]],
     facts: Mapping[str, str],
 ) -> None:
-    """Write one self-contained page: summary, table, timelines, loss curves, facts; nothing is loaded.
+    """Writes one self-contained page: summary, table, timelines, loss curves, facts; nothing is loaded.
 
-    `summary`: words, an empty line between paragraphs; `rows` and `columns` as for `table`; `tracks` as for
+    `summary`: text, with an empty line between paragraphs; `rows` and `columns` as for `table`; `tracks` as for
     `timeline_figure`; `losses`: per variant one value per minibatch; `facts`: name to value (versions).
-    What is empty of `rows`, `tracks`, `losses` and `facts` is left out. All text is escaped. Errors as in
+    Of `rows`, `tracks`, `losses` and `facts`, empty ones are left out. All text is escaped. Errors as in
     `table`, `timeline_figure` and `write_file`.
     """
     body = [f"<h1>{escape(title)}</h1>"]

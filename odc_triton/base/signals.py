@@ -1,4 +1,4 @@
-"""Signals: a handler for the length of a block, and requests to stop (SIGTERM, Ctrl-C) told from their echoes."""
+"""Signals: a handler for the duration of a block, and requests to stop (SIGTERM, Ctrl-C) told from their echoes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SAME_REQUEST_S = 1.0  # a terminal sends Ctrl-C to all processes and a launcher
 
 @contextmanager
 def handling(handler: Callable[[int, Any], Any], *numbers: int) -> Iterator[None]:
-    """Calls `handler` for these signals until the block ends. Outside of the main thread, which gets them, nothing."""
+    """Calls `handler` for these signals until the block ends. Does nothing outside the main thread, which gets them."""
     before: dict[int, Any] = {}
     try:
         for number in numbers:
@@ -36,7 +36,7 @@ class StopRequest:
         self._heard_s = 0.0
 
     def hear(self, number: int) -> Literal["first", "same", "second"]:
-        """Takes a signal. "same": it came at once after the first, from somebody who passed the same request on."""
+        """Takes a signal. "same": it came right after the first, from a process that passed on the same request."""
         if self.signal is None:
             self.signal, self._heard_s = number, time.monotonic()
             return "first"

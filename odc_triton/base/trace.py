@@ -23,7 +23,7 @@ from .files import write_file
 UNRECORDED = "unrecorded"
 NOT_BUSY = (*IDLE_KINDS, UNRECORDED)
 STATES = (*NOT_BUSY, *BUSY_KINDS)
-_ALONE = ("lock", "gather", "scatter")  # labels of waits for no other rank
+_ALONE = ("lock", "gather", "scatter")  # labels of waits that are not meetings
 Tracks = Mapping[str, Sequence[Event]]
 
 
@@ -81,7 +81,7 @@ def _sweep(
 ) -> Iterator[tuple[float, float, str | None]]:
     """From `start_s` to `end_s`, stretch by stretch: (start, end, name of the span that runs), None where none runs.
 
-    spans: (start, end, priority, name), inside of these bounds. Of several that run, the lowest priority wins, of
+    spans: (start, end, priority, name), within these bounds. Of several that run, the lowest priority wins, of
     equal ones the one that ends first.
     """
     arriving = sorted(spans, key=lambda span: span[0], reverse=True)
@@ -101,12 +101,12 @@ def idle_fraction(events: Sequence[Event]) -> float:
 
     Exactly: the window goes from the first start to the last end over all ranks; the ranks are those that
     have an event. The share is 1 - busy / (number of ranks x length of the window), where busy is the time
-    that a busy span and no `wait` covers, summed over the ranks. So nested spans count once, a `wait` within
-    a forward or backward is idle, and so is time that no span covers, before a rank's first span and after
-    its last one too. A window of length 0 gives 0. Raises ValueError if there are no events.
+    covered by a busy span and no `wait`, summed over the ranks. So nested spans count once, a `wait` within
+    a forward or backward is idle, and so is time that no span covers, including before a rank's first span and
+    after its last. A window of length 0 gives 0. Raises ValueError if there are no events.
 
-    The window is one piece: if variants were run in turn, minibatch by minibatch, pass the track through
-    `excerpt` first, or the other variants' turns count as idle.
+    The window is one piece: if variants ran in turn, minibatch by minibatch, pass the track through `excerpt`
+    first, or the other variants' turns count as idle.
     """
     start_s, end_s = window_s(events)
     ranks = segments(events)
@@ -120,7 +120,7 @@ def meetings(events: Sequence[Event]) -> list[Meeting]:
 
     A meeting is a `wait` that every rank has (the n-th of the same minibatch, microbatch and label) and that
     no rank left before the last one came; waits for locks and for a rank's own bytes (labels that begin with
-    "lock", "gather", "scatter") are none. Its moment is when the last rank came.
+    "lock", "gather", "scatter") don't count. Its moment is when the last rank came.
     """
     ranks = {event.rank for event in events}
     if len(ranks) < 2:
@@ -141,11 +141,11 @@ def meetings(events: Sequence[Event]) -> list[Meeting]:
 
 
 def excerpt(tracks: Tracks, *, minibatches: Container[int]) -> dict[str, list[Event]]:
-    """The events of the given minibatches, every track's first at 0 s, pauses between minibatches cut out.
+    """The events of the given minibatches: each track starts at 0 s, pauses between minibatches are cut out.
 
-    A pause is time between minibatches in which no rank of the variant has an event: other variants had their
-    turn there, or minibatches that are not wanted. Time within a minibatch is never cut. Raises ValueError if
-    a variant has no event in these minibatches.
+    A pause is time between minibatches in which no rank of the variant has an event: other variants or minibatches
+    that are not wanted ran then. Time within a minibatch is never cut. Raises ValueError if a variant has no event in
+    these minibatches.
     """
     chosen = {}
     for name, events in tracks.items():
@@ -183,7 +183,7 @@ def headline(events: Sequence[Event]) -> tuple[str, str, str]:
 
 
 def seconds_text(value_s: float) -> str:
-    """Seconds in three digits with their unit."""
+    """Seconds with three digits and a unit."""
     for scale, unit in ((1, "s"), (1e3, "ms"), (1e6, "µs")):
         value = value_s * scale
         if value >= 1:
@@ -192,7 +192,7 @@ def seconds_text(value_s: float) -> str:
 
 
 def shares(rank: list[Segment], edges_s: np.ndarray) -> dict[str, np.ndarray]:
-    """For each state, which share (0 to 1) of the time between neighbouring `edges_s` a rank spends in it.
+    """For each state, the share (0 to 1) of the time between neighbouring `edges_s` that a rank spends in it.
 
     `rank`: its segments, in order and not overlapping; `edges_s` (n + 1,) ascending; each result (n,).
     """
@@ -209,14 +209,14 @@ def shares(rank: list[Segment], edges_s: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def whole(amounts: np.ndarray) -> np.ndarray:
-    """Integers near `amounts` (n,) whose running sum stays within a half of theirs: no area is lost."""
+    """Integers near `amounts` (n,) whose running sum stays within one half of theirs: no area is lost."""
     return np.diff(np.rint(np.cumsum(amounts)), prepend=0.0).astype(int)
 
 
 def timeline_text(tracks: Tracks, width: int = 100) -> str:
     """The timelines for a terminal: one row per rank, `#` busy, `.` idle, all variants on one time axis.
 
-    `width` in characters, rank names included; at least 20. Raises ValueError on a smaller one and on a track
+    `width` in characters, rank names included; at least 20. Raises ValueError for a smaller one and for a track
     without events.
     """
     if width < 20:
@@ -247,9 +247,9 @@ def longest_s(tracks: Tracks) -> float:
 def chrome_trace(tracks: Tracks) -> dict:
     """The tracks in Chrome's trace event format, for ui.perfetto.dev or chrome://tracing.
 
-    One process per variant, one thread per rank (both numbered from 1: viewers give 0 a meaning of their
-    own), one complete event ("X", microseconds, resolution 1 ns) per span. Every variant begins at 0, so that
-    variants can be compared.
+    One process per variant, one thread per rank (both numbered from 1: 0 has a special meaning in viewers), one
+    complete event ("X", microseconds, resolution 1 ns) per span. Every variant begins at 0, so that variants can be
+    compared.
     """
     trace: list[dict] = []
     for pid, (name, events) in enumerate(tracks.items(), start=1):
@@ -259,9 +259,9 @@ def chrome_trace(tracks: Tracks) -> dict:
         for rank in sorted({event.rank for event in events}):
             trace.append(_metadata("thread_name", pid, {"name": f"rank {rank}"}, tid=rank + 1))
             trace.append(_metadata("thread_sort_index", pid, {"sort_index": rank}, tid=rank + 1))
-        # Viewers nest the spans of a thread in the order of the file: a parent comes before what it contains.
+        # Viewers nest a thread's spans in file order: a parent comes before what it contains.
         for event in sorted(events, key=lambda e: (e.start_s, -e.end_s)):
-            # Both ends are rounded, not start and length: a child then never ends after its parent.
+            # Round both ends, not start and length: then a child never ends after its parent.
             start_ns, end_ns = (round((t - start_s) * 1e9) for t in (event.start_s, event.end_s))
             trace.append(
                 {
@@ -283,7 +283,7 @@ def _metadata(name: str, pid: int, args: dict, *, tid: int = 1) -> dict:
 
 
 def save_trace(tracks: Tracks, path: str | Path) -> None:
-    """Write `chrome_trace(tracks)` as JSON. Errors as in `write_file`."""
+    """Writes `chrome_trace(tracks)` as JSON. Errors as in `write_file`."""
     write_file(path, json.dumps(chrome_trace(tracks), allow_nan=False).encode())
 
 
@@ -298,13 +298,13 @@ MEETINGS = "meetings"
 IDLE = "idle"
 CATEGORIES = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER, MEETINGS, IDLE)
 
-# On a GPU several streams run at a time: the first of these that does gets the moment, so accumulate and gather are
-# what of them is not hidden behind compute.
+# On a GPU several streams run at a time: the first of these that runs gets the moment, so accumulate and gather count
+# only where compute does not hide them.
 _ON_STREAMS = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER, MEETINGS)
 
 
 class Span(NamedTuple):
-    """Something that ran from `start_s` to `end_s`; `category` is one of CATEGORIES but IDLE."""
+    """Something that ran from `start_s` to `end_s`; `category` is one of CATEGORIES except IDLE."""
 
     category: str
     start_s: float
@@ -317,7 +317,7 @@ def nested(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, flo
 
 
 def overlapping(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
-    """The same for one GPU, whose streams run side by side: what is nearest to compute gets the moment."""
+    """The same for one GPU, whose streams run side by side: the category closest to compute gets the moment."""
     return _sum_up([(_ON_STREAMS.index(span.category), 0.0) for span in spans], spans, start_s, end_s)
 
 
@@ -341,7 +341,7 @@ _ATTENTION_WORDS = ("scaled_dot_product", "flash", "fmha", "varlen_attn", "_effi
 
 
 def category_of_operator(name: str) -> str | None:
-    """What an operator of torch, or a named range, is for; None where the enclosing range says so."""
+    """The category of a torch operator, or a named range; None if the enclosing range decides."""
     if name == "odc.accumulate":
         return ACCUMULATE
     if name == "odc.gather":
@@ -359,7 +359,7 @@ def category_of_operator(name: str) -> str | None:
 
 
 def category_of_kernel(name: str, ours: frozenset[str]) -> str:
-    """What a kernel or a copy on a GPU is for. `ours`: the names of Triton's kernels here."""
+    """The category of a kernel or a copy on a GPU. `ours`: the names of this project's Triton kernels."""
     lower = name.lower()
     if name == "scatter_kernel":
         return ACCUMULATE

@@ -1,4 +1,4 @@
-"""PEFT's adapters: onto models that have no weights yet, and out of sharded ones into files."""
+"""PEFT's adapters: added to models that have no weights yet, and saved from sharded ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .sharded import read_whole, sharded_parameters
 
 
 def with_adapter(model: nn.Module, config: Any) -> nn.Module:
-    """`peft.get_peft_model(model, config)`, also for a model on the meta device, to be sharded next.
+    """`peft.get_peft_model(model, config)`, also for a model on the meta device that will be sharded next.
 
     PEFT leaves the adapters of such a model on the meta device, and transformers' initialisation does not know that one
     of each pair must start at 0. Here they get memory and PEFT's own initial values, drawn as on any model.
@@ -44,7 +44,7 @@ def with_adapter(model: nn.Module, config: Any) -> nn.Module:
 
 
 def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
-    """Writes the adapter of a sharded PEFT model into `folder`, as PEFT's `save_pretrained` would. Rank 0 alone."""
+    """Writes a sharded PEFT model's adapter into `folder`, as PEFT's `save_pretrained` would. Only rank 0 calls it."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
 

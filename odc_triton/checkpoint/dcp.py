@@ -4,8 +4,8 @@ Every rank writes its own rows and a list of them (`write_part`); rank 0 joins t
 (`join_parts`). Reading needs no other rank (`read_into`). The files are what `dcp.save` writes and `dcp.load` reads.
 
 [Note: pickles] `.metadata` is a pickle. DCP reads it, and values other than tensors, with an unpickler that runs any
-code in them. Here the first is read by an unpickler that accepts DCP's own records only, the second by
-`torch.load(weights_only=True)`, as DCP reads tensors. A record may name files of its own folder only.
+code in them. Here an unpickler that accepts only DCP's own records reads `.metadata`, and
+`torch.load(weights_only=True)` reads the values, as DCP reads tensors. A record may only name files in its folder.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Written:
 
 
 class _DigestedFile:
-    """A binary file that is only appended to; has the digest of what was written, and why a write failed."""
+    """A binary file that is only appended to; knows the digest of what was written, and why a write failed."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
@@ -64,7 +64,7 @@ class _DigestedFile:
     def write(self, data: Any) -> int:
         try:
             count = self._file.write(data)
-        except OSError as error:  # torch.save hides it behind one of its own
+        except OSError as error:  # torch.save raises its own error instead
             self.problem = error
             raise
         self._digest.update(data)
@@ -92,8 +92,8 @@ class _DigestedFile:
 
 
 class DigestedFiles(FileSystem):
-    """A folder to write to; a file is on the disk when its stream is closed. A folder that has vanished is an error,
-    and is not made again."""
+    """A folder to write to; a file is on disk once its stream is closed. A folder that has vanished is an error and
+    is not created again."""
 
     def __init__(self) -> None:
         self.written: dict[str, Written] = {}
@@ -120,9 +120,9 @@ class DigestedFiles(FileSystem):
 
 
 def write_part(folder: Path, rank: int, state: Mapping[str, Any]) -> dict[str, Written]:
-    """Writes this rank's shards of a nested state dict; on rank 0 also what all ranks have alike. Returns its files.
+    """Writes this rank's shards of a nested state dict; on rank 0 also what all ranks share. Returns the files written.
 
-    `folder` must be there. Raises OSError.
+    `folder` must exist. Raises OSError.
     """
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state), None, is_coordinator=True)
@@ -178,7 +178,7 @@ class _Records(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("pathlib") and name.endswith("Path"):
-            return pathlib.PurePosixPath  # where it was written: nobody looks there
+            return pathlib.PurePosixPath  # where it was written; not used
         if (module, name) in _KNOWN_RECORDS or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         ):
@@ -203,7 +203,7 @@ _KNOWN_RECORDS = {
 
 
 def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
-    """What a checkpoint holds. Raises CheckpointCorrupt for what DCP did not write, OSError."""
+    """What a checkpoint holds. Raises OSError, and CheckpointCorrupt for a file that DCP did not write."""
     path = folder / name
     data = path.read_bytes()
     try:
@@ -212,11 +212,11 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
             raise TypeError(f"it is a {type(metadata).__name__}")
         for info in metadata.storage_data.values():
             if not isinstance(info.relative_path, str) or Path(info.relative_path).name != info.relative_path:
-                raise ValueError(f"it names {info.relative_path!r}, which is no file of its folder")
+                raise ValueError(f"it names {info.relative_path!r}, which is not a file in its folder")
         for tensor, entry in metadata.state_dict_metadata.items() if name == METADATA else ():
             if isinstance(entry, TensorStorageMetadata):
                 _check_chunks(tensor, entry, metadata.storage_data)
-    except Exception as error:  # an unpickler raises anything
+    except Exception as error:  # an unpickler may raise anything
         raise CheckpointCorrupt(f"{path} can't be read as a checkpoint's list of contents: {error}") from error
     if metadata.planner_data is None:
         metadata.planner_data = {}
@@ -224,7 +224,7 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
 
 
 def _check_chunks(name: str, tensor: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> None:
-    """Raises ValueError unless the chunks are within the tensor, don't overlap, fill it, and each have data."""
+    """Raises ValueError unless the chunks are within the tensor, fill it without overlap, and each have data."""
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
     for offsets, sizes in boxes:
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
@@ -242,12 +242,12 @@ def _check_chunks(name: str, tensor: TensorStorageMetadata, places: Mapping[Meta
 
 
 def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether two boxes of (offsets, sizes) overlap. Quick, as they are sorted by rows, as ranks split tensors."""
+    """Whether two boxes of (offsets, sizes) overlap. Quick when they are split by rows, as ranks split tensors."""
     boxes = sorted(boxes)
     for index, (offsets, sizes) in enumerate(boxes):
         for others, other_sizes in boxes[index + 1 :]:
             if offsets and others[0] >= offsets[0] + sizes[0]:
-                break  # and so all that follow
+                break  # nor do any that follow
             if all(o < p + q for o, p, q in zip(others, offsets, sizes, strict=True)) and all(
                 o < p + q for o, p, q in zip(offsets, others, other_sizes, strict=True)
             ):

@@ -1,9 +1,9 @@
-"""One checkpoint: a folder that all ranks write together, whole or not at all, and that any number of ranks reads.
+"""One checkpoint: a folder that all ranks write together, whole or not at all, and that any number of ranks can read.
 
-.metadata, __0_0.distcp, __1_0.distcp   model and optimizer, as torch's DCP has them
-state.json                              where the training stands, rank 0's
+.metadata, __0_0.distcp, __1_0.distcp   model and optimizer, as torch's DCP writes them
+state.json                              training progress, from rank 0
 random-0.json, random-1.json            the ranks' random number generators
-manifest.json                           all of these, with sizes and digests: tells whole checkpoints from damaged ones
+manifest.json                           sizes and digests of all these: tells whole checkpoints from damaged ones
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _REMEDY = "this checkpoint can't be used, continue from an older one"
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """`number`: how many were saved into the same place before this one; `step`: of the optimizer; `world`: ranks."""
+    """`number`: how many were saved in the same place before; `step`: the optimizer's; `world`: number of ranks."""
 
     number: int
     step: int
@@ -92,7 +92,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def random_state() -> dict[str, Any]:
-    """torch's generator, its current GPU's where one is in use, and Python's."""
+    """The states of torch's generator, the current GPU's if one is in use, and Python's."""
     on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
     version, words, gauss = random.getstate()
     return {
@@ -112,7 +112,7 @@ def restore_random_state(state: dict[str, Any]) -> None:
 
 
 def seed_random_state(*numbers: int) -> None:
-    """Seeds all of them from `numbers`, the same way on every machine."""
+    """Seeds all these generators from `numbers`, the same way on every machine."""
     seed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
     torch.manual_seed(seed)
     random.seed(seed)
@@ -132,14 +132,14 @@ def write_checkpoint(
     prepare: Callable[[], None] = lambda: None,
     number: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Writes model, optimizer, every rank's random numbers and rank 0's `state`, JSON-able, into `final`. Collective.
+    """Writes model, optimizer, every rank's random state and rank 0's `state`, JSON-able, into `final`. Collective.
 
-    It is written aside and renamed, and replaces what is there already. Rank 0 calls `prepare` before, and `number`
-    after all is written, for the manifest.
+    The folder is written aside and renamed, and replaces an existing one. Rank 0 calls `prepare` first, and `number`
+    once all is written, for the manifest.
 
     Call it between minibatches. Raises CheckpointFailed on every rank, with the rank and the cause, if one could not
-    write: nothing is left of it then. Raises RankLost and DeadlineExceeded as meetings do: what is left then is named
-    by `unfinished`.
+    write; then nothing is left behind. Raises RankLost and DeadlineExceeded as meetings do; then a folder named by
+    `unfinished` is left.
     """
     engine = engine_of(model)
     if engine.is_open:
@@ -172,7 +172,7 @@ def write_checkpoint(
 
 
 def unfinished(final: Path, why: str) -> Path:
-    """A name for what will become `final`, or was it."""
+    """A name for what will become `final`, or used to be."""
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}.{why}")
 
 
@@ -184,19 +184,19 @@ def _finish(aside: Path, final: Path, *, step: int, number: int, written: list[d
     with DigestedFiles().create_stream(aside / MANIFEST, "wb") as file:
         file.write(content)
     sync_folder(aside)
-    # There is a former one if a run that resumed from an older checkpoint saves this step once more.
+    # `final` exists if a run that resumed from an older checkpoint saves this step again.
     put_in_place(aside, final, former=unfinished(final, "replaced"))
 
 
 def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
     """Reads a checkpoint into `model` and `optimizer`, on any number of ranks, and returns its state. Collective.
 
-    Each rank restores its own random numbers; one that the checkpoint has none for, on more ranks than saved it, is
-    seeded from (the state's "seed", or 0; rank; step). A folder of DCP alone, as FSDP2's scripts write it, has no
-    state, no random numbers and no digests: {} is returned. `optimizer`: None reads the model only.
+    Each rank restores its own random state; ranks beyond those that saved the checkpoint are seeded from
+    (the state's "seed", or 0; rank; step). A plain DCP folder, as FSDP2's scripts write it, has no state, no random
+    state and no digests: {} is returned. `optimizer`: None reads the model only.
 
     Raises, on every rank and before anything is overwritten: CheckpointCorrupt for damaged files, CheckpointDiffers for
-    another model's or optimizer's, CheckpointFailed.
+    those of another model or optimizer, CheckpointFailed.
     """
     engine, path = engine_of(model), Path(path)
     if engine.is_open:
@@ -211,7 +211,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
             saved.check_digests(path, engine.rank, engine.world)
         metadata = dcp.read_metadata(path)
         state = read_state(path)
-    with all_or_none(engine, purpose):  # separate, as making an optimizer's states is a step of all ranks
+    with all_or_none(engine, purpose):  # separate, because creating an optimizer's states is a step of all ranks
         wanted = training_state.to_load(model, optimizer, metadata)
         engine.drain("loading a checkpoint")
     with all_or_none(engine, purpose):
@@ -228,12 +228,12 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The `state` given to `write_checkpoint`; {} for a folder of DCP alone. Raises CheckpointCorrupt."""
+    """The `state` given to `write_checkpoint`; {} for a plain DCP folder. Raises CheckpointCorrupt."""
     return json.loads((path / _STATE).read_bytes()) if _manifest(path) else {}
 
 
 def verify(path: str | os.PathLike) -> None:
-    """Reads all files of a checkpoint. Raises CheckpointCorrupt with the name of one that is damaged."""
+    """Reads all files of a checkpoint. Raises CheckpointCorrupt with the name of a damaged one."""
     path = Path(path)
     found = Manifest.read(path)
     found.check_sizes(path)

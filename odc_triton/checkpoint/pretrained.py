@@ -38,7 +38,7 @@ _ADAPTER = re.compile(r"\.(lora_|modules_to_save\.)")
 
 
 def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
-    """A causal LM of transformers in fp32: weights from a folder or hub id, or random ones for the config `init`."""
+    """A transformers causal LM in fp32: weights from a folder or hub id, or random ones for the config `init`."""
     from transformers import AutoModelForCausalLM
 
     if init is not None:
@@ -48,9 +48,9 @@ def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
 
 
 def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.Module:
-    """A causal LM of transformers in fp32 on the meta device: of the folder or hub id `model`, or the config `init`.
+    """A transformers causal LM in fp32 on the meta device, from the folder or hub id `model`, or the config `init`.
 
-    `fully_shard` gives it random weights, the same ones for any number of ranks; `load_pretrained_shards` real ones.
+    `fully_shard` gives it random weights, the same for any number of ranks; `load_pretrained_shards` loads real ones.
     """
     from transformers import GenerationConfig
 
@@ -61,7 +61,7 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
     with torch.device("meta"):
         made = _made(config, source)
     if model is not None and made.can_generate():
-        with contextlib.suppress(OSError):  # if there is none, that of its config stays
+        with contextlib.suppress(OSError):  # if there is none, the one from its config stays
             made.generation_config = GenerationConfig.from_pretrained(model)
     return made
 
@@ -81,7 +81,7 @@ def _made(config: Any, source: str) -> nn.Module:
         raise ValueError(f"{source}: hidden_act is {act!r}; transformers has {', '.join(ACT2FN)}")
     try:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    except Exception as error:  # whatever a field's value makes the model's code raise
+    except Exception as error:  # a bad field may make the model's code raise anything
         raise ValueError(
             f"{source}: transformers can't make a causal LM of this config ({type(error).__name__}: {error}); correct "
             "its fields"
@@ -123,7 +123,7 @@ class _Source:
 
 
 class _Files:
-    """The safetensors files of a folder, opened when needed; only what is asked for is read."""
+    """A folder's safetensors files, opened when needed; reads only what is asked for."""
 
     def __init__(self, folder: Path) -> None:
         from safetensors import safe_open
@@ -152,7 +152,7 @@ class _Files:
         if name not in self._opened:
             try:
                 self._opened[name] = self._open(self._folder / name, framework="pt")
-            except Exception as error:  # safetensors' own kind is not exported
+            except Exception as error:  # safetensors does not export its own class
                 raise CheckpointCorrupt(f"{self._folder / name} can't be read: {error}") from error
         return self._opened[name]
 
@@ -167,7 +167,7 @@ class _Files:
 
 
 def weights_folder(source: str | Path) -> Path:
-    """A local folder itself; for a hub id the local folder of its safetensors, which are downloaded if allowed."""
+    """A local folder as given; for a hub id, the local folder of its safetensors, downloaded if allowed."""
     if Path(source).is_dir():
         return Path(source)
     from huggingface_hub import snapshot_download
@@ -176,7 +176,7 @@ def weights_folder(source: str | Path) -> Path:
 
 
 def require_weights(folder: str | Path) -> None:
-    """Raises what `load_pretrained_shards` does for a local folder whose weights it can't find or open."""
+    """Raises what `load_pretrained_shards` raises for a local folder whose weights it can't find or open."""
     _Files(Path(folder))
 
 
@@ -184,11 +184,11 @@ def require_weights(folder: str | Path) -> None:
 def load_pretrained_shards(model: nn.Module, source: str | Path) -> None:
     """Fills a sharded transformers model, also below PEFT's adapters, from safetensors. Collective.
 
-    `source`: a folder or a hub id. Each rank reads its own rows of each tensor, one at a time; where transformers makes
-    one tensor of several (experts that are merged), one result at a time. Values are cast to the masters' dtype.
+    `source`: a folder or a hub id. Each rank reads its own rows of each tensor, one tensor at a time; where
+    transformers merges several into one (experts), one result at a time. Values are cast to the masters' dtype.
     Adapters' weights stay as they are.
 
-    Raises, on every rank and before anything is overwritten: CheckpointDiffers if names or shapes are of another model,
+    Raises, on every rank and before anything is overwritten: CheckpointDiffers if names or shapes are another model's,
     CheckpointCorrupt, CheckpointFailed with the cause for pickled (.bin) or missing files. Warns of tensors in the
     files that the model does not have.
     """
@@ -214,7 +214,7 @@ Place = ShardedParameter | torch.Tensor
 
 
 def _places(model: nn.Module) -> dict[str, Place]:
-    """Everything to be filled, by the names of the plain transformers model; a tied one by each of its names."""
+    """Everything to fill, by its name in the plain transformers model; a tied parameter by each of its names."""
     prefix, part = transformers_part(model)
     parameters = sharded_parameters(model)
     places: dict[str, Place] = {}
@@ -227,7 +227,7 @@ def _places(model: nn.Module) -> dict[str, Place]:
 
 
 def _plain_name(name: str) -> str:
-    """The name without PEFT's `base_layer`, which is what an adapted layer is called within its wrapper."""
+    """The name without `base_layer`, PEFT's name for an adapted layer within its wrapper."""
     return name.replace(".base_layer.", ".")
 
 

@@ -1,4 +1,4 @@
-"""What reading and writing files asks of a sharded model: whole values, and work that all ranks complete or none."""
+"""What reading and writing files needs of a sharded model: whole values, and work that all ranks complete or none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def sharded_parameters(model: nn.Module) -> dict[int, ShardedParameter]:
 
 
 def read_whole(model: nn.Module, value: ShardedParameter | torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A whole tensor on the CPU: a sharded one in `dtype` or else the compute dtype, another one as it is."""
+    """A whole tensor on the CPU: a sharded one in `dtype`, by default the compute dtype; any other as it is."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     ((_, whole),) = engine_of(model).full_parameters([value])
@@ -29,9 +29,9 @@ def read_whole(model: nn.Module, value: ShardedParameter | torch.Tensor, dtype: 
 
 
 class all_or_none(dict):
-    """Work on files that succeeds on all ranks or fails on all alike.
+    """Work on files that succeeds on all ranks or fails on all.
 
-    What the block puts into this dict goes to all ranks when it ends: `.all`, by rank. If one rank raised, all raise.
+    When the block ends, all ranks get what it put into this dict: `.all`, by rank. If one rank raised, all raise.
     """
 
     all: list[dict[str, Any]]
@@ -46,7 +46,7 @@ class all_or_none(dict):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         problem = None if error is None else [type(error).__name__, _in_words(error)]
         message = {"problem": problem, **(self if error is None else {})}
-        if error is not None and not isinstance(error, Exception):  # a request to stop, which waits for nobody
+        if error is not None and not isinstance(error, Exception):  # a request to stop: wait for nobody
             self._engine.meetings.tell(self._purpose, message)
             return
         self.all = self._engine.meetings.meet(self._purpose, message)

@@ -2,8 +2,8 @@
 
     folder/step-00000010/   what is in it: folder.py
 
-What is not finished is called `.step-….saving`, `.step-….removing` or `.step-….replaced`. The process that holds the
-lock on `folder/.lock`, rank 0 for as long as it lives, owns these: it may remove what a killed run has left.
+Unfinished folders are called `.step-….saving`, `.step-….removing` or `.step-….replaced`. The process that holds the
+lock on `folder/.lock` (rank 0, for as long as it lives) owns these and may remove what a killed run has left.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Checkpoints:
     """The checkpoints in `folder`, of which the last `keep` stay. Rank 0 creates the folder if there is none.
 
     Any rank may look; `save` and `load` are collective. Both use the model's own meetings, so a rank that died is named
-    within seconds, and one that is late when the deadline of `fully_shard` has passed.
+    within seconds, and a late one once the deadline of `fully_shard` has passed.
     """
 
     def __init__(self, folder: str | os.PathLike, *, keep: int) -> None:
@@ -47,20 +47,20 @@ class Checkpoints:
         self._is_clean = False
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(OSError):  # another user's folder, to read from
+            with contextlib.suppress(OSError):  # another user's folder, only read
                 self._own(wait_s=0)
 
     # ------------------------------------------------------------------ looking
 
     def all(self) -> list[Path]:
-        """All finished ones, the last saved last. Raises CheckpointCorrupt for one whose manifest is damaged."""
+        """All finished ones, in the order they were saved. Raises CheckpointCorrupt for a damaged manifest."""
         return _by_age(self.folder)
 
     def newest(self, *, fallback: bool = False) -> Path | None:
         """The last one saved; None if there is none.
 
-        Raises CheckpointCorrupt if its files are missing or of another size; `load` checks their contents. `fallback`:
-        skips damaged ones, with a warning for each; it reads all files of those that it checks.
+        Raises CheckpointCorrupt if files are missing or have another size; `load` checks their contents. `fallback`
+        skips damaged ones, with a warning for each, and reads all files of those that it checks.
         """
         if not fallback:
             return newest_in(self.folder)
@@ -83,13 +83,13 @@ class Checkpoints:
     def save(
         self, *, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], step: int, prune: bool = True
     ) -> Path:
-        """Saves model, optimizer, every rank's random numbers and rank 0's `state`, JSON-able. Collective.
+        """Saves model, optimizer, every rank's random state and rank 0's `state`, JSON-able. Collective.
 
         prune: removes the oldest ones beyond `keep`.
 
         Call it between minibatches. Returns the new folder. Raises CheckpointFailed on every rank, with the rank and
-        the cause, if one could not write: nothing is left of it then, and older ones stay as they are. Raises RankLost
-        and DeadlineExceeded as meetings do; the next run removes what is left then.
+        the cause, if one could not write; then nothing is left behind, and older ones stay as they are. Raises RankLost
+        and DeadlineExceeded as meetings do; then the next run removes what is left.
         """
         final = self.folder / f"step-{step:08d}"
         write_checkpoint(
@@ -115,7 +115,7 @@ class Checkpoints:
         others.sort(key=lambda path: _number(path, damaged=-1))
         for path in others[: max(0, len(others) - self.keep + 1)]:
             going = unfinished(path, "removing")
-            with contextlib.suppress(OSError):  # it stays, and the next saving tries again
+            with contextlib.suppress(OSError):  # it stays, and the next save tries again
                 os.rename(path, going)
             shutil.rmtree(going, ignore_errors=True)
 
@@ -133,7 +133,7 @@ class Checkpoints:
                 holder = self._lock.holder_pid(0)
                 raise BlockingIOError(f"process {holder} saves checkpoints in {self.folder}: give another folder")
             time.sleep(0.1)
-        # The lock is taken each time, as another object of this process may have closed the file, which drops it: see
+        # Take the lock each time: another object of this process may have closed the file, which drops it. See
         # [Note: traps of fcntl locks].
         if self._is_clean:
             return

@@ -1,4 +1,4 @@
-"""Model and optimizer as in a checkpoint: by name, for any number of ranks, FSDP2's or ours.
+"""Model and optimizer as checkpoints hold them: by name, for any number of ranks, FSDP2's or ours.
 
 Names are those of torch's `get_model_state_dict` and `get_optimizer_state_dict`: `model.<name>`,
 `optimizer.state.<name>.exp_avg`, `optimizer.param_groups.…`, below any prefix (`app.model.…`, `optim.state.…`).
@@ -22,21 +22,21 @@ _SHOWN = 5  # differences that a message lists
 
 
 def to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The nested state dict to write. An optimizer that has never stepped has hyperparameters only."""
+    """The nested state dict to write. An optimizer that has never stepped only has hyperparameters."""
     return {"model": get_model_state_dict(model), "optimizer": _optimizer_state(model, optimizer)}
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if optimizer.state:
         return get_optimizer_state_dict(model, optimizer)
-    # torch's function would make states by a step with a learning rate of 0, which would count as a step.
+    # torch's function would create states by a step with a learning rate of 0, which would count as a step.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     return {"state": {}, "param_groups": groups}
 
 
 def to_load(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -> dict[str, Any]:
-    """A flat state dict, by the checkpoint's names, of this rank's own tensors and of placeholders, to read into.
+    """A flat state dict to read into, by the checkpoint's names: this rank's own tensors, and placeholders.
 
     An optimizer without states gets states of zeros. Raises CheckpointDiffers before anything is overwritten.
     """
@@ -79,7 +79,7 @@ def _raise_if(differences: list[str], words: str) -> None:
 
 
 def _prefix(name: str, there: dict[str, TensorStorageMetadata]) -> str:
-    """The prefix of the model's names in the checkpoint; "model." if none of them is found."""
+    """The prefix of the model's names in the checkpoint; "model." if none is found."""
     found = [other for other in there if (other == name or other.endswith(f".{name}")) and ".state." not in f".{other}"]
     return min(found, key=len)[: -len(name)] if found else "model."
 
@@ -97,7 +97,7 @@ def _optimizer_to_load(
         raise CheckpointDiffers("the checkpoint has no optimizer: load the model only. Nothing was overwritten.")
     names = dict(_trained(model, optimizer))
     if not optimizer.state:
-        optimizer.zero_grad()  # torch makes no states where there are gradients
+        optimizer.zero_grad()  # torch creates no states while there are gradients
     states = get_optimizer_state_dict(model, optimizer)["state"]
     kind_here = type(optimizer).__name__
     saved: dict[str, set[str]] = {}

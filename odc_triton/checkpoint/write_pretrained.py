@@ -1,4 +1,4 @@
-"""Writes a sharded model into a Hugging Face folder, or its adapter into one of PEFT."""
+"""Writes a sharded model into a Hugging Face folder, or its adapter into a PEFT folder."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def save_pretrained(
     """Writes config, safetensors and tokenizer of a sharded transformers model, for plain transformers to load.
 
     Only rank 0 calls it, outside of a minibatch, while the others wait. For a PEFT model the adapter is written.
-    Parameters are saved in `dtype`, by default the compute dtype. Meanwhile rank 0 has one unit and one file's tensors,
-    `shard_bytes`, in memory. The folder is written aside and renamed, so it is there whole or not at all.
+    Parameters are saved in `dtype`, by default the compute dtype. Meanwhile rank 0 holds one unit and one file's
+    tensors, `shard_bytes`, in memory. The folder is written aside and renamed, so it exists whole or not at all.
 
-    Raises TypeError for another kind of model, FileExistsError for a folder with something in it, unless `overwrite`,
+    Raises TypeError for another kind of model, FileExistsError for a folder that is not empty unless `overwrite`,
     RuntimeError on other ranks and for parameters that have no values here, OSError.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
@@ -101,7 +101,7 @@ def _write_model(model: nn.Module, folder: Path, dtype: torch.dtype | None, shar
 def _tensors_by_unit(
     model: nn.Module, empty: nn.Module, dtype: torch.dtype | None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Each unit's parameters and persistent buffers together, as transformers merges tensors of one unit only."""
+    """Each unit's parameters and persistent buffers together: transformers merges only tensors of the same unit."""
     units = find_units(model)
     missing = [name for name, value in model.named_parameters() if value.is_meta]
     if missing:
@@ -114,7 +114,7 @@ def _tensors_by_unit(
         names.setdefault(id(value), []).append(name)
     values: dict[str, Any] = {}
     for value in model.parameters():
-        # If it has several names, the one that the others are tied to.
+        # Of several names, the one that the others are tied to.
         name = next((name for name in names[id(value)] if name not in tied), names[id(value)][0])
         values[name] = parameters.get(id(value), value)
     persistent = model.state_dict().keys()

@@ -30,10 +30,10 @@ class BenchOptions:
     minibatches: int = option(4, "minibatches to time in each round, after one to warm up")
     rounds: int = option(3, "rounds; each takes every way once")
     variants: str | None = option(None, "only these, by their names in the table, separated by commas; by default all")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: cuda where there is a GPU for every rank")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: cuda if there is a GPU for every rank")
     dtype: Literal["fp32", "bf16"] | None = option(None, "dtype of compute; by default bf16 on GPUs, fp32 on the CPU")
     gradient_checkpointing: bool = option(False, "recompute activations in backward")
-    seed: int = option(0, "of the random weights, tokens and the samples' order")
+    seed: int = option(0, "seed for the random weights, tokens and the samples' order")
 
     def __post_init__(self) -> None:
         require_one_model(self)

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(arguments)
     try:
         status = options.run(options)
-        sys.stdout.flush()  # here, so that a closed pipe is met below, not at the interpreter's end
+        sys.stdout.flush()  # here, so that a closed pipe raises below, not when the interpreter exits
         return status
     except KeyboardInterrupt as stop:
         return _say_stopped(getattr(stop, "signal", signal.SIGINT))  # the launcher's has the signal
@@ -55,7 +55,7 @@ def _say_stopped(number: int) -> int:
 
 
 def _importing() -> AbstractContextManager[None]:
-    """Ctrl-C ends the process at once: in an import KeyboardInterrupt is lost, or becomes another error."""
+    """Ctrl-C ends the process at once: during an import KeyboardInterrupt is lost, or becomes another error."""
     return handling(lambda number, _: os._exit(_say_stopped(number)), signal.SIGINT)
 
 
@@ -81,7 +81,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _did_you_mean(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """What mistyped options may have been meant, of all commands' options."""
+    """The options of any command that mistyped ones may have meant."""
     known, parsers = set(), [parser]
     while parsers:
         for action in parsers.pop()._actions:
@@ -109,7 +109,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _from_bench(name: str) -> ModuleType:
-    """The module bench.`name`. The baselines are not part of the package: they are in the repository, beside it."""
+    """The module bench.`name`. The baselines are not part of the package: they are next to it in the repository."""
     root = Path(__file__).resolve().parents[2]
     if not (root / "bench").is_dir():
         raise RuntimeError(
@@ -265,7 +265,7 @@ def _tune(ranks: int, wanted: TuneOptions) -> int:
 def _takes(parser: argparse.ArgumentParser, kind: type[Options], run: Callable[..., int], *others: str) -> None:
     """Adds the fields of the dataclass `kind` to the command, which then calls `run`.
 
-    It is called with the arguments named in `others`, which the command has already, and the options.
+    `run` gets the arguments named in `others`, which the command already has, and the options.
     """
     from ..base.options import add_arguments, read_options
 

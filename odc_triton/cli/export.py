@@ -24,10 +24,10 @@ class ExportOptions:
 
 
 def export(checkpoint: str | Path, options: ExportOptions) -> Path:
-    """Writes `checkpoint`, or the newest one in this folder, into `options.out`; returns which one it was.
+    """Writes `checkpoint`, or the newest one in this folder, into `options.out`; returns the one written.
 
-    For a run with `--lora-rank` the adapters are written, as the run itself does at its end. One process reads it,
-    whatever the number of ranks that wrote it. Raises what `load_checkpoint` and `save_pretrained` do, and
+    For a run with `--lora-rank` it writes the adapters, as the run itself does at its end. One process reads it,
+    whatever the number of ranks that wrote it. Raises what `load_checkpoint` and `save_pretrained` raise, and
     FileNotFoundError if there is no checkpoint.
     """
     import torch

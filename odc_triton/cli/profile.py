@@ -54,7 +54,7 @@ class ProfileOptions:
     replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
     fused_head: bool = option(False, "never compute whole logits")
     gradient_checkpointing: bool = option(False, "recompute activations in backward")
-    seed: int = option(0, "of the random weights, tokens and the samples' order")
+    seed: int = option(0, "seed for the random weights, tokens and the samples' order")
 
     def __post_init__(self) -> None:
         require_one_model(self)
@@ -71,7 +71,7 @@ class ProfileOptions:
 def run_profile(options: ProfileOptions) -> dict[str, Any]:
     """Runs and measures the minibatches on this rank; returns seconds by category, wall time and tokens.
 
-    Every rank of the job calls it. Each writes torch's own trace, rank 0 also the picture and the events' trace.
+    Every rank of the job calls it. Each writes torch's own trace; rank 0 also writes the picture and the events' trace.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -109,7 +109,7 @@ def run_profile(options: ProfileOptions) -> dict[str, Any]:
 
 
 def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
-    """The sharded model, and this rank's packs of every minibatch, the one to warm up first."""
+    """The sharded model, and this rank's packs of every minibatch, the warm-up one first."""
     import torch
 
     from ..balance import CostModel, MinibatchSampler
@@ -178,7 +178,7 @@ def _spans(record: Any, start_ns: int, engine: Engine) -> tuple[list[Span], Any]
         ], overlapping
     timed = sorted((*_seconds(event, start_ns), event.name()) for event in events if event.duration_ns() > 0)
     spans: list[Span] = []
-    open_until: list[tuple[float, str]] = []  # what stands around the next one
+    open_until: list[tuple[float, str]] = []  # the spans that enclose the next one
     for begin_s, end_s, name in sorted(timed, key=lambda part: (part[0], -part[1])):
         while open_until and open_until[-1][0] <= begin_s:
             open_until.pop()
@@ -215,7 +215,7 @@ def _draw(tracks: dict[str, list], out: Path) -> None:
 
 
 def report(options: ProfileOptions, of_ranks: list[dict[str, Any]]) -> str:
-    """Writes profile.json and returns the table: seconds and shares of the mean rank, and the extremes."""
+    """Writes profile.json and returns the table: seconds and shares of the mean rank, and the range over all ranks."""
     from ..base.files import write_file
     from ..base.report import table
 

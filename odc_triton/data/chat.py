@@ -1,7 +1,7 @@
-"""Conversations to token ids by a tokenizer's chat template, and which tokens are the assistant's.
+"""Turns conversations into token ids with a tokenizer's chat template, and finds the assistant's tokens.
 
 A template with {% generation %} marks says which they are. Otherwise the conversation is rendered twice for each of the
-assistant's turns: up to the turn (with the header that asks for it), and up to its end. What lies between is learned,
+assistant's turns: up to the turn (with the header that asks for it), and up to its end. What is in between is learned,
 including what the template writes after the turn. This is right only if the whole conversation begins with the tokens
 of each of these prefixes, which is checked. A template that renders earlier turns differently once later ones follow,
 for example without their reasoning, is refused.
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Messages = Sequence[dict[str, Any]]
-Spans = list[tuple[int, int]]  # [start, end) of the tokens that are learned, ascending, apart from each other
+Spans = list[tuple[int, int]]  # [start, end) of the tokens that are learned, ascending, not adjacent
 EncodeBatch = Callable[[list[str]], Sequence[Sequence[int]]]
 
 ASSISTANT = "assistant"
 # Text given to the tokenizer at a time.
 _CHARACTERS = 4_000_000
-# More than any text has per token, except white space or one letter repeated many times.
+# More than any text has per token, except white space or a letter repeated many times.
 CHARACTERS_PER_TOKEN = 64
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REMEDY = "give a template with {% generation %} marks, or write one record per turn of the assistant"
@@ -38,19 +38,19 @@ class Conversation(NamedTuple):
 
 
 class ChatError(ValueError):
-    """A conversation that cannot be rendered; `index` is its place among those given."""
+    """A conversation that cannot be rendered; `index` is its position among those given."""
 
     def __init__(self, index: int, reason: str) -> None:
-        # A template may quote a message; its text goes to terminals and logs.
+        # A template may quote a message, and this text goes to terminals and logs.
         super().__init__(reason.encode("utf-8", "backslashreplace").decode())
         self.index = index
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer of transformers."""
+    """The chat template of a transformers tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encode_batch: EncodeBatch) -> None:
-        """`encode_batch` encodes rendered texts, without special tokens of its own."""
+        """`encode_batch` encodes rendered texts and adds no special tokens."""
         self._tokenizer, self._encode_batch = tokenizer, encode_batch
 
     def encode(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
@@ -74,9 +74,9 @@ class ChatTemplate:
         return self._by_prefixes(conversations, max_tokens)
 
     def _by_marks(self, conversations: Sequence[Conversation], max_tokens: int) -> list[tuple[list[int], Spans]]:
-        # Not apply_chat_template(return_assistant_tokens_mask=True): where marks end in a character of several tokens,
-        # it leaves out all but the first; where they begin in white space that the tokenizer's offsets leave out, it
-        # leaves out this turn and all later ones (transformers 5.23).
+        # Not apply_chat_template(return_assistant_tokens_mask=True): if marks end in a character of several tokens, it
+        # drops all but the first; if they begin in white space that the tokenizer's offsets leave out, it drops this
+        # turn and all later ones (transformers 5.23).
         from transformers.utils.chat_template_utils import render_jinja_template
 
         texts, marks = [], []
@@ -110,14 +110,14 @@ class ChatTemplate:
         def prefixes() -> Iterator[tuple[int, int, str]]:
             for index, conversation in enumerate(conversations):
                 for turn, message in enumerate(conversation.messages):
-                    # A message takes a token at least. Edges come in by portions, so this one may be late.
+                    # A message takes at least one token. Edges arrive in portions, so this one may be late.
                     if turn >= max_tokens or (edges[index] and edges[index][-1] >= max_tokens):
                         break
                     if message["role"] == ASSISTANT:
                         for text in self._around(index, conversation, turn, wholes[index]):
                             yield index, turn, text
 
-        # By portions, because prefixes of one conversation grow with the square of its turns.
+        # In portions, because prefixes of one conversation grow with the square of its turns.
         for some in _portions(prefixes(), lambda each: len(each[-1])):
             encoded = iter(self._encode_batch([text for index, _, text in some if len(text) < read[index]]))
             for index, turn, text in some:
@@ -136,7 +136,7 @@ class ChatTemplate:
                     else:
                         reason = (
                             f"message {turn} of the assistant does not {'begin' if is_header else 'end'} between two "
-                            f"tokens of the whole conversation, as white space there can cause: strip it"
+                            f"tokens of the whole conversation. White space there can cause this: strip it"
                         )
                     raise ChatError(index, f"{reason}, or {_REMEDY}")
                 edges[index].append(len(prefix))
@@ -163,13 +163,13 @@ class ChatTemplate:
             yield text
 
     def _complete(self, index: int, conversation: Conversation, text: str) -> str:
-        """`text`, the conversation as rendered. Raises ChatError if tools or their calls are missing in it."""
+        """`text`, the rendered conversation. Raises ChatError if tools or their calls are missing from it."""
         messages, tools = conversation
 
         def otherwise(changed: Iterable[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
             try:
                 return self._render(index, Conversation(list(changed), tools))
-            except ChatError:  # then the template looks at what was changed
+            except ChatError:  # so the template reads what was changed
                 return None
 
         remedy = "give a template that supports tools, or render the conversation to 'prompt' and 'completion'"
@@ -196,7 +196,7 @@ class ChatTemplate:
             return call()
         except ChatError:
             raise
-        except Exception as error:  # TemplateError, KeyError, TypeError, …: whatever the template's code raises
+        except Exception as error:  # TemplateError, KeyError, TypeError, …: the template's code may raise anything
             raise ChatError(
                 index, f"the chat template refuses this conversation ({type(error).__name__}: {error})"
             ) from error
@@ -208,9 +208,9 @@ def encode_heads(
     max_tokens: int,
     tokens: Callable[[T], int] = len,
 ) -> list[tuple[T, int]]:
-    """For each text (what `encode_batch` makes of it, the number of characters encoded).
+    """For each text (what `encode_batch` returns for it, the number of characters encoded).
 
-    Of a text far longer than `max_tokens` tokens only a head of more than twice that is encoded, so that memory does
+    If a text is far longer than `max_tokens` tokens, only a head of more than twice that is encoded, so memory does
     not grow with what is cut off anyway. Twice, because the cut may change the tokens next to it.
     """
     most = max_tokens * CHARACTERS_PER_TOKEN
@@ -244,7 +244,7 @@ def _checked(index: int, text: str) -> str:
 
 
 def _covering(offsets: Sequence[tuple[int, int]], ranges: Iterable[tuple[int, int]]) -> Spans:
-    """The tokens with a character in one of `ranges`; `offsets` are each token's characters."""
+    """The tokens that have a character in one of `ranges`; `offsets` are each token's characters."""
     if not offsets:
         return []
     begins, ends = np.asarray(offsets).T
@@ -260,7 +260,7 @@ def _covering(offsets: Sequence[tuple[int, int]], ranges: Iterable[tuple[int, in
 
 
 def joined_spans(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Ascending spans without empty ones, and with neighbours made one (two messages of the assistant in a row)."""
+    """Ascending spans without empty ones, neighbours merged (two messages of the assistant in a row)."""
     joined: Spans = []
     for start, end in spans:
         if joined and joined[-1][1] >= start:

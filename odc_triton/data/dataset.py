@@ -1,9 +1,9 @@
-"""Samples: records as one compact array of tokens on disk, with what is learned marked.
+"""Samples: records as one compact array of tokens on disk, with the targets marked.
 
 Labels follow the convention of transformers: equal to `input_ids` where a token is a target, -100 elsewhere,
 not shifted. All tokens of a text are targets; of a prompt and its completion, the completion's and the end
-token; of a conversation, the assistant's (see `chat`). The first token of a sample, which nothing comes before,
-is never predicted: it is not counted as a target, and a sample without another one is dropped.
+token; of a conversation, the assistant's (see `chat`). A sample's first token has none before it and is never
+predicted: it is not counted as a target, and a sample with no other target is dropped.
 
 Memory does not grow with the data: samples go to disk as they are made, and are read by memory mapping, whose
 pages all ranks of a machine share. Only a few bytes per sample, its length, stay in memory.
@@ -35,7 +35,7 @@ from .tokenizer import TextEncoder
 IGNORED_LABEL = IGNORED  # its former name here
 TooLong = Literal["error", "truncate", "drop"]
 
-# Text given to the tokenizer at a time; fewer records than `batch_records` if they are long.
+# Text given to the tokenizer at a time; long records make it fewer than `batch_records`.
 _BATCH_CHARACTERS = 4_000_000
 
 
@@ -72,7 +72,7 @@ class DataSummary:
 
     records: int
     samples: int
-    truncated: int  # samples kept, their end cut off
+    truncated: int  # samples kept with their end cut off
     dropped_too_long: int
     dropped_no_target: (
         int  # nothing to learn: an empty text, no turn of the assistant, or a prompt that fills max_tokens
@@ -90,7 +90,7 @@ class DataSummary:
 
 
 class TokenizedDataset:
-    """Samples as flat arrays, in memory or on a file's pages: what a sampler and a collate function read.
+    """Samples as flat arrays, in memory or mapped from a file: what a sampler and a collate function read.
 
     tokens    [total] int32         all samples, one after the other
     offsets   [samples + 1] int64   sample i is tokens[offsets[i] : offsets[i + 1]]
@@ -105,7 +105,7 @@ class TokenizedDataset:
         summary: DataSummary,
         path: str | os.PathLike | None = None,
     ) -> None:
-        """`path` is the file that the arrays lie in, if they do."""
+        """`path`: the file that the arrays are mapped from, if any."""
         self.tokens, self.offsets, self.spans = tokens, offsets, spans
         self.summary = summary
         self.path = None if path is None else Path(path)
@@ -114,7 +114,7 @@ class TokenizedDataset:
     def of_prompts(
         cls, tokens: np.ndarray, offsets: np.ndarray, prompt_lengths: np.ndarray, summary: DataSummary
     ) -> TokenizedDataset:
-        """Samples whose leading `prompt_lengths` [samples] tokens are not targets, all others are."""
+        """Samples whose leading `prompt_lengths` [samples] tokens are not targets; all others are."""
         spans = np.stack([offsets[:-1] + prompt_lengths, offsets[1:]], axis=1).astype(np.int64)
         return cls(tokens, offsets, spans, summary)
 
@@ -125,7 +125,7 @@ class TokenizedDataset:
 
     @property
     def target_counts(self) -> np.ndarray:
-        """[samples] int64: tokens of each sample that are predicted and learned, so without its first one."""
+        """[samples] int64: tokens of each sample that are predicted and learned, so without its first."""
         return _target_counts(self.offsets, self.spans)
 
     @cached_property
@@ -142,7 +142,7 @@ class TokenizedDataset:
         return len(self.offsets) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """{"input_ids", "labels"}, each [length] int64 and the caller's own to change."""
+        """{"input_ids", "labels"}, each [length] int64, copies that the caller may change."""
         index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of a data set of {len(self)}")
@@ -156,7 +156,7 @@ class TokenizedDataset:
         return {"input_ids": input_ids, "labels": labels}
 
     def __reduce__(self) -> tuple:
-        # A worker process of a DataLoader maps the file by itself, instead of being sent a copy of all samples.
+        # A DataLoader's worker process maps the file itself, instead of being sent a copy of all samples.
         if self.path is not None:
             return TokenizedDataset.load, (self.path,)
         return TokenizedDataset, (self.tokens, self.offsets, self.spans, self.summary)
@@ -170,14 +170,14 @@ class TokenizedDataset:
     def load(cls, path: str | os.PathLike, *, verify: bool = False) -> TokenizedDataset:
         """Maps what `save` or `tokenize_source` wrote. Raises DataError for anything else.
 
-        `verify` reads the whole file once and compares its checksums: needed where the file may be damaged.
+        `verify` reads the whole file once and compares its checksums: use it if the file may be damaged.
         """
         try:
             arrays, meta = map_arrays(path, ("tokens", "offsets", "spans"), verify=verify)
             summary = DataSummary(**meta)
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
-        except Exception as error:  # the readers of zip, npy and JSON raise a dozen kinds
+        except Exception as error:  # readers of zip, npy and JSON raise many kinds
             raise DataError(f"{path} is not a prepared data set ({error}); prepare it again") from error
         _check_arrays(path, **arrays, summary=summary)
         return cls(*arrays.values(), summary, path)
@@ -189,9 +189,9 @@ def tokenize_file(
     options: DataOptions | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> TokenizedDataset:
-    """The samples of a JSON-lines file, in its order, on pages of a file in TMPDIR that is already removed.
+    """The samples of a JSON-lines file, in its order, mapped from a file in TMPDIR that is already removed.
 
-    Arguments and errors as of `tokenize_source`.
+    Arguments and errors are those of `tokenize_source`.
     """
     with TemporaryDirectory(prefix="odc-triton-data-") as folder:
         prepared = Path(folder) / "data.npz"
@@ -211,12 +211,12 @@ def tokenize_source(
     """Writes the samples of `source`, in its order, for `TokenizedDataset.load`, whole or not at all.
 
     `progress` is called after each batch with the records done and their fraction of the source.
-    Raises DataError for unusable records, for a sample too long if the options say so, and if none is left; OSError
-    where the file can't be written.
+    Raises DataError for unusable records, for too long a sample if the options say so, and if none is left; OSError
+    if the file can't be written.
     """
     try:
         return _write_samples(source, encoder, path, options or DataOptions(), progress)
-    except OSError as error:  # no space, no permission; those of reading are DataErrors already
+    except OSError as error:  # no space, no permission; reading raises DataError instead
         raise OSError(error.errno, f"{error.strerror or error} while the samples were written", str(path)) from error
 
 
@@ -273,8 +273,8 @@ def _write_samples(
 
 
 def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> Iterator[tuple[list[int], Spans]]:
-    """(token ids, learned spans) of each record; too long ones have more than `max_tokens` ids, and may have lost their
-    end. Raises DataError."""
+    """(token ids, learned spans) of each record; too long ones have more than `max_tokens` ids, and their end may be
+    missing. Raises DataError."""
     texts = [text for each in batch if each.messages is None for text in (each.prompt, each.completion)]
     heads = encode_heads(encoder.encode_batch, [text for text in texts if text is not None], max_tokens)
     encoded = (ids for ids, _ in heads)
@@ -290,7 +290,7 @@ def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -
             masked = len(head)
         completion = next(encoded)
         ids = [*head, *completion]
-        # A text made by a chat template may carry its end token already.
+        # A text made by a chat template may already have its end token.
         if not len(completion) or completion[-1] != encoder.end_id:
             ids.append(encoder.end_id)
         yield ids, [(masked, len(ids))]
@@ -394,7 +394,7 @@ class SampleSubset:
 
     @property
     def summary(self) -> str:
-        """Counts, to be printed. What was truncated or dropped is in the whole data set's."""
+        """Counts, to print. The whole data set's summary has what was truncated or dropped."""
         tokens, targets = int(self.lengths.sum()), int(self.target_counts.sum())
         return f"{len(self)} of {len(self.data)} samples, {tokens} tokens, {targets} of them learned"
 
@@ -402,7 +402,7 @@ class SampleSubset:
         return len(self.indices)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """As of the data set."""
+        """As for the whole data set."""
         index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of a subset of {len(self)}")
@@ -410,7 +410,7 @@ class SampleSubset:
 
 
 def split_samples(data: TokenizedDataset, evaluation: float, *, seed: int = 0) -> tuple[SampleSubset, SampleSubset]:
-    """(to train on, to evaluate on), disjoint, together all.
+    """(to train on, to evaluate on): disjoint, together all samples.
 
     `evaluation` is a number of samples, 1 or more, or a fraction below 1 (rounded, at least one sample). Raises
     ValueError if a part would be empty.
@@ -426,7 +426,7 @@ def split_samples(data: TokenizedDataset, evaluation: float, *, seed: int = 0) -
             f"an evaluation split of {evaluation!r} would take {count} of {total} samples and leave none to train "
             "on; make it smaller, or give more data"
         )
-    # Only Random.random is promised to give the same numbers in every Python, and numpy's generators are not.
+    # Only Random.random is promised to give the same numbers in every Python version; numpy's generators are not.
     generator = random.Random(f"evaluation {seed}")
     keys = np.fromiter((generator.random() for _ in range(total)), np.float64, total)
     aside = np.zeros(total, bool)

@@ -1,4 +1,4 @@
-"""Data in other well-known formats: shell commands, to be pasted, that convert them to what is read here."""
+"""Data in other well-known formats: shell commands to paste that convert them to what is read here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _RECORDS = {
 
 
 def of_file(raw: bytes, file: str) -> str | None:
-    """What `file`, of which `raw` is a line, is instead of JSON lines, and the remedy; None if unknown."""
+    """What `file` is instead of JSON lines, judged by its line `raw`, and the remedy; None if unknown."""
     for magic, (name, unpack) in _UNPACK.items():
         if raw.startswith(magic):
             return f"the file is compressed with {name}; unpack it: {unpack} {shlex.quote(file)} > {_made_of(file)}"
@@ -45,7 +45,7 @@ def of_file(raw: bytes, file: str) -> str | None:
 
 
 def of_parquet(place: str) -> str:
-    """The command for a Parquet file, or a folder with some."""
+    """The command for a Parquet file, or a folder of them."""
     files = (
         f'sorted(glob.glob({_literal(place)} + "/**/*.parquet", recursive=True))'
         if Path(place).is_dir()
@@ -76,7 +76,7 @@ def _printing(modules: str, what: str, rows: str, file: str) -> str:
 
 
 def _made_of(file: str) -> str:
-    """A name that hardly any file has yet, as the command overwrites it."""
+    """A name that hardly any file has yet, because the command overwrites it."""
     return shlex.quote(f"{file.rstrip('/')}.converted.jsonl")
 
 

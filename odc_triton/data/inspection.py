@@ -55,7 +55,7 @@ def inspect_data(
     source: Source, encoder: TextEncoder, *, token_cap: int, vocabulary: int | None = None, unit: str = "tokens"
 ) -> tuple[Inspection, np.ndarray]:
     """(what `source` holds, [samples] lengths). Memory does not grow with it. Raises as `tokenize_source` does."""
-    DataOptions(max_tokens=token_cap)  # its check
+    DataOptions(max_tokens=token_cap)  # raises if the cap is too small
     counting = _CountingForms(source)
     with TemporaryDirectory(prefix="odc-triton-inspect-") as folder:
         path = Path(folder) / "data.npz"
@@ -101,7 +101,7 @@ def main(
     picture: str | os.PathLike | None,
     as_json: bool,
 ) -> tuple[str, bool]:
-    """(what the command prints, whether the model has all tokens); draws the lengths to `picture` if given."""
+    """(what the command prints, whether the model has all tokens); draws the lengths into `picture` if given."""
     encoder = _bytes() if tokenizer is None else TextEncoder.of(read_tokenizer(tokenizer))
     found, lengths = inspect_data(
         open_source(name),
@@ -116,7 +116,7 @@ def main(
 
 
 def describe(found: Inspection) -> str:
-    """The findings as a page of text, safe to print: control characters in the data are written out."""
+    """The findings as a page of text, safe to print: control characters in the data are escaped."""
     unit, cap = found.unit, found.token_cap
     forms = ", ".join(f"{count:,} of {form}" for form, count in found.forms.items())
     lines = [
@@ -140,7 +140,7 @@ def describe(found: Inspection) -> str:
     lines += ["", _over(found)]
     if found.tokens_outside:
         lines.append(
-            f"{found.tokens_outside:,} tokens are outside of the model's vocabulary of {found.vocabulary:,} (the "
+            f"{found.tokens_outside:,} tokens are outside the model's vocabulary of {found.vocabulary:,} (the "
             f"largest is {found.largest_token:,}): give the model's own tokenizer"
         )
     elif found.vocabulary is not None:
@@ -150,7 +150,7 @@ def describe(found: Inspection) -> str:
 
 
 def draw_lengths(lengths: np.ndarray, found: Inspection, path: str | os.PathLike) -> None:
-    """Writes a picture (PNG) of how long the samples are. Raises ImportError without matplotlib."""
+    """Writes a PNG of how long the samples are. Raises ImportError without matplotlib."""
     figure = require_matplotlib().figure.Figure(figsize=(9, 4.5), dpi=160, layout="constrained")
     axes = figure.subplots()
     axes.hist(lengths, bins=min(80, max(int(lengths.max() - lengths.min()), 1)), color="#4c78a8")
@@ -159,7 +159,7 @@ def draw_lengths(lengths: np.ndarray, found: Inspection, path: str | os.PathLike
         (found.lengths["95"], "95%", "-."),
         (found.token_cap, f"cap {found.token_cap:,}: {found.too_long:,} longer", "--"),
     ):
-        # A cap far to the right of all samples would only squeeze them.
+        # A cap far to the right of all samples would squeeze them.
         if value <= 1.2 * lengths.max():
             axes.axvline(value, color="#222222", linestyle=style, linewidth=1.2, label=label)
     axes.set(
@@ -175,7 +175,7 @@ def draw_lengths(lengths: np.ndarray, found: Inspection, path: str | os.PathLike
 
 
 class _CountingForms:
-    """A source that counts the forms of its records as they pass."""
+    """A source that counts the forms of its records as they are read."""
 
     def __init__(self, source: Source) -> None:
         self._source, self.name = source, source.name
@@ -220,7 +220,7 @@ def _bytes() -> TextEncoder:
 
 
 def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """Bins that double: lengths of one data set span orders of magnitude."""
+    """Bins whose widths double: lengths of one data set span orders of magnitude."""
     exponents = np.frexp(lengths.astype(np.float64))[1]  # 2**(e - 1) <= length < 2**e
     low, high = int(exponents.min()), int(exponents.max())
     counts = np.bincount(exponents - low, minlength=high - low + 1)
@@ -270,7 +270,7 @@ def _over(found: Inspection) -> str:
 
 
 def _safe(text: str) -> str:
-    """Short enough, and with control characters written out."""
+    """Short enough, with control characters escaped."""
     if len(text) > _SHOWN:
         text = f"{text[: _SHOWN // 2]} […] {text[-_SHOWN // 2 :]}"
     return "".join(at if at == "\n" or at.isprintable() else ascii(at)[1:-1] for at in text)

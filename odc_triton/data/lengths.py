@@ -20,7 +20,7 @@ _FIELDS = ("length", "tokens", "input_ids")
 def read_lengths(
     path: str | Path, token_cap: int | None = None, count_tokens: Callable[[Record], int] | None = None
 ) -> list[int]:
-    """Lengths in tokens, in the file's order, cut off at `token_cap` where that is given.
+    """Lengths in tokens, in the file's order, cut off at `token_cap` if given.
 
     - `.npz` of a prepared data set;
     - `.json`: a list of numbers;

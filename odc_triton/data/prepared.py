@@ -1,9 +1,9 @@
-"""Prepared data: samples made once, kept in a folder, and found again at the next start.
+"""Prepared data: samples made once, kept in a folder, and found again on the next start.
 
 The file's name holds a hash of everything that the samples depend on: path, size and times of the data (for a data
 set of `datasets`, its fingerprint), the tokenizer with its chat template and library, `DataOptions`, and the
-version of this format. So nothing is ever stale: a change gives another name, and files that are no longer wanted may
-be deleted at any time. Checksums are compared before a file is used again; a damaged one is written again.
+version of this format. So nothing is ever stale: a change gives another name, and files that are no longer needed may
+be deleted at any time. Checksums are compared before a file is used again; a damaged one is rewritten.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def prepare_data(
 ) -> TokenizedDataset:
     """The samples of `source` (see `sources.open_source`), from `folder` if they were prepared before.
 
-    One rank of a machine calls it; the others `TokenizedDataset.load` the `path` of what it returns, and share its
+    One rank of a machine calls it; the others `TokenizedDataset.load` the `path` of the result, and share its
     pages. `folder` is `default_folder()` unless given. Raises DataError for unusable data, and for data that change
-    while they are read; OSError where `folder` can't be written; ValueError where source or encoder has no fingerprint.
+    while they are read; OSError if `folder` can't be written; ValueError if source or encoder has no fingerprint.
     """
     options = options or DataOptions()
     source = open_source(source) if isinstance(source, str) else source
@@ -70,11 +70,11 @@ def prepared_path(source: Source, encoder: TextEncoder, options: DataOptions, fo
 
 
 def default_folder() -> Path:
-    """$ODC_TRITON_CACHE, or odc-triton below the user's folder of caches ($XDG_CACHE_HOME, ~/.cache)."""
+    """$ODC_TRITON_CACHE, or odc-triton in the user's cache folder ($XDG_CACHE_HOME, ~/.cache)."""
     given = os.environ.get(FOLDER)
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "odc-triton"
 
 
 def _stem(source: Source) -> str:
-    """For people who look into the folder."""
+    """A readable part of the file name, for people who look into the folder."""
     return re.sub(r"[^\w.-]+", "_", Path(source.name).name, flags=re.ASCII)[:60] or "data"

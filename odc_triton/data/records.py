@@ -1,4 +1,4 @@
-"""Training records: the lines of a JSON-lines file, or the rows of a table, every one checked.
+"""Training records: the lines of a JSON-lines file, or the rows of a table, each one checked.
 
 A record holds one of three forms; other fields are ignored:
 
@@ -6,8 +6,8 @@ A record holds one of three forms; other fields are ignored:
     {"prompt": …, "completion": …}       the completion is learned
     {"messages": [{"role": …, "content": …}, …]}     the assistant's messages are learned
 
-Beside `messages` there may be `tools`, and the assistant may call them: its message has `tool_calls`, and its `content`
-may be null.
+Next to `messages` there may be `tools`, and the assistant may call them: its message has `tool_calls`, and its
+`content` may be null.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Any, Literal
 
 from . import foreign
 
-IGNORED = -100  # the label that torch's and transformers' losses leave out
+IGNORED = -100  # the label that torch's and transformers' losses ignore
 Form = Literal["text", "prompt and completion", "messages"]
 FORMS = "'text', or both 'prompt' and 'completion', or 'messages'"
-# While a line's text is tokenised it takes about a hundred times as many bytes.
+# While a line is tokenised it takes about a hundred times its size in memory.
 LARGEST_LINE_BYTES = 16 * 2**20
-_FOREIGN_ROLES = {"human": "user", "gpt": "assistant"}  # which no chat template knows
+_FOREIGN_ROLES = {"human": "user", "gpt": "assistant"}  # names that no chat template knows
 
 
 class DataError(ValueError):
-    """Training data that cannot be used; the message names the file, the line where there is one, and why."""
+    """Training data that cannot be used; the message names the file, the line if there is one, and the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One record. `prompt` is None for a text; `completion` is then the whole of it. `messages` is None unless the
-    record is a conversation; `prompt` is then None, `completion` is empty, and there may be `tools`."""
+    """One record. For a text `prompt` is None and `completion` is the whole text. `messages` is None unless the
+    record is a conversation; then `prompt` is None, `completion` is empty, and there may be `tools`."""
 
     prompt: str | None = None
     completion: str = ""
@@ -47,7 +47,7 @@ class Record:
     line: int  # of the file, from 1; or row of the table, from 0
     where: str  # how errors name it
     end: int  # where it ends in its source: in bytes of a file, in rows of a table
-    characters: int  # of all its texts
+    characters: int  # in all its texts
 
     @property
     def form(self) -> Form:
@@ -63,7 +63,7 @@ def read_records(path: str | os.PathLike) -> Iterator[Record]:
     """
     end, empty = 0, True
     try:
-        # A pipe would block here for ever, and could not be read twice.
+        # A pipe would block here forever, and could not be read twice.
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise DataError(f"{path} cannot be read: it is not a regular file")
         with open(path, "rb") as file:
@@ -96,13 +96,13 @@ def read_rows(rows: Iterable[Any], name: str) -> Iterator[Record]:
     """The records of a table, whose rows are dicts. A field that is None counts as missing, because a table has
     all fields in all rows.
 
-    Raises DataError with the table's name and the row for one that is not usable, and for a table without any.
+    Raises DataError with the table's name and the row for one that is not usable, and for a table without rows.
     """
     row = -1
     for row, fields in enumerate(rows):
         where = f"{name}, row {row}"
         if isinstance(fields, dict):
-            nested = ("messages", "tools")  # where structs of one column have each other's fields too
+            nested = ("messages", "tools")  # structs in one column have each other's fields too
             fields = {
                 key: _without_none(value) if key in nested else value
                 for key, value in fields.items()
@@ -114,7 +114,7 @@ def read_rows(rows: Iterable[Any], name: str) -> Iterator[Record]:
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """What a message says, for counting: its content, and the calls of tools as JSON."""
+    """What a message says, for counting: its content, and its tool calls as JSON."""
     calls = message.get("tool_calls")
     return message.get("content", "") + (json.dumps(calls, ensure_ascii=False) if calls else "")
 
@@ -135,7 +135,7 @@ def _too_large(raw: bytes, path: str | os.PathLike) -> str:
 def _parse(where: str, raw: bytes, file: str) -> Any:
     """`file`: how commands name it."""
     try:
-        # utf-8-sig: editors on Windows put a byte order mark in front.
+        # utf-8-sig: Windows editors put a byte order mark at the start.
         return json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         if what := foreign.of_file(raw, file):
@@ -159,7 +159,7 @@ def _record(where: str, record: Any, *, line: int, end: int, file: str | None = 
         remedy = f"; {foreign.of_array(file or 'FILE')}" if isinstance(record, list) else ""
         raise DataError(f"{where}: a {type(record).__name__}, not a JSON object with {FORMS}{remedy}")
     pair = [name for name in ("prompt", "completion") if name in record]
-    # A lone prompt beside messages is their first one once more, as in several well-known data sets.
+    # A lone prompt next to messages repeats their first one, as in several well-known data sets.
     given = [name for name in ("text", "messages") if name in record] + (pair if len(pair) == 2 else [])
     if "text" in record and pair:
         given = ["text", *pair]
@@ -203,7 +203,7 @@ def _messages(where: str, record: dict) -> list[dict[str, Any]]:
             _string(here, message, name)
         if message["role"] in _FOREIGN_ROLES:
             raise DataError(f"{here} has the role {message['role']!r}; call it {_FOREIGN_ROLES[message['role']]!r}")
-        # Other fields are the template's to use: reasoning, tool calls, a name.
+        # The template may use other fields: reasoning, tool calls, a name.
         _check_others(here, message)
         checked.append({name: value for name, value in message.items() if value is not None})
         if calls:

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 from .foreign import of_parquet
 from .records import DataError, Record, read_records, read_rows
 
-# What a hub id may look like; a name that ends like a file is meant as one.
+# What a hub id may look like; a name with a file's ending is taken for a file.
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|txt|csv|tsv|parquet|arrow|gz|zst)", re.IGNORECASE)
-_SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # one of them is in what `save_to_disk` wrote
+_SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # a folder from `save_to_disk` has one of them
 INSTALL = 'pip install "odc-triton[data]"'
 
 
@@ -30,7 +30,7 @@ class Source(Protocol):
         """The last record's `end`: bytes of a file, rows of a table."""
 
     def fingerprint(self) -> str | None:
-        """Changes whenever the records do. None: not known, so nothing made of them may be kept for a later run."""
+        """Changes whenever the records do. None: not known, so nothing made from them may be kept for a later run."""
 
 
 class JsonLines:
@@ -47,7 +47,7 @@ class JsonLines:
         return os.path.getsize(self.path)
 
     def fingerprint(self) -> str:
-        """Path, size and both times. The inode's time of change can't be set by hand, so it also tells a file that was
+        """Path, size and both times. The inode's change time can't be set by hand, so it also detects a file that was
         replaced, or edited with its date kept. Raises DataError."""
         try:
             status = os.stat(self.path)
@@ -74,9 +74,9 @@ class Rows:
 
 def open_source(name: str) -> Source:
     """The source that a user names: a JSON-lines file; `folder[:split]`, saved by `save_to_disk`; or
-    `hub-id[:split]` or `hub-id:configuration:split`, a data set of the hub. The split is "train" by default.
+    `hub-id[:split]` or `hub-id:configuration:split`, a data set on the hub. The split is "train" by default.
 
-    Raises DataError, also where the `datasets` library is needed and not installed.
+    Raises DataError, also if the `datasets` library is needed and not installed.
     """
     if not name or "\0" in name:
         raise DataError(f"{name!r} names no data; give a file of JSON lines, a folder or a hub id")
@@ -112,19 +112,19 @@ def _from_folder(folder: str, split: str | None) -> Source:
 
 
 def _from_hub(name: str, hub_id: str, configuration: str | None, split: str) -> Source:
-    datasets = _import_datasets(f"{name} is no local file, so it was taken for a data set of the hub")
+    datasets = _import_datasets(f"{name} is not a local file, so it was taken for a data set on the hub")
     return _rows(_load(name, lambda: datasets.load_dataset(hub_id, configuration, split=split)), name)
 
 
 def _rows(loaded: Any, name: str) -> Rows:
-    # Private by its name, but documented as the state of a data set's cache; without it nothing is kept.
+    # Private by name, but documented as the state of a data set's cache; without it nothing is kept.
     return Rows(loaded, name, getattr(loaded, "_fingerprint", None))
 
 
 def _load(name: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
-    except Exception as error:  # of the network, the hub, arrow, the file system
+    except Exception as error:  # from the network, the hub, arrow, the file system
         reason = " ".join(str(error).split())[:500]
         raise DataError(f"{name} cannot be read as a data set ({type(error).__name__}: {reason})") from error
 

@@ -1,6 +1,6 @@
 """Arrays on disk: written as they grow, one uncompressed `.npz` at the end, read back by memory mapping.
 
-Plain `np.load` reads the file too. A member begins at a multiple of 64 bytes, so that its array is aligned.
+Plain `np.load` reads the file too. Members begin at multiples of 64 bytes, so their arrays are aligned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..base.files import atomic_file
 
 _CHUNK = 1 << 20  # bytes copied, or kept in memory, at a time
 _ALIGN = 64
-_ZIP64_EXTRA = 20  # bytes that zipfile itself puts into a member's header
+_ZIP64_EXTRA = 20  # bytes that zipfile itself adds to a member's header
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _PADDING_ID = 0x4F44  # of our extra field; readers skip fields that they do not know
 
@@ -32,7 +32,7 @@ class GrowingArrays:
     """Named columns of integers. They grow in unnamed files, which vanish with the process however it ends."""
 
     def __init__(self, folder: str | os.PathLike, typecodes: Mapping[str, str]) -> None:
-        """`typecodes`: of the module `array`, "i" for int32 and "q" for int64. Missing folders are made."""
+        """`typecodes`: those of the module `array`, "i" for int32 and "q" for int64. Missing folders are created."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._typecodes = dict(typecodes)
         self._pending = {name: array(typecode) for name, typecode in self._typecodes.items()}
@@ -55,7 +55,7 @@ class GrowingArrays:
             self._flush(name)
 
     def save(self, path: str | os.PathLike, shapes: Mapping[str, tuple[int, ...]], meta: dict[str, Any]) -> None:
-        """Writes all columns, shaped so, and `meta` as JSON, atomically."""
+        """Writes all columns with these shapes, and `meta` as JSON, atomically."""
         with atomic_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
             for name, column in self._files.items():
                 self._flush(name)
@@ -81,7 +81,7 @@ def save_arrays(path: str | os.PathLike, arrays: Mapping[str, np.ndarray], meta:
 
 
 def map_arrays(path: str | os.PathLike, names: Iterable[str], *, verify: bool) -> tuple[dict[str, np.ndarray], Any]:
-    """(read-only arrays on the file's pages, meta). `verify` reads all of it once and compares its checksums.
+    """(read-only arrays mapped from the file, meta). `verify` reads all of it once and compares its checksums.
 
     Nothing in the file is ever unpickled. Raises OSError, or what the readers of zip, npy and JSON raise.
     """
@@ -96,7 +96,7 @@ def map_arrays(path: str | os.PathLike, names: Iterable[str], *, verify: bool) -
 
 
 def contents(path: str | os.PathLike) -> str:
-    """A digest of the arrays in a file, made of the checksums in it: the same wherever the file is."""
+    """A digest of the arrays in a file, computed from its checksums: the same wherever the file is."""
     with zipfile.ZipFile(path) as archive:
         members = [(each.filename, each.file_size, each.CRC) for each in archive.infolist()]
     return hashlib.sha256(repr(members).encode()).hexdigest()[:32]
@@ -138,7 +138,7 @@ def _map_member(file: BinaryIO, info: zipfile.ZipInfo) -> np.ndarray:
         raise ValueError(f"{info.filename} is not an array of version 1.0")
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
     if dtype.hasobject or fortran:
-        raise ValueError(f"{info.filename} has Python objects or Fortran's order")
+        raise ValueError(f"{info.filename} has Python objects or Fortran order")
     offset = file.tell()
     values = int(np.prod(shape, dtype=object))  # object: no overflow
     if offset - begin + values * dtype.itemsize != info.file_size:

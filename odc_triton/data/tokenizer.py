@@ -6,9 +6,9 @@ Token ids of one sample, with `TextEncoder`'s parts in brackets:
 
     text                   [before_text] text [end_id]
     prompt + completion    [before_prompt] prompt [before_completion] completion [end_id]
-    messages               what the chat template makes of them (see `chat`)
+    messages               rendered by the chat template (see `chat`)
 
-Our tokenizer marks prompt and completion by special tokens; a model's own tokenizer has no such marks, and
+Our tokenizer marks prompt and completion with special tokens; a model's own tokenizer has no such marks, and
 its sequences begin with its beginning-of-sequence token, if it adds one. Prompt and completion are encoded
 separately, so that no token crosses the boundary of what is learned.
 """
@@ -39,9 +39,9 @@ SPECIAL_TOKENS = (END, PAD, PROMPT, COMPLETION)  # ids 0 to 3
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 8192, sample_bytes: int = 16_000_000) -> Tokenizer:
     """A byte-level BPE: every text has an encoding, and decoding gives it back.
 
-    It learns from the texts until they exceed `sample_bytes` bytes of UTF-8; the rest is not read. The
-    vocabulary of `vocab_size` tokens counts the special tokens and the 256 bytes; it comes out smaller if the
-    texts have too few pairs to merge.
+    It learns from the texts until they exceed `sample_bytes` bytes of UTF-8; the rest is not read. `vocab_size`
+    tokens include the special tokens and the 256 bytes; the vocabulary is smaller if the texts have too few pairs
+    to merge.
 
     Raises ImportError without the `tokenizers` library and ValueError for a vocabulary too small.
     """
@@ -71,7 +71,7 @@ def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike) -> None:
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
     """Reads a `tokenizer.json`.
 
-    Raises ImportError without the `tokenizers` library, OSError and ValueError for a file that is none.
+    Raises ImportError without the `tokenizers` library, OSError and ValueError for a file that is not one.
     """
     text = Path(path).read_bytes()
     try:
@@ -83,7 +83,7 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
 
 def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """A tokenizer of `train_tokenizer` as transformers' class, with its end and pad tokens named."""
+    """A tokenizer from `train_tokenizer` as transformers' class, with its end and pad tokens named."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
@@ -96,7 +96,7 @@ def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
-    """Transformers' tokenizer of a folder or hub id, or this project's own from a tokenizer.json.
+    """Transformers' tokenizer from a folder or hub id, or this project's own from a tokenizer.json.
 
     Raises OSError and ValueError for what is neither.
     """
@@ -118,8 +118,8 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
 class TextEncoder:
     """How samples become token ids: an encoder of texts, and the ids around them.
 
-    `encode_batch` takes texts and returns their ids without special tokens of its own. Special tokens written
-    out in a text are recognised, as in transformers, so that texts made by a chat template work.
+    `encode_batch` takes texts and returns their ids; it adds no special tokens. Special tokens written out
+    in a text are recognised, as in transformers, so that texts made by a chat template work.
     """
 
     encode_batch: Callable[[list[str]], Sequence[Sequence[int]]]
@@ -129,13 +129,13 @@ class TextEncoder:
     before_completion: tuple[int, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None  # special tokens written out
     chat: ChatTemplate | None = None
-    fingerprint: str | None = None  # changes whenever the ids of a text may; None: not known
+    fingerprint: str | None = None  # changes whenever a text's ids might; None: not known
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | PreTrainedTokenizerBase) -> TextEncoder:
-        """The encoder of any tokenizer of transformers, or of one that `train_tokenizer` made.
+        """The encoder of any transformers tokenizer, or of one that `train_tokenizer` made.
 
-        Raises ValueError if no end token is known, or if the tokenizer pads or truncates by itself.
+        Raises ValueError if no end token is known, or if the tokenizer itself pads or truncates.
         """
         if hasattr(tokenizer, "eos_token_id"):
             return cls._of_transformers(tokenizer)
@@ -200,7 +200,7 @@ class TextEncoder:
 
 
 def _encodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether transformers adds nothing to what its Rust library does. The library alone is faster."""
+    """Whether transformers adds nothing to what its Rust library does; the library alone is faster."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)
@@ -262,7 +262,7 @@ def _import_tokenizers():
 
 
 def read_config(source: str) -> Any:
-    """Transformers' config of a folder, a config.json or a hub id. Raises OSError and ValueError."""
+    """Transformers' config from a folder, a config.json or a hub id. Raises OSError and ValueError."""
     from transformers import AutoConfig
 
     with reading(source):
@@ -270,5 +270,5 @@ def read_config(source: str) -> Any:
             return AutoConfig.from_pretrained(source, trust_remote_code=False)
         except OSError:
             raise
-        except Exception as error:  # checks of its fields raise classes of other libraries
+        except Exception as error:  # its fields' checks raise other libraries' classes
             raise ValueError(f"{source} is not the config of a model that transformers has: {error}") from error

@@ -1,7 +1,7 @@
 """The questions we ask the NVIDIA driver, its answers, and snapshots of these as JSON. Pure.
 
-Answers are NVML's own numbers; probe.py knows what they mean. None: this driver or GPU does not answer. A snapshot
-stands for its machine: in tests, and for people who look at it elsewhere.
+Answers are NVML's own numbers; probe.py interprets them. None: this driver or GPU does not answer. A snapshot
+replaces its machine in tests, and for people who look at it elsewhere.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from itertools import groupby
 from types import ModuleType
 from typing import Any, Protocol
 
-_CPU_WORDS = 64  # of 64 CPUs each, more than any machine has: NVML fills what there is
+_CPU_WORDS = 64  # of 64 CPUs each, more than any machine has: NVML fills those that exist
 _NODE_WORDS = 4
-# Of nvmlDeviceGetP2PStatus. Literally: pynvml's NVML_P2P_CAPS_INDEX_READ is the tuple (0,), by a stray comma.
+# For nvmlDeviceGetP2PStatus. Literals, because a stray comma makes pynvml's NVML_P2P_CAPS_INDEX_READ the tuple (0,).
 _READ, _WRITE, _NVLINK, _ATOMICS = 0, 1, 2, 3
 
 _WHY_NOT = {
@@ -30,7 +30,7 @@ _WHY_NOT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkAnswers:
-    """One NVLink of a GPU. `remote_type`: 0 GPU, 1 CPU, 2 switch, 255 unknown; `speed_mbps`: 10⁶ bytes a second."""
+    """One NVLink of a GPU. `remote_type`: 0 GPU, 1 CPU, 2 switch, 255 unknown; `speed_mbps`: 10⁶ bytes per second."""
 
     active: int | None = None
     remote_type: int | None = None
@@ -41,9 +41,9 @@ class LinkAnswers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceAnswers:
-    """One GPU, or one slice of a GPU that is in MIG mode: `mig` is its number there, `parent` the GPU's UUID.
+    """One GPU, or one slice of a GPU in MIG mode: `mig` is the slice's number, `parent` the GPU's UUID.
 
-    `error`: why the driver can't talk to it; nothing else is known then. `cpus` and `numa_nodes` are those next to it.
+    `error`: why the driver can't talk to it; nothing else is known then. `cpus` and `numa_nodes`: those closest to it.
     """
 
     index: int
@@ -67,7 +67,7 @@ class DeviceAnswers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairAnswers:
-    """nvmlGpuP2PStatus_t for four capabilities, and nvmlGpuTopologyLevel_t of the common ancestor on PCIe."""
+    """nvmlGpuP2PStatus_t for four capabilities, and nvmlGpuTopologyLevel_t of the common PCIe ancestor."""
 
     read: int | None = None
     write: int | None = None
@@ -84,16 +84,16 @@ class Nvml(Protocol):
     def driver_version(self) -> str | None: ...
 
     def cuda_version(self) -> str | None:
-        """The newest CUDA that the driver knows, as `12.4`."""
+        """The newest CUDA that the driver supports, as `12.4`."""
 
     def devices(self) -> list[DeviceAnswers]: ...
 
     def pair(self, one: str, other: str) -> PairAnswers:
-        """Of the GPUs with these UUIDs."""
+        """The answers for the GPUs with these UUIDs."""
 
 
 class DriverNvml:
-    """Asks the driver. Any question may stay without an answer; that never raises."""
+    """Asks the driver. Any question may go unanswered; that never raises."""
 
     def __init__(self, library: ModuleType | None = None) -> None:
         self.missing: str | None = None
@@ -154,7 +154,7 @@ class DriverNvml:
         return [(number, mig) for number, mig in asked if mig is not None]
 
     def _device(self, index: int, handle: Any, own: Any) -> DeviceAnswers:
-        """What the GPU of `handle` answers, and for itself `own`: the GPU again, or a slice of it."""
+        """The answers of the GPU `handle`, and those of `own`: the same GPU, or a slice of it."""
         pci = self._ask("nvmlDeviceGetPciInfo_v3", handle) or self._ask("nvmlDeviceGetPciInfo", handle)
         memory = self._ask("nvmlDeviceGetMemoryInfo", own)
         capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
@@ -168,7 +168,7 @@ class DriverNvml:
             pcie_generation_max=self._ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
             pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
             pcie_width_max=self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
-            # nvmlDeviceGetNumaNodeId is something else: the node that a GPU's own memory is, on coherent machines.
+            # nvmlDeviceGetNumaNodeId is something else: the node of a GPU's own memory, on coherent machines.
             numa_nodes=_set_bits(self._ask("nvmlDeviceGetMemoryAffinity", handle, _NODE_WORDS, 0)),
             cpus=_set_bits(self._ask("nvmlDeviceGetCpuAffinity", handle, _CPU_WORDS)),
             fabric_state=self._fabric_state(handle),
@@ -203,7 +203,7 @@ class DriverNvml:
         return tuple(found)
 
     def _speed_mbps(self, handle: Any, link: int) -> int | None:
-        """The first that has a value: the speed of this link, the same from older drivers, that of all links."""
+        """The first that has a value: this link's speed, the same from older drivers, or the speed of all links."""
         names = {"GET_SPEED": link, f"SPEED_MBPS_L{link}": 0, "SPEED_MBPS_COMMON": 0}
         numbers = {getattr(self._library, f"NVML_FI_DEV_NVLINK_{name}", None): scope for name, scope in names.items()}
         asked = [pair for pair in numbers.items() if pair[0] is not None]
@@ -229,17 +229,17 @@ def _text(value: str | bytes) -> str:
 
 
 def _set_bits(words: Iterable[int] | None) -> str | None:
-    """`0-51,104-155` for the bits that are set in 64-bit words; None for none."""
+    """The bits set in 64-bit words, as `0-51,104-155`; None for none."""
     bits = [64 * place + bit for place, word in enumerate(words or ()) for bit in range(64) if word >> bit & 1]
     runs = [[number for _, number in run] for _, run in groupby(enumerate(bits), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs) or None
 
 
 class SnapshotNvml:
-    """Answers from what `Recorder.snapshot` gave, or from the same written by hand.
+    """Answers from a `Recorder.snapshot`, or from one written by hand.
 
-    Links that are alike and follow each other are one entry with a `count`; pairs that are alike are one entry whose
-    `of` lists them, as positions in `devices`. Raises TypeError for an unknown answer.
+    Consecutive links that are alike are one entry with a `count`; pairs that are alike are one entry whose `of` lists
+    them, as positions in `devices`. Raises TypeError for an unknown answer.
     """
 
     def __init__(self, snapshot: Mapping[str, Any]) -> None:
@@ -266,7 +266,7 @@ class SnapshotNvml:
 
 
 class Recorder:
-    """Passes questions on and keeps the answers; `snapshot()` returns all of them so far, ready for JSON."""
+    """Passes questions on and keeps the answers; `snapshot()` returns all so far, ready for JSON."""
 
     def __init__(self, nvml: Nvml) -> None:
         self._nvml = nvml

@@ -1,4 +1,4 @@
-"""Asks the driver, and CUDA by way of torch, which GPUs there are and what joins them.
+"""Asks the driver, and CUDA through torch, which GPUs there are and how they are linked.
 
 This module interprets NVML's numbers (nvml.h); topology.py has the enumerations of pairs.
 """
@@ -13,8 +13,8 @@ from itertools import combinations
 from .nvml import DeviceAnswers, DriverNvml, LinkAnswers, Nvml, PairAnswers
 from .topology import P2P, Device, Pair, PciePath, Topology, bare
 
-# GB/s per direction and link at line rate, as drivers report it (`nvidia-smi nvlink -s`) for a compute capability. For
-# drivers that do not, or report nonsense.
+# GB/s per direction and link at line rate for a compute capability, as drivers report it (`nvidia-smi nvlink -s`). For
+# drivers that don't report it, or report nonsense.
 _NVLINK_GBS = {
     (6, 0): 19.531,
     (7, 0): 25.781,
@@ -26,8 +26,8 @@ _NVLINK_GBS = {
     (10, 3): 53.125,
 }
 _SANE_GBS = (10.0, 250.0)
-_TO_SWITCH, _TO_UNKNOWN = 2, 255  # of nvmlIntNvLinkDeviceType_t
-_FABRIC_STARTING = {1: "not started", 2: "starting"}  # of nvmlGpuFabricState_t
+_TO_SWITCH, _TO_UNKNOWN = 2, 255  # from nvmlIntNvLinkDeviceType_t
+_FABRIC_STARTING = {1: "not started", 2: "starting"}  # from nvmlGpuFabricState_t
 
 
 def read_topology(
@@ -35,7 +35,7 @@ def read_topology(
 ) -> Topology:
     """Asks `nvml` (the driver) what there is and `cuda` (torch) what this process sees of it.
 
-    `names` are the entries of CUDA_VISIBLE_DEVICES: they tell MIG slices apart where CUDA gives the whole GPU's UUID.
+    `names` are the entries of CUDA_VISIBLE_DEVICES: they tell MIG slices apart if CUDA gives the whole GPU's UUID.
     """
     if nvml is None:
         driver = DriverNvml()
@@ -90,7 +90,7 @@ def _from_cuda(seen: Sequence[CudaDevice], missing: str) -> Topology:
 def _cuda_numbers(
     found: Sequence[DeviceAnswers], seen: Sequence[CudaDevice], names: Sequence[str] | None
 ) -> dict[str, int]:
-    """CUDA's number of each GPU that it shows, found by UUID: masks and CUDA_DEVICE_ORDER change positions."""
+    """CUDA's number for each GPU that it shows, found by UUID: masks and CUDA_DEVICE_ORDER change positions."""
     numbers: dict[str, int] = {}
     for device in seen:
         same = [each for each in found if bare(each.uuid) == bare(device.uuid)]
@@ -162,7 +162,7 @@ def _pair(
 def _links_between(
     one: DeviceAnswers, other: DeviceAnswers, answers: PairAnswers, buses: set[str | None]
 ) -> tuple[list[LinkAnswers], bool]:
-    """The active links at both ends, as many of the one's as of the other's, and whether a switch is between.
+    """The active links at both ends, the same number of each, and whether a switch is between them.
 
     `buses`: those of all GPUs, in `_bus`'s form.
     """
@@ -171,7 +171,7 @@ def _links_between(
     def ends(device: DeviceAnswers, peer: DeviceAnswers) -> tuple[list[LinkAnswers], list[LinkAnswers]]:
         active = [link for link in device.links if link.active == 1]
         direct = [link for link in active if link.remote_bus_id and _bus(link.remote_bus_id) == _bus(peer.bus_id)]
-        # A virtual machine hides what is at a link's other end.
+        # A virtual machine hides the other end of a link.
         hidden = [link for link in active if link.remote_type in (None, _TO_UNKNOWN)]
         away = [link for link in hidden if _bus(link.remote_bus_id) not in buses and reach is P2P.OK]
         return direct, [link for link in active if link.remote_type == _TO_SWITCH] + away
@@ -180,7 +180,7 @@ def _links_between(
     count = min(len(direct), len(direct_back))
     if count:
         return direct[:count] + direct_back[:count], False
-    # Both ends may be on switches that do not join them: another partition of the fabric.
+    # Both ends may be on switches that don't connect them: another partition of the fabric.
     count = 0 if reach.is_refused else min(len(switched), len(switched_back))
     return switched[:count] + switched_back[:count], count > 0
 
@@ -194,7 +194,7 @@ def _link_gbs(links: Sequence[LinkAnswers], devices: tuple[Device, Device]) -> t
 
 
 def _bus(bus_id: str | None) -> str | None:
-    """`00000000:17:00.0`, in whatever number of digits its domain is given."""
+    """A bus id such as `00000000:17:00.0`, whatever the number of digits in its domain."""
     if bus_id is None or bus_id.count(":") != 2:
         return bus_id
     domain, bus, rest = bus_id.lower().split(":")
@@ -203,7 +203,7 @@ def _bus(bus_id: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaDevice:
-    """A GPU as this process's CUDA numbers it. `peers`: the indices whose memory it can map, None if not asked."""
+    """A GPU as CUDA numbers it in this process. `peers`: the indices whose memory it can map, None if not asked."""
 
     index: int
     uuid: str
@@ -218,7 +218,7 @@ def cuda_devices() -> tuple[CudaDevice, ...]:
     """The GPUs that CUDA shows this process, after CUDA_VISIBLE_DEVICES; none without torch or CUDA."""
     try:
         import torch
-    except (ImportError, OSError):  # OSError: one of its libraries does not load
+    except (ImportError, OSError):  # OSError: one of torch's libraries does not load
         return ()
     if not torch.cuda.is_available():
         return ()
@@ -242,6 +242,6 @@ def cuda_devices() -> tuple[CudaDevice, ...]:
 
 
 def visible_names(environment: Mapping[str, str] = os.environ) -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES, None where it is not set."""
+    """The entries of CUDA_VISIBLE_DEVICES, None if it is not set."""
     text = environment.get("CUDA_VISIBLE_DEVICES")
     return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]

@@ -1,7 +1,7 @@
 """Which GPUs there are, how fast they reach each other, and which can add to each other's memory. Pure.
 
-`read_topology` of probe.py fills it in, unusable.py says what to do about pairs that can't. Numbers of enumerations are
-those of nvml.h (nvmlGpuP2PStatus_t, nvmlGpuTopologyLevel_t).
+`read_topology` in probe.py fills it in, unusable.py says what to do about pairs that can't. Enumerations have the
+numbers of nvml.h (nvmlGpuP2PStatus_t, nvmlGpuTopologyLevel_t).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class P2P(IntEnum):
 
     @property
     def is_refused(self) -> bool:
-        """What is unknown is not refused: opening the heap will show."""
+        """Unknown does not count as refused: opening the heap will show."""
         return self not in (P2P.OK, P2P.UNKNOWN)
 
 
 class PciePath(IntEnum):
-    """What is between two GPUs on PCIe, in nvidia-smi's abbreviations: the further apart, the larger."""
+    """What is between two GPUs on PCIe, in nvidia-smi's abbreviations: the farther apart, the larger."""
 
     SELF = 0  # one board
     PIX = 10  # one PCIe switch
@@ -48,7 +48,7 @@ class PciePath(IntEnum):
         return cls.UNKNOWN
 
 
-_NOMINAL_GBS = (14, 20, 25, 50, 100)  # without the line code: what data sheets name, the same for all drivers
+_NOMINAL_GBS = (14, 20, 25, 50, 100)  # without the line code: as in data sheets, the same for all drivers
 _PCIE_LANE_GBS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 
@@ -57,7 +57,7 @@ class Device:
     """One GPU, or one MIG slice of `parent`. `index` is nvidia-smi's, `cuda_index` this process's, None if masked.
 
     `nvlinks` of `nvlinks_present` are active. PCIe numbers are (generation, lanes), now and at most in this machine:
-    an idle GPU lowers its generation. `numa_nodes` and `cpus` are those next to it, as `0-3,8`.
+    an idle GPU lowers its generation. `numa_nodes` and `cpus` are those closest to it, as `0-3,8`.
     """
 
     label: str
@@ -104,18 +104,18 @@ class Pair:
 
     @property
     def access(self) -> P2P:
-        """To read and to write: the first of the two that fails."""
+        """Access to read and to write: the first of the two that fails."""
         return self.read if self.read.is_refused else self.write
 
     @property
     def pcie_gbs(self) -> float | None:
-        """GB/s per direction of the slower one's slot."""
+        """GB/s per direction of the slower slot of the two."""
         slots = [device.pcie_gbs for device in (self.one, self.other)]
         return None if None in slots else min(slots)
 
     @property
     def gbs(self) -> float | None:
-        """GB/s per direction, over all that joins them; None if unknown or unreachable."""
+        """GB/s per direction, over all links between them; None if unknown or unreachable."""
         if self.access.is_refused:
             return None
         if self.nvlinks:
@@ -124,7 +124,7 @@ class Pair:
 
     @property
     def is_unusable(self) -> bool:
-        """Whether they can't hold shards of one model, as the driver says."""
+        """Whether, according to the driver, they can't hold shards of one model."""
         return self.access.is_refused or self.atomics.is_refused
 
     @property
@@ -164,7 +164,7 @@ class Topology:
     lost: tuple[str, ...] = ()
 
     def only(self, uuids: Iterable[str | None]) -> Topology:
-        """The part that these GPUs make. UUIDs may lack their `GPU-`, as torch's do; unknown ones are left out."""
+        """The part with these GPUs. UUIDs may lack their `GPU-`, as torch's do; unknown ones are left out."""
         wanted = {bare(uuid) for uuid in uuids if uuid is not None}
         kept = tuple(device for device in self.devices if bare(device.uuid) in wanted)
         pairs = tuple(pair for pair in self.pairs if pair.one in kept and pair.other in kept)
@@ -179,14 +179,14 @@ class Topology:
 
     @property
     def key(self) -> str:
-        """Names what joins these GPUs, for tables: `cpu`, `one-gpu`, or the slowest pair's kind.
+        """Names the links between these GPUs, for tables: `cpu`, `one-gpu`, or the slowest pair's kind.
 
-        Where some pairs are joined faster it is `slowest+fastest`: `pcie-gen4x16+nvlink-4x14`. It does not depend on
-        the GPUs' order or number, nor on the driver. For a job, take that of `only(uuids of all ranks)`.
+        If some pairs have faster links it is `slowest+fastest`: `pcie-gen4x16+nvlink-4x14`. It does not depend on
+        the GPUs' order or number, nor on the driver. For a job, use that of `only(uuids of all ranks)`.
         """
         if len(self.devices) < 2:
             return "one-gpu" if self.devices else "cpu"
-        # A pair that can't reach each other is slower than any that can, whatever lies between.
+        # A pair that can't reach each other is slower than any that can, whatever is between them.
         ranked = sorted(self.pairs, key=lambda pair: (pair.gbs or 0.0, pair.kind))
         slowest, fastest = ranked[0].kind, ranked[-1].kind
         return slowest if slowest == fastest else f"{slowest}+{fastest}"
@@ -200,5 +200,5 @@ def _nominal(gbs: float | None) -> str:
 
 
 def bare(uuid: str) -> str:
-    """The UUID as the driver and torch alike write it."""
+    """The UUID in a form common to the driver and torch."""
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")

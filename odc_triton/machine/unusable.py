@@ -31,7 +31,7 @@ class Unusable:
 
 
 def unusable_pairs(topology: Topology) -> tuple[Unusable, ...]:
-    """The pairs known not to read, write or natively add to each other's memory."""
+    """The pairs known to be unable to read, write or natively add to each other's memory."""
     bad = [pair for pair in topology.pairs if pair.is_unusable]
     largest = usable_groups(topology)[0] if bad else ()
     return tuple(_unusable(pair, largest) for pair in bad)
@@ -46,7 +46,7 @@ def by_reason(unusable: Iterable[Unusable]) -> dict[tuple[str, str], list[Pair]]
 
 
 def usable_groups(topology: Topology) -> tuple[tuple[Device, ...], ...]:
-    """The GPUs in groups within which every pair is usable, larger groups first."""
+    """The GPUs in groups in which every pair is usable, larger groups first."""
     broken = {frozenset((pair.one.uuid, pair.other.uuid)) for pair in topology.pairs if pair.is_unusable}
     groups: list[list[Device]] = []
     for device in topology.devices:
@@ -96,7 +96,7 @@ def refuse_unusable(topology: Topology, uuids_of_ranks: Sequence[str | None]) ->
     """Raises RuntimeError with pair, reason and remedy if two ranks' GPUs can't reach or add to each other.
 
     `uuids_of_ranks`: by rank, as torch gives them. Ranks may share a GPU. None (no GPU) and GPUs that this driver does
-    not show are skipped: opening the heap will show whether they work.
+    not list are skipped: opening the heap will show whether they work.
     """
     part = topology.only(uuids_of_ranks)
     bad = unusable_pairs(part)

@@ -1,6 +1,6 @@
-"""What ranks exchange before memory is allocated: that they shard the same model, on which hosts, on which devices.
+"""What ranks exchange before memory is allocated: which model they shard, on which hosts, on which devices.
 
-`default_mesh`: of one dimension on one host, a replica per host on several.
+`default_mesh`: one dimension on one host, a replica per host on several.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def open_meetings(grid: Grid, timeout: timedelta) -> Meetings:
 
 
 def show_life(meetings: Meetings, grid: Grid, heap: SymmetricHeap, token: str) -> None:
-    """Lets the meetings tell dead ranks from late ones, by the heap that this replica shares. Collective."""
+    """Lets the meetings tell dead ranks from late ones, through the heap that this replica shares. Collective."""
     heap.first = grid.first
     meetings.meet("the shared heap is open", {})
     signs: SymmetricHeap | PeerStatus = heap
@@ -62,9 +62,9 @@ def show_life(meetings: Meetings, grid: Grid, heap: SymmetricHeap, token: str) -
 
 @contextmanager
 def patient_meetings(grid: Grid, timeout: timedelta) -> Iterator[Meetings]:
-    """Meetings to which a live rank may come at any time, and which name a rank that died. Collective.
+    """Meetings that a live rank may join at any time, and that name a rank that died. Collective.
 
-    For work of unknown length before there is a sharded model. `timeout` is for connecting the ranks.
+    For work of unknown length before there is a sharded model. `timeout` applies to connecting the ranks.
     """
     meetings = open_meetings(grid, timeout)
     token = meetings.meet("all ranks are here", {"token": uuid.uuid4().hex})[0]["token"]
@@ -88,7 +88,7 @@ def patient_meetings(grid: Grid, timeout: timedelta) -> Iterator[Meetings]:
 
 @contextmanager
 def refusing(meetings: Meetings, purpose: str) -> Iterator[None]:
-    """Around what is done before the meeting `purpose`: an error is told to the ranks that wait there."""
+    """Around work before the meeting `purpose`: tells an error to the ranks that wait there."""
     try:
         yield
     except Exception as error:
@@ -99,8 +99,8 @@ def refusing(meetings: Meetings, purpose: str) -> Iterator[None]:
 def agree_on_plan(
     meetings: Meetings, grid: Grid, plan: Plan, options: dict[str, Any], device: Backend
 ) -> tuple[str, list[str | None], list[int | None]]:
-    """All ranks compare their plans. Returns a secret name for the heaps, made by rank 0, and of this replica's ranks
-    the devices' names and their numbers in each rank's process.
+    """All ranks compare their plans. Returns a secret name for the heaps, made by rank 0, and the names of this
+    replica's devices and their numbers in each rank's process.
     """
     digest, lines = plan.fingerprint(options)
     mine = {
@@ -135,7 +135,7 @@ def compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned) 
     """Raises on all ranks, before anything is allocated: RuntimeError if one of them sees devices that can't be peers,
     RanksDiffer if they read different tables.
 
-    A container may hide from one rank what another one sees, so they exchange it.
+    A container may hide from one rank what another sees, so they exchange it.
     """
     messages = meetings.meet(PEERS, {"problem": problem, "tuned": tuned.digest})
     _raise_refusal(messages)
@@ -145,7 +145,7 @@ def compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned) 
     different = [rank for rank, theirs in enumerate(messages) if theirs["tuned"] != messages[0]["tuned"]]
     if different:
         raise RanksDiffer(
-            f"fully_shard: ranks {different} read another tuned table than rank 0: give all ranks the same ODC_TUNED "
+            f"fully_shard: ranks {different} and rank 0 read different tuned tables: give all ranks the same ODC_TUNED "
             f"folder, or ODC_TUNED=off"
         )
     if tuned.unused is not None and meetings.rank == 0:
@@ -166,10 +166,10 @@ def default_mesh(timeout: timedelta, backend: str = "auto", *, replicas: int | N
     """All ranks, in `replicas` groups that each hold the model once; by default one group per host. Collective.
 
     One-dimensional for one replica, else ("replicate", "shard"). Without a process group it starts torchrun's, or else
-    a world of one, with `timeout`. An existing group is used as it is: `init_device_mesh` would add another one to a
-    gloo group where there are GPUs.
+    a world of one, with `timeout`. An existing group is used as it is: `init_device_mesh` would add another group to
+    gloo's where there are GPUs.
 
-    Raises ValueError if the ranks can't be split into so many, RanksDiffer if they are unevenly spread over hosts.
+    Raises ValueError if the ranks can't be split into that many, RanksDiffer if they are unevenly spread over hosts.
     """
     chosen = backend_of(backend, None)
     start_process_group(chosen, timeout)
@@ -182,7 +182,7 @@ def default_mesh(timeout: timedelta, backend: str = "auto", *, replicas: int | N
         raise ValueError(f"{world} ranks can't be split into {replicas} equal replicas: give a divisor of {world}")
     ranks = torch.arange(world).view(replicas, -1)
     replica, shard = divmod(dist.get_rank(), ranks.shape[1])
-    # All ranks create their groups in this order, so that they can't wait for each other in a circle.
+    # All ranks create their groups in this order, so they can't deadlock.
     groups = [_group(ranks[:, shard].tolist(), timeout), _group(ranks[replica].tolist(), timeout)]
     return DeviceMesh.from_group(groups, chosen.mesh_device, mesh=ranks, mesh_dim_names=_DIMENSIONS)
 
@@ -194,7 +194,7 @@ def host_name() -> str:
 
 
 def even_hosts(hosts: Sequence[str]) -> int:
-    """The number of hosts. Raises RanksDiffer unless all have equally many ranks, numbered consecutively."""
+    """The number of hosts. Raises RanksDiffer unless all have the same number of ranks, numbered consecutively."""
     runs = [(name, len(list(ranks))) for name, ranks in groupby(hosts)]
     counts = [count for _, count in runs]
     if len(set(counts)) > 1 or len({name for name, _ in runs}) < len(runs):
@@ -216,7 +216,7 @@ def _count_hosts(timeout: timedelta) -> int:
 
 
 def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
-    """The process group of these ranks, made once: blocks that are sharded before their root share it."""
+    """The process group of these ranks, created once: blocks that are sharded before their root share it."""
     found = distributed_c10d._find_pg_by_ranks_and_tag(_TAG, ranks)
     return found or distributed_c10d._new_group_with_tag(
         ranks, timeout=timeout, pg_tag=_TAG, use_local_synchronization=True

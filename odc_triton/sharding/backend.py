@@ -23,18 +23,18 @@ from ..nn.tuned import Place
 
 
 class Backend(ABC):
-    """How ranks on one kind of device share memory and order their work. `name`: what `fully_shard` is given."""
+    """How ranks on one kind of device share memory and order their work. `name`: as given to `fully_shard`."""
 
     name: str
     mesh_device: str = "cpu"
     apart: bool
-    """Whether every rank's shards are in a memory of their own: whole tensors are gathered. Else they are views."""
+    """Whether each rank's shards are in its own memory and whole tensors are gathered. Else whole tensors are views."""
     adds_by_kernel = False
     gathers_by_kernel = False
-    """Whether one kernel gathers a unit's small parameters. Triton's interpreter takes too long for every unit."""
+    """Whether one kernel gathers a unit's small parameters. Triton's interpreter is too slow for every unit."""
 
     def device_id(self) -> str | None:
-        """Names this rank's device, where it matters whether two ranks have the same one."""
+        """Names this rank's device, where it matters whether two ranks share one."""
         return None
 
     def device_index(self) -> int | None:
@@ -55,7 +55,7 @@ class Backend(ABC):
         return None
 
     def place(self, devices: list[str | None]) -> Place:
-        """Where these ranks run, by `device_id`: the key of measurements of operators."""
+        """Where these ranks run, by `device_id`: the key of operators' measurements."""
         return Place(backend=self.name, processor=processor_name(), topology="cpu", ranks=len(devices))
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Backend(ABC):
     @abstractmethod
     def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
         """Collective. `mesh`: one-dimensional; `token`: a name that only its ranks know; `shared`: whether ranks share
-        a device, or give theirs the same number.
+        a device, or number their devices alike.
         """
 
     def accumulator(self, heap: Any, streams: Streams, timeout_s: float) -> Accumulator:
@@ -85,7 +85,7 @@ class CpuBackend(Backend):
 
 
 class ApartBackend(Backend):
-    """CUDA's ways on the CPU: shards apart, whole tensors gathered and freed, streams that run as late as they may.
+    """CUDA's behaviour on the CPU: shards apart, whole tensors gathered and freed, streams that run as late as allowed.
 
     With ODC_SIMULATED_STREAMS=early they do everything at once: see engine/simulated_device.py.
     """
@@ -175,7 +175,7 @@ BACKENDS: dict[str, type[Backend]] = {
 
 
 def processor_name() -> str:
-    """The CPU's name as Linux knows it, else its architecture's."""
+    """The CPU's name according to Linux, else its architecture."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -184,9 +184,9 @@ def processor_name() -> str:
 
 
 def backend_of(name: str, mesh: DeviceMesh | None) -> Backend:
-    """The backend of that name; "auto": the mesh's, or without a mesh CUDA's where there is a GPU.
+    """The backend of that name; "auto": the mesh's, or without a mesh CUDA's if there is a GPU, else the CPU's.
 
-    Raises ValueError for an unknown name, RuntimeError where there is no GPU.
+    Raises ValueError for an unknown name, RuntimeError for "cuda" without a GPU.
     """
     if name == "auto":
         kind = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"

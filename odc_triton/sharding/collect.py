@@ -1,4 +1,4 @@
-"""What is to be sharded of a module: its parameters, which are tied, where they are registered; what can't be."""
+"""What to shard in a module: its parameters, which are tied, where they are registered; and what can't be sharded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FoundParameter:
         return self.names[0]
 
     def is_read_on_demand(self, device_type: str, table: tuple[Entry, ...]) -> bool:
-        """Whether all modules that have it read its owners by themselves, so that it need not be whole."""
+        """Whether all modules that have it read from its owners themselves, so it need not be whole."""
         return all(
             isinstance(module, ReadsOnDemand) and attribute in module.reads_on_demand(device_type, table)
             for module, attribute, _ in self.places
@@ -43,7 +43,7 @@ class FoundParameter:
 def refuse_unshardable(name: str, parameter: nn.Parameter, home: str) -> None:
     """Raises ValueError, with the name and the remedy, for a parameter that can't be split over ranks.
 
-    `home`: the type of the device where shards lie.
+    `home`: the type of device that holds the shards.
     """
     kind = type(parameter).__name__
     if isinstance(parameter, UninitializedParameter):
@@ -61,7 +61,7 @@ def refuse_unshardable(name: str, parameter: nn.Parameter, home: str) -> None:
     if parameter.device.type not in ("cpu", "meta", home):
         raise ValueError(
             f"{name} is on {parameter.device}: models are sharded from the CPU, the meta device or {home!r}, where "
-            f"their shards lie. Move the model with .cpu() first, or give another mesh or backend."
+            f"their shards are. Move the model with .cpu() first, or give another mesh or backend."
         )
     if has_gradient_hooks(parameter):
         raise ValueError(
@@ -71,10 +71,10 @@ def refuse_unshardable(name: str, parameter: nn.Parameter, home: str) -> None:
 
 
 def find_parameters(root: nn.Module, unit_names: list[str], ignored: set[nn.Parameter]) -> list[FoundParameter]:
-    """All parameters of `root` in registration order, each with every place it is registered at.
+    """All parameters of `root` in registration order, each with every place where it is registered.
 
-    Modules that are sharded already (bottom-up use) are passed over, with all below them. `unit_names`: the
-    outermost units; a place outside of all of them belongs to the root, "".
+    Modules that are sharded already (bottom-up use) are skipped, with all below them. `unit_names`: the
+    outermost units; a place outside all of them belongs to the root, "".
     """
     units = set(unit_names)
     ignored_ids = {id(parameter) for parameter in ignored}
@@ -105,26 +105,26 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Description:
-    """What is to be sharded of a module. `specs`: of the parameters `found`, in their order."""
+    """What to shard in a module. `specs`: those of the parameters `found`, in their order."""
 
     found: list[FoundParameter]
     specs: list[ParameterSpec]
     unit_names: list[str]
     inner: list[Engine]  # of the submodules that were sharded before
-    tied: list[tuple[FoundParameter, ShardedParameter]]  # places of parameters that these have sharded
+    tied: list[tuple[FoundParameter, ShardedParameter]]  # places of parameters that `inner` already shards
     ignored: set[nn.Parameter]
 
     def read_on_demand(self, device_type: str, tables: list[tuple[Entry, ...]]) -> set[int]:
-        """Which of `found` need not be whole, as all layers that have them read the owners by themselves.
+        """Which of `found` need not be whole, because all layers that have them read from the owners themselves.
 
-        `tables`: how operators run, by parameter. Raises NotImplementedError for a tie that needs a whole parameter
-        where there never is one.
+        `tables`: how operators run, by parameter. Raises NotImplementedError for a tie that needs the whole of a
+        parameter that is never whole.
         """
         for entry, parameter in self.tied:
             if parameter.is_never_whole and not entry.is_read_on_demand(device_type, parameter.table):
                 raise NotImplementedError(
                     f"{entry.name} is tied to a weight that was sharded on its own and is never whole: call "
-                    f"fully_shard on what holds both, not on the tied layer"
+                    f"fully_shard on the module that holds both, not on the tied layer"
                 )
         readers = enumerate(zip(self.found, tables, strict=True))
         return {slot for slot, (entry, table) in readers if entry.is_read_on_demand(device_type, table)}
@@ -137,7 +137,7 @@ class Description:
 def describe(
     module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter], *, home: str
 ) -> Description:
-    """Finds what is to be sharded of `module`, and its units. `home`: the type of the device where shards lie.
+    """Finds what to shard in `module`, and its units. `home`: the type of device that holds the shards.
 
     Raises ValueError, NotImplementedError for what can't be sharded, with its name and the remedy.
     """

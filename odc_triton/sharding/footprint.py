@@ -1,9 +1,9 @@
-"""How many bytes a model takes on each rank, before anything is allocated; under FSDP2 too, by the same sums.
+"""How many bytes a model takes on each rank, before anything is allocated; for FSDP2 too, by the same sums.
 
 [Note: what a plan counts] Sizes come from shapes and dtypes alone, so a model on the meta device is planned
-like a real one. The rank described is rank 0: dim 0 is dealt as `torch.chunk` deals it, so no rank holds
+like a real one. The rank described is rank 0: dim 0 is split as `torch.chunk` splits it, so no rank holds
 more. Parts that don't peak together (unsharded parameters, whole gradients, activations) are added up. Not
-counted: the allocator's rounding and caches, workspaces of kernels, the runtime (CUDA context, Python).
+counted: the allocator's rounding and caches, kernels' workspaces, the runtime (CUDA context, Python).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEMES = ("odc", "fsdp2", "fsdp2_no_reshard")
 BACKENDS = ("cpu", "cuda")
 # Per trainable parameter: tensors of the master's shape and dtype that are kept, and bytes of scalars.
 OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "none": (0, 0)}
-ROOT = ""  # the unit of every parameter outside of all blocks, as in comm/layout.py
+ROOT = ""  # the unit of every parameter outside all blocks, as in comm/layout.py
 
 
 class PrecisionPolicy(Protocol):
@@ -46,19 +46,19 @@ class MemoryPlan:
     scheme: str
     backend: str
     world: int
-    """Ranks that share the compute and gradient shards: all, or with replicas those of each."""
+    """Ranks that share the compute and gradient shards: all, or with replicas those of one replica."""
     replicas: int
     parameters: int
-    """Elements in the whole model, tied ones once."""
+    """Elements in the whole model, tied ones counted once."""
     compute_shard_bytes: int
-    """Peer-readable shard in the compute dtype; without a `param_dtype` the master itself. 0 for FSDP2."""
+    """Peer-readable shard in the compute dtype; without a `param_dtype`, the master itself. 0 for FSDP2."""
     gradient_shard_bytes: int
     """Peer-addable shard in the reduce dtype (ODC), or `.grad` in the master's dtype (FSDP2)."""
     master_shard_bytes: int
     """Private shard in the parameter's own dtype; 0 where the compute shard is the master."""
     optimizer_state_bytes: int
     gradient_cast_bytes: int
-    """`.grad` in the master's dtype where the reduce dtype is another: from exit to the next entry."""
+    """`.grad` in the master's dtype if the reduce dtype differs: from exit to the next entry."""
     buffer_bytes: int
     """The module's buffers, whole on every rank."""
     gathered_bytes: int
@@ -66,7 +66,7 @@ class MemoryPlan:
     transient_gradient_bytes: int
     """Upper bound of whole (unsharded) gradients alive at once in a backward."""
     activation_bytes_per_token: int | None
-    """Estimate of what a token of a microbatch keeps for backward, logits included; None: not known."""
+    """Estimated bytes that a microbatch keeps for backward per token, logits included; None: not known."""
     tokens_per_microbatch: int
     job_shared_bytes: int
     """Shared memory of the whole job, alignment included: on the CPU backend what PSS shows, counted once."""
@@ -84,7 +84,7 @@ class MemoryPlan:
 
     @property
     def transient_bytes(self) -> int:
-        """Private bytes that come and go within a minibatch, each part at its peak; activations apart."""
+        """Private bytes that come and go within a minibatch, each part at its peak; activations not included."""
         return self.gathered_bytes + self.transient_gradient_bytes + self.gradient_cast_bytes
 
     @property
@@ -126,7 +126,7 @@ _ROWS = (
 
 
 def side_by_side(*plans: MemoryPlan) -> str:
-    """An aligned text table of plans, a column each (scheme/backend/world), in GB (10^9 bytes) per rank."""
+    """An aligned text table with one column per plan (scheme/backend/world), in GB (10^9 bytes) per rank."""
 
     def cell(plan: MemoryPlan, name: str) -> str:
         if name == "activation_bytes" and plan.activation_bytes_per_token is None:
@@ -155,17 +155,17 @@ def memory_plan(
     tokens_per_microbatch: int = 0,
     gradient_checkpointing: bool = False,
 ) -> MemoryPlan:
-    """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated; it may be on meta.
+    """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated; `model` may be on meta.
 
-    `replicas`: of `world` ranks each, as `fully_shard` makes them of a mesh ("replicate", "shard"): what peers read and
+    `replicas`: of `world` ranks each, as in `fully_shard` with a mesh ("replicate", "shard"): what peers read and
     add to is split over `world` ranks, masters and optimizer states over `world * replicas`. For ODC only.
 
     `scheme` is "odc" (this library), "fsdp2" (`fully_shard` with its defaults: blocks resharded after
     forward, the root not) or "fsdp2_no_reshard" (`reshard_after_forward=False`, gradients reduced on the last
-    microbatch only). All three are given the same units and dtypes; a `reduce_dtype` of None is fp32 for all
+    microbatch only). All three get the same units and dtypes; a `reduce_dtype` of None is fp32 for all
     three, although FSDP2 itself reads it as the param_dtype. `optimizer` is "adamw", "sgd" (no momentum) or
-    "none". `backend` matters to ODC only: on "cpu" gathering is a view, on "cuda" the strategies `gathered`
-    and `split` run, except in layers of `replace_layers`: what these read from the owners by themselves, an
+    "none". `backend` matters to ODC only: on "cpu" gathering is a view; on "cuda" the strategies `gathered`
+    and `split` run, except in layers of `replace_layers`: what these read from the owners themselves, an
     embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
     `activation_bytes_per_token`.
 
@@ -194,8 +194,8 @@ def memory_plan(
     trained_masters = split.shards(trained, "master_dtype")
     state_tensors, scalar_bytes = OPTIMIZER_STATES[optimizer]
     if scheme == "odc":
-        # On CUDA each rank allocates its own region, of one size on all ranks, every shard aligned in it.
-        # On the CPU there is one mapping, in which the shards of a parameter lie side by side.
+        # On CUDA each rank allocates its own region, of the same size on all ranks, with every shard aligned in it.
+        # On the CPU there is one mapping, in which the shards of a parameter are contiguous.
         alignment = ALIGNMENT_BYTES if backend == "cuda" else 1
         compute_shard = sizes.shards(specs, "compute_dtype", alignment)
         gradient_shard = sizes.shards(trained, "reduce_dtype", alignment)
@@ -247,7 +247,7 @@ def memory_plan(
 class _Sizes:
     """Bytes of specs: rank 0's shards and whole units, in the dtype that the named field of a spec gives.
 
-    `replicas`: over which shards are split once more.
+    `replicas`: shards are split over these too.
     """
 
     def __init__(self, specs: Sequence[ParameterSpec], world: int, replicas: int = 1) -> None:
@@ -269,7 +269,7 @@ class _Sizes:
         return total
 
     def units(self, specs: Iterable[ParameterSpec], dtype_field: str) -> dict[str, int]:
-        """Bytes of each unit's whole parameters, by the unit's name; the root is always there."""
+        """Bytes of each unit's whole parameters, by the unit's name; the root is always included."""
         units: dict[str, int] = defaultdict(int, {ROOT: 0})
         for spec in specs:
             units[spec.unit] += math.prod(spec.shape) * self.itemsizes[getattr(spec, dtype_field)]
@@ -277,7 +277,7 @@ class _Sizes:
 
 
 def _copies_gradient(spec: ParameterSpec) -> bool:
-    """Whether `.grad` is a tensor of its own. A scalar's is: every rank scales and steps its own copy."""
+    """Whether `.grad` is a separate tensor. A scalar's is: every rank scales and steps its own copy."""
     return spec.is_scalar or spec.reduce_dtype != spec.master_dtype
 
 
@@ -309,7 +309,7 @@ def _fsdp2_whole_gradient_bytes(
 def parameter_specs(model: nn.Module, mp_policy: PrecisionPolicy | None = None) -> list[ParameterSpec]:
     """One spec per parameter of `model`, tied ones once, in the order of `model.parameters()`.
 
-    As in FSDP2, `param_dtype` leaves parameters alone that are not floating-point. Gradients are summed in
+    As in FSDP2, `param_dtype` leaves parameters that are not floating-point alone. Gradients are summed in
     fp32, or the parameter's dtype if that is wider, unless `reduce_dtype` says otherwise.
     """
     import torch
@@ -339,7 +339,7 @@ def parameter_specs(model: nn.Module, mp_policy: PrecisionPolicy | None = None) 
 
 
 def _read_on_demand(model: nn.Module, device_type: str) -> set[str]:
-    """All names of the parameters that their layers read from the owners by themselves."""
+    """All names of the parameters that their layers read from the owners themselves."""
     from ..nn.operand import ReadsOnDemand
 
     return {

@@ -37,16 +37,16 @@ def write_initial_values(
 ) -> None:
     """Fills all shards and masters, and drops the tensors that they were filled from. Collective.
 
-    All buffers are on the heap's device afterwards. `token`: of this replica. With several, each one's rank 0 gets what
-    the first one's has, parameter by parameter, and hands it on.
+    All buffers are on the heap's device afterwards. `token`: this replica's. With several replicas, each one's rank 0
+    gets the first one's values, parameter by parameter, and hands them on.
 
-    Rank 0's values count for all ranks; no other rank's do. What rank 0 has on the meta device is initialised by the
-    module that owns it: in a transformers model by the nearest model's `_init_weights`, elsewhere by
-    `reset_parameters`. Rank 0 does so unit by unit, children first, so that random numbers are drawn in the order of
-    `model.initialize_weights()`, and the weights don't depend on the number of ranks. Private memory grows by one
-    unit and the root's own parameters at most. Buffers that any rank has on the meta device get rank 0's values there.
+    Only rank 0's values count. What rank 0 has on the meta device is initialised by the module that owns it: in a
+    transformers model by the nearest model's `_init_weights`, elsewhere by `reset_parameters`. Rank 0 does so unit by
+    unit, children first, so that random numbers are drawn in the order of `model.initialize_weights()`, and the
+    weights don't depend on the number of ranks. Private memory grows by at most one unit and the root's own
+    parameters. Buffers that any rank has on the meta device get rank 0's values there.
 
-    What no initialiser knows is NaN until something is loaded, and a warning names it.
+    What no initialiser fills is NaN until something is loaded, and a warning names it.
 
     Raises OdcError on every rank if an initialiser raised, RanksDiffer if buffers differ.
     """
@@ -79,7 +79,7 @@ def write_initial_values(
         for module, key in buffers.values():
             module._buffers[key] = module._buffers[key].to(heap.device)
         relay.finish()
-        # Ranks with one random state stay so: rank 0 has drawn for all of them.
+        # Ranks that had the same random state keep the same one: rank 0 has drawn for all of them.
         rng = torch.get_rng_state().numpy().tobytes().hex() if meetings.rank == 0 else None
         after = relay.meet({"rng": rng})[0]["rng"]
         if messages[meetings.rank]["rng"] == messages[0]["rng"]:
@@ -92,7 +92,7 @@ def write_initial_values(
     if writer.without_initialiser:
         names = writer.without_initialiser
         warnings.warn(
-            f"{len(names)} tensors hold NaN until loaded, as their modules have no initialiser here: "
+            f"{len(names)} tensors hold NaN until loaded, because their modules have no initialiser here: "
             f"{', '.join(names[:8])}{', …' if len(names) > 8 else ''}. Load a checkpoint; or give the modules a "
             f"reset_parameters(); or, for a transformers model, call fully_shard once on the whole model.",
             stacklevel=4,
@@ -111,7 +111,7 @@ def _describe(buffer: torch.Tensor) -> list[Any]:
 
 
 def _buffers_to_send(described: list[dict[str, list[Any]]]) -> list[str]:
-    """Names of the buffers that some rank has on the meta device, in one order on all ranks."""
+    """Names of the buffers that some rank has on the meta device, in the same order on all ranks."""
     wanted = sorted({name for theirs in described for name, (_, _, is_meta) in theirs.items() if is_meta})
     for name in wanted:
         first = described[0].get(name)
@@ -136,9 +136,9 @@ def _send_buffer(module: nn.Module, key: str, relay: Relay, source: _Source) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where this replica's values come from: its rank 0, which has them from the first replica's.
+    """Where this replica's values come from: its rank 0, which gets them from the first replica's.
 
-    `is_first`: this is rank 0 of all; `replicas`: set on each replica's rank 0.
+    `is_first`: this is rank 0 of all ranks; `replicas`: set on each replica's rank 0.
     """
 
     is_first: bool
@@ -147,7 +147,7 @@ class _Source:
     several: bool
 
     def meet(self) -> None:
-        """Before values go from one replica to others: nobody waits in there for a rank that failed."""
+        """Called before values go from one replica to others, so that nobody waits there for a rank that failed."""
         if self.several:
             self.relay.meet()
 
@@ -158,7 +158,7 @@ class _Source:
 
 @dataclass(slots=True)
 class _Group:
-    """A unit's parameters: by the place where each is registered, and those whose first place is here."""
+    """A unit's parameters: by the place where each is registered, and those whose first place is in this unit."""
 
     places: dict[tuple[int, str], tuple[Slot, FoundParameter]] = field(default_factory=dict)
     owned: list[tuple[FoundParameter, ShardedParameter]] = field(default_factory=list)
@@ -168,8 +168,8 @@ class _Writer:
     """Walks the module tree, children first and unit by unit, the same way on every rank.
 
     While a unit is initialised its modules hold private stand-ins, in the master's dtype. Only what was on the meta
-    device is taken from them, so that an initialiser can't change what rank 0 has already. A tied parameter counts
-    where it is registered first; its other places draw their random numbers too, as they do before they are tied.
+    device is taken from them, so an initialiser can't change values that rank 0 already has. A tied parameter takes
+    the values of its first place; its other places draw random numbers too, as they do before they are tied.
     """
 
     def __init__(
@@ -183,8 +183,8 @@ class _Writer:
         self._root, self._relay, self._source = root, relay, source
         self._is_source = source.is_first
         self._groups: dict[str, _Group] = {"": _Group()}
-        self._drawn: dict[int, nn.Parameter] = {}  # stand-ins that count, by id of their entry
-        self._on_meta: set[int] = set()  # modules with tensors of their own on the meta device
+        self._drawn: dict[int, nn.Parameter] = {}  # stand-ins whose values are used, by id of their entry
+        self._on_meta: set[int] = set()  # modules that own tensors on the meta device
         self._visited: set[int] = set()
         self.without_initialiser: list[str] = []
         for entry, parameter in zip(found, parameters, strict=True):
@@ -196,8 +196,8 @@ class _Writer:
                 if entry.value.is_meta:
                     self._on_meta.add(id(module))
         self._on_meta |= {id(module) for _, module, key in _buffers(root) if module._buffers[key].is_meta}
-        # A block of a transformers model: its initialiser lies in the PreTrainedModel above, out of reach, and
-        # nn.Linear's own would be a wrong one.
+        # A block of a transformers model: its initialiser is in the PreTrainedModel above, out of reach, and
+        # nn.Linear's own would be wrong.
         modules = list(root.modules())
         self._out_of_reach = not any(hasattr(module, "_initialize_weights") for module in modules) and any(
             type(module).__module__.startswith("transformers.models.") for module in modules
@@ -212,7 +212,7 @@ class _Writer:
         self._hand_over("")
 
     def _visit(self, module: nn.Module, path: str, model: Any) -> None:
-        """`model`: the nearest PreTrainedModel from here upward."""
+        """`model`: the nearest PreTrainedModel at or above `module`."""
         if is_sharded(module) or id(module) in self._visited:
             return
         self._visited.add(id(module))
@@ -234,7 +234,7 @@ class _Writer:
         if not self._is_source or not any(id(slot.module) in self._on_meta for slot, _ in places):
             return
         for slot, entry in places:
-            if entry.value is None:  # tied into a unit that is done
+            if entry.value is None:  # tied to a parameter of a unit that is done
                 continue
             stand_in = nn.Parameter(_mapped_like(entry.value), requires_grad=False)
             first_module, first_attribute, _ = entry.places[0]
@@ -263,7 +263,7 @@ class _Writer:
                 self.without_initialiser.append(f"{path}.{key}" if path else key)
 
     def _hand_over(self, unit: str) -> None:
-        """Writes the unit's values into the heap and lets go of the tensors that held them."""
+        """Writes the unit's values into the heap and frees the tensors that held them."""
         group = self._groups[unit]
         self._source.meet()
         for entry, parameter in group.owned:
@@ -284,7 +284,7 @@ class _Writer:
 
 
 def _mapped_like(value: torch.Tensor) -> torch.Tensor:
-    """A private tensor in a mapping of its own: malloc would keep much of what one unit frees from the next."""
+    """A private tensor in its own mapping: malloc would keep much of what one unit frees from the next."""
     if value.numel() == 0:
         return torch.empty(value.shape, dtype=value.dtype)
     memory = mmap.mmap(-1, value.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,6 +1,6 @@
 """What comes and goes within a step, at its peak: unsharded parameters, whole gradients, activations. Pure.
 
-`memory_plan` gives these sums the sizes of a model's units, the simulator those of a published config.
+`memory_plan` calls these with the sizes of a model's units, the simulator with those of a published config.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def gathered_bytes(root: int, blocks: Sequence[int]) -> int:
 
 
 def whole_gradient_bytes(root: int, blocks: Sequence[int], *, tied: int) -> int:
-    """ODC adds a gradient to its owners as soon as autograd has made it: between one and a unit's are alive.
+    """ODC adds a gradient to its owners as soon as autograd has made it: one is alive, or up to a whole unit's.
 
-    The unit's are counted. The first part of a `tied` parameter's gradient waits for its second use: counted on top.
+    A unit's are counted. The first part of a `tied` parameter's gradient waits for the second use: counted on top.
     """
     return tied + max(root, *blocks) if blocks else tied + root
 
@@ -38,13 +38,13 @@ def fsdp2_whole_gradient_bytes(
 
     root, blocks: bytes of a unit's gradients in the compute and in the reduce dtype. `late_root`: in the compute dtype,
     of the root's parameters that get their gradients before a block does (head, last norm, tied ones). `resharded`:
-    blocks after forward, with a sync per microbatch. `gathered_bytes`, `shard_bytes`: what it adds to.
+    blocks are resharded after forward, and each microbatch syncs. `gathered_bytes`, `shard_bytes`: what it adds to.
 
     FSDP2 holds a unit's gradients until the last one is there, frees the unit's parameters, then copies the gradients
     into the reduce-scatter's input, in the reduce dtype (its _fsdp_param_group.py, `post_backward`). So while blocks
-    run backward, the late root's gradients are there too; when the root itself is reduced, nothing is unsharded any
+    run backward, the late root's gradients are alive too; when the root itself is reduced, nothing is unsharded any
     more. Without a sync per microbatch the whole model's gradients add up unsharded in the reduce dtype, and shards
-    appear only as these go.
+    appear only as these are freed.
     """
     if resharded:
         in_blocks = late_root + max((made + reduced for made, reduced in blocks), default=0)
@@ -54,7 +54,7 @@ def fsdp2_whole_gradient_bytes(
 
 
 def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_checkpointing: bool = False) -> int | None:
-    """Estimate of the bytes that one token keeps for backward, in a transformers decoder as it runs eagerly.
+    """Estimate of the bytes kept for backward per token, in a transformers decoder run eagerly.
 
     Counts as Korthikanti et al. 2022 do ("Reducing Activation Recomputation in Large Transformer Models",
     arXiv 2205.05198, section 4.1), adapted to what Llama, Mistral, Qwen2 and Qwen3 of transformers save:
@@ -68,8 +68,8 @@ def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_chec
       + 4 e i                          gate, SiLU(gate), up, product
 
     With gradient checkpointing each layer keeps its input (e h) and one layer is recomputed at a time. Once
-    per token: the last norm, the logits and their fp32 log-probabilities (vocabulary times e + 4). Frozen
-    weights keep less. None for models of another kind: other MLPs, mixtures of experts, not a transformer.
+    per token: the last norm, the logits and their fp32 log-probabilities (vocabulary times e + 4). Layers with
+    frozen weights keep less. None for other models: other MLPs, mixtures of experts, not a transformer.
     """
     config = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
@@ -88,7 +88,7 @@ def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_chec
 def decoder_bytes_per_token(
     config: Any, *, itemsize: int, gradient_checkpointing: bool = False, head_norms: bool = False
 ) -> int:
-    """The formula of `activation_bytes_per_token`, of a decoder's transformers config. `head_norms`: q and k norms."""
+    """The formula of `activation_bytes_per_token`, for a decoder's transformers config. `head_norms`: q and k norms."""
     h, a, e = config.hidden_size, config.num_attention_heads, itemsize
     g = getattr(config, "num_key_value_heads", None) or a
     d = getattr(config, "head_dim", None) or h // a

@@ -1,6 +1,6 @@
 """`fully_shard`: from a module to shards in the heap, an engine, and units.
 
-In four steps: `describe` what is to be sharded; `agree` on it with the other ranks; `allocate` memory and fill it;
+In four steps: `describe` what to shard; `agree` on it with the other ranks; `allocate` memory and fill it;
 `attach` engine and units to the module.
 """
 
@@ -70,7 +70,7 @@ class _Agreement:
     plan: Plan
     token: str  # a secret name for what these ranks open
     devices: list[str | None]  # of this replica's ranks
-    shares_device: bool  # two of them have one, or number theirs alike
+    shares_device: bool  # two of them share one, or number theirs alike
     tables: list[tuple[Entry, ...]]  # how operators run, by parameter
     on_demand: set[int]  # slots of the parameters that are never whole
 
@@ -102,25 +102,24 @@ def fully_shard(
     Call it once on the root (units are found: `_no_split_modules`, else the longest ModuleList) or on blocks and
     then on the root, as with FSDP2. Parameters become DTensors, Shard(0), over this rank's rows; create the
     optimizer afterwards. Initial values are rank 0's; other ranks may hold the model on the meta device, and if all
-    do, every module's own initialisation runs once. How the module computes is not changed.
+    do, every module's own initialisation runs once. What the module computes does not change.
 
-    mesh: by default all ranks, with a copy of the model per host (`default_mesh`); without a process group a world of
-        one is made (or torchrun's). The ranks of one dimension share memory, so they are of one host. With two,
-        ("replicate", "shard"), those of the second do, and masters and optimizer states are sharded over all:
-        docs/memory.md, "Several nodes".
+    mesh: by default all ranks, with a copy of the model per host (`default_mesh`); without a process group this starts
+        torchrun's, or else a world of one. The ranks of a mesh of one dimension share memory, so they are on one host.
+        With two, ("replicate", "shard"), those of the second share memory, and masters and optimizer states are
+        sharded over all: docs/memory.md, "Several nodes".
     mp_policy: as in FSDP2, but `reduce_dtype=None` means fp32 accumulation.
     reshard_after_forward: as in FSDP2: whether whole parameters are freed between forward and backward; by default in
-        all units but the root. An int counts as True. On the CPU backend, where whole parameters are views: no effect.
+        all units but the root. An int counts as True. No effect on the CPU backend, where whole parameters are views.
     ignored_params: stay as they are on every rank.
-    backend: "cpu", "cuda", or "auto": by the mesh, and without one CUDA if there is a GPU. To look for a
-        fault: "cpu-apart" lays memory out on the CPU as on CUDA, "cpu-interpreter" runs Triton's kernels too.
-    timeout: how late a live rank may be at a meeting; from the first shared memory on, a dead one is named within
-        seconds.
+    backend: "cpu", "cuda", or "auto": the mesh's, and without a mesh CUDA if there is a GPU. For debugging:
+        "cpu-apart" lays memory out on the CPU as on CUDA, "cpu-interpreter" runs Triton's kernels too.
+    timeout: how late a live rank may be at a meeting; once memory is shared, a dead rank is named within seconds.
     debug: catch collectives inside a minibatch.
     shard_placement_fn, offload_policy, dp_mesh_dims: FSDP2's, refused.
 
     Raises ValueError, TypeError, NotImplementedError or RuntimeError for models and options that can't be sharded,
-    RanksDiffer when the ranks' differ, with the first difference, DeadlineExceeded when a rank does not come.
+    RanksDiffer with the first difference if the ranks differ, DeadlineExceeded if a rank does not come.
     """
     _check_options(module, mp_policy, reshard_after_forward, timeout, ignored_params)
     _refuse_given(shard_placement_fn=shard_placement_fn, offload_policy=offload_policy, dp_mesh_dims=dp_mesh_dims)
@@ -144,7 +143,7 @@ def fully_shard(
 
 
 def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
-    """Compares models, options and devices of all ranks. Raises RanksDiffer, RuntimeError on all of them."""
+    """Compares models, options and devices of all ranks. Raises RanksDiffer or RuntimeError on all ranks."""
     grid, device, meetings = job.grid, job.device, job.meetings
     plan = make_plan(
         described.specs,
@@ -174,7 +173,7 @@ def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
 
 
 def _allocate(job: _Job, module: nn.Module, described: Description, agreement: _Agreement) -> _Shards:
-    """Opens the heap and fills it with rank 0's values. The tensors that `described` found are dropped on the way."""
+    """Opens the heap and fills it with rank 0's values. Drops the tensors that `described` found on the way."""
     grid, device, meetings, plan = job.grid, job.device, job.meetings, agreement.plan
     token = f"{agreement.token}-{grid.replica}"
     heap = device.open_heap(
@@ -269,7 +268,7 @@ def _check_options(
         raise TypeError(f"mp_policy is a {type(mp_policy).__name__}; give a MixedPrecisionPolicy")
     if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # there is none before torch 2.15
         raise NotImplementedError(
-            "mp_policy has a param_dtype_override_fn, which is not supported, leave it out: param_dtype is that of all "
+            "mp_policy has a param_dtype_override_fn, which is not supported, leave it out: param_dtype applies to all "
             "parameters"
         )
     for name in ("param_dtype", "reduce_dtype") if mp_policy is not None else ():
@@ -283,7 +282,7 @@ def _check_options(
         raise ValueError(f"timeout is {timeout!r}; it must be a positive timedelta")
     if torch.are_deterministic_algorithms_enabled():
         raise RuntimeError(
-            "torch.use_deterministic_algorithms(True) can't be kept: gradients are added in the order of their arrival"
+            "torch.use_deterministic_algorithms(True) is not supported: gradients add up in the order of their arrival"
         )
     for parameter in ignored_params or ():
         if not isinstance(parameter, nn.Parameter):
@@ -310,9 +309,9 @@ def _check_mesh(mesh: DeviceMesh, backend: Backend) -> None:
 def _whole_tensors(
     plan: Plan, heap: SymmetricHeap, streams: Streams, on_demand: set[int], *, by_kernel: bool
 ) -> list[tuple[torch.Tensor, GatheredParameters | None]]:
-    """Every parameter's whole tensor: a view of the heap, or one of its unit's that are gathered together.
+    """Every parameter's whole tensor: a view of the heap, or one that is gathered together with its unit's others.
 
-    `on_demand`: slots of those that are never gathered: tensors without memory.
+    `on_demand`: slots of those that are never gathered; their tensors have no memory.
     """
     if not heap.apart:
         return [(heap.whole(region), None) for region in plan.compute]

@@ -1,4 +1,4 @@
-"""What a step would take: ranks x microbatches x layers by a clock of its own, no device and no torch needed.
+"""How long a step would take: ranks x microbatches x layers on a simulated clock; needs no device and no torch.
 
 Names are resolved on first use. docs/simulator.md says what is modelled and what is not.
 """

@@ -1,4 +1,4 @@
-"""GPUs by their data sheets, and what joins them: how long reads, adds and collectives take.
+"""GPUs by their data sheets, and the links between them: how long reads, adds and collectives take.
 
 `Links` counts latency, bandwidth, shared ports and nodes; `slowdown` simulates readers that share ports.
 """
@@ -17,9 +17,9 @@ from ..machine.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuKind:
-    """Dense bf16 (V100: fp16) TFLOP/s, GB of memory, GB/s of memory, GB/s to each other per direction.
+    """Dense bf16 (V100: fp16) TFLOP/s, GB of memory, GB/s of memory, GB/s between GPUs per direction.
 
-    `nic_gbs`: GB/s per GPU between nodes, of the usual cluster of its time (one 200 or 400 Gb/s port per GPU).
+    `nic_gbs`: GB/s per GPU between nodes, in a typical cluster of its time (one 200 or 400 Gb/s port per GPU).
     """
 
     tflops: float
@@ -41,7 +41,7 @@ DEVICES = {
 
 
 def find_device(name: str) -> GpuKind:
-    """By a word in the name, such as `h100` in `NVIDIA H100 80GB HBM3`. Raises ValueError naming the known ones."""
+    """Finds it by a word in the name, such as `h100` in `NVIDIA H100 80GB HBM3`. Raises ValueError for other names."""
     found = [kind for word, kind in DEVICES.items() if word in name.lower()]
     if len(found) != 1:
         raise ValueError(f"the GPU {name!r} is not known: give --gpu, one of {', '.join(DEVICES)}")
@@ -62,7 +62,7 @@ def read_seconds(
 
     Reader r starts at `starts_s[r]` and pulls `shard_bytes` from one owner after the other (rank + 1, rank + 2, ...;
     0, 1, 2, ... unless `rotated`), `rounds` times without pause. Owner o sends reader r at most `pair_gbs[o][r]`, and
-    to n readers at once `port_gbs[o] / n` each. Each pull begins with `latency_s`. GB/s are 10^9 bytes per second.
+    n readers at once `port_gbs[o] / n` each. Each pull begins with `latency_s`. GB/s are 10^9 bytes per second.
     """
     ranks = len(port_gbs)
     order = [[(r + k) % ranks for k in range(1, ranks)] for r in range(ranks)]
@@ -71,7 +71,7 @@ def read_seconds(
     place = [0] * ranks  # pulls begun
     total = rounds * (ranks - 1)
     left = [float(shard_bytes)] * ranks
-    opens_s = [start + latency_s for start in starts_s]  # when the pull's bytes begin to flow
+    opens_s = [start + latency_s for start in starts_s]  # when the pull's bytes start to flow
     began_s = list(starts_s)
     took: list[list[float]] = [[] for _ in range(ranks)]
     now_s = 0.0
@@ -102,13 +102,13 @@ def read_seconds(
 def slowdown(
     pair_gbs: Sequence[Sequence[float]], port_gbs: Sequence[float], *, rounds: int = 3, seed: int = 0
 ) -> float:
-    """How many times longer a read takes on average when all ranks read all the time than when one reads; 1 or more.
+    """How many times longer an average read takes when all ranks read all the time than when one reads; 1 or more.
 
-    Readers start at random times within the first read, as ODC does not keep them in step.
+    Readers start at random times within the first read, because ODC does not keep them in step.
     """
     ranks = len(port_gbs)
     if ranks < 3:
-        return 1.0  # one reader a port
+        return 1.0  # one reader per port
     quick = 1e9
     alone = [
         sum(quick / (1e9 * min(pair_gbs[o][r], port_gbs[o])) for o in range(ranks) if o != r) for r in range(ranks)
@@ -124,13 +124,13 @@ Engine = Literal["copy", "sms"]
 
 @dataclass(frozen=True, kw_only=True)
 class Links:
-    """`nodes` equal nodes, each of `len(port_gbs)` GPUs. GB/s (10^9 bytes) per direction, as reached in practice.
+    """`nodes` equal nodes of `len(port_gbs)` GPUs each. GB/s (10^9 bytes) per direction, as reached in practice.
 
-    `pair_gbs[owner][reader]` joins two GPUs of a node, `port_gbs` is what a GPU sends or receives in total (equal to a
-    pair's behind a switch, the sum of the pairs' in a mesh), `nic_gbs` per GPU to other nodes. A pull from one owner
-    takes `latency_s`, as does a step of a collective; between nodes both take `nic_latency_s`.
+    `pair_gbs[owner][reader]` is between two GPUs of a node, `port_gbs` is what a GPU sends or receives in total (with a
+    switch, the same as a pair's; in a mesh, the sum of the pairs'), `nic_gbs` per GPU to other nodes. A pull from one
+    owner adds `latency_s`, as does a step of a collective; between nodes both add `nic_latency_s`.
 
-    `engine`: what moves the bytes of reads and adds. "copy": the copy engine, which takes nothing from the compute;
+    `engine`: what moves the bytes of reads and adds. "copy": the copy engine, which takes nothing from compute;
     "sms": a kernel, which takes `sm_share` of the SMs while bytes move. Collectives always take `sm_share`.
 
     Raises ValueError for sizes that don't match and for numbers that are not finite and positive.
@@ -165,7 +165,7 @@ class Links:
 
     @classmethod
     def switched(cls, gpus: int, gbs: float, **others: object) -> Links:
-        """`gpus` in a node whose ports carry `gbs` each, to any other GPU."""
+        """`gpus` in a node, with ports that carry `gbs` each, to any other GPU."""
         return cls(pair_gbs=((gbs,) * gpus,) * gpus, port_gbs=(gbs,) * gpus, **others)  # type: ignore[arg-type]
 
     @classmethod
@@ -176,7 +176,7 @@ class Links:
 
     @classmethod
     def from_topology(cls, topology: Topology, *, gpus: int, efficiency: float = 0.8, **others: object) -> Links:
-        """One node's links as the driver shows them; `efficiency`: reached over nominal bandwidth.
+        """One node's links as the driver reports them; `efficiency`: reached over nominal bandwidth.
 
         Raises ValueError if the number of GPUs is not `gpus`, and, naming them, for pairs that can't hold shards of one
         model or whose bandwidth is unknown.
@@ -184,7 +184,7 @@ class Links:
         devices = topology.devices
         if len(devices) != gpus:
             raise ValueError(
-                f"the topology has {len(devices)} GPUs, but a node shall have {gpus}: give --gpus {len(devices)} "
+                f"the topology has {len(devices)} GPUs, but a node must have {gpus}: give --gpus {len(devices)} "
                 "(times --nodes), or the snapshot of a node of that size"
             )
         gbs = [[0.0] * gpus for _ in devices]
@@ -198,7 +198,7 @@ class Links:
                 raise ValueError(f"the bandwidth between {names} is unknown: leave --topology out and give --gpu")
             o, r = place[pair.one.uuid], place[pair.other.uuid]
             gbs[o][r] = gbs[r][o] = pair.gbs * efficiency
-            # Links to different peers add up; behind a switch, or in one slot, all peers share the same ones.
+            # Links to different peers add up; through a switch, or one slot, all peers share the same ones.
             shared = pair.through_switch or not pair.nvlinks
             for each in (o, r):
                 ports[each] = max(ports[each], gbs[o][r]) if shared else ports[each] + gbs[o][r]
@@ -208,7 +208,7 @@ class Links:
 
     @property
     def gpus(self) -> int:
-        """Of one node."""
+        """Of each node."""
         return len(self.port_gbs)
 
     @property
@@ -220,10 +220,10 @@ class Links:
         return slowdown(self.pair_gbs, self.port_gbs) if self.sharing and math.isfinite(self.port_gbs[0]) else 1.0
 
     def read_s(self, whole_bytes: float, *, hybrid: bool) -> list[float]:
-        """Seconds for each rank to read, or add to, a tensor of `whole_bytes`, from or to one owner after the other.
+        """Seconds for each rank to read, or add to, a tensor of `whole_bytes`, one owner after the other.
 
-        All ranks do so at once and not in step: `ports.slowdown` is counted. `hybrid`: owners are the node's GPUs;
-        else all ranks, those of other nodes through the reader's own network port.
+        All ranks do so at once but not in step, so `slowdown` is included. `hybrid`: the owners are the node's GPUs;
+        else all ranks, those on other nodes through the reader's own network port.
         """
         owners = self.gpus if hybrid else self.ranks
         shard = whole_bytes / owners
@@ -243,7 +243,7 @@ class Links:
         """Seconds of an all-gather or reduce-scatter of `whole_bytes` over the node, or (not `hybrid`) all ranks.
 
         Rings over all links: bytes (n - 1) / n over the slowest GPU's links. Between nodes every byte enters a node
-        once, through all its network ports together, and steps grow with the logarithm of the nodes.
+        once, through all its network ports together, and the number of steps grows with the logarithm of the nodes.
         """
         near = (self.gpus - 1) * self.latency_s
         if self.gpus > 1:
@@ -254,7 +254,7 @@ class Links:
         return max(near, far) + math.log2(self.nodes) * self.nic_latency_s
 
     def replicas_s(self, shard_bytes: float) -> float:
-        """Seconds of a reduce-scatter or an all-gather of `shard_bytes` per GPU over the nodes' GPUs of one place."""
+        """Seconds of a reduce-scatter or an all-gather of `shard_bytes` per GPU over one GPU of each node."""
         if self.nodes == 1:
             return 0.0
         moved = shard_bytes * (self.nodes - 1) / self.nodes / (1e9 * self.nic_gbs)

@@ -20,37 +20,37 @@ from .models import Model, peak_bytes
 
 ALL_BALANCES = (*BALANCES, QUEUE)
 
-Packs = list[list[int]]  # of one rank: per microbatch the tokens of its documents
+Packs = list[list[int]]  # one rank's: per microbatch the tokens of its documents
 
 
 def deal(lengths: Sequence[int], *, ranks: int, token_cap: int, balance: str, cost: CostModel) -> list[Packs]:
-    """Each rank's packs in lengths, not indices. Raises as `assign`."""
+    """Each rank's packs, in lengths, not indices. Raises what `assign` raises."""
     dealt = assign(lengths, ranks=ranks, token_cap=token_cap, balance=balance, cost=cost)
     return [[[lengths[i] for i in members] for members in packs] for packs in dealt]
 
 
 def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel) -> Packs:
-    """Packs to be taken at run time, in lengths, in the order of `balance.queue_packs`, and with its errors."""
+    """Packs to take at run time, in lengths, in the order of `balance.queue_packs`, and with its errors."""
     packs = balance_queue_packs(lengths, ranks=ranks, token_cap=token_cap, cost=cost)
     return [[lengths[i] for i in members] for members in packs]
 
 
 SCHEDULES = ("fsdp", "fsdp-no-reshard", "odc")
 _COMPUTE_BYTES, _REDUCE_BYTES = 2, 4  # bf16 is read, fp32 is added
-_STEP_BYTES = 30  # per parameter of the own shard: AdamW reads 16, writes 12, and 2 in bf16
+_STEP_BYTES = 30  # per parameter of a rank's shard: AdamW reads 16, writes 12, and 2 in bf16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The machine, the model and what the ranks do, without the schedule and the dealing.
+    """The machine, the model and what the ranks do, without the schedule and the balance.
 
-    `seconds`: forward and backward of one microbatch, given its documents' tokens, on a rank of usual speed; it is
-    spread evenly over `layers`, `forward_share` of it forward. `cost`: what balancing believes a sequence costs.
-    `model`: sizes of what is moved and kept; None: nothing is moved, memory is unknown. `step_s` is added to every
-    minibatch, besides the optimizer step that follows from the model's size.
+    `seconds`: forward and backward of one microbatch, given its documents' tokens, on a rank of normal speed; spread
+    evenly over `layers`, `forward_share` of it forward. `cost`: what balancing assumes a sequence costs. `model`: sizes
+    of what is moved and kept; None: nothing is moved, memory is unknown. `step_s` is added to every minibatch, on top
+    of the optimizer step that follows from the model's size.
 
     `checkpointing` and `fused_head` (logits are never computed) change memory only. `hybrid`: each node holds a whole
-    copy in shards, and gradients cross nodes once a minibatch; else all ranks hold one copy together. `prefetch` and
+    copy in shards, and gradients cross nodes once per minibatch; else all ranks hold one copy together. `prefetch` and
     `overlap` as in lanes.py. `slow`: by rank, how many times longer its compute takes. `jitter`: standard deviation of
     a log-normal factor of mean 1 on each unit's compute.
 
@@ -171,10 +171,10 @@ def simulate(
     """Each of `minibatches` (tokens of every sample of all ranks) is one trial; all ranks enter it together.
 
     Ranks with fewer microbatches than others join FSDP's collectives with empty ones. `timeline`: keep the first
-    trial's events. `seed`: of the jitter. `dealt`: what `deal` returned for each minibatch, if known already. The same
+    trial's events. `seed`: for the jitter. `dealt`: what `deal` returned for each minibatch, if already known. The same
     arguments give the same outcome.
 
-    Raises ValueError for an unknown schedule or balance, "queue" under FSDP, no minibatch, and as `assign`.
+    Raises ValueError for an unknown schedule or balance, "queue" under FSDP, no minibatch, and what `assign` raises.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}: choose one of {', '.join(SCHEDULES)}")
@@ -182,7 +182,7 @@ def simulate(
         raise ValueError(f"balance is {balance!r}: choose one of {', '.join(ALL_BALANCES)}")
     if balance == QUEUE and schedule != "odc":
         raise ValueError(
-            f"balance 'queue' under schedule {schedule!r}: FSDP's ranks need equally many microbatches; use 'odc'"
+            f"balance 'queue' under schedule {schedule!r}: FSDP's ranks need the same number of microbatches; use 'odc'"
         )
     if not minibatches:
         raise ValueError("there are no minibatches: give at least one list of lengths")
@@ -235,7 +235,7 @@ Totals = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # over, busy, ex
 def _run(
     dealt: list[list[Packs]], schedule: str, job: Job, moves: _Moves, noise: _Noise, recorder: Recorder | None
 ) -> Totals:
-    """Microbatches in the order dealt, all ranks of all trials at once."""
+    """Runs microbatches in the order dealt, all ranks of all trials at once."""
     counts = np.array([[len(packs) for packs in trial] for trial in dealt])
     work = np.zeros((int(counts.max()), *counts.shape))
     for trial, ranks in enumerate(dealt):
@@ -281,7 +281,7 @@ def _run_queue(
     noise: _Noise,
     recorder: Recorder | None,
 ) -> tuple[Totals, list[list[Packs]]]:
-    """The rank that is free first takes the next pack; rank by rank, as only the run shows which one that is."""
+    """The first rank that is free takes the next pack; rank by rank, because only the run shows which one that is."""
     totals = np.zeros((4, len(minibatches), job.ranks))
     dealt: list[list[Packs]] = []
     own = [moves.of_rank(rank) for rank in range(job.ranks)]
@@ -319,7 +319,7 @@ def _run_queue(
 def _forward(
     lanes: Lanes, seconds: Clock, job: Job, moves: _Moves, noise: _Noise, meet: Callable | None, *, reads: Clock | None
 ) -> None:
-    """The root and the blocks. `reads`: 1 where parameters are read, 0 for ranks that have nothing to do."""
+    """The root and the blocks. `reads`: 1 for ranks that read parameters, 0 for ranks that have nothing to do."""
     each = seconds * (job.forward_share / job.layers)
     nothing = seconds * 0.0
     lanes.unit(nothing, "forward", read_s=None if reads is None else reads * moves.read_root, meet=meet)

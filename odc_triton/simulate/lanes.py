@@ -1,19 +1,19 @@
 """The clocks of ranks that go through the units of a model: compute, reads of parameters, adds of gradients.
 
-Every rank has three streams. Unit k, with its read, its work and its add, keeps these rules (all of them are maxima of
-earlier ends, so a pass over the units in order is the whole discrete-event simulation):
+Every rank has three streams. Unit k, with its read, its work and its add, follows these rules (all of them are maxima
+of earlier ends, so a pass over the units in order is the whole discrete-event simulation):
 
-    a read starts when the read before it has ended, and when unit k - 2 is over (two buffers: the one in use and the
-        next); without `prefetch`, when unit k - 1 is over
+    a read starts when the read before it has ended and unit k - 2 is over (two buffers: the one in use and the next);
+        without `prefetch`, when unit k - 1 is over
     work starts when the work before it and its own read have ended
     an add starts when its work and the add before it have ended; the work after it waits for the add before it (one
         gradient buffer in flight); without `overlap`, for the add itself
     a collective read or add starts on all ranks when the last one is ready
 
-With reads and adds of no time and neither prefetch nor overlap, a run with collectives takes the paper's sum over units
-of the max over ranks, and one without the max over ranks of the sum.
+If reads and adds take no time, and with neither prefetch nor overlap, a run with collectives takes the paper's sum over
+units of the max over ranks; a run without collectives takes the max over ranks of the sum.
 
-`Recorder` keeps what the ranks did when, as a measured run's events; `Outcome` is what a simulation returns.
+`Recorder` keeps what the ranks did when, as events of a measured run; `Outcome` is what a simulation returns.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 
 from ..base.events import Event
 
-Clock = Any  # seconds: an array (trials, ranks), or a float, of one rank
+Clock = Any  # seconds: an array (trials, ranks), or one rank's float
 Meet = Callable[[Clock], Clock]
 Record = Callable[[str, Clock, Clock, str], None]
 
@@ -37,9 +37,9 @@ def last_rank(ready: np.ndarray) -> np.ndarray:
 
 
 class Lanes:
-    """Clocks in seconds since the minibatch's entry, of all ranks of several trials, or (floats) of one rank.
+    """Clocks in seconds since the minibatch's entry, for all ranks of several trials, or (floats) for one rank.
 
-    `busy`, `exposed` and `waited`: seconds of work, of transfers that work waited for, of waiting for other ranks.
+    `busy`, `exposed` and `waited`: seconds of work, of transfers that work waited for, and of waiting for other ranks.
     """
 
     def __init__(self, zero: Clock, *, prefetch: bool, overlap: bool, sm_share: float, record: Record | None) -> None:
@@ -91,7 +91,7 @@ class Lanes:
         self.compute = end
 
     def _beside_transfers(self, work_s: Clock, transfers_s: Clock) -> Clock:
-        """Work that shares its SMs with transfers as long as these last."""
+        """Seconds of work that shares its SMs with transfers while they last."""
         return work_s + self._sm_share * self._smaller(transfers_s, work_s / (1 - self._sm_share))
 
     def _waits(self, start: Clock, end: Clock, transfer_s: Clock, label: str) -> None:
@@ -156,11 +156,11 @@ class Recorder:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of one setting over several minibatches (trials). Seconds; arrays (trials,) or (trials, ranks).
+    """One setting over several minibatches (trials). Seconds; arrays (trials,) or (trials, ranks).
 
-    Of a rank's minibatch `seconds` = `busy_s` (computing) + `exposed_s` (its compute waits while its own bytes move)
-    + `waited_s` (for other ranks: at meetings, in collectives, at the end) + `tail_s` (the optimizer step, publishing,
-    and what crosses the nodes at the end: the same on every rank).
+    For each rank's minibatch `seconds` = `busy_s` (computing) + `exposed_s` (its compute waits while its own bytes
+    move) + `waited_s` (for other ranks: at meetings, in collectives, at the end) + `tail_s` (the optimizer step,
+    publishing, and what crosses the nodes at the end: the same on every rank).
     """
 
     schedule: str
@@ -173,9 +173,9 @@ class Outcome:
     microbatches: list[list[int]]
     """Per trial, of each rank."""
     peak_bytes: int | None
-    """Of the fullest rank, activations of its largest microbatch included; None where the model is not given."""
+    """Of the fullest rank, including the activations of its largest microbatch; None without a model."""
     events: list[Event] = field(default_factory=list)
-    """The first trial's timeline, where it was asked for, in the form of the engine's."""
+    """The first trial's timeline if requested, in the form of the engine's events."""
 
     @property
     def step_s(self) -> float:
@@ -184,7 +184,7 @@ class Outcome:
 
     @property
     def idle(self) -> np.ndarray:
-        """Share of the time in which each rank neither computes nor steps, 0 to 1, (ranks,)."""
+        """Share of the time that each rank neither computes nor steps, 0 to 1, (ranks,)."""
         return 1 - (self.busy_s.sum(axis=0) + self.tail_s * len(self.seconds)) / self.seconds.sum()
 
     @property
@@ -193,5 +193,5 @@ class Outcome:
 
     @property
     def exposed_share(self) -> float:
-        """Share of the ranks' time in which compute waits for its own bytes."""
+        """Share of the ranks' time that compute waits for its own bytes."""
         return float(self.exposed_s.sum() / (self.seconds.sum() * self.exposed_s.shape[1]))

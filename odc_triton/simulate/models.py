@@ -1,6 +1,6 @@
 """Models as the simulator needs them, from a transformers config: sizes of their units, work and memory per token.
 
-Bytes on the fullest GPU are `memory_plan`'s sums, from a model's sizes alone, nodes included: bf16 compute, fp32
+Bytes on the fullest GPU are `memory_plan`'s sums, computed from a model's sizes alone, with nodes: bf16 compute, fp32
 masters, gradients and AdamW states. Tests compare the two. Left out, less than 1%: norms, biases, alignment, rows that
 don't divide evenly.
 """
@@ -45,7 +45,7 @@ class Model:
     """`layers` blocks of `block_parameters` each, and the root's (embedding, last norm, head).
 
     `cost` is in FLOPs of forward and backward without recomputation. `activation_bytes`: per token, bf16, with and
-    without gradient checkpointing, logits apart; None where the architecture is not one that `footprint` knows.
+    without gradient checkpointing, logits not included; None for an architecture that `footprint` doesn't know.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Model:
     activation_bytes: int | None
     activation_bytes_checkpointed: int | None
     logits_bytes: int
-    """Per token, in bf16, and their log-probabilities in fp32: what a fused head and loss never make."""
+    """Per token, in bf16, and their log-probabilities in fp32: a fused head and loss never compute them."""
 
     @property
     def parameters(self) -> int:
@@ -65,9 +65,9 @@ class Model:
 
     @classmethod
     def from_config(cls, config: Any, *, name: str) -> Model:
-        """Of a decoder with gated MLPs. Norms and biases are left out of the sizes (less than 0.1%).
+        """A decoder with gated MLPs. Norms and biases are left out of the sizes (less than 0.1%).
 
-        Raises ValueError as `CostModel.from_config`, and for a mixture of experts, whose experts are not modelled.
+        Raises what `CostModel.from_config` raises, and ValueError for a mixture of experts, which is not modelled.
         """
         if any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
             raise ValueError(f"model {name!r} is a mixture of experts, which can't be simulated: give a dense decoder")
@@ -102,7 +102,7 @@ class Model:
     def find(cls, name: str) -> Model:
         """One of `MODELS`, or a config.json, or a folder that holds one.
 
-        Raises ValueError for a name that is neither, and for a file that is no config of a decoder.
+        Raises ValueError for a name that is none of these, and for a file that is not a decoder's config.
         """
         if name.lower() in _SIZES:
             sizes = dict(zip(_FIELDS, _SIZES[name.lower()], strict=True))
@@ -130,10 +130,10 @@ _STATES = 2 * _FULL
 
 
 def state_bytes(model: Model, schedule: str, *, shards: int, ranks: int) -> int:
-    """Per GPU, what is kept between minibatches and the peak within one, activations left out.
+    """Per GPU, what is kept between minibatches and the peak within one, without activations.
 
-    `shards`: GPUs that together hold one copy of the parameters (all `ranks`, unless nodes hold a copy each). ODC
-    splits masters and optimizer states over all `ranks` even so; FSDP2 keeps them with the shards.
+    `shards`: GPUs that together hold one copy of the parameters (all `ranks`, unless each node holds a copy). Even then
+    ODC splits masters and optimizer states over all `ranks`; FSDP2 keeps them with the shards.
     """
     p, block, root, table = model.parameters, model.block_parameters, model.root_parameters, model.largest_parameter
     blocks = [_COMPUTE * block] * model.layers
@@ -156,7 +156,7 @@ def state_bytes(model: Model, schedule: str, *, shards: int, ranks: int) -> int:
 def peak_bytes(
     model: Model, schedule: str, *, shards: int, ranks: int, tokens: int, checkpointing: bool, fused_head: bool
 ) -> int | None:
-    """With the activations of a microbatch of `tokens` tokens; None where a token's are not known."""
+    """With the activations of a microbatch of `tokens` tokens; None if a token's are not known."""
     each = model.activation_bytes_checkpointed if checkpointing else model.activation_bytes
     if each is None:
         return None

@@ -39,7 +39,7 @@ class SimulateOptions:
     model: str = option("qwen2.5-7b", "a known name, or a transformers config.json")
     gpus: int = option(8, "GPUs of the job, all nodes together")
     nodes: int = option(1, "nodes, of equally many GPUs")
-    gpu: str | None = option(None, "kind of GPU: v100, a100, a6000, l40s, h100, h200, b200; of --topology, or a100")
+    gpu: str | None = option(None, "kind of GPU: v100, a100, a6000, l40s, h100, h200, b200; else --topology's or a100")
     topology: str | None = option(None, "snapshot of one node's GPUs and links (JSON)")
     minibatch: str = option("1,2,4,8", "samples per GPU and optimizer step; several with commas")
     token_cap: int | None = option(None, "most tokens in one microbatch; by default the longest sequence")
@@ -52,7 +52,7 @@ class SimulateOptions:
     slow: float = option(1.0, "one rank computes this many times slower")
     jitter: float = option(0.0, "relative deviation of each layer's compute time")
     trials: int | None = option(None, "minibatches drawn per setting; by default 16, fewer beyond 32 GPUs")
-    seed: int = option(0, "of the minibatches drawn and the jitter")
+    seed: int = option(0, "seed for the drawn minibatches and the jitter")
     out: str | None = option(None, "folder to write table.md, simulate.json, timeline.png and trace.json to")
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """All settings over the same minibatches, ranked, and the table and verdict that `odc-triton simulate` prints.
 
 `from_measured` makes a job from measured times of single sequences, so that a prediction can be compared with a
-measured run. Sequence lengths are read from a file, or drawn from a distribution that stands for a published data set.
+measured run. Sequence lengths are read from a file, or drawn from a distribution that models a published data set.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ SETTINGS = {
 BASELINE = "FSDP2 + LB-Micro"  # the paper's
 COLUMNS = ("samples/GPU", "rank", "setting", "s/step", "speed-up", "idle", "exposed comm.", "GB/GPU", "")
 DRAWN = (BASELINE, "FSDP2 + global packing", "ODC + LB-Mini", "ODC + queue")  # in pictures
-_RECOMPUTED = 4 / 3  # of forward and backward: the forward once more
-_COLLECTIVE_SMS = 0.1  # of an A100's or H100's SMs: a dozen of NCCL's blocks, each on an SM
+_RECOMPUTED = 4 / 3  # of forward and backward: a second forward
+_COLLECTIVE_SMS = 0.1  # share of an A100's or H100's SMs: a dozen NCCL blocks, each on an SM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def make_job(
 
 
 def usual_links(kind: GpuKind, gpus: int, *, nodes: int = 1, efficiency: float = 0.8, nic_gbs: float = 0.0) -> Links:
-    """A node of `gpus` of a kind behind a switch, `nodes` of them. `nic_gbs` 0: the usual for the kind."""
+    """`nodes` nodes, each with `gpus` of a kind on a switch. `nic_gbs` 0: the usual for the kind."""
     return Links.switched(
         gpus,
         kind.link_gbs * efficiency,
@@ -103,10 +103,10 @@ def rank_settings(
     seed: int = 0,
     timeline_of: int | None = None,
 ) -> list[Row]:
-    """All `SETTINGS` at each minibatch size of `sizes`, in samples per rank: fastest first of those that fit.
+    """All `SETTINGS` at each minibatch size in `sizes`, in samples per rank; those that fit come fastest first.
 
-    Every setting has the same `trials` minibatches, drawn from `lengths`. `memory_gb`: of one GPU. `timeline_of`: the
-    size at which outcomes keep their events. Raises ValueError as `draw` and `assign`.
+    Every setting gets the same `trials` minibatches, drawn from `lengths`. `memory_gb`: of one GPU. `timeline_of`: the
+    size at which outcomes keep their events. Raises what `draw` and `assign` raise.
     """
     rows: list[Row] = []
     for samples in sizes:
@@ -169,7 +169,7 @@ def cells(rows: Sequence[Row]) -> list[list[object]]:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """Per minibatch size: the fastest ODC setting against the fastest of FSDP2 that fits."""
+    """Per minibatch size: the fastest ODC setting against the fastest FSDP2 setting that fits."""
     lines = []
     for samples in dict.fromkeys(row.samples for row in rows):
         fitting = [row for row in rows if row.samples == samples and row.fits]
@@ -189,7 +189,7 @@ def verdict(rows: Sequence[Row]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceTime:
-    """`seconds` of a minibatch in which every rank ran `microbatches` times one sequence of `tokens` tokens."""
+    """`seconds` of a minibatch in which every rank ran one sequence of `tokens` tokens `microbatches` times."""
 
     tokens: int
     microbatches: int
@@ -213,12 +213,12 @@ def from_measured(
 ) -> Job:
     """A job whose times are `step + microbatches (launch + linear s + quadratic s²)`, fitted to the measured ones.
 
-    All ranks ran the same, so none waited, and all communication is in these numbers: links take no more time.
-    Transfers block, as on the CPU. `cost`: what balancing assumes; by default what was fitted. Measurements of one
-    transport predict that transport's schedules only.
+    All ranks ran the same, so none waited, and these numbers include all communication: links add no time.
+    Transfers block, as on the CPU. `cost`: what balancing assumes; by default the fitted cost. Measurements of one
+    transport predict only that transport's schedules.
 
-    Raises ValueError for fewer than three lengths, for a single number of microbatches, as step and launch can't be
-    told apart then, and if times don't grow with lengths.
+    Raises ValueError for fewer than three lengths, for a single number of microbatches (step and launch can't be told
+    apart then), and if times don't grow with lengths.
     """
     lengths = {each.tokens for each in sequence_seconds}
     repeats = {each.microbatches for each in sequence_seconds}
@@ -231,7 +231,7 @@ def from_measured(
         [[1, m.microbatches, m.microbatches * m.tokens, m.microbatches * m.tokens**2] for m in sequence_seconds]
     )
     seconds = np.array([m.seconds for m in sequence_seconds])
-    # Of times that differ much, the relative error counts.
+    # Times differ by much, so fit the relative error.
     weighted = table / seconds[:, None]
     scale = weighted.max(axis=0)
     step, launch, linear, quadratic = nonnegative_least_squares(weighted / scale, np.ones(len(seconds))) / scale
@@ -249,15 +249,15 @@ def from_measured(
 
 
 _OVER = 0.01  # the share of an untruncated distribution beyond its longest sequence: an assumption, see `Lengths`
-_BYTES_PER_TOKEN = 4  # of English text and code under tokenizers of 100,000 and more tokens
+_BYTES_PER_TOKEN = 4  # of English text and code, for vocabularies of 100,000 tokens or more
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
     """A log-normal distribution of tokens per sequence, cut off at `longest`.
 
-    Its mean is the published one. A mean and a maximum don't fix a shape, so one thing is assumed: 1% of the
-    distribution lies beyond the maximum before it is cut off.
+    Its mean is the published one. A mean and a maximum don't fix a shape, so one thing is assumed: before the cut,
+    1% of the distribution is beyond the maximum.
     """
 
     mean: float
@@ -288,7 +288,7 @@ def named_lengths(name: str, count: int, *, seed: int = 0) -> list[int]:
 
 
 def log_normal(lengths: Lengths) -> tuple[float, float]:
-    """Mean and standard deviation of the logarithm, by the conditions of `Lengths`."""
+    """Mean and standard deviation of the logarithm that meet the conditions of `Lengths`."""
     top, z = math.log(lengths.longest), NormalDist().inv_cdf(1 - _OVER)
 
     def mean(sigma: float) -> float:
@@ -303,9 +303,9 @@ def log_normal(lengths: Lengths) -> tuple[float, float]:
 
 
 def lengths_of_file(path: str | Path) -> tuple[list[int], str]:
-    """Tokens of each sequence of a file, as `read_lengths` reads it, and in words where they come from.
+    """Tokens of each sequence of a file, as `read_lengths` reads it, and their origin in words.
 
-    For texts they are estimated: a token for every 4 bytes of UTF-8. Raises as `read_lengths`.
+    For texts they are estimated: one token per 4 bytes of UTF-8. Raises what `read_lengths` raises.
     """
     texts = 0
 
@@ -326,7 +326,7 @@ def lengths_of_file(path: str | Path) -> tuple[list[int], str]:
 def draw(lengths: Sequence[int], *, samples: int, minibatches: int, seed: int = 0) -> list[list[int]]:
     """`minibatches` lists of `samples` lengths each, without repetition within one, from shuffled passes.
 
-    Raises ValueError where there are fewer lengths than `samples`.
+    Raises ValueError if there are fewer lengths than `samples`.
     """
     if len(lengths) < samples:
         raise ValueError(

@@ -19,7 +19,7 @@ Metrics = dict[str, Any]
 
 
 def read_metrics(path: str | os.PathLike) -> list[Metrics]:
-    """The lines of a metrics file, without a torn last one, as a crash may leave it. No file: no lines.
+    """The lines of a metrics file, without the torn last line that a crash may leave. No file: no lines.
 
     Raises ValueError for a line that is not a step's metrics, and for a path that is not a file.
     """
@@ -48,7 +48,7 @@ def _read_line(path: str | os.PathLike, number: int, line: bytes) -> Metrics:
 
 
 class MetricsFile:
-    """Appends to `path`. Lines of steps after `step`, which a resumed run takes again, are removed first."""
+    """Appends to `path`. First removes the lines of steps after `step`, which a resumed run takes again."""
 
     def __init__(self, path: str | os.PathLike, *, step: int) -> None:
         self.path = Path(path)
@@ -88,7 +88,7 @@ _LOG_S = 60.0
 
 
 class _Lines:
-    """A log: what a progress bar would draw over itself becomes lines."""
+    """A log: each update of the progress bar becomes a line instead of overwriting the last one."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -102,12 +102,12 @@ class _Lines:
 
 
 class Progress:
-    """Steps done of `total`, with the time left; without a terminal a line a minute. Quiet where it is not `shown`."""
+    """Steps done of `total`, with the time left; without a terminal one line a minute. Silent unless `shown`."""
 
     def __init__(self, *, total: int, done: int, shown: bool) -> None:
-        # tqdm's own lock is a named semaphore, which a killed rank would leave on the system; one thread uses it here.
+        # tqdm's own lock is a named semaphore, which a killed rank would leave behind; only one thread uses it here.
         tqdm.set_lock(threading.RLock())
-        # Without a terminal, in a job's log, every update is a line of its own.
+        # Without a terminal, in a job's log, every update is a separate line.
         is_log = not sys.stderr.isatty()
         pace = {"mininterval": _LOG_S, "file": _Lines(sys.stderr), "ncols": 0} if is_log else {}
         self._bar = tqdm(total=total, initial=done, unit="step", disable=not shown, **pace)

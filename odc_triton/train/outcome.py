@@ -28,14 +28,14 @@ _ROWS = 12
 
 
 def gather_events(run: SftRun) -> list[Event]:
-    """The last minibatches' events of all ranks. A meeting: collective."""
+    """All ranks' events of the last minibatches. Collective: a meeting."""
     own = [event.as_row() for events in run.recent for event in events]
     messages = run.engine.meet("collect the timelines", {"events": own})
     return [Event.of_row(row) for theirs in messages for row in theirs["events"]]
 
 
 def save_model(run: SftRun, out: Path, tokenizer: Any) -> Path:
-    """The folder written: a model for plain transformers, or adapters for plain PEFT. Rank 0 calls it, alone."""
+    """Returns the folder written: a model for plain transformers, or adapters for plain PEFT. Only rank 0 calls it."""
     folder = out / ("adapter" if run.options.lora_rank else "model")
     save_pretrained(run.model, folder, tokenizer, overwrite=True)
     return folder

@@ -1,7 +1,7 @@
 """What a run needs before its first step: folder, tokenizer, samples, a model to shard, low-rank adapters by PEFT.
 
-Ranks take a while to start, and tokenising a large file takes longer. So `check_before_start` first checks what can be
-known to be wrong: the model, the data's first records, the folder to write to.
+Ranks take a while to start, and tokenising a large file takes longer. So `check_before_start` first checks what it can:
+the model, the data's first records, the folder to write to.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TELL_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """The same on every rank but `folder`, which only rank 0 has."""
+    """The same on every rank except `folder`, which only rank 0 has."""
 
     tokenizer: Any
     data: Samples
@@ -48,7 +48,7 @@ class Prepared:
     largest_token: int
     identity: dict[str, Any]  # what a resumed run must have in common with this one
     folder: RunFolder | None
-    goes_on: bool  # the folder holds a run to go on with
+    goes_on: bool  # the folder holds a run to continue
 
 
 def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared:
@@ -96,12 +96,15 @@ def load_any_tokenizer(options: SftOptions) -> Any:
     return read_tokenizer(options.tokenizer or options.model)
 
 
-# What `_on_rank_0` raises on the other ranks, by name; of another error the first of these that it is an instance of.
+# What `_on_rank_0` raises on the other ranks: the first of these that rank 0's error is an instance of.
 _ERRORS = (DataError, BlockingIOError, FileExistsError, FileNotFoundError, PermissionError, OSError, ValueError)
 
 
 def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: timedelta) -> dict[str, Any]:
-    """What `make()` returns on rank 0, JSON, on every rank, however long it takes; or its error. Raises RankLost."""
+    """Calls `make()` on rank 0, however long it takes, and returns its result (JSON) or raises its error on every rank.
+
+    Raises RankLost.
+    """
     message: dict[str, Any] = {}
     error: Exception | None = None
     with patient_meetings(grid_of(mesh), timeout) as meetings:
@@ -137,7 +140,7 @@ def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder) -> list[Pa
                 )
             except DataError as error:
                 if "max_tokens" in str(error):
-                    raise DataError(f"{error} (by --token-cap, --truncate and --drop-long)") from error
+                    raise DataError(f"{error} (with --token-cap, --truncate and --drop-long)") from error
                 raise
             print(f"{source}: {data.summary}", flush=True)
             paths.append(data.path)
@@ -145,7 +148,7 @@ def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder) -> list[Pa
 
 
 def _now_and_then(source: str) -> Callable[[int, float], None]:
-    """Says how far the preparation of `source` is, every `_TELL_S` seconds."""
+    """Prints how far the preparation of `source` has got, every `_TELL_S` seconds."""
     told_s = time.monotonic()
 
     def tell(records: int, fraction: float) -> None:
@@ -182,12 +185,12 @@ def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:
 
 
 def precision(dtype: str) -> MixedPrecisionPolicy | None:
-    """Compute in bf16 for "bf16"; masters and sums of gradients stay fp32."""
+    """For "bf16", compute in bf16; masters and sums of gradients stay fp32."""
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16) if dtype == "bf16" else None
 
 
 class LayerOptions(Protocol):
-    """Of training and of profiling."""
+    """The options that training and profiling share."""
 
     model: str | None
     init: str | None
@@ -236,7 +239,7 @@ def require_peft() -> Any:
 
 
 def add_adapters(model: nn.Module, *, rank: int, alpha: float | None, targets: str) -> nn.Module:
-    """The transformers model below PEFT's wrapping, with adapters; the rest is frozen.
+    """The transformers model inside PEFT's wrapper, with adapters; the rest is frozen.
 
     `targets`: "all-linear", or names of layers with commas between. Raises ImportError without peft, ValueError for
     names that no layer has.
@@ -262,7 +265,7 @@ _RECORDS = 16  # of each source
 
 
 def check_before_start(options: SftOptions) -> None:
-    """Raises OSError and ValueError for what would fail later in the run. Leaves nothing but the folder `out`."""
+    """Raises OSError and ValueError for what would fail later in the run. Leaves nothing except the folder `out`."""
     model = meta_causal_lm(model=options.model, init=options.init)
     if options.model is not None and Path(options.model).is_dir():
         require_weights(options.model)

@@ -1,7 +1,7 @@
-"""One rank's side of a training run: one step, one evaluation, and what must be saved of it.
+"""One rank's side of a training run: one step, one evaluation, and the state to save.
 
 The ranks exchange numbers once a step, when all gradients have landed: one meeting, no collective. So every rank knows
-the same numbers and comes to the same decisions: whether the step is taken, whether a checkpoint is saved, whether the
+the same numbers and makes the same decisions: whether the step is taken, whether a checkpoint is saved, whether the
 run stops. Gradients are clipped by these numbers too: torch's `clip_grad_norm_` reduces over gloo or NCCL, which do not
 say which peer is dead, and wait for a stopped one without a deadline.
 """
@@ -36,7 +36,7 @@ from .sft_options import SftOptions
 
 @dataclass(kw_only=True)
 class RunState:
-    """Where a run stands, the same on every rank. A checkpoint has this, the shards and each rank's random numbers.
+    """A run's progress, the same on every rank. A checkpoint has this, the shards and each rank's random state.
 
     The learning rate is a function of `step`; the samples' order is a function of the sampler's seed and position.
     """
@@ -51,7 +51,7 @@ class RunState:
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> RunState:
-        """Raises TypeError for other fields than `as_json` has."""
+        """Raises TypeError unless the fields are those of `as_json`."""
         return cls(**saved)
 
 
@@ -66,7 +66,7 @@ def warmup_cosine(step: int, *, steps: int, warmup_steps: int, floor: float) -> 
 
 
 def own_gradients(parameters: Iterable[nn.Parameter], rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(this rank's gradients, those of them that count in the norm): what is replicated counts on rank 0 only."""
+    """(this rank's gradients, those of them that count in the norm): replicated ones count on rank 0 only."""
     local, counted = [], []
     for parameter in parameters:
         if parameter.grad is None:
@@ -82,7 +82,7 @@ def own_gradients(parameters: Iterable[nn.Parameter], rank: int) -> tuple[list[t
 
 
 def square_norm(gradients: list[torch.Tensor]) -> float:
-    """Sum of squares of all elements: norms in the gradients' dtype, their squares summed in fp64."""
+    """Sum of squares of all elements: norms are in the gradients' dtype, their squares are summed in fp64."""
     gradients = [each for each in gradients if each.numel()]
     if not gradients:
         return 0.0
@@ -91,7 +91,7 @@ def square_norm(gradients: list[torch.Tensor]) -> float:
 
 @torch.no_grad()
 def clip(gradients: list[torch.Tensor], *, norm: float, largest: float) -> None:
-    """Scales gradients of the whole model's `norm` to `largest`, in place, as torch's `clip_grad_norm_` does."""
+    """Scales gradients in place so that the whole model's `norm` is at most `largest`, as `clip_grad_norm_` does."""
     factor = largest / (norm + 1e-6)
     if factor < 1 and gradients:
         torch._foreach_mul_(gradients, factor)
@@ -110,8 +110,8 @@ class Told:
     square_norm: float  # of its gradients
     waited_s: float  # since the last agreement
     passed_s: float
-    stop: int | None  # the signal by which it was asked to stop
-    save: bool  # its clock says that a checkpoint is due; rank 0's counts
+    stop: int | None  # the signal that asked it to stop
+    save: bool  # its clock says that a checkpoint is due; rank 0's decides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +162,8 @@ class SftRun:
         cost: CostModel | None = None,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        """`model` is sharded, and packing was enabled before that. `identity`: what a run that resumes this one must
-        have in common with it, by default the options'.
+        """`model` is sharded, and packing was enabled before that. `identity`: what a run must share with this one to
+        resume it, by default the options'.
         """
         self.options, self.model, self.data, self.cost = options, model, data, cost
         self.engine = engine_of(model)
@@ -189,9 +189,9 @@ class SftRun:
         self._target_counts = data.target_counts
         epochs = 1.0 if options.epochs is None else options.epochs
         self.steps = options.steps or max(round(epochs * len(self.sampler)), 1)
-        self.stop: int | None = None  # the signal that the ranks have agreed to stop by
+        self.stop: int | None = None  # the signal for which the ranks have agreed to stop
         self.save_is_due = False
-        self.was_skipped = False  # the last step: the weights that it left unchanged may be what was wrong
+        self.was_skipped = False  # the last step: the weights that it left unchanged may be the cause
         self.recent: deque[list[Event]] = deque(maxlen=SHOWN_MINIBATCHES)
         self._epoch = iter(self.sampler)
         self._agreed_s = time.monotonic()
@@ -205,9 +205,9 @@ class SftRun:
     # ------------------------------------------------------------------ a step
 
     def next_packs(self) -> tuple[int, Iterable[Pack]]:
-        """This rank's packs of the next minibatch, over as many epochs as it takes, and the targets that it counts.
+        """The targets that this rank counts in the next minibatch, and its packs. Starts a new epoch when one ends.
 
-        Of a queue the packs are taken while they are iterated over, and each rank counts a part of the samples.
+        With a queue, packs are taken during iteration, and each rank counts a part of the samples.
         """
         dealt = next(self._epoch, None)
         if dealt is None:
@@ -231,8 +231,8 @@ class SftRun:
     ) -> dict[str, Any]:
         """One minibatch and one optimizer step; returns metrics of all ranks together, the same on every rank.
 
-        `stop`: the signal by which this rank was asked to stop; `look` is called between microbatches; `save_by_clock`:
-        whether a checkpoint is due. `self.stop` and `self.save_is_due` are then what the ranks agreed on.
+        `stop`: the signal that asked this rank to stop; `look` is called between microbatches; `save_by_clock`:
+        whether a checkpoint is due. Afterwards `self.stop` and `self.save_is_due` are what the ranks agreed on.
 
         Raises MinibatchFailed on all ranks for what a microbatch, or reading its samples, raised on any;
         TooManySkipped.
@@ -288,7 +288,7 @@ class SftRun:
         problem: Exception | None = None
         try:
             counted, packs = self.next_packs()
-        except Exception as error:  # raised below, where the other ranks hear of it
+        except Exception as error:  # raised below, where the other ranks are told
             counted, packs, problem = 0, [], error
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
         with minibatch(self.model, tokens=counted) as mb:
@@ -302,7 +302,7 @@ class SftRun:
         return loss_sum, mb.tokens
 
     def _step(self, agreed: Agreed, gradients: list[torch.Tensor]) -> float:
-        """The optimizer's step, if all is finite; returns its learning rate."""
+        """Takes the optimizer's step if all is finite; returns its learning rate."""
         options = self.options
         lr = options.lr * warmup_cosine(
             self.state.step, steps=self.steps, warmup_steps=options.warmup_steps, floor=options.lr_floor
@@ -328,7 +328,7 @@ class SftRun:
 
     @torch.no_grad()
     def evaluate(self, data: Samples) -> float:
-        """Mean loss over all targets of `data`: no minibatch, every rank its share of the samples, one meeting."""
+        """Mean loss over all targets of `data`: no minibatch; each rank evaluates its share, then one meeting."""
         shares = assign(
             data.lengths.tolist(),
             ranks=self.engine.world,
@@ -355,7 +355,7 @@ class SftRun:
     # ------------------------------------------------------------------ what is saved
 
     def position(self) -> dict[str, Any]:
-        """All that a checkpoint needs besides shards and random numbers, the same on every rank; JSON."""
+        """All that a checkpoint needs besides shards and random states, the same on every rank; JSON."""
         return {"state": self.state.as_json(), "identity": self.identity, "seed": self.options.seed}
 
     def resume(self, saved: dict[str, Any], where: Path) -> None:
@@ -368,6 +368,6 @@ class SftRun:
         self._epoch = iter(self.sampler)
 
     def rested(self) -> None:
-        """Leaves the time since the last step (a checkpoint, say) out of the idle share."""
+        """Excludes the time since the last step (saving a checkpoint, say) from the idle share."""
         self.engine.events.drain()
         self._agreed_s = time.monotonic()

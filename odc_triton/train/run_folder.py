@@ -1,4 +1,4 @@
-"""A run's folder: which run it belongs to, and that one job at a time writes to it."""
+"""A run's folder: which run it belongs to, and a lock so that one job at a time writes to it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from ..data.store import contents
 from .sft_options import DEFAULTS
 
-# The names that `atomic_file` and `folder_aside` write under: the process's id, and random digits.
+# The names that `atomic_file` and `folder_aside` write under: with the process id and random digits.
 _UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{8}(\.new|\.old)?")
 
 
 class RunFolder:
-    """`out` of a run. Rank 0 has one; its lock ends with the process, however that ends."""
+    """A run's `out`. Only rank 0 has one; its lock ends with the process, however that ends."""
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
@@ -56,7 +56,7 @@ class RunFolder:
     def take(self, identity: dict[str, Any]) -> bool:
         """After `lock`: whether the folder holds a run to resume; if not, it is this run's from now on.
 
-        Raises ValueError where that run's options differ.
+        Raises ValueError if that run's options differ.
         """
         if not self._holds_run():
             os.ftruncate(self._lock, 0)
@@ -86,14 +86,14 @@ class RunFolder:
             self._lock = None
 
 
-# Where samples came from, which may have another place by now: what they are is compared.
+# Where samples came from; files may have moved, so the samples themselves are compared.
 _IN_THE_SAMPLES = {"data", "eval_data", "tokenizer"}
 
 
 def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) -> None:
     """Raises ValueError with every option in which the run in the folder `where` and this one differ.
 
-    An option that `saved` lacks came with a later version: that run had its default. A position is counted in prepared
+    An option that `saved` lacks is newer than that run, which had its default. A position is counted in prepared
     samples, so `saved` has their digests; older runs have names of files in their folder instead.
     """
     saved = DEFAULTS | saved

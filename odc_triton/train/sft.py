@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on packed sequences by on-demand communication.
+"""Supervised fine-tuning on packed sequences with on-demand communication.
 
 odc-triton train sft --data FILE --model FOLDER --out DIR --ranks 2
 torchrun --nproc-per-node 2 -m odc_triton.train.sft --data FILE --model FOLDER --out DIR
@@ -43,7 +43,7 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
 
     SIGTERM and Ctrl-C ask the run to stop: the ranks agree on it after the next step, save a checkpoint and raise
     Interrupted. Raises MinibatchFailed on all ranks for what a microbatch raised on any; RankLost and DeadlineExceeded,
-    with the rank's name; TooManySkipped; CheckpointFailed; ValueError and OSError for what can't be used.
+    naming the rank; TooManySkipped; CheckpointFailed; ValueError and OSError for unusable input.
     """
     timeout = timedelta(minutes=options.timeout_minutes)
     mesh = default_mesh(timeout, replicas=options.replicas)
@@ -72,7 +72,7 @@ class StopSignal:
     """The first SIGTERM or Ctrl-C, as `signal`. Another one, a second or more later, raises KeyboardInterrupt at once.
 
     `check_peers`, given what they are needed for, raises if a peer is dead. It also runs when a signal comes: torchrun
-    sends SIGTERM to the survivors of a rank that was killed and gives them 30 s, and a microbatch may take longer.
+    sends SIGTERM to the survivors of a killed rank and gives them 30 s, and a microbatch may take longer.
     """
 
     def __init__(self, check_peers: Callable[[str], None]) -> None:
@@ -131,7 +131,7 @@ class _Loop:
                 saved = (
                     f"saved in {path}"
                     if self.saved_step == run.state.step
-                    else "not saved, as its weights are not finite or unchanged"
+                    else "not saved, because its weights are not finite or unchanged"
                 )
                 print(f"stopped after step {run.state.step} of {run.steps}, {saved}; continue with --resume auto")
             raise Interrupted(run.stop)
@@ -175,7 +175,7 @@ class _Loop:
         """Saves by steps and by the clock, at the end, and when the run is asked to stop.
 
         A step may have been skipped because of the weights themselves. So after a skipped step nothing is saved by
-        steps or by the clock, only sound weights are saved at the end, and no older checkpoint is removed for them.
+        steps or by the clock; at the end or on a stop only sound weights are saved, and no older checkpoint is removed.
         """
         run, options = self.run, self.run.options
         by_steps = options.checkpoint_every > 0 and run.state.step % options.checkpoint_every == 0
@@ -207,7 +207,7 @@ class _Loop:
 
 
 def run_sft(options: SftOptions) -> Metrics:
-    """`train_sft` in a process that the launcher started. A request to stop ends it with status 128 + the signal."""
+    """`train_sft` in a process that the launcher started. A request to stop exits it with status 128 + the signal."""
     try:
         return train_sft(options)
     except Interrupted as stop:
@@ -229,7 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     try:
-        record(run_sft)(options)  # torchrun's summary has the error then
+        record(run_sft)(options)  # so that torchrun's summary has the error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         print(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..base.options import REQUIRED, option, require_one_model, require_token_cap
 
-# These change neither what is learned nor when, so a resumed run may change them.
+# These affect neither what is learned nor when, so a resumed run may change them.
 _FREE = frozenset(
     ("out", "resume", "checkpoint_every", "checkpoint_minutes", "keep", "timeout_minutes", "max_skipped", "eval_every")
 ) | {"gradient_checkpointing", "replicas"}
@@ -57,7 +57,7 @@ class SftOptions:
     keep: int = option(2, "newest checkpoints to keep")
     resume: str = option("never", "never, auto (continue the run in --out, if there is one), or a checkpoint folder")
     replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
-    seed: int = option(0, "of the samples' order, dropout and random weights")
+    seed: int = option(0, "seed for the samples' order, dropout and random weights")
     timeout_minutes: float = option(30.0, "minutes that a live rank may be late; a dead one is named in seconds")
 
     def __post_init__(self) -> None:
@@ -125,11 +125,11 @@ class SftOptions:
         return self.checkpoint_every > 0 or self.checkpoint_minutes > 0
 
     def identity(self, world: int) -> dict[str, Any]:
-        """What a run must have in common with the one that it resumes; JSON."""
+        """What a run must share with the one that it resumes; JSON."""
         wanted = {name: value for name, value in asdict(self).items() if name not in _FREE}
         wanted["samples_per_step"] = wanted.pop("samples_per_rank") * world
         return wanted
 
 
-# The values of options that are not given.
+# The values of options not given.
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(SftOptions) if each.default is not MISSING}

@@ -30,7 +30,7 @@ def test_names_of_a_hub_pass(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_name_that_no_hub_has_says_what_it_was_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with (
-        pytest.raises(OSError, match=r"^model is no local file or folder, so it was taken for a hub id.*: no!"),
+        pytest.raises(OSError, match=r"^model is not a local file or folder, so it was taken for a hub id.*: no!"),
         reading("model"),
     ):
         raise OSError("no!")

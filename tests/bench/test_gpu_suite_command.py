@@ -26,7 +26,7 @@ from tests.bench.test_gpu_suite import ENVIRONMENT, ledger_in, running
     ("words", "said"),
     [
         (["no-such"], "there is no stage no-such; there are checks, kernels-right"),
-        (["report", "checks"], "report is a command of its own"),
+        (["report", "checks"], "report is a separate command"),
         (["--rehearse", "--out", str(RESULTS / "new")], "measures nothing: .* choose another folder"),
         (["--rehearse", "--out", "of a GPU"], "has outcomes of a GPU: choose another"),
     ],

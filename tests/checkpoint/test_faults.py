@@ -270,7 +270,7 @@ def test_pickles_are_not_run(tmp_path: Path) -> None:
     assert not mark.exists()
     info.relative_path = "../../etc/passwd"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointCorrupt, match="no file of its folder"):
+    with pytest.raises(CheckpointCorrupt, match="not a file in its folder"):
         checkpoints.load(path, model=model, optimizer=optimizer)
 
 

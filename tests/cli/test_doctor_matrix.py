@@ -34,7 +34,7 @@ def test_the_picture() -> None:
     ]
     text = "\n".join(lines)
     for words in (
-        "NV#   so many NVLinks, direct (14.062 each",
+        "NV#   # NVLinks, direct (14.062 each",
         "SYS   from socket",
         "  +     can share",
         "  -     access, but",
@@ -43,8 +43,8 @@ def test_the_picture() -> None:
     assert "  x  " not in text  # only what the picture shows is explained
     assert sum("masked" in line for line in lines) == 3
     assert sum("cuda:0" in line for line in lines) == 1
-    assert "by a table" not in text
-    assert "by a table" in draw_matrix(topology("v100-cube-mesh"))
+    assert "from a table" not in text
+    assert "from a table" in draw_matrix(topology("v100-cube-mesh"))
     assert "GPU0      .     NODE  32 - SYS      x SYS      x" in draw_matrix(topology("pcie-only"))
     assert draw_matrix(NO_GPU) == "cpu: no GPU, no NVIDIA driver is installed here"
     assert "GPU0 " in draw_matrix(topology("one-of-a-container")).splitlines()[-1]

@@ -222,7 +222,7 @@ def _other_table(rank: int, world: int, folder: str) -> str:
 def test_ranks_that_read_different_tables_are_refused(tmp_path: Path) -> None:
     save(_own_place(2), [_line(choice=as_choice(FUSED))], tmp_path)
     for said in ranks.run(_other_table, 2, str(tmp_path)):
-        assert said.startswith("fully_shard: ranks [1] read another tuned table than rank 0")
+        assert said.startswith("fully_shard: ranks [1] and rank 0 read different tuned tables")
 
 
 def test_an_unusable_table_is_said_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,5 +147,5 @@ def test_a_users_process_group_is_taken_as_it_is() -> None:
 def test_a_model_on_a_gpu_and_a_mesh_on_the_cpu() -> None:
     with FakeTensorMode():
         weight = nn.Parameter(torch.empty(2, 2, device="cuda"))
-    with pytest.raises(ValueError, match=r"w is on cuda:0: .* or 'cpu', where their shards lie. Move the model"):
+    with pytest.raises(ValueError, match=r"w is on cuda:0: .* or 'cpu', where their shards are. Move the model"):
         refuse_unshardable("w", weight, "cpu")

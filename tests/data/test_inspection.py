@@ -69,7 +69,7 @@ def test_page(folder, capsys):
         r" +median +\d+",
         r" +32 to +63 +1  #+ +over the cap",
         r"1 samples \(25.0%\) are longer than the cap of 30 tokens: truncating cuts off \d+ tokens and leaves 0 of",
-        r"\d tokens are outside of the model's vocabulary of 296 \(the largest is 296\)",
+        r"\d tokens are outside the model's vocabulary of 296 \(the largest is 296\)",
     ):
         assert re.search(f"(?m)^.*{line}", page), line
     assert page.endswith("<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n«yes\\x1b[2J<|im_end|>\n»\n")

@@ -73,7 +73,7 @@ def test_names(tmp_path, monkeypatch):
 def test_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     for name, why in (
-        ("owner/name:train", "no local file, so it was taken for a data set of the hub"),
+        ("owner/name:train", "not a local file, so it was taken for a data set on the hub"),
         (str(tmp_path), "is a folder"),
         (f"{tmp_path}:test", "is a folder"),
     ):

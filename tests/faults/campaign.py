@@ -23,7 +23,7 @@ COLUMNS = ("trial", "world", "rank", "phase", "minibatch", "moment", "signal", "
 
 
 def random_fault(random_numbers: random.Random, world: int) -> Fault:
-    """Any rank, phase and moment; one of five stops the rank instead of killing it."""
+    """Any rank, phase and moment; one in five stops the rank instead of killing it."""
     phase = random_numbers.choice(PHASES)
     return Fault(
         rank=0 if phase in ("metrics", "export") else random_numbers.randrange(world),
@@ -35,7 +35,7 @@ def random_fault(random_numbers: random.Random, world: int) -> Fault:
 
 
 def baseline(folder: Path) -> tuple[SftOptions, list[float]]:
-    """Options of the campaign's run, and the losses when nothing happens to it."""
+    """Options of the campaign's run, and its losses without a fault."""
     write_case(folder / "case")
     wanted = case(folder / "case", out=str(folder / "whole"), steps=STEPS, samples_per_rank=6, checkpoint_every=2)
     (folder / "tmp").mkdir()
@@ -44,7 +44,7 @@ def baseline(folder: Path) -> tuple[SftOptions, list[float]]:
 
 
 def run(trials: int, seed: int, folder: Path) -> list[Result]:
-    """The results of all trials, each printed as it ends. A broken promise is an AssertionError that says which."""
+    """The results of all trials, each printed as it ends. A broken promise raises an AssertionError that names it."""
     random_numbers = random.Random(seed)
     wanted, losses = baseline(folder)
     results = []

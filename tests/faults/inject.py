@@ -13,13 +13,13 @@ from typing import Any
 from odc_triton.train.sft_options import SftOptions
 
 PHASES = ("forward", "backward", "lock", "step", "after step", "metrics", "save", "load", "export")
-# What the interpreter reports (PEP 578) while a checkpoint is written or read: each is a moment to die at.
+# Events that the interpreter reports (PEP 578) while a checkpoint is written or read: each is a moment to die.
 _FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.rmdir", "shutil.rmtree")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """`signal` to `rank` in `phase` of minibatch `minibatch`, at the `moment`-th time that it could come there."""
+    """`signal` to `rank` in `phase` of minibatch `minibatch`, at the `moment`-th opportunity there."""
 
     rank: int
     phase: str
@@ -29,7 +29,7 @@ class Fault:
 
 
 def run_with(rank: int, world: int, wanted: SftOptions, fault: Fault | None, folder: str) -> str:
-    """`train_sft` on one rank, temporary files in `folder`."""
+    """Runs `train_sft` on one rank, with temporary files in `folder`."""
     from odc_triton.train.sft import train_sft
 
     tempfile.tempdir = folder

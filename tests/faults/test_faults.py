@@ -1,4 +1,4 @@
-"""What happens when a microbatch raises, a rank is late, stops, leaves or is killed: errors that name it, no rests."""
+"""A microbatch raises; a rank is late, stops, leaves or is killed: errors name it, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _interrupted(rank: int, world: int) -> list[str]:
             if rank == 1:
                 model.blocks[1].register_forward_hook(interrupt)
             model(batch(0)).sum().backward()
-            dist.barrier()  # rank 0 only: where it began a microbatch after rank 1 had gone, it would hear no reason
+            dist.barrier()  # rank 0 only: if it began a microbatch after rank 1 had left, it would get no reason
     except (KeyboardInterrupt, RuntimeError) as error:
         seen.append(f"{type(error).__name__}: {error}")
     try:
@@ -220,7 +220,7 @@ def test_stopped(holding_lock: bool) -> None:
         if holding_lock:  # it learns that rank 0 gave up
             assert second.value[0] == "MinibatchFailed"
             assert "rank 0: DeadlineExceeded" in second.value[2]
-        else:  # rank 0 had come to the exit before it gave up, so this minibatch is whole; the next is not
+        else:  # rank 0 had reached the exit before it gave up, so this minibatch is whole; the next is not
             assert second.value[:2] == ("RankLost", [0])
             assert "enter minibatch 1" in second.value[2]
 
@@ -269,7 +269,7 @@ def _killed(rank: int, world: int, victim: int, where: str, folder: str) -> tupl
     def die(*_: object) -> None:
         if where == "lock":
             assert heap.try_lock(0, 0)
-            time.sleep(0.5)  # the others run into the lock meanwhile
+            time.sleep(0.5)  # meanwhile the others reach the lock
         os.kill(os.getpid(), signal.SIGKILL)
 
     def action() -> None:
@@ -334,7 +334,7 @@ def assert_nothing_left(folder: Path, before: set[str], job: ranks.Job) -> None:
 @pytest.mark.parametrize("store_in_rank_0", [False, True])
 @pytest.mark.parametrize("where", ["forward", "backward", "lock", "step"])
 def test_killed(where: str, store_in_rank_0: bool, tmp_path: Path) -> None:
-    """With the store in rank 0, rank 0 is the one that dies: nobody else may be needed to name it."""
+    """With the store in rank 0, rank 0 is the one that dies: naming it must not need the store."""
     victim = 0 if store_in_rank_0 else 1
     before = leftovers.names()
     with ranks.start(_killed, 3, victim, where, str(tmp_path), store_in_rank_0=store_in_rank_0) as job:

@@ -1,4 +1,4 @@
-"""A run whose ranks fail, are killed, stopped or told to stop; tests/faults has what is done to them."""
+"""A run whose ranks fail, are killed, stopped or told to stop; tests/faults has the faults."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_too_many_skipped_steps(tmp_path: Path) -> None:
     ("steps", "told", "max_skipped", "saved", "error"),
     [
         ((2,), None, 5, [2, 4, 5], "none"),  # of every step, the third is not saved; "keep" is 3
-        ((3, 4), None, 5, [1, 2, 3, 5], "none"),  # the last was skipped: it takes no older one's place
+        ((3, 4), None, 5, [1, 2, 3, 5], "none"),  # the last was skipped: it replaces no older one
         ((2,), 0, 5, [1, 2, 3], "Interrupted"),
         ((2,), 1, 5, [1, 2, 3], "Interrupted"),
         ((0, 1, 2, 3, 4), None, 9, [], "TooManySkipped: no model is written: 5 of 5 steps"),
@@ -285,7 +285,7 @@ def _has_come_to(moment: str, process: subprocess.Popen, out: Path) -> bool:
 
 @pytest.mark.parametrize("moment", ["importing", *(slow(each) for each in ("starting ranks", "preparing"))])
 def test_ctrl_c_in_the_first_seconds(tmp_path: Path, moment: str) -> None:
-    """When no rank can save anything yet."""
+    """Before any rank can save anything."""
     wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)
     command = _command(wanted, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2")
     status, problems = interrupted(command, lambda process: _has_come_to(moment, process, tmp_path / "out"))

@@ -1,4 +1,4 @@
-"""One trial: a run with a fault, what it must leave, and its resumption, which must end as if nothing had been."""
+"""One trial: a run with a fault, what it must leave, and the resumed run, which must end as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from odc_triton.train.sft_options import SftOptions
 from tests.faults.inject import Fault, run_with
 from tests.support import ranks
 
-WITHIN_S = 10.0  # of the death, or of the deadline
-DEADLINE_S = 8.0  # of trials in which a rank is stopped; a shorter one could be passed by a busy machine
+WITHIN_S = 10.0  # after the death, or after the deadline
+DEADLINE_S = 8.0  # for trials in which a rank is stopped; a busy machine could exceed a shorter one
 # Gradients are added in the order of their arrival.
 RELATIVE = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one trial saw."""
+    """What happened in one trial."""
 
     fault: Fault
     world: int
-    struck: bool  # there was such a moment: else the run ended before it
+    struck: bool  # whether the run reached that moment, or ended before it
     ended_s: float  # from the fault to the end of the last other rank
     error: str  # what the others said
-    resumed_at: int  # the step that the next run went on from
+    resumed_at: int  # the step from which the next run continued
 
 
 def run_trial(wanted: SftOptions, fault: Fault, *, world: int, told: bool, folder: Path, losses: list[float]) -> Result:
-    """Runs it. `told`: survivors get SIGTERM, as torchrun sends it; `losses`: of the run that nothing happened to.
+    """Runs it. `told`: survivors get SIGTERM, as torchrun sends it; `losses`: those of the run without a fault.
 
-    Any of the promises broken is an AssertionError.
+    A broken promise raises an AssertionError.
     """
     folder.mkdir(parents=True)
     scratch = folder / "tmp"
@@ -75,7 +75,7 @@ def run_trial(wanted: SftOptions, fault: Fault, *, world: int, told: bool, folde
 
 
 def _watch(job: ranks.Job, fault: Fault, told: bool) -> tuple[bool, float, list[str]]:
-    """(whether the fault came, how long the others took from then on, the last lines of their errors)."""
+    """(whether the fault struck, how long the others took from then on, the last lines of their errors)."""
     victim = job.processes[fault.rank]
     others = [rank for rank in range(len(job.processes)) if rank != fault.rank]
     deadline_s = time.monotonic() + 60
@@ -113,7 +113,7 @@ def _nothing_stays(pids: list[int], scratch: Path) -> None:
 
 
 def _checkpoints_are_whole(out: Path) -> int:
-    """Verifies all finished ones; returns the newest one's step, 0 without any."""
+    """Verifies all finished ones; returns the newest one's step, or 0 if there is none."""
     found = sorted((out / "checkpoints").glob("step-*"))
     for path in found:
         verify(path)

@@ -72,7 +72,7 @@ def test_a_snapshot_names_the_machine(say: Say) -> None:
     assert "2 nodes of 8 x NVIDIA H100" in text
     status, _, err = say(*options, "--gpus", 4)
     assert status == 1
-    assert "the topology has 8 GPUs, but a node shall have 4: give --gpus 8" in err
+    assert "the topology has 8 GPUs, but a node must have 4: give --gpus 8" in err
 
 
 def test_the_ranking() -> None:

@@ -87,7 +87,7 @@ def test_topologies_of_snapshots() -> None:
 
 
 def test_topologies_that_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"has 8 GPUs, but a node shall have 4: give --gpus 8"):
+    with pytest.raises(ValueError, match=r"has 8 GPUs, but a node must have 4: give --gpus 8"):
         Links.from_topology(load("hgx-h100-nvswitch"), gpus=4)
     with pytest.raises(ValueError, match="can't read or add to each other"):
         Links.from_topology(load("pcie-only"), gpus=len(load("pcie-only").devices))

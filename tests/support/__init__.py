@@ -8,5 +8,5 @@ import pytest
 
 
 def slow(*case: object) -> Any:
-    """A case, for `parametrize`, that `make test` leaves to `make test-slow`."""
+    """A case for `parametrize` that `make test` leaves to `make test-slow`."""
     return pytest.param(*case, marks=pytest.mark.slow)

@@ -1,4 +1,4 @@
-"""Runs `bench.kernels.aot` as a test: in its own process, as kernels that are interpreted here can't be compiled."""
+"""Runs `bench.kernels.aot` as a test, in a separate process: kernels interpreted in this one can't be compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def compiled(out: Path, *arguments: str, timeout_s: float = 250) -> tuple[int, dict[tuple[str, int], dict[str, Any]]]:
-    """The exit code, and what was found by (case's name, architecture). `out` keeps results between runs."""
+    """The exit code, and the findings by (case's name, architecture). `out` keeps results between runs."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "bench.kernels.aot", "--out", str(out), "--processes", "1", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""Kernels that are wrong on purpose, one fault each, as cases of `bench.kernels.aot`: it has to find them."""
+"""Kernels that are wrong on purpose, one fault each, as cases for `bench.kernels.aot`, which must find them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def product(x, w, y, columns, B_T: tl.constexpr, B_N: tl.constexpr, B_K: tl.cons
 def product_in_tf32(x, w, y, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tile = at[:, None] * BLOCK + at[None, :]
-    tl.store(y + tile, tl.dot(tl.load(x + tile), tl.load(w + tile)))  # what triton does unless it is told
+    tl.store(y + tile, tl.dot(tl.load(x + tile), tl.load(w + tile)))  # triton's default
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-SLOW_S = 60  # a timeout that no test reaches: whoever is named before it was found dead, not late
+SLOW_S = 60  # a timeout that no test reaches: a rank named earlier was found dead, not late
 
 
 class Blocks(nn.Module):

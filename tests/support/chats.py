@@ -1,4 +1,4 @@
-"""Tokenizers with chat templates, made here, and what each template should write, in plain Python."""
+"""Tokenizers with chat templates, created here, and what each template should write, in plain Python."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LLAMA = (
     "<|begin|>{% for m in messages %}<|header|>{{ m['role'] }}<|/header|>{{ '\n\n' }}{{ m['content'] | trim }}<|eot|>"
     "{% endfor %}{% if add_generation_prompt %}<|header|>assistant<|/header|>{{ '\n\n' }}{% endif %}"
 )
-# Drops what was thought once a later message is there.
+# Drops a message's reasoning once a later message follows.
 THINKING = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
     "{% if loop.last %}{{ m['content'] }}{% else %}{{ m['content'].split('</think>')[-1] }}{% endif %}<|im_end|>"
@@ -80,13 +80,13 @@ WRITERS: dict[str, tuple[str, Callable[[list[dict]], Pieces]]] = {
 }
 
 
-# How Llama 3 splits text: line feeds go with each other, whatever follows. GPT-2's way, which ours is, gives the
-# last one of several to what follows, so that a header that ends in two has other tokens when nothing follows.
+# How Llama 3 splits text: line feeds stay together, whatever follows. GPT-2's way, which is ours, joins the last of
+# several to what follows, so a header that ends in two has other tokens when nothing follows.
 LLAMA_SPLIT = r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def make_tokenizer(template: str | None):
-    """transformers' class, byte-level, its vocabulary learned from a little text with runs of white space."""
+    """transformers' class, byte-level, with a vocabulary learned from a little text with runs of white space."""
     from tokenizers import Regex, pre_tokenizers
 
     raw = train_tokenizer(

@@ -1,4 +1,4 @@
-"""A small model and its training, the same on any number of ranks: what checkpoints are tested on."""
+"""A small model and its training, the same on any number of ranks, for tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def make(name: str, bf16: bool, seed: int = 0) -> tuple[nn.Module, torch.optim.O
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, name: str, steps: range, *, noise: bool = False
 ) -> list[float]:
-    """Losses of whole minibatches, the same samples whatever the world. `noise`: random numbers scale each loss."""
+    """Losses of whole minibatches, with the same samples for any world. `noise`: random numbers scale each loss."""
     from odc_triton import minibatch
 
     case, losses, rank, world = CASES[name], [], dist.get_rank(), dist.get_world_size()

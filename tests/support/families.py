@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, one per family: what `replace_layers` finds, how they train."""
+"""Small transformers models with random weights, one per family: what `replace_layers` finds, how they train."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# Whose attention has our adapter, and the head sizes that its kernel knows.
+# For families whose attention has our adapter, with head sizes that its kernel supports.
 _SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -45,7 +45,7 @@ _GENERIC = f"attention: none\nembedding: model.embed_tokens\nlinear: lm_head, {_
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`name`: of its classes in transformers; `found`: what `replace_layers` prints."""
+    """`name`: as in its transformers classes; `found`: what `replace_layers` prints."""
 
     name: str
     sizes: dict[str, Any] = field(default_factory=lambda: _SIZES)
@@ -91,7 +91,7 @@ FAMILIES = {
             f"left alone: model.layers.*.self_attn (2), a Phi3Attention, {_UNKNOWN}"
         ),
     ),
-    "gpt2": Family(  # tied; what its blocks multiply by is Conv1D's
+    "gpt2": Family(  # tied; its blocks' weights are Conv1D's
         name="GPT2",
         sizes=_GPT2,
         model="LMHeadModel",
@@ -148,7 +148,7 @@ def build(name: str, attention: str = "sdpa") -> nn.Module:
 
 # ---------------------------------------------------------------------- microbatches
 
-SIZES = (5, 17, 3, 9, 1)  # tokens that count in one minibatch's microbatches, all ranks together
+SIZES = (5, 17, 3, 9, 1)  # target tokens of one minibatch's microbatches, all ranks together
 FEW = (9, 3)  # for kernels in the interpreter
 
 
@@ -166,7 +166,7 @@ def microbatches(name: str, sizes: tuple[int, ...], step: int) -> list[dict[str,
 
 
 def count(batch: dict[str, torch.Tensor]) -> int:
-    """What its loss is a sum over."""
+    """The number of terms in its loss."""
     return len(batch["labels"]) if "labels" in batch else batch["input_ids"][:, 1:].numel()
 
 
@@ -197,7 +197,7 @@ def _lora(model: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     options = {"r": 4, "lora_alpha": 16, "init_lora_weights": False}  # with B = 0 nothing would show at first
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 asks transformers 5.23 by a former name
+        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 uses a former name in transformers 5.23
         return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], **options))
 
 
@@ -213,7 +213,7 @@ CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How a model is trained. `change`: of CHANGES, before `replace_layers` or after it."""
+    """How a model is trained. `change`: one of CHANGES, before `replace_layers` or after it."""
 
     name: str
     roles: tuple[str, ...] = ("attention", "embedding", "linear")
@@ -228,7 +228,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Losses of this rank's microbatches by step, the first minibatch's gradients, what is there after the last."""
+    """Losses of this rank's microbatches by step, the first minibatch's gradients, the weights after the last."""
 
     losses: list[float]
     gradients: dict[str, torch.Tensor]
@@ -247,7 +247,7 @@ def prepared(setup: Setup) -> nn.Module:
 
 
 def on_shards(rank: int, world: int, setup: Setup) -> Trained:
-    """Of two ranks the second runs the second microbatch, the first all others."""
+    """The second of two ranks runs the second microbatch, the first runs all others."""
     from odc_triton import full_parameters, fully_shard
 
     model = fully_shard(prepared(setup), backend=setup.backend)

@@ -1,4 +1,4 @@
-"""Counts the operators at which a host would wait for a GPU, also where everything lies on the CPU."""
+"""Counts the operators at which a host would wait for a GPU, even if everything is on the CPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What reads a tensor's elements, or returns a tensor whose shape they decide.
+# Operators that read a tensor's elements, or return a tensor whose shape depends on them.
 _WAITING = {"_local_scalar_dense", "is_nonzero", "equal", "allclose", "nonzero", "masked_select", "bincount"}
 _WAITING |= {"unique_consecutive", "unique_dim", "_unique", "_unique2"}
 _BY_MASK = {"index", "index_put", "index_put_", "_index_put_impl_"}
-_READING = {"tolist", "numpy", "cpu", "__array__"}  # of a tensor on the CPU no operator tells
+_READING = {"tolist", "numpy", "cpu", "__array__"}  # on a CPU tensor these call no operator
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 class HostWaits:
     """Within `with`: `found` counts "operator at file:line" of what would wait.
 
-    Not what reads the handles of `model`'s parameters, which lie on the host wherever its parameters are.
+    Reading the handles of `model`'s parameters does not count: they are on the host wherever the parameters are.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,7 +48,7 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "odc":  # one of ours, in Python: what it calls counts
+        if func.namespace == "odc":  # one of ours, in Python: the operators that it calls count
             with self:
                 return func.redispatch(_CPU, *args, **kwargs)
         if what := self._waits(func.overloadpacket.__name__, args, kwargs):
@@ -83,7 +83,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _place() -> str:
-    """The innermost line that is neither torch's nor of this file, or else the innermost one."""
+    """The innermost line that is neither torch's nor this file's, or else the innermost one."""
     inside = str(Path(torch.__file__).parent)
     frame = sys._getframe(1)
     while frame is not None:

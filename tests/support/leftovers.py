@@ -12,20 +12,20 @@ from pathlib import Path
 
 
 def environment() -> dict[str, str]:
-    """Of a process that a test starts: it finds the package and the tests wherever it runs."""
+    """For a process that a test starts: it finds the package and the tests wherever it runs."""
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
 def names() -> set[str]:
-    # Python's own semaphores (sem.mp-…) are of tests that run beside this one: we make none.
+    # Python's own semaphores (sem.mp-…) are from tests that run at the same time: we create none.
     shared = (name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-"))
     sockets = (line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if "@odc-" in line)
     return {*shared, *sockets}
 
 
 def assert_none_since(before: set[str], *, timeout_s: float = 20) -> None:
-    """None of the names that are new stays. Other jobs of this machine have some too, but not for long."""
+    """No new name stays. Other jobs on this machine have some too, but not for long."""
     new = names() - before
     deadline_s = time.monotonic() + timeout_s
     while new := new & names():
@@ -35,7 +35,7 @@ def assert_none_since(before: set[str], *, timeout_s: float = 20) -> None:
 
 def interrupted(command: list[str], has_come: Callable[[subprocess.Popen], bool]) -> tuple[int, str]:
     """Runs `command`, sends Ctrl-C to all its processes, as a terminal does, once `has_come`; returns its status and
-    what it wrote to stderr. Nothing of it may stay.
+    what it wrote to stderr. It must leave nothing behind.
     """
     before, deadline_s = names(), time.monotonic() + 100
     process = subprocess.Popen(

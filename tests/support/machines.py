@@ -1,4 +1,4 @@
-"""Machines that are made up, for the doctor to examine."""
+"""Made-up machines for the doctor to examine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CUDA_BUILD = Software(
 
 @dataclass
 class Machine:
-    """A `System` on which everything is well, but what a test says."""
+    """A `System` on which everything is well, except what a test changes."""
 
     versions: Software = CUDA_BUILD
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def bad(report: Report, level: str | None = None) -> list[tuple[str, str]]:
 
 
 def only(report: Report, level: str, topic: str) -> str:
-    """Text and remedy of the only finding that is not ok, which has that level and topic."""
+    """Text and remedy of the only finding that is not ok, which must have that level and topic."""
     found = [each for each in report.findings if each.level != OK]
     assert [(each.level, each.topic) for each in found] == [(level, topic)], render(report)
     assert found[0].remedy, "says what to do"

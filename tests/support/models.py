@@ -1,4 +1,4 @@
-"""Small models with random weights, and their microbatches: what the engine is tested on."""
+"""Small models with random weights, and their microbatches, for tests of the engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Case:
-    """`build()` makes the model; `batch(generator, n)` one microbatch of size n; `loss` is a *sum* over samples."""
+    """`build()` makes the model, `batch(generator, n)` one microbatch of size n; `loss` is a *sum* over samples."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator, int], tuple]
@@ -63,7 +63,7 @@ def _lm(name: str, **overrides: object) -> Case:
 
 
 class ConvNet(nn.Module):
-    """Convolutions, BatchNorm's buffers, a transposed view, a scalar, rows fewer than ranks, an empty parameter."""
+    """Convolutions, BatchNorm's buffers, a transposed view, a scalar, fewer rows than ranks, an empty parameter."""
 
     def __init__(self) -> None:
         super().__init__()

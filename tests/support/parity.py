@@ -1,4 +1,4 @@
-"""Trains small models by ODC, and in one process without it on the union of all ranks' microbatches, and compares."""
+"""Compares small models trained by ODC with one process without it, trained on all ranks' microbatches together."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DEALS = {
     4: [[], [0, 4], [1], [2, 3]],
 }
 
-# Attention biases of keys have no gradient in exact arithmetic where no RoPE follows: rounding is all there is, and
-# AdamW blows it up to full steps (GPT-2's c_attn.bias holds them).
+# Without RoPE, attention biases of keys have no gradient in exact arithmetic: it is all rounding, and AdamW blows it up
+# to full steps (GPT-2's c_attn.bias contains them).
 ZERO_GRADIENT = ("c_attn.bias",)
-# With RoPE their gradient is small beside its summands, and AdamW makes full steps of its rounding: 1.1e-4 was seen.
+# With RoPE their gradient is small compared with its terms, and AdamW turns its rounding into full steps: up to 1.1e-4.
 FAINT_GRADIENT = ("k_proj.bias",)
 
 
@@ -34,7 +34,7 @@ def _optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 
 @functools.cache
 def unsharded(name: str, steps: int, transforms: tuple[str, ...] = ()) -> tuple[dict, dict, list[float]]:
-    """Gradients of the first minibatch, weights after `steps`, gradient norms; plain torch in this process."""
+    """Gradients of the first minibatch, weights after `steps`, gradient norms; by plain torch in this process."""
     torch.set_num_threads(1)
     case = CASES[name]
     model = build(name)

@@ -1,6 +1,6 @@
 """Where the kernels run: on the GPU if there is one, else on CPU tensors in Triton's interpreter.
 
-To be imported before any kernel, as ranks of a test do that begin in another process.
+Import it before any kernel, as a test's ranks in other processes do.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MARKS = [pytest.mark.usefixtures("on_device"), *([] if INTERPRETED else [pytest.
 
 
 def matrix(worlds: list[int], shapes: list[tuple], dtypes: list[torch.dtype], mixed: list[tuple]) -> list[Any]:
-    """All (world, shape, dtype), for `parametrize`. Not slow are all shapes in fp32 by 1, 3 and 8 ranks, and by 3 those
-    of `mixed` in all dtypes. `pytest -m gpu` runs all.
+    """All (world, shape, dtype), for `parametrize`. All are slow except all shapes in fp32 with 1, 3 and 8 ranks, and
+    those of `mixed` in all dtypes with 3 ranks. `pytest -m gpu` runs all.
     """
     found = []
     for world, shape, dtype in itertools.product(worlds, shapes, dtypes):
@@ -32,13 +32,13 @@ def matrix(worlds: list[int], shapes: list[tuple], dtypes: list[torch.dtype], mi
     return found
 
 
-_CANARY = 64  # elements, of any dtype a multiple of 16 bytes
+_CANARY = 64  # elements: a multiple of 16 bytes in any dtype
 guarded: list[torch.Tensor] = []
 """The memory of all shards that a test has split: conftest.py looks at it when the test ends."""
 
 
 def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
-    """As `peers.split`, with a canary before and after each shard: -0.0, which changes whatever is added but -0.0."""
+    """As `peers.split`, with a canary before and after each shard: -0.0, which any addition but of -0.0 changes."""
     shards = peers.split(whole, world)
     for owner, shard in enumerate(shards):
         guarded.append(whole.new_full((shard.numel() + 2 * _CANARY,), -0.0))
@@ -47,5 +47,5 @@ def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
 
 
 def is_intact(memory: torch.Tensor) -> bool:
-    """Whether nothing was stored or added outside of the shard that lies in `memory`."""
+    """Whether nothing was stored or added outside the shard in `memory`."""
     return all(bool((end.signbit() & (end == 0)).all()) for end in (memory[:_CANARY], memory[-_CANARY:]))

@@ -1,4 +1,4 @@
-"""What the fork server imports once, so that every rank of every test has it for nothing."""
+"""What the fork server imports once, so that every rank of every test gets it for free."""
 
 import matplotlib.figure  # noqa: F401
 import peft  # noqa: F401

@@ -1,7 +1,7 @@
 """Runs a function as the ranks of a job: real processes, a real process group over gloo on loopback.
 
-Processes are forked from a server that has imported torch and transformers already, so a test pays milliseconds for
-a rank. The rendezvous store lives in the test's process, as it lives in the launcher under torchrun, unless a test
+Processes are forked from a server that has already imported torch and transformers, so a rank costs a test
+milliseconds. The rendezvous store is in the test's process, as it is in the launcher under torchrun, unless a test
 wants it in rank 0.
 """
 
@@ -45,7 +45,7 @@ def _main(
 
     os.environ.update(ours, RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background is born deaf to Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with Ctrl-C ignored
     try:
         master = in_rank_0 and rank == 0
         store = dist.TCPStore("127.0.0.1", port, world if in_rank_0 else None, master)
@@ -53,7 +53,7 @@ def _main(
         outcome = Outcome(value=function(rank, world, *args))
     except BaseException as error:
         outcome = Outcome(error=traceback.format_exc(), error_type=type(error).__name__)
-        # Before the frames go, and with them a heap: after a GPU's fault that ends the process.
+        # Before the frames and their heap are freed, which ends the process after a GPU's fault.
         connection.send_bytes(pickle.dumps(outcome))
     else:
         connection.send_bytes(pickle.dumps(outcome))  # by value: `send` would pass tensors by open files
@@ -65,7 +65,7 @@ def _main(
 
 @dataclass
 class Job:
-    """Ranks that run now. Leaving the `with` block kills what still runs."""
+    """Running ranks. Leaving the `with` block kills those that still run."""
 
     processes: list[Any]
     connections: list[Any]
@@ -108,7 +108,7 @@ def start(function: Callable, world: int, *args: Any, store_in_rank_0: bool = Fa
     import torch.distributed as dist
 
     # A library that asks at import whether there is a GPU would initialise CUDA in the fork server, and then no rank
-    # could: so torch asks the driver's library instead.
+    # could. This makes torch ask the driver's library instead.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
@@ -118,7 +118,7 @@ def start(function: Callable, world: int, *args: Any, store_in_rank_0: bool = Fa
         del store
         store = None
     processes, connections = [], []
-    # The server that ranks are forked from has the environment of when it was started.
+    # The fork server has the environment of the time when it was started.
     ours = {name: value for name, value in os.environ.items() if name.startswith("ODC_")}
     for rank in range(world):
         receiver, sender = context.Pipe(duplex=False)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from odc_triton.data.dataset import TokenizedDataset
 from odc_triton.data.tokenizer import TextEncoder
 
-# One id per character, so that samples can be written down by hand. 1 ends, 2 to 4 stand before the parts.
+# One id per character, so that samples can be written down by hand. 1 ends a sample, 2 to 4 begin its parts.
 CHARACTERS = TextEncoder(
     encode_batch=lambda texts: [[ord(character) for character in text] for text in texts],
     end_id=1,

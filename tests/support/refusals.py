@@ -1,4 +1,4 @@
-"""What an action said when it was refused, and whether that is what it should say."""
+"""The message of a refused action, and whether it is the expected one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on a mesh of replicas, as ranks of a test run it."""
+"""Training on a mesh of replicas, as run by a test's ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _train(
 
 
 class Rows(nn.Module):
-    """7, 1, 2 and no rows over 2 x 2 ranks; one frozen; one that nobody uses; a scalar."""
+    """7, 1, 2 and no rows over 2 x 2 ranks; one frozen; one unused; a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Rows(nn.Module):
         self.register_buffer("offset", torch.ones(4))
 
     def reset_parameters(self) -> None:
-        """Of its own tensors; those of its children are their own."""
+        """Resets its own tensors; children reset theirs."""
         nn.init.constant_(self.scale, 2.0)
         nn.init.ones_(self.offset)
 

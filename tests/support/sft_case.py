@@ -36,7 +36,7 @@ GPT2 = {
 def write_case(folder: Path, *, config: dict | None = None, records: int = 40, characters: int = 120) -> Path:
     """Writes data.jsonl, tokenizer.json, config.json and without-dropout.json; returns the folder.
 
-    `characters`: of a completion, at most.
+    `characters`: the most in a completion.
 
     `config`: changes to the model's, whose `model_type` is qwen2 or gpt2.
     """
@@ -59,7 +59,7 @@ def write_case(folder: Path, *, config: dict | None = None, records: int = 40, c
 
 
 def case(folder: Path, **changes: object) -> SftOptions:
-    """Options of a run on what `write_case` wrote: four samples a step."""
+    """Options of a run on what `write_case` wrote: four samples per step."""
     wanted = {
         "data": str(folder / "data.jsonl"),
         "init": str(folder / "config.json"),

@@ -1,4 +1,4 @@
-"""Machines as NVML described them, in tests/snapshots, and what their GPUs' topology is called."""
+"""Machines as NVML described them, in tests/snapshots, and the names of their GPUs' topologies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def seen(snapshot: dict[str, Any], *places: int) -> list[CudaDevice]:
-    """The GPUs at these places as CUDA shows them, in this order; all if none are named."""
+    """The GPUs at these places as CUDA shows them, in this order; by default all."""
     devices = SnapshotNvml(snapshot).devices()
     chosen = [devices[place] for place in places] if places else devices
     return [CudaDevice(index=index, uuid=device.uuid[4:]) for index, device in enumerate(chosen)]

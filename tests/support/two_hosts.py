@@ -1,6 +1,6 @@
-"""Four ranks, two in each of two network namespaces with a cable between: as near to two hosts as one gets.
+"""Four ranks, two in each of two network namespaces with a cable between: as close to two hosts as one machine gets.
 
-`unshare -rn python -m tests.support.two_hosts FOLDER` starts them and waits; each leaves what it saw in FOLDER/RANK.pt.
+`unshare -rn python -m tests.support.two_hosts FOLDER` starts them and waits; each writes what it saw to FOLDER/RANK.pt.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-PORT = "29500"  # in a namespace of its own
+PORT = "29500"  # in a separate namespace
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 STEPS = 3
 
 
 def why_not() -> str | None:
-    """Why there can be no such namespaces here, None where there can."""
+    """Why such namespaces are impossible here; None if they are possible."""
     try:
         done = subprocess.run(
             ["unshare", "-rn", "ip", "link", "add", "odc0", "type", "veth", "peer", "name", "odc1"],
@@ -33,7 +33,7 @@ def why_not() -> str | None:
 
 
 def start(folder: str) -> int:
-    """Lays the cable, starts the ranks, and returns how many of them failed; the last one kills itself."""
+    """Connects the namespaces, starts the ranks, and returns how many of them failed; the last one kills itself."""
     other = subprocess.Popen(["unshare", "-n", "sleep", "300"])
     try:
         inside = ["nsenter", "-t", str(other.pid), "-n"]
@@ -104,7 +104,7 @@ def be_rank(folder: str) -> None:
     except OdcError as error:
         seen["killed"] = type(error).__name__, error.ranks, time.monotonic() - start_s
     torch.save(seen, f"{folder}/{rank}.pt")
-    os._exit(0)  # the process group would wait for the killed one
+    os._exit(0)  # the process group would wait for the killed rank
 
 
 if __name__ == "__main__":

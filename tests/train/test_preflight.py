@@ -45,7 +45,7 @@ def started(*_: object, **__: object) -> None:
         ({"--init": None, "--model": "./nowhere"}, "./nowhere: there is no such file or folder"),
         (
             {"--init": None, "--model": "nowhere"},
-            "nowhere is no local file or folder, so it was taken for a hub id",
+            "nowhere is not a local file or folder, so it was taken for a hub id",
         ),
         ({"--init": None, "--model": "no-weights"}, "no-weights has neither model.safetensors nor"),
         ({"--tokenizer": "./missing.json"}, "missing.json"),

@@ -1,11 +1,11 @@
-"""Everything that only a GPU can tell, in stages that can be cut short and gone on with.
+"""Everything that only a GPU can tell, in stages that can be interrupted and continued.
 
     python -m bench.suites.gpu [STAGE ...] [--out out/gpu] [--seconds S] [--again | --any-code]
                                [--rehearse]
     python -m bench.suites.gpu report [--out out/gpu]
 
-The stages of the first half hour, in this order, which are also run where none is named. Each needs no network, and no
-command takes ten minutes:
+The stages of the first half hour, in this order; they also run if none is named. None needs a network, and no command
+takes ten minutes:
 
     stage          seconds
     checks             120  kernel, driver and TMPDIR; that tests may fork; one call of torch; the heap's tests
@@ -24,20 +24,19 @@ Later ones:
     links              120  bench.suites.links, with two GPUs or more: gather, scatter, linear, wgrad between every two
     lengths            420  `odc-triton bench --lengths`, with two GPUs or more: FSDP2, DDP and ODC over NCCL
 
---seconds is for all named stages together (by default the sum of theirs): each has its share of what is left, so what
-one does not use is the next ones'.
+--seconds is for all named stages together (by default the sum of theirs): each gets its share of the time left, so time
+that one does not use goes to the next.
 
 Every outcome is appended to FOLDER/outcomes.jsonl as it comes, and every timed cell to kernels.jsonl, so SIGKILL at any
-moment loses nothing. With the same folder the same command goes on: tests that passed, runs that ended and cells that
-were measured are kept, if code, GPU and versions are the same; after a fix, --any-code keeps tests and runs that
-passed with other code too; --again runs them all. gpu_suite.json, with hardware,
-driver, kernel, versions and commit, and gpu_suite.md for people are made from these lines when a stage ends, and by
-`report` at any time, without a GPU. At most six files come to be. Exits with 0 if every stage passed, 1 if not, 2
-without a GPU. No stage has run on a GPU yet.
+moment loses nothing. With the same folder the same command continues: tests that passed, runs that ended and cells that
+were measured are kept, if code, GPU and versions are the same; after a fix, --any-code also keeps tests and runs that
+passed with other code; --again runs them all. gpu_suite.json, with hardware, driver, kernel, versions and commit, and
+gpu_suite.md for people are built from these lines when a stage ends, and by `report` at any time, without a GPU. There
+are at most six files. Exits with 0 if every stage passed, 1 if not, 2 without a GPU. No stage has run on a GPU yet.
 
 --rehearse runs all of this without a GPU, in a few minutes: on tiny models, in Triton's interpreter, by the host's
-clock (bench/device.py). Its files say so, and don't go into bench/results. What it can't rehearse: everything that the
-stages are for (kernels as machine code, symmetric memory, streams, NCCL), timing events and what they cost, memory of
-the GPU, faults that end its context, kernels that hang, how long anything takes there, nvidia-smi, compute-sanitizer,
-and whether a test marked `gpu` is collected at all.
+clock (bench/device.py). Its files say so, and don't go into bench/results. It can't rehearse what the stages are for
+(kernels as machine code, symmetric memory, streams, NCCL), timing events and their cost, GPU memory, faults that end
+its context, kernels that hang, how long anything takes there, nvidia-smi, compute-sanitizer, and whether a test marked
+`gpu` is collected at all.
 """

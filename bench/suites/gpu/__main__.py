@@ -19,7 +19,7 @@ from bench.suites.gpu.outcomes import LINES, Ledger, key_of, write_report
 from bench.suites.gpu.plan import ON_A_GPU, REHEARSAL, STAGES, Here, chosen, seconds_for
 from bench.suites.gpu.process import ROOT, install
 
-_LEAST_S = 5.0  # what it makes no sense to begin a stage with less than
+_LEAST_S = 5.0  # with less time left, no stage is started
 NAMES = [stage.name for stage in STAGES]
 
 
@@ -37,7 +37,7 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     if unknown := set(options.stages) - {*NAMES, "report"}:
         parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}, and report")
     if "report" in options.stages and len(options.stages) > 1:
-        parser.error("report is a command of its own")
+        parser.error("report is a separate command")
     if options.seconds is not None and not options.seconds > 0:
         parser.error(f"--seconds is {options.seconds}; give more than 0")
     options.out = options.out or ROOT / "out" / ("rehearsal" if options.rehearse else "gpu")
@@ -69,7 +69,7 @@ def main(words: list[str] | None = None) -> int:
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as scratch:
-        # Its own folder stays first: what runs is this checkout.
+        # Keep this checkout's folder first on the path, so that it is what runs.
         installed = install(Path(scratch))
         sys.path.append(installed["path"])
         environment = device.environment()
@@ -124,7 +124,7 @@ def _run(here: Here, stages: list[Any], deadline_s: float) -> int:
 
 
 def _report(out: Path, show: str | None = None) -> int:
-    """Makes the suite's files anew from the lines that are there; prints one stage, or everything."""
+    """Rebuilds the suite's files from the existing lines; prints one stage, or everything."""
     write_report(out, NAMES)
     text = (out / "gpu_suite.md").read_text()
     if show is not None:

@@ -1,7 +1,7 @@
 """The stages that run the project's own commands: training, kernels, steps, links, memory checks.
 
-Each is a row of runs with names, which write to a `folder` of the stage's own. What a run has found is written down
-while it goes on, and one that ended well is not run again.
+Each is a series of named runs, which write to the stage's `folder`. A run's findings are written down while it goes on,
+and a run that passed is not repeated.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .process import run
 from .tests import tail
 
 CELLS = "kernels.jsonl"
-FALLS_BY = 0.9  # the last ten losses' mean over the first ten's: a model that learns nothing stays at 1.0
+FALLS_BY = 0.9  # mean of the last ten losses over that of the first ten: a model that learns nothing stays at 1.0
 _AT_ONCE = 10
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
-_MEMCHECK_SHARE = 0.7  # of the time in which cells are begun: one may take long under the tool
+_MEMCHECK_SHARE = 0.7  # of the time, for starting cells: one may take long under the tool
 _KERNELS_END_S = 15.0  # for a cell that has begun, and the report, but no more than this part of the time
 _KERNELS_END_SHARE = 0.2
 _RESTARTS = 4  # after a lost context or a cell that hung
@@ -59,8 +59,8 @@ class Runs:
         passes: Callable[[Any, int | None], bool],
         **environment: str,
     ) -> bool | None:
-        """Whether this run passed, now or before; None where its time ran out. `read_data`: what it has found so far,
-        None if nothing; `passes`: given that and the exit code, which is None where the time ran out.
+        """Whether this run passed, now or before; None if its time ran out. `read_data`: what it has found so far, None
+        if nothing; `passes` gets that and the exit code, which is None if the time ran out.
         """
         before = self.ledger.stage(self.stage).runs.get(name)
         if before is not None and before["passed"] and not self.again:
@@ -83,13 +83,13 @@ class Runs:
 
 
 def ending(results: Iterable[bool | None]) -> dict[str, Any]:
-    """Of all runs of a stage, every one of which is begun."""
+    """A stage's result from those of all its runs; starts every run, even after one that failed."""
     results = list(results)
     return {"passed": all(results), "cut": None in results and False not in results}
 
 
 def _json(path: Path) -> Callable[[], Any]:
-    """Reads a file that a command keeps up to date by renaming another one to it."""
+    """Reads a file that a command updates by renaming another one to it."""
     return lambda: json.loads(path.read_text()) if path.exists() else None
 
 
@@ -99,8 +99,8 @@ def _odc(*words: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """`modules`: a folder of the standard library to learn from, "" for all of it. `samples`: of all ranks per step.
-    `runs`: by name, the number of processes and further options.
+    """`modules`: a folder of the standard library to learn from, "" for all of it. `samples`: per step, all ranks
+    together. `runs`: by name, the number of processes and further options.
     """
 
     modules: str
@@ -112,7 +112,7 @@ class Training:
 
 
 def run_train(runs: Runs, training: Training, folder: Path) -> dict[str, Any]:
-    """`odc-triton train sft` on source code of the standard library; its loss curve, step by step."""
+    """`odc-triton train sft` on the standard library's source code; its loss curve, step by step."""
     from bench.stdlib_corpus import build_corpus, write_text
 
     # Real text, the same on every machine with this Python.
@@ -142,13 +142,13 @@ def _curve(out: Path) -> Callable[[], dict[str, Any] | None]:
 
 
 def learned(data: dict[str, Any] | None, code: int | None) -> bool:
-    """Whether it ended, and its last losses are clearly below its first."""
+    """Whether it ended with losses clearly below its first ones."""
     return code == 0 and data is not None and data["last"] <= FALLS_BY * data["first"]
 
 
 def run_kernels(runs: Runs, out: Path, words: Iterable[str]) -> dict[str, Any]:
-    """bench.kernels.run, begun again where a hang or a lost context ended it: other cells go on. Passes if
-    all cells that it came to are right; the clock is no failure, for there are more cells than time.
+    """bench.kernels.run, restarted if a hang or a lost context ended it, to continue with other cells. Passes if all
+    cells that it reached are right; running out of time is no failure, because there are more cells than time.
     """
     if runs.again:
         (out / CELLS).unlink(missing_ok=True)
@@ -218,7 +218,7 @@ def _found(data: Any, code: int | None) -> bool:
 
 
 def _found_something(data: Any, code: int | None) -> bool:
-    """For commands that measure round after round: the clock is no failure."""
+    """For commands that measure round after round: running out of time is no failure."""
     return code in (0, None) and data is not None
 
 
@@ -232,7 +232,7 @@ def long_lengths(count: int, longest: int, seed: int = 0) -> list[int]:
 def run_lengths(
     runs: Runs, config: dict[str, Any], given: Iterable[str], folder: Path, *, ranks: int, longest: int
 ) -> dict[str, Any]:
-    """`odc-triton bench --lengths` on `ranks` GPUs, as far as it comes in the time. `given`: its other options."""
+    """`odc-triton bench --lengths` on `ranks` GPUs, as far as it gets in the time. `given`: its other options."""
     init, lengths, out = (folder / name for name in ("config.json", "lengths.txt", "out"))
     init.write_text(json.dumps(config))
     lengths.write_text("".join(f"{length}\n" for length in long_lengths(256, longest)))
@@ -242,20 +242,20 @@ def run_lengths(
 
 
 def run_links(runs: Runs, given: Iterable[str], folder: Path) -> dict[str, Any]:
-    """bench.suites.links, as far as it comes in the time."""
+    """bench.suites.links, as far as it gets in the time."""
     command = [sys.executable, "-m", "bench.suites.links", "--out", str(folder), *given]
     return ending([runs.run("links", command, _json(folder / "links.json"), _found_something)])
 
 
 def find_tool(environment: dict[str, str]) -> str | None:
-    """compute-sanitizer, on the PATH or in the CUDA toolkit's usual places; None where it is not."""
+    """compute-sanitizer, from the PATH or the CUDA toolkit's usual places; None if it is not there."""
     homes = [environment.get("CUDA_HOME"), environment.get("CUDA_PATH"), "/usr/local/cuda"]
     places = [environment.get("PATH", os.defpath), *(os.path.join(home, "bin") for home in homes if home)]
     return shutil.which("compute-sanitizer", path=os.pathsep.join(places))
 
 
 def run_memcheck(runs: Runs) -> dict[str, Any]:
-    """`bench.kernels.run --check` under memcheck, every tensor its own allocation. Passes where there is no tool."""
+    """`bench.kernels.run --check` under memcheck, every tensor a separate allocation. Passes without the tool."""
     tool = find_tool(runs.environment)
     if tool is None:
         return {"passed": True, "cut": False, "note": "not run: compute-sanitizer is not present"}

@@ -1,6 +1,6 @@
-"""What the suite has found so far: lines of outcomes.jsonl, and what they come to for code, GPU and versions as now.
+"""What the suite has found so far: lines of outcomes.jsonl, and what they show for the current code, GPU and versions.
 
-The report, gpu_suite.json and gpu_suite.md, is made of these lines alone: it needs no GPU, and no end of any stage.
+The report, gpu_suite.json and gpu_suite.md, is built from these lines alone: it needs no GPU, and no stage to be over.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ONE_GPU = (
 
 
 def key_of(about: dict[str, Any]) -> str:
-    """Names what a result depends on, as PLACE-CODE: one of another GPU, torch or code proves nothing here."""
+    """Names what a result depends on, as PLACE-CODE: a result from another GPU, torch or code proves nothing here."""
     same = [about.get(name) for name in ("versions", "gpus", "rehearsal")]
     text = json.dumps([(about.get("gpu") or {}).get("name"), *same], sort_keys=True)
     return f"{hashlib.sha256(text.encode()).hexdigest()[:12]}-{about.get('source')}"
@@ -34,7 +34,7 @@ def key_of(about: dict[str, Any]) -> str:
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
     """`key`: whose results count now, and with `any_code` also those of other code: after a fix, what it can't have
-    touched need not run again.
+    affected need not rerun.
     """
 
     folder: Path
@@ -51,10 +51,10 @@ class Ledger:
 
 @dataclass(kw_only=True)
 class Found:
-    """All that is known of one stage: the last outcome of every test, check and run, by name; how it ended last.
+    """All that is known about one stage: the last outcome of every test, check and run, by name; how it last ended.
 
-    `running`: tests that began and did not end. `ended`: None where a kill came before its end. `said`: the end of what
-    a process printed that did not end as it should.
+    `running`: tests that began and did not end. `ended`: None if it was killed before its end. `said`: the last output
+    of a process that did not end as it should.
     """
 
     stage: str
@@ -111,7 +111,7 @@ def found_of(name: str, records: list[dict[str, Any]]) -> Found:
 
 
 def machines(folder: Path) -> list[tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """What each code, GPU and set of versions is about, and its lines; the last one first."""
+    """The description of each code, GPU and set of versions, and its lines; the last one first."""
     records: dict[str, list[dict[str, Any]]] = {}
     for record in read_lines(folder / LINES):
         lines = records.pop(record["key"], []) if record["kind"] == "about" else records.setdefault(record["key"], [])
@@ -210,7 +210,7 @@ def _end_of(run: dict[str, Any]) -> str:
 
 
 def _in_short(data: dict[str, Any]) -> str:
-    """Of what a run found, what a line can say; all of it is in the JSON file."""
+    """The part of a run's findings that fits on a line; the JSON file has all."""
     if "losses" in data:
         return f", loss {data['first']} in the first ten steps, {data['last']} in the last ten of {len(data['losses'])}"
     words = {key: value for key, value in data.items() if isinstance(value, str | int | float) and key not in _SAID}

@@ -1,4 +1,4 @@
-"""What every stage runs, on a GPU and in a rehearsal, side by side; and how the time is shared."""
+"""What every stage runs, on a GPU and in a rehearsal, side by side; and how they share the time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Given:
 ON_A_GPU = Given(
     tests={
         "checks": Tests(files=("tests/gpu/test_cuda_heap.py",), workers=0, words=("-x",)),
-        # In order of worth, as below.
+        # Most important first, as below.
         "kernels-right": Tests(
             files=(
                 "tests/kernels/test_gather_scatter.py",
@@ -77,7 +77,7 @@ ON_A_GPU = Given(
             ),
             workers=min(16, os.cpu_count() or 1),
         ),
-        # Two at a time: starting processes takes longer than what they then compute.
+        # Two at a time: processes take longer to start than to compute.
         "engine": Tests(
             files=(
                 "tests/gpu/test_cuda_engine.py",
@@ -159,7 +159,7 @@ REHEARSAL = Given(
 
 @dataclass(frozen=True, kw_only=True)
 class Here:
-    """What a stage is given. `gpus`: how many there are, or as many as a rehearsal acts as if there were."""
+    """What a stage gets. `gpus`: how many there are, or how many a rehearsal pretends there are."""
 
     ledger: Ledger
     given: Given
@@ -184,8 +184,8 @@ class Here:
 
 @dataclass(frozen=True)
 class Stage:
-    """`run`: returns whether it passed, and whether the clock alone is why it did not. `seconds`: its share of the
-    time. `first`: of the first half hour. `gpus`: how many it needs.
+    """`run`: returns whether it passed, and if not whether only time ran out. `seconds`: its share of the time.
+    `first`: in the first half hour. `gpus`: how many it needs.
     """
 
     name: str
@@ -203,7 +203,7 @@ def _checks(here: Here, stage: str, seconds: float) -> dict[str, Any]:
 
 
 def _runs(do: Callable[[Runs, Here, Path], dict[str, Any]]) -> Callable[[Here, str, float], dict[str, Any]]:
-    """A stage whose runs write to a new folder, which goes when it ends."""
+    """A stage whose runs write to a new folder, removed when it ends."""
 
     def run(here: Here, stage: str, seconds: float) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
@@ -247,13 +247,13 @@ STAGES = (
 
 
 def chosen(names: Sequence[str], gpus: int) -> tuple[list[Stage], list[str]]:
-    """The stages of those names, in the plan's order, that this many GPUs allow, and the names of the others. Without
-    names: those of the first half hour.
+    """The named stages that this many GPUs allow, in the plan's order, and the names of the others. Without names:
+    those of the first half hour.
     """
     wanted = [stage for stage in STAGES if (stage.name in names if names else stage.first)]
     return [s for s in wanted if s.gpus <= gpus], [s.name for s in wanted if s.gpus > gpus]
 
 
 def seconds_for(stages: Sequence[Stage], left_s: float) -> float:
-    """What the first of the remaining stages may take of the time that is left: all of it, if it is the last."""
+    """How much of the time left the first of the remaining stages may take: all of it, if it is the last."""
     return left_s * stages[0].seconds / sum(stage.seconds for stage in stages)

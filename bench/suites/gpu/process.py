@@ -1,4 +1,4 @@
-"""Commands of the GPU suite: run for a limited time; all that they started ends with them."""
+"""Commands of the GPU suite: run for a limited time; everything that they started ends with them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pathlib import Path
 from bench.provenance import ROOT
 
 _POLL_S = 0.5
-# Runs a command that the kernel kills when this process dies, by whatever signal: a command that went on by itself
-# would hold the GPU while the next one is measured.
+# Runs a command that the kernel kills when this process dies, by whatever signal: a command that ran on alone would
+# hold the GPU while the next one is measured.
 _BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execvp(sys.argv[1], sys.argv[1:])"
 
 
 def install(scratch: Path) -> dict[str, str]:
-    """Makes the package importable by this Python: installed by pip without network, else by a path of its own.
+    """Makes the package importable by this Python: installed by pip without network, else through PYTHONPATH.
 
-    Returns what it says about it, and the PYTHONPATH to run with.
+    Returns how, in words, and the PYTHONPATH to run with.
     """
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
     target = scratch / "site"
@@ -42,7 +42,7 @@ def install(scratch: Path) -> dict[str, str]:
 def run(
     command: list[str], environment: dict[str, str], seconds: float, watch: Callable[[], None] = lambda: None
 ) -> tuple[int | None, str]:
-    """The exit code, None where the time ran out, and all that was printed. All that it started has ended.
+    """The exit code, None if the time ran out, and all output. Everything that the command started has ended.
 
     `watch` is called twice a second meanwhile, and once at the end.
     """
@@ -62,7 +62,7 @@ def run(
                 code = process.wait(min(_POLL_S, left_s))
             watch()
         if code is None:
-            # Ranks of a test are in groups of their own, but of this session.
+            # A test's ranks are in other process groups, but in this session.
             for pid in _of_session(process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -1,10 +1,10 @@
 """Checks and tests: runs pytest so that no outcome is lost, and is the plugin that writes each one down as it comes.
 
-A check is one short program for what may make everything else on a machine fail, found in a minute.
+A check is one short program that finds, within a minute, what may make everything else on a machine fail.
 
-The plugin works with pytest-xdist: only the controller, which sees the reports of all workers, writes. A worker whose
-process dies is named by xdist with the test that it ran, and replaced; that is why a test that hangs in the GPU's
-driver (where no signal reaches Python) ends with its worker, and a worker that lost its CUDA context ends itself.
+The plugin works with pytest-xdist: only the controller, which sees all workers' reports, writes. If a worker's process
+dies, xdist names it with the test that it ran, and replaces it. That is why a test that hangs in the GPU's driver
+(where no signal reaches Python) ends with its worker, and a worker that lost its CUDA context ends itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from .outcomes import Ledger
 from .process import run
 
-# Of one test. More than the 120 s after which tests/support/ranks.py names the ranks that did not end.
+# For one test. More than the 120 s after which tests/support/ranks.py names the ranks that did not end.
 TEST_S = 150
 TAIL_LINES = 60
 _TEXT_CHARACTERS = 6000
@@ -45,10 +45,10 @@ def run_tests(
     words: Iterable[str] = (),
     again: bool = False,
 ) -> dict[str, Any]:
-    """`pytest -m marker paths` without those that passed before, and those that failed last; the order of `paths` is
-    that of their worth. Whether all that was collected passed, now or before, and whether the time ran out.
+    """Runs `pytest -m marker paths`, most important path first, without the tests that passed before; those that failed
+    come last. Returns whether all collected tests passed, now or before, and whether the time ran out.
 
-    `workers`: 0 for none but pytest itself.
+    `workers`: 0 for pytest alone.
     """
     before = {} if again else ledger.stage(stage).tests
     known: dict[str, list[str]] = {"done": [], "failed": []}
@@ -59,7 +59,7 @@ def run_tests(
         given.write_text(json.dumps({"folder": str(ledger.folder), "key": ledger.key, "stage": stage} | known))
         command = [sys.executable, "-m", "pytest", "-q", "-m", marker, "-p", "bench.suites.gpu.tests"]
         command += ["-p", "no:cacheprovider", "-p", "no:benchmark", "--continue-on-collection-errors"]
-        # Warnings are errors where versions are pinned; that machine's are its own.
+        # Warnings are errors where versions are pinned; that machine may have others.
         command += ["-W", "default", "--timeout", str(TEST_S), "--timeout-method", "thread", *words]
         if importlib.util.find_spec("xdist"):
             command += ["-n", str(workers), "--maxschedchunk", "1"]
@@ -76,7 +76,7 @@ def run_tests(
 # torch binds TMPDIR/symm_mem-PID, and the kernel takes 107 characters of it.
 _SOCKET_CHARACTERS = 107 - len("/symm_mem-") - 7
 
-# A fork server has imported all of this when it forks a test's ranks: if a library had initialised CUDA, no rank could.
+# A fork server imports all of this before it forks a test's ranks: if a library initialised CUDA, no rank could.
 _FORK = """
 import os
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # as tests/support/ranks.py sets it
@@ -100,7 +100,7 @@ print(torch.__version__, "adds a product of bf16 to fp32")
 
 
 def run_checks(ledger: Ledger, environment: dict[str, str], *, rehearse: bool, deadline_s: float) -> bool:
-    """Whether all passed; each is written down as it ends."""
+    """Returns whether all passed; writes each down as it ends."""
     length = len(tempfile.gettempdir())
     folder = f"{tempfile.gettempdir()} has {length} characters, {_SOCKET_CHARACTERS} are allowed"
     results = [_write(ledger, "TMPDIR", length <= _SOCKET_CHARACTERS, folder, 0.0)]
@@ -142,7 +142,7 @@ class _Plugin:
             self.ledger.add("test begins", stage=self.stage, test=nodeid)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Of setup, call and teardown the last one is written, or the first that failed or skipped."""
+        """Writes the last of setup, call and teardown, or the first that failed or skipped."""
         self.failed |= report.failed
         if not self.writes:
             return
@@ -156,7 +156,7 @@ class _Plugin:
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         if self.failed and not self.writes and _context_is_lost():
-            os._exit(1)  # every test after it would fail for this one's fault: xdist begins another worker
+            os._exit(1)  # every later test would fail because of this one: xdist starts another worker
 
     def _write(self, test: str, outcome: str, seconds: float, text: str) -> None:
         if outcome == "failed":

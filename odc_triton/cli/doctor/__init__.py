@@ -1,6 +1,6 @@
 """What this machine can do, what it can't and why: the report of `odc-triton doctor`, the picture of `odc-triton topo`.
 
-Every question to the system goes through `System`, so that tests can stand for any machine.
+Every question to the system goes through `System`, so that tests can simulate any machine.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["draw_matrix", "examine", "main"]
 
 
 def examine(system: System | None = None, topology: Topology | None = None) -> Report:
-    """Looks at this machine and at what is installed. Starts CUDA where there is a GPU; changes nothing."""
+    """Looks at this machine and at what is installed. Starts CUDA if there is a GPU; changes nothing."""
     system = ThisMachine() if system is None else system
     topology = read_topology() if topology is None else topology
     software = system.software()
@@ -58,7 +58,7 @@ def examine(system: System | None = None, topology: Topology | None = None) -> R
 
 
 def main(json: bool = False, examine: Callable[[], Report] = examine) -> int:
-    """Prints the report; 1 if there is a problem."""
+    """Prints the report; returns 1 if there is a problem."""
     report = examine()
     print(dumps(as_json(report), indent=2) if json else render(report))
     return 1 if report.problems else 0

@@ -1,4 +1,4 @@
-"""This machine's GPUs, what joins them, and the picture of `odc-triton topo`."""
+"""This machine's GPUs, the links between them, and the picture of `odc-triton topo`."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def check_gpus(topology: Topology, system: System) -> Iterator[Finding]:
 
 
 def _on_bus(system: System) -> int:
-    """NVIDIA's display controllers on the PCI bus, also without a driver; NVSwitches don't count."""
+    """NVIDIA's display controllers on the PCI bus, even without a driver; NVSwitches don't count."""
     folder = "/sys/bus/pci/devices"
     return sum(
         (system.read(f"{folder}/{name}/vendor") or "").strip() == "0x10de"
@@ -88,7 +88,7 @@ def check_links(topology: Topology) -> Iterator[Finding]:
 def check_peers(topology: Topology) -> Iterator[Finding]:
     part = topology.visible()
     if len(part.devices) < 2:
-        # The job that this process belongs to may have the others.
+        # This process's job may use the other GPUs.
         if bad := unusable_pairs(topology):
             text = f"{len(bad)} of {len(topology.pairs)} pairs of this machine's GPUs can't share a model's shards"
             yield Finding(NOTE, "peers", text, "`odc-triton topo` shows which, and why")
@@ -127,7 +127,7 @@ _ROUTES = {
 
 
 def draw_matrix(topology: Topology) -> str:
-    """What joins each pair of GPUs, how fast, and whether they can share a model's shards; at most 100 columns."""
+    """The link of each pair of GPUs, its speed, and whether they can share a model's shards; at most 100 columns."""
     devices = topology.devices
     if not devices:
         return f"{topology.key}: no GPU, {topology.missing or 'the driver shows none'}"
@@ -173,7 +173,7 @@ def _joined(pair: Pair) -> str:
 
 
 def _device_lines(devices: tuple[Device, ...]) -> list[str]:
-    # GPU numbers are nvidia-smi's; those of CUDA depend on masks and on CUDA_DEVICE_ORDER.
+    # GPU numbers are nvidia-smi's; CUDA's depend on masks and on CUDA_DEVICE_ORDER.
     rows = [("", "CUDA", "name", "cc", "memory", "PCIe", "NUMA", "CPUs", "PCI bus")]
     for device in devices:
         generation, lanes = device.pcie_max
@@ -215,8 +215,8 @@ def _link_legend(topology: Topology) -> list[str]:
     if linked:
         through = sorted({"through NVSwitch" if pair.through_switch else "direct" for pair in linked})
         rates = sorted({(pair.link_gbs, pair.link_gbs_from) for pair in linked if pair.link_gbs is not None})
-        by = {"driver": "by the driver", "table": "by a table, as the driver does not say"}
+        by = {"driver": "from the driver", "table": "from a table, as the driver does not say"}
         each = "; ".join(f"{gbs:g} each at line rate, {by[said]}" for gbs, said in rates)
-        lines.append(f"  NV#   so many NVLinks, {' or '.join(through)}" + f" ({each})" * bool(each))
+        lines.append(f"  NV#   # NVLinks, {' or '.join(through)}" + f" ({each})" * bool(each))
     paths = sorted({pair.path for pair in topology.pairs if _joined(pair) == pair.path.name})
     return lines + [f"  {path.name:<4}  {_ROUTES[path]}" for path in paths]

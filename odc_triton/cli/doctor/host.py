@@ -1,4 +1,4 @@
-"""The host: shared memory, memory, CPUs, limits, and what ranks map each other's GPU memory with.
+"""The host: shared memory, memory, CPUs, limits, and what ranks need to map each other's GPU memory.
 
 The last is torch's symmetric memory, its sockets, and its allocator.
 """
@@ -116,7 +116,7 @@ def check_symmetric_memory(software: Software, visible: Topology, environment: M
 
 
 def _folder(environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """Where torch puts the sockets, and the variable that says so."""
+    """Where torch puts the sockets, and the variable that sets it."""
     name = next((each for each in _TMP_VARIABLES if each in environment), None)
     return name, "/tmp" if name is None else environment[name]
 
@@ -130,13 +130,13 @@ def check_sockets(visible: Topology, system: System) -> Iterator[Finding]:
     largest_pid = int((system.read("/proc/sys/kernel/pid_max") or "4194304").strip()) - 1
     over = len(f"{folder}/symm_mem-{largest_pid}".encode()) - _SOCKET_PATH_BYTES + 1
     if over > 0:
-        text = f"{said} is {over} bytes too long for the sockets over which ranks exchange GPU memory"
+        text = f"{said} is {over} bytes too long for the sockets through which ranks exchange GPU memory"
         yield Finding(bad, "TMPDIR", text, change)
         return
     error = system.try_socket(f"{folder}/odc-doctor-{os.getpid()}")
     kind = file_system(system, folder)
     if error is not None:
-        text = f"no socket can be made in {said}, over which ranks exchange GPU memory: {error}"
+        text = f"no socket can be made in {said} ({error}); ranks exchange GPU memory through one"
         yield Finding(bad, "TMPDIR", text, change)
     elif kind in _NETWORK_FILE_SYSTEMS:
         yield Finding(NOTE, "TMPDIR", f"{said} is on {kind}: sockets there work on one host only", change)

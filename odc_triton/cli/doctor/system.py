@@ -17,7 +17,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """Versions, None for what is not installed. `cuda`: of torch's build.
+    """Versions, None for what is not installed. `cuda`: the one that torch was built with.
 
     `cuda_error`: why CUDA does not start, or, if `torch` is None, why torch does not.
     """
@@ -42,7 +42,7 @@ class System(Protocol):
     def read(self, path: str) -> str | None: ...
     def names(self, folder: str) -> list[str]: ...
     def space(self, folder: str) -> tuple[int, int] | None:
-        """Total and free bytes of the file system that it is on."""
+        """Total and free bytes of the file system that the folder is on."""
 
     def cpus(self) -> int: ...
     def memlock(self) -> int | None:
@@ -50,7 +50,7 @@ class System(Protocol):
 
     def try_memfd(self) -> str | None: ...
     def try_socket(self, address: str) -> str | None:
-        """Binds a Unix socket: at a path, or abstract where the address begins with a zero byte."""
+        """Binds a Unix socket: at a path, or an abstract one if the address begins with a zero byte."""
 
 
 def _version(package: str) -> str | None:
@@ -61,7 +61,7 @@ def _version(package: str) -> str | None:
 
 
 class ThisMachine:
-    """`System` for the machine that this runs on."""
+    """`System` for this machine."""
 
     environment = os.environ
 
@@ -70,7 +70,7 @@ class ThisMachine:
         triton, transformers = _version("triton"), _version("transformers")
         try:
             torch = importlib.import_module("torch")
-        except (ImportError, OSError) as error:  # OSError: one of its libraries does not load
+        except (ImportError, OSError) as error:  # OSError: one of torch's libraries does not load
             return Software(python=python, triton=triton, transformers=transformers, cuda_error=str(error))
         pins = [re.match(r"triton *\(?== *([0-9.]+)", line) for line in metadata.requires("torch") or ()]
         cuda_error = symmetric_memory_error = None
@@ -141,7 +141,7 @@ class ThisMachine:
 
 
 def _cgroup_folders(system: System, controller: str) -> list[str]:
-    """The folders of this process's cgroup and of those around it, version 2 or 1, innermost first."""
+    """The folders of this process's cgroup and of its parents, version 2 or 1, innermost first."""
     for line in (system.read("/proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or controller in controllers.split(","):
@@ -152,7 +152,7 @@ def _cgroup_folders(system: System, controller: str) -> list[str]:
 
 
 def cgroup_memory(system: System) -> tuple[int | None, int]:
-    """The tightest limit around this process and what is used under it, in bytes."""
+    """The tightest limit on this process and what is used under it, in bytes."""
     tightest: tuple[int | None, int] = (None, 0)
     for folder in _cgroup_folders(system, "memory"):
         for limit_name, used_name in (
@@ -180,7 +180,7 @@ def cgroup_cpus(system: System) -> float | None:
 
 
 def file_system(system: System, folder: str) -> str | None:
-    """The kind of file system that the folder is on."""
+    """The type of file system that the folder is on."""
     best, kind = "", None
     for line in (system.read("/proc/mounts") or "").splitlines():
         _, place, this_kind, *_ = line.split()

@@ -11,7 +11,7 @@ from .system import Software
 
 _OLDEST_TORCH = (2, 11)
 _TRITON = ((3, 6), (3, 10))  # from, and below
-# What the tests have run with: constraints*.txt, and README's table.
+# Versions that the tests have run with: constraints*.txt, and README's table.
 TESTED = {
     "python": ((3, 11), (3, 12)),
     "torch": ((2, 11), (2, 13), (2, 15)),
@@ -114,7 +114,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _has_kernels(device: Device, architectures: tuple[str, ...]) -> bool:
-    """Machine code runs on the same major version from its minor on, PTX (`compute_`) on all that is newer."""
+    """Machine code runs on the same major version from its minor on, PTX (`compute_`) on anything newer."""
     if device.compute_capability is None:
         return True
     major, minor = device.compute_capability

@@ -78,7 +78,7 @@ class TuneOptions:
 
 
 def run_tune(options: TuneOptions) -> str | None:
-    """Measures; every rank of the job calls it. Returns the text to print on rank 0, None on the others."""
+    """Runs the measurements; every rank of the job calls it. Returns the text to print on rank 0, None on others."""
     import torch
 
     from ...comm.grid import grid_of
@@ -129,7 +129,7 @@ def _shapes(options: TuneOptions) -> nn.Module:
 
 @contextlib.contextmanager
 def _untuned() -> Iterator[None]:
-    """Inside, `fully_shard` reads no table, so that every candidate finds whole weights."""
+    """Inside, `fully_shard` reads no table, so every candidate finds whole weights."""
     from ...nn.tuned import OFF, VARIABLE
 
     former = os.environ.get(VARIABLE)
@@ -141,7 +141,7 @@ def _untuned() -> Iterator[None]:
 
 
 def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line], list[list[str]]]:
-    """The table's lines for one workload, and rows to print: tokens, candidate, milliseconds, verdict."""
+    """The table's lines for one workload, and rows to print (tokens, candidate, milliseconds, verdict)."""
     from ...nn.tuned import Line
     from .candidates import decide, shipped, ways
 
@@ -158,7 +158,7 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
         measured[tokens] = trial.measure(candidates, tokens=tokens, rounds=options.rounds)
         of = measured[tokens].rounds
         for words in of:
-            if "/gathered/" in words:  # pulled twice, while the unit before computes: it costs if it takes longer
+            if "/gathered/" in words:  # pulled twice, while the unit before computes: that costs time only if longer
                 of[words] = [max(seconds, 2 * pull_s) for seconds in of[words]]
     defaults = {tokens: shipped(workload, tokens, device=device).words for tokens in measured}
     chosen = decide({t: m.rounds for t, m in measured.items()}, defaults, one_backend=workload.operator == "qkv")
@@ -185,7 +185,7 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
 
 
 def _with_tiles(trial: Trial, words: str, tokens: int, options: TuneOptions, measured: Measured) -> Any:
-    """The choice, with other tiles for its kernels where these are faster; adds to `measured`."""
+    """The choice, with other tiles for its kernels if they are faster; adds to `measured`."""
     from dataclasses import replace
 
     import torch

@@ -1,4 +1,4 @@
-"""Candidates: which ways to run an operator are worth a measurement, and which of the measured ones is taken."""
+"""Candidates: which ways to run an operator are worth measuring, and which of the measured ones is chosen."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from odc_kernels.tiles import CHIPS, LinearTile, Problem, WgradTile, ranked, til
 from ...nn.choice import TABLE, Choice, as_choice, choose
 from .workload import Workload
 
-# Kernels that a choice runs, of those whose tiles are searched.
+# Of the kernels whose tiles are searched, those that a choice runs.
 _KERNELS = {"direct": ("linear", "linear_dx"), "staged": ("linear_staged", "linear_dx_staged")}
 _BY_KERNELS = {
     "linear": [
@@ -29,8 +29,8 @@ _BY_TORCH = {
     "log_probs": ["eager/direct/fused"],
 }
 
-# A candidate must beat the shipped choice by so much in the median, and in so many of the rounds, each of which took
-# both: less is noise, and a table that follows noise changes with every measurement.
+# A candidate must beat the shipped choice by this much in the median, and in this share of the rounds, each of which
+# runs both. Less is noise, and a table that follows noise changes with every measurement.
 MARGIN = 0.03
 ROUNDS_WON = 0.75
 
@@ -43,9 +43,9 @@ def ways(
 ) -> dict[str, Choice]:
     """Candidates by their words, the shipped one first.
 
-    device: "cpu" or "cuda"; apart: whether shards lie apart, so that weights can be read directly, or gathered;
-    kernels: whether Triton's kernels run there; shared: whether a GPU has several ranks, whose rows no copy engine
-    fetches: "staged" then waits for them before it starts, and has no point.
+    device: "cpu" or "cuda"; apart: whether shards are apart, so that weights can be read directly, or gathered;
+    kernels: whether Triton's kernels run there; shared: whether a GPU has several ranks. No copy engine fetches their
+    rows, so "staged" would wait for them before it starts, which makes it pointless.
     """
     first = shipped(workload, tokens, device=device)
     words = [*_BY_TORCH[workload.operator], *(_BY_KERNELS[workload.operator] if kernels else [])]
@@ -59,12 +59,12 @@ def ways(
 
 
 def shipped(workload: Workload, tokens: int, *, device: str) -> Choice:
-    """What runs without a measured table."""
+    """The choice that runs without a measured table."""
     return choose(workload.operator, shape=workload.shape, tokens=tokens, device_type=device, table=TABLE)
 
 
 def tiles(choice: Choice, workload: Workload, *, tokens: int, world: int, element_bytes: int, arch: int, most: int):
-    """For each kernel that `choice` runs of `linear` the tiles to try: at most `most`, the predicted fastest first.
+    """The tiles to try for each kernel that `choice` runs for `linear`: at most `most`, the predicted fastest first.
 
     Yields (kernel, name, choice with that tile). The kernel's own tile is not among them.
     """
@@ -87,11 +87,11 @@ def _name(kernel: str, tile: LinearTile | WgradTile) -> str:
 
 
 def decide(seconds: Mapping[int, Rounds], shipped: Mapping[int, str], *, one_backend: bool = False) -> dict[int, str]:
-    """For each number of tokens the fastest candidate; the shipped one where none is clearly faster.
+    """For each number of tokens the fastest candidate; the shipped one if none is clearly faster.
 
     seconds: by tokens, of candidates that gave the right result. A shipped choice that is missing there (it did not
-    run) loses. one_backend: kernels run it for any number of tokens or for none (see `choice.is_by_kernel`); the
-    backend is then the one whose best candidates take least over all numbers of tokens.
+    run) loses. one_backend: kernels run it for every number of tokens or for none (see `choice.is_by_kernel`); the
+    backend is then the one whose best candidates take the least time over all numbers of tokens.
 
     Raises ValueError for a number of tokens for which nothing ran.
     """

@@ -1,4 +1,4 @@
-"""One operator in real minibatches on all ranks, one way after the other: is it right, and how long does it take?"""
+"""Runs one operator in real minibatches on all ranks, one way after the other, and checks and times each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...nn.choice import Choice, Entry, as_choice
 from ...sharding.shard import fully_shard
 from .workload import Workload
 
-# A candidate may differ from the shipped way in the order of sums and, with 16 bits, in the rounding of products.
+# A candidate may differ from the shipped way in the order of sums and, in 16 bits, in the rounding of products.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
@@ -31,7 +31,7 @@ class Measured:
 
 
 class Trial:
-    """A layer of its own, sharded over the mesh, that one workload runs on. Collective, as are its methods."""
+    """A separate layer, sharded over the mesh, on which one workload runs. Collective, as are its methods."""
 
     def __init__(
         self, workload: Workload, *, mesh: DeviceMesh, dtype: torch.dtype, backend: str, timeout: timedelta
@@ -45,7 +45,7 @@ class Trial:
         self.engine = engine_of(self.layer)
 
     def measure(self, candidates: Mapping[str, Choice], *, tokens: int, rounds: int) -> Measured:
-        """Times every candidate on the slowest rank, in rounds that take one candidate after the other.
+        """Times every candidate by the slowest rank, in rounds that run one candidate after the other.
 
         Results are compared with the first candidate's. One that raises or differs on some rank is refused on all.
         """
@@ -71,7 +71,7 @@ class Trial:
         return measured
 
     def pull_s(self, *, rounds: int) -> float:
-        """Seconds to gather the layer's parameters, of the slowest rank; 0 where they are views of shared memory."""
+        """Seconds for the slowest rank to gather the layer's parameters; 0 if they are views of shared memory."""
         if not self.engine.heap.apart or self.workload.operator in ("embedding", "log_probs"):
             return 0.0
         took = []
@@ -88,7 +88,7 @@ class Trial:
 
     def _run(self, choice: Choice, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         entry = Entry(operator=self.workload.operator, choice=choice)
-        # The gathered choice of qkv means q, k and v by single products.
+        # The gathered choice of qkv means separate products for q, k and v.
         linear = Entry(operator="linear", choice=as_choice(f"eager/gathered/{choice.wgrad}"))
         for parameter in self.engine.parameters:
             parameter.table = (entry, linear)
@@ -97,13 +97,13 @@ class Trial:
         return output.detach()
 
     def _results(self, choice: Choice, inputs: tuple[torch.Tensor, ...]) -> tuple[list[torch.Tensor], str | None]:
-        """The output, this rank's gradient shards and the input's gradient; or the error that was raised."""
+        """The output, this rank's gradient shards and the input's gradient; or the error raised."""
         for each in inputs:
             each.grad = None
         try:
             with minibatch(self.layer):
                 output = self._run(choice, inputs)
-        except Exception as error:  # also what a compiler or a device raises
+        except Exception as error:  # including what a compiler or a device raises
             return [], f"{type(error).__name__}: {error}".splitlines()[0]
         landed = [parameter.sharded.grad for parameter in self.engine.parameters]
         shards = [gradient.to_local().clone() for gradient in landed if gradient is not None]
@@ -125,7 +125,7 @@ class Trial:
         return self._slowest(took_s)
 
     def _start(self) -> None:
-        """All ranks start to measure at once: the last one naps for at most 2% of the time that it waited."""
+        """All ranks start measuring together: the last one naps for at most 2% of the time that it waited."""
         self.engine.meetings.meet("tune: start", {})
 
     def _slowest(self, seconds: float) -> float:
@@ -136,7 +136,7 @@ class Trial:
 def _difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> str | None:
     """What is wrong with a candidate's tensors; None if each is within the tolerance, relative to its norm."""
     if [each.shape for each in found] != [each.shape for each in wanted]:
-        return "it gave tensors of other shapes than the shipped way"
+        return "its tensors have other shapes than the shipped way's"
     for got, want in zip(found, wanted, strict=True):
         error, scale = (got.double() - want.double()).norm().item(), want.double().norm().item()
         if not error <= tolerance * max(scale, 1e-30):

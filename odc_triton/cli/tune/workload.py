@@ -1,4 +1,4 @@
-"""Which operators a model's layers run, on weights of which shapes, and in how many layers."""
+"""The operators that a model's layers run, the shapes of their weights, and the number of layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPERATORS = ("linear", "qkv", "embedding", "log_probs")
 class Workload:
     """One operator on weights of one shape: [N, K] of `linear`, [V, D] of `embedding` and `log_probs`, q's of `qkv`.
 
-    kv_rows: rows of k and of v; head_dim, bias, norm: of q, k and v, as in `nn.Attention`.
+    kv_rows: rows of k and of v; head_dim, bias, norm: those of q, k and v, as in `nn.Attention`.
     """
 
     operator: str
@@ -56,14 +56,14 @@ class Workload:
         return (x,)
 
     def call(self, layer: nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """One output tensor, to start a backward from."""
+        """One output tensor to start a backward from."""
         if self.operator == "log_probs":
             return layer(inputs[0]).log_probs(inputs[1]).logp
         return layer(*inputs)
 
 
 class Projections(Attention):
-    """q, k and v side by side, without the attention that follows: what `qkv` alone costs."""
+    """q, k and v side by side, without the attention that follows, to measure `qkv` alone."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
