@@ -61,9 +61,9 @@ def test_linear_dx_staged_refuses(change: dict, words: str) -> None:
     ("peers", "words"),
     [
         (shards(torch.zeros(8, 4)), r"has shape \(8, 4\); this buffer needs shape \(8, 3\)"),
-        (shards(torch.zeros(8, 3).half()), "of dtype torch.float16"),
-        (shards(torch.zeros(8, 3), world=4), "of world 4"),
-        (shards(torch.zeros(8, 3), rank=1), "of rank 1"),
+        (shards(torch.zeros(8, 3).half()), "has dtype torch.float16"),
+        (shards(torch.zeros(8, 3), world=4), "has world 4"),
+        (shards(torch.zeros(8, 3), rank=1), "has rank 1"),
     ],
 )
 def test_pull_refuses(peers: PeerShards, words: str) -> None:
