@@ -10,7 +10,7 @@ import operator
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,31 +25,9 @@ from .optimizer_watch import Hyperparameters, OptimizerWatch
 from .parameter import ShardedParameter
 from .passes import Passes, RefuseCollectives
 from .publication import Publication, clear_gradients, copy_masters, land_gradients
-from .state import MinibatchState, Phase
+from .state import MinibatchState, NoSplits, Phase
 from .streams import AllStreams, Streams
 from .unit import Prefetch, Unit
-
-
-class Splits(Protocol):
-    """What computes pieces of sequences with other ranks: what `enable_split` sets as `Engine.split`."""
-
-    def check(self, plan: Any) -> None:
-        """Raises ValueError, TypeError for a plan that this rank can't take part in."""
-
-    def prepare(self) -> None:
-        """Before ranks meet at the entry."""
-
-    def begin(self, plan: Any) -> None:
-        """The minibatch is open. `plan`: None if it splits nothing."""
-
-    def incomplete(self) -> str | None:
-        """What this rank has not computed of the plan."""
-
-    def fail(self) -> None:
-        """Tells ranks that wait for this one not to."""
-
-    def end(self, *, failed: bool) -> None:
-        """The ranks have met at the exit."""
 
 
 def _checked_tokens(tokens: Any) -> int | None:
@@ -105,7 +83,7 @@ class Engine:
         self._scope = contextlib.ExitStack()
         self.hyperparameters = Hyperparameters()
         self._optimizers = OptimizerWatch(self)
-        self.split: Splits | None = None  # set by enable_split
+        self.splits = NoSplits()  # enable_split sets another
 
     # ------------------------------------------------------------------ parameters
 
@@ -165,7 +143,7 @@ class Engine:
         error: BaseException | None = None
         try:
             tokens = _checked_tokens(tokens)
-            self._check_split(split)
+            self.splits.check(split)
             self._prepare()
         except Exception as raised:
             error = raised
@@ -203,24 +181,12 @@ class Engine:
         for unit in self.units:
             unit.expire()
         self.state.enter(Phase.OPEN)
-        if self.split is not None:
-            self.split.begin(split)
+        self.splits.begin(split)
         for parameter in self.trainable():
             parameter.landing.expect_gradient()
         if self.debug:
             self._scope.enter_context(RefuseCollectives())
         return self._tokens
-
-    def _check_split(self, split: Any) -> None:
-        if self.split is not None:
-            self.split.prepare()
-        if split is not None and self.split is None:
-            raise RuntimeError(
-                f"this minibatch splits sequences: call enable_split(model, tokens={max(split.tokens)}) once, after "
-                f"fully_shard"
-            )
-        if split is not None:
-            self.split.check(split)
 
     def _prepare(self) -> None:
         """This rank's side of entering: gradient shards are zero, masters are published."""
@@ -285,10 +251,10 @@ class Engine:
         for unit in self.units:
             unit.reset()
         purpose = f"leave minibatch {self.state.number}"
-        if self.split is not None and error is None and self.state.failure is None:
-            self.state.failure = self.split.incomplete()
-        if self.split is not None and (error is not None or self.state.failure is not None):
-            self.split.fail()
+        if error is None and self.state.failure is None:
+            self.state.failure = self.splits.incomplete()
+        if error is not None or self.state.failure is not None:
+            self.splits.fail()
         lost = isinstance(error, (RankLost, DeadlineExceeded))
         if lost or (error is not None and not isinstance(error, Exception)):
             # A peer is lost or too late, or this rank must stop (Ctrl-C, exit): tell peers, wait for nobody.
@@ -306,8 +272,7 @@ class Engine:
         message = {"touched": touched, "microbatches": self.passes.count}
         messages = self._meet(purpose, message, error)
         self.events.microbatch = -1
-        if self.split is not None:
-            self.split.end(failed=any(theirs["error"] is not None for theirs in messages))
+        self.splits.end(failed=any(theirs["error"] is not None for theirs in messages))
         self._settle(messages, error)
         with self._together():
             self._land({index for theirs in messages for index in theirs["touched"]})
@@ -386,8 +351,7 @@ class Engine:
     def _settle(self, messages: list[dict[str, Any]], error: BaseException | None) -> None:
         """Raises MinibatchFailed on all ranks if any of them brought an error to the meeting."""
         failed = {rank: theirs["error"] for rank, theirs in enumerate(messages) if theirs["error"] is not None}
-        causes = {rank: text for rank, text in failed.items() if not messages[rank]["follows"]}
-        failed = causes or failed
+        failed = {rank: text for rank, text in failed.items() if not messages[rank]["follows"]} or failed
         if failed:
             for parameter in self.trainable():
                 parameter.sharded.grad = None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Any
 
 from ..base.errors import RankLost
 from ..base.events import EventLog
@@ -29,6 +30,27 @@ class Phase(IntEnum):
     OPEN = 1
     LANDED = 2
     BROKEN = 3
+
+
+class NoSplits:
+    """What computes pieces of sequences with other ranks: nothing, until `enable_split` sets a `SequenceExchange`."""
+
+    def check(self, plan: Any) -> None:
+        """Before ranks meet at the entry. Raises what says why this rank can't compute its pieces of `plan`, if any."""
+        if plan is not None:
+            raise RuntimeError("this minibatch splits sequences: call enable_split(model, tokens=…) after fully_shard")
+
+    def begin(self, plan: Any) -> None:
+        """The minibatch is open."""
+
+    def incomplete(self) -> str | None:
+        """What this rank has not computed of the plan."""
+
+    def fail(self) -> None:
+        """Ends the waits of ranks that need this rank's pieces."""
+
+    def end(self, *, failed: bool) -> None:
+        """The ranks have met at the exit; `failed`: some rank's minibatch did."""
 
 
 class MinibatchState:

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..base.errors import RanksDiffer
 from ..engine.api import engine_of
+from ..engine.module import plain_class
 from .exchange import LayerSplit, SequenceExchange
 from .room import LayerShape, Room
 
@@ -39,7 +40,7 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise NotImplementedError(f"{name or 'the model'} is compiled, which splitting does not support yet")
-    if engine.split is not None:
+    if isinstance(engine.splits, SequenceExchange):
         raise ValueError("enable_split was called on this model before")
     layers = _layers(model)
     shapes = [shape for _, shape in layers]
@@ -53,9 +54,9 @@ def enable_split(model: nn.Module, tokens: int) -> None:
                 )
     token = f"{everyones[0]['token']}-split"
     room = Room(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.meetings.timeout_s)
-    engine.split = SequenceExchange(engine.state, engine.meetings, room, layers=len(layers))
+    engine.splits = SequenceExchange(engine.state, engine.meetings, room, layers=len(layers))
     for number, (module, _) in enumerate(layers):
-        module._odc_split = LayerSplit(engine.split, number)
+        module._odc_split = LayerSplit(engine.splits, number)
 
 
 class _Recorder:
@@ -100,10 +101,10 @@ def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
             module.training = True
     if not recorder.seen:
         raise NotImplementedError(
-            f"no layer of {type(model).__name__} attends by odc_triton's packed attention: call "
+            f"no layer of {plain_class(model).__name__} attends by odc_triton's packed attention: call "
             f"odc_triton.hf.enable_packing(model) before fully_shard"
         )
     layers = list(recorder.seen.items())
     if len({module.layer_idx for module, _ in layers}) < len(layers):
-        raise NotImplementedError(f"two layers of {type(model).__name__} have the same layer_idx")
+        raise NotImplementedError(f"two layers of {plain_class(model).__name__} have the same layer_idx")
     return layers

@@ -24,7 +24,7 @@ from ..balance.pieces import Piece, PlannedPiece, SplitPlan, SplitSequence
 from ..base.errors import DeadlineExceeded, PeerFailed
 from ..comm.meeting import Meetings
 from ..engine.passes import in_backward_pass
-from ..engine.state import MinibatchState
+from ..engine.state import MinibatchState, NoSplits
 from .room import KEYS, VALUES, Room
 
 _NAP_S = 20e-6
@@ -40,13 +40,14 @@ class Span:
     end: int
 
 
-class SequenceExchange:
+class SequenceExchange(NoSplits):
     """What `enable_split` puts on an engine. `plan`: of the minibatch that is open; None while nothing is split."""
 
     def __init__(self, state: MinibatchState, meetings: Meetings, room: Room, *, layers: int) -> None:
         self._state, self._meetings, self.room, self._layers = state, meetings, room, layers
         self.rank, self.world = room.rank, room.world
         self.plan: SplitPlan | None = None
+        self._own: list[PlannedPiece] = []
         self._number = 0  # of the plan, from 1
         self._epochs = 0  # used up by former plans: one per wave
         self._attended: set[tuple[Piece, int]] = set()  # pieces and layers whose forward ran
@@ -55,14 +56,17 @@ class SequenceExchange:
 
     # ------------------------------------------------------------------ the minibatch
 
-    def check(self, plan: SplitPlan) -> None:
-        """Raises ValueError for a plan that is not of these ranks, or has no room."""
+    def check(self, plan: SplitPlan | None) -> None:
+        """Clears what a minibatch that failed has left. Raises ValueError, TypeError for a plan that does not fit."""
+        if self._must_clear:
+            self.room.clear_own_gradients()
+            self._must_clear = False
+        if plan is None:
+            return
         if not isinstance(plan, SplitPlan):
             raise TypeError(f"split is a {type(plan).__name__}; give the packs' plan, packs.split")
         if plan.ranks != self.world:
-            raise ValueError(
-                f"the plan is of {plan.ranks} ranks, here are {self.world}: make it with world={self.world}"
-            )
+            raise ValueError(f"the plan is of {plan.ranks} ranks; make it for the {self.world} ranks of this model")
         most = max(plan.tokens)
         if most > self.room.tokens:
             raise ValueError(
@@ -70,14 +74,9 @@ class SequenceExchange:
                 f"{self.room.tokens}: give enable_split(model, tokens={most}), or the sampler split={self.room.tokens}"
             )
 
-    def prepare(self) -> None:
-        """Before the ranks meet at a minibatch's entry: clears what one that failed has left."""
-        if self._must_clear:
-            self.room.clear_own_gradients()
-            self._must_clear = False
-
     def begin(self, plan: SplitPlan | None) -> None:
         self.plan = plan
+        self._own = [] if plan is None else plan.of_rank(self.rank)
         self._attended.clear()
         self._to_return.clear()
         if plan is not None:
@@ -90,9 +89,17 @@ class SequenceExchange:
 
     def incomplete(self) -> str | None:
         """What is missing of the plan's pieces on this rank."""
-        for planned in [] if self.plan is None else self.plan.of_rank(self.rank):
+        return None if self.plan is None else self._missing_before(self.plan.waves)
+
+    def _missing_before(self, wave: int) -> str | None:
+        for planned in self._own:
+            if self.plan.wave_of(planned.piece) >= wave:
+                continue
             if any((planned.piece, layer) not in self._attended for layer in range(self._layers)):
-                return f"{planned.piece} were not computed, and other ranks need them: run every pack of the minibatch"
+                return (
+                    f"{planned.piece} were not computed, and other ranks need them: run every pack of the minibatch, "
+                    f"in their order"
+                )
             if planned.piece in self._to_return:
                 return (
                     f"{planned.piece} had no backward, and other ranks wait for it: make the loss depend on the model "
@@ -154,13 +161,23 @@ class SequenceExchange:
             self._planned(span.piece)
         return spans
 
+    def _check_order(self, spans: list[Span]) -> None:
+        """Rules 1 and 2 of [Note: waves]."""
+        wave, here = self.plan.wave_of(spans[0].piece), {span.piece for span in spans}
+        if (missing := self._missing_before(wave)) is not None:
+            raise RuntimeError(missing)
+        for planned in self._own:
+            if (self.plan.wave_of(planned.piece) == wave) != (planned.piece in here):
+                raise RuntimeError(
+                    f"{planned.piece} and {spans[0].piece} are not in the packs that the plan has them in"
+                )
+
     def _planned(self, piece: Piece) -> PlannedPiece:
-        sequence = self.plan.sequences.get(piece.sample)
-        for planned in () if sequence is None else sequence.pieces:
-            if planned.piece == piece and planned.rank == self.rank:
+        for planned in self._own:
+            if planned.piece == piece:
                 return planned
         raise RuntimeError(
-            f"{piece} are not this rank's by the minibatch's plan: give the packs and split of one minibatch"
+            f"{piece} are not this rank's in the minibatch's plan: give minibatch() the split of the packs that it runs"
         )
 
     def _read(self, piece: Piece, window: int | None) -> tuple[SplitSequence, int]:
@@ -176,7 +193,9 @@ class SequenceExchange:
         return [each for each in sequence.after(piece) if piece.stop > self._read(each.piece, window)[1]]
 
     def publish(self, layer: int, spans: list[Span], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values: [heads, T, D] of the pack."""
+        """keys, values: [heads, T, D] of the pack. Raises RuntimeError where other ranks would wait for ever."""
+        if layer == 0:
+            self._check_order(spans)
         # Without gradients it may be a checkpoint, whose backward makes them.
         if keys.requires_grad or values.requires_grad or not torch.is_grad_enabled():
             self._to_return.update(span.piece for span in spans)

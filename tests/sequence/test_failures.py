@@ -1,0 +1,265 @@
+"""What goes wrong while ranks compute pieces of a sample: every rank hears the cause, and the next minibatch works."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support.splitting import DEALS, Setup, build, gradients, packs_of, plain, samples, sharded, step_on
+
+SETUP = Setup(deal="zigzag")
+TIMEOUT_S = 1.5
+
+
+def _right_after(model: torch.nn.Module, rank: int) -> None:
+    """One more minibatch is as if nothing had been."""
+    model.zero_grad()
+    _, found = step_on(model, SETUP, rank)
+    for name, want in plain(Setup())[1].items():
+        assert (found[name] - want).norm() <= 1e-5 * want.norm() + 1e-7, name
+
+
+# ------------------------------------------------------------------ a microbatch goes wrong on one rank
+
+
+def _raises_in_forward(model: torch.nn.Module, pack: dict) -> torch.Tensor:
+    from odc_triton.hf import summed_loss
+
+    def go_wrong(module: torch.nn.Module, given: tuple, output: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("no memory for 3 GiB")
+
+    with model.model.layers[1].mlp.register_forward_hook(go_wrong):
+        return summed_loss(model, pack)
+
+
+def _constant(model: torch.nn.Module, pack: dict) -> torch.Tensor:
+    from odc_triton.hf import summed_loss
+
+    return summed_loss(model, pack).detach() * torch.ones((), requires_grad=True)
+
+
+def _fails_once(rank: int, world: int, fault: str) -> str:
+    from odc_triton import MinibatchFailed, minibatch
+    from odc_triton.balance import count_target_tokens
+    from odc_triton.hf import summed_loss
+
+    model = sharded(SETUP, rank)
+    packs, start_s = packs_of(SETUP, rank), time.monotonic()
+    try:
+        with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
+            for number, pack in enumerate(packs):
+                loss_of: Callable = summed_loss
+                if rank == 1 and number == 0:
+                    if fault == "skipped":
+                        continue
+                    loss_of = _constant if fault == "constant" else _raises_in_forward
+                (loss_of(model, pack) / mb.tokens).backward()
+        said = "nothing"
+    except MinibatchFailed as error:
+        said = str(error)
+    assert time.monotonic() - start_s < 20
+    _right_after(model, rank)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("raised", "rank 1: OutOfMemoryError: no memory for 3 GiB"),
+        ("skipped", "rank 1: RuntimeError: tokens 8..19 of sample 0 were not computed, and other ranks need them"),
+        ("constant", "rank 1: RuntimeError: tokens 8..19 of sample 0 had no backward, and other ranks wait for it"),
+    ],
+)
+def test_every_rank_hears_the_cause_alone(fault: str, words: str) -> None:
+    for said in ranks.run(_fails_once, 3, fault):
+        assert words in said
+        assert said.count("rank ") - said.count("ranks") - said.count("other rank") <= 2, said
+        assert "PeerFailed" not in said
+
+
+# ------------------------------------------------------------------ a rank is gone or stands still
+
+
+def _ends_in(where: str, number: int) -> None:
+    """This rank's process gets that signal when it publishes (in its forward) or adds (in its backward)."""
+    from odc_triton.sequence.exchange import SequenceExchange
+
+    own = getattr(SequenceExchange, where)
+
+    def dies(self: SequenceExchange, layer: int, *rest: Any) -> Any:
+        if layer == 1:
+            os.kill(os.getpid(), number)
+        return own(self, layer, *rest)
+
+    setattr(SequenceExchange, where, dies)
+
+
+def _one_step(rank: int, world: int, where: str, number: int, backend: str) -> str:
+    from odc_triton import enable_split, fully_shard
+
+    model = fully_shard(build(SETUP, replaced=True), backend=backend, timeout=timedelta(seconds=TIMEOUT_S))
+    enable_split(model, tokens=48)
+    if rank == 1:
+        _ends_in(where, number)
+    try:
+        step_on(model, SETUP, rank)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("where", "backend", "awaited"),
+    [
+        ("publish", "cpu", r"keys and values of tokens 8\.\.19 of sample 0 in layer 1"),
+        ("add", "cpu-apart", r"gradients of tokens \d+\.\.\d+ of sample 0 from tokens 8\.\.19 of sample 0 in layer 1"),
+    ],
+)
+def test_a_killed_rank_is_named(where: str, backend: str, awaited: str) -> None:
+    start_s = time.monotonic()
+    with ranks.start(_one_step, 3, where, int(signal.SIGKILL), backend) as job:
+        said = [outcome.value for outcome in job.wait_for([0, 2])]
+    assert time.monotonic() - start_s < 10 + 10
+    assert all(text.startswith("RankLost: ") and "rank 1 died" in text for text in said), said
+    assert any(re.search(awaited, text) for text in said), said
+
+
+@pytest.mark.parametrize(
+    ("where", "awaited"),
+    [
+        ("publish", r"for rank 1 at 'keys and values of tokens 8\.\.19 of sample 0 in layer 1'"),
+        (
+            "add",
+            r"for rank 1 at 'gradients of tokens \d+\.\.\d+ of sample 0 from tokens 8\.\.19 of sample 0 in layer 1'",
+        ),
+    ],
+)
+def test_a_rank_that_stands_still_is_named(where: str, awaited: str) -> None:
+    with ranks.start(_one_step, 3, where, int(signal.SIGSTOP), "cpu") as job:
+        said = [outcome.value for outcome in job.wait_for([0, 2])]
+    assert all(text.startswith("DeadlineExceeded: ") for text in said), said
+    assert any(re.search(awaited, text) for text in said), said
+
+
+# ------------------------------------------------------------------ wrong calls
+
+
+def _refused(call: Callable) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _wrong_calls(rank: int, world: int) -> dict[str, str]:
+    from odc_triton import enable_split, fully_shard, minibatch
+    from odc_triton.balance.pieces import Piece, SplitPlan
+    from odc_triton.hf import summed_loss
+
+    plan = SplitPlan.of(DEALS["two"])
+    packs = packs_of(Setup(), rank)
+    said = {}
+
+    def one(split: Any = None, pack: dict | None = None) -> None:
+        with minibatch(model, tokens=1, split=split):
+            if pack is not None:
+                summed_loss(model, pack).backward()
+
+    model = fully_shard(build(Setup(), replaced=True))
+    said["no room"] = _refused(lambda: one(split=plan))
+    said["pieces, not enabled"] = _refused(lambda: one(pack=packs[0]))
+    said["tokens"] = _refused(lambda: enable_split(model, tokens=0))
+    said["ranks differ"] = _refused(lambda: enable_split(model, tokens=20 + rank))
+    enable_split(model, tokens=30)
+    said["twice"] = _refused(lambda: enable_split(model, tokens=30))
+    said["pieces, no plan"] = _refused(lambda: one(pack=packs[0]))
+    said["another's pieces"] = _refused(lambda: one(split=plan, pack=packs_of(Setup(), 1 - rank)[0]))
+    said["no plan but a list"] = _refused(lambda: one(split=[1]))
+    said["for three ranks"] = _refused(lambda: one(split=SplitPlan.of(DEALS["zigzag"])))
+    many = SplitPlan.of([[[Piece(0, 0, 40)]], [[Piece(0, 40, 41)]]])
+    said["too little room"] = _refused(lambda: one(split=many))
+    other = SplitPlan.of([[[Piece(0, 0, 20)]], [[Piece(0, 20, 41)]]])
+    said["plans differ"] = _refused(lambda: one(split=plan if rank else other))
+    said["none on one"] = _refused(lambda: one(split=plan if rank else None))
+    # And after all of it a minibatch works.
+    _, found = step_on(model, Setup(), rank)
+    for name, want in plain(Setup())[1].items():
+        assert (found[name] - want).norm() <= 1e-5 * want.norm() + 1e-7, name
+    return said
+
+
+WRONG = {
+    "no room": "RuntimeError: this minibatch splits sequences: call enable_split(model, tokens=…) after fully_shard",
+    "pieces, not enabled": "this pack holds pieces of samples: call enable_split(model, tokens=…) after fully_shard",
+    "tokens": "ValueError: tokens is 0; give the tokens per rank that others may read, 1 or more",
+    "ranks differ": "RanksDiffer: enable_split: tokens is ",
+    "twice": "ValueError: enable_split was called on this model before",
+    "pieces, no plan": "this minibatch has no plan: give it, minibatch(model, tokens=…, split=packs.split)",
+    "another's pieces": "are not this rank's in the minibatch's plan",
+    "no plan but a list": "TypeError: split is a list; give the packs' plan, packs.split",
+    "for three ranks": "the plan is of 3 ranks; make it for the 2 ranks of this model",
+    "too little room": "lets others read 40 tokens of rank 0, and there is room for 30: give enable_split(",
+    "plans differ": "RanksDiffer: the ranks split sequences by 2 different plans",
+    "none on one": "(none on rank 0, ",
+}
+
+
+def test_wrong_calls_are_told() -> None:
+    for said in ranks.run(_wrong_calls, 2):
+        assert said.keys() == WRONG.keys()
+        for name, words in WRONG.items():
+            assert words in said[name], f"{name}: {said[name]}"
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("no packing", "no layer of Qwen2ForCausalLM attends by odc_triton's packed attention: call"),
+        ("compiled", "model.layers.1 is compiled, which splitting does not support yet"),
+    ],
+)
+def test_models_that_are_refused(change: str, words: str) -> None:
+    from odc_triton import enable_split, fully_shard
+
+    model = build(Setup(), replaced=False)
+    if change == "no packing":
+        model.set_attn_implementation("sdpa")
+    else:
+        model.model.layers[1].compile()
+    with pytest.raises(NotImplementedError, match=re.escape(words)):
+        enable_split(fully_shard(model), tokens=8)
+    with pytest.raises(TypeError, match="is not sharded"):
+        enable_split(build(Setup(), replaced=False), tokens=8)
+
+
+def test_without_pieces_nothing_changes() -> None:
+    """On a model with `enable_split` a minibatch without a plan is as before, and generation too."""
+    from odc_triton import enable_split, fully_shard, minibatch
+    from odc_triton.balance import pack_collate
+    from odc_triton.hf import summed_loss
+
+    want = plain(Setup())[1]
+    model = fully_shard(build(Setup(), replaced=False))
+    enable_split(model, tokens=8)
+    packs = pack_collate([[each] for each in samples(Setup())])
+    with minibatch(model, tokens=sum(len(each["target_positions"]) for each in packs)) as mb:
+        for pack in packs:
+            (summed_loss(model, pack) / mb.tokens).backward()
+    for name, got in gradients(model).items():
+        torch.testing.assert_close(got, want[name], rtol=1e-5, atol=1e-7)
+    assert not [event for event in model._odc_engine.events.drain() if "layer" in event.label]
+    ids = samples(Setup())[1]["input_ids"][None]
+    plain_model = build(Setup(), replaced=False)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), plain_model.generate(ids, **options))

@@ -1,0 +1,90 @@
+"""Samples that are split over ranks give the loss, gradients and steps of the whole samples by plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support.parity import relative, whole_model_error
+from tests.support.splitting import DEALS, Setup, plain, run
+
+FP64 = torch.float64
+# Families of which a part computes in fp32 whatever the weights are: softcap and sinks, or a router.
+IN_FP32 = ("Gemma2", "GptOss", "Qwen3Moe")
+
+
+def compare(setup: Setup) -> None:
+    # The plain model is the same however samples are dealt.
+    want_losses, want, want_weights = plain(replace(setup, deal="two", backend="cpu"))
+    outcomes = ranks.run(run, len(DEALS[setup.deal]), setup)
+    # fp32: sums in another order. fp64: rounding alone; the loss is computed in fp32.
+    tolerance = 1e-5 if setup.dtype != FP64 else 1e-6 if setup.family in IN_FP32 else 1e-12
+    for step, loss in enumerate(want_losses):
+        assert sum(losses[step] for losses, _, _ in outcomes) == pytest.approx(loss, rel=1e-5)
+    largest = max(gradient.norm() for gradient in want.values())
+    for _, first, weights in outcomes:
+        assert first.keys() == want.keys()
+        for name, gradient in want.items():
+            # Biases of keys have a small gradient beside its summands; what is zero but for rounding has no digits.
+            floor = 1e-3 * tolerance * largest
+            assert (first[name] - gradient).norm() <= tolerance * gradient.norm() + floor, name
+        if setup.steps > 1:
+            assert whole_model_error(weights, want_weights) <= 1e-4
+            moved = {name: weight for name, weight in want_weights.items() if name in want}
+            assert max(relative(weights[name], weight) for name, weight in moved.items()) <= 1e-2
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        Setup(deal="zigzag", steps=3),
+        Setup(deal="four", dtype=FP64, backend="cpu-apart"),
+        Setup(deal="one token first"),
+        Setup(deal="one token last", dtype=FP64),
+        Setup(family="Llama", deal="zigzag", backend="cpu-apart", change="checkpointing"),
+        Setup(family="Qwen3", change="reentrant", empty_start=True),
+        Setup(family="Mistral", deal="zigzag", dtype=FP64),
+        Setup(family="Gemma2", deal="zigzag", backend="cpu-apart"),
+        Setup(family="GptOss"),
+        Setup(family="Qwen3Moe", deal="zigzag"),
+        Setup(family="Llama", change="lora", deal="zigzag"),
+        Setup(change="frozen", backend="cpu-apart"),
+        Setup(family="Qwen3", change="layers", deal="zigzag", backend="cpu-apart"),
+        Setup(deal="two", backend="cpu-interpreter"),
+    ],
+    ids=lambda setup: f"{setup.family}-{setup.deal}-{setup.backend}-{setup.change}",
+)
+def test_as_whole_samples(setup: Setup) -> None:
+    compare(setup)
+
+
+FAMILIES = ("Qwen2", "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Qwen3Moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, FP64], ids=str)
+@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize("deal", DEALS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str, deal: str, backend: str, dtype: torch.dtype) -> None:
+    compare(Setup(family=family, deal=deal, backend=backend, dtype=dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("empty_start", [False, True])
+@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize(
+    "change", ["checkpointing", "reentrant", "lora", "lora+checkpointing", "frozen", "layers", "head"]
+)
+@pytest.mark.parametrize("family", ["Qwen3", "Mistral"])
+def test_every_change(family: str, change: str, backend: str, empty_start: bool) -> None:
+    compare(Setup(family=family, deal="zigzag", backend=backend, change=change, empty_start=empty_start))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+def test_twenty_steps(backend: str) -> None:
+    compare(Setup(deal="zigzag", backend=backend, steps=20))

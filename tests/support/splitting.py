@@ -1,0 +1,177 @@
+"""Small models on packs that hold pieces of samples, and the same samples whole by plain torch in one process."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from tests.support.parity import TRANSFORMS
+
+LENGTHS = (41, 17, 30, 9)
+IGNORED = -100
+Dealt = list[list[list[Entry]]]
+
+P = Piece
+DEALS: dict[str, Dealt] = {
+    # One sequence over two ranks, a rider, and a whole sample after the wave.
+    "two": [[[P(0, 0, 24), 3], [1]], [[P(0, 24, 41)], [2]]],
+    "one token first": [[[P(0, 0, 1)]], [[P(0, 1, 41), 1, 2, 3]]],
+    "one token last": [[[P(0, 0, 40), 1]], [[P(0, 40, 41)], [2, 3]]],
+    # Two sequences in one wave, several pieces of one on a rank (in both orders), then a wave of another two ranks.
+    "zigzag": [
+        [[P(0, 0, 8), P(0, 30, 41), P(2, 20, 30)], [P(1, 9, 17)]],
+        [[P(0, 8, 20), 3], [P(1, 0, 9)]],
+        [[P(2, 0, 20), P(0, 20, 30)]],
+    ],
+    # The last rank has whole samples only; one before it has none.
+    "four": [[[P(2, 0, 10)]], [[P(2, 10, 22), P(0, 0, 13)]], [[P(2, 22, 30), P(0, 13, 41)]], [[1], [3]]],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """`change`: names in TRANSFORMS or "lora", joined by +; `empty_start`: samples begin with tokens not learned."""
+
+    family: str = "Qwen2"
+    deal: str = "two"
+    backend: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    change: str = "none"
+    steps: int = 1
+    empty_start: bool = False
+    sizes: tuple[tuple[str, object], ...] = ()
+
+
+FAMILY_SIZES = {
+    "Llama": {"head_dim": 8},
+    "Qwen3": {"head_dim": 8},
+    "Mistral": {"sliding_window": 6},
+    "Gemma2": {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8},
+    "GptOss": {"sliding_window": 6, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+}
+REPLACING = ("head", "layers", "direct")
+
+
+def build(setup: Setup, *, replaced: bool) -> nn.Module:
+    """On packed attention; `replaced`: with our layers too, where the setup has them."""
+    from odc_triton.hf import enable_packing
+    from tests.support.models import _causal_lm
+
+    torch.manual_seed(0)
+    model = _causal_lm(setup.family, **FAMILY_SIZES.get(setup.family, {}), **dict(setup.sizes)).to(setup.dtype)
+    model.train()
+    for change in setup.change.split("+"):
+        if change == "lora":
+            model = _with_lora(model)
+        elif replaced or change not in REPLACING:
+            TRANSFORMS[change](model)
+    enable_packing(model)
+    return model
+
+
+def _with_lora(model: nn.Module) -> nn.Module:
+    import peft
+
+    torch.manual_seed(1)
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses an attribute that transformers has renamed
+        return peft.get_peft_model(model, options)
+
+
+def samples(setup: Setup, step: int = 0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(step)
+    made = []
+    for length in LENGTHS:
+        ids = torch.randint(3, 97, (length,), generator=generator)
+        labels = ids.clone()
+        if setup.empty_start:
+            labels[: 3 * length // 4] = IGNORED
+        made.append({"input_ids": ids, "labels": labels})
+    return made
+
+
+def packs_of(setup: Setup, rank: int, step: int = 0, deal: Dealt | None = None) -> MinibatchPacks:
+    from odc_triton.balance import PackedDataset, pack_collate
+
+    deal = DEALS[setup.deal] if deal is None else deal
+    packs = MinibatchPacks.of(deal[rank], SplitPlan.of(deal))
+    return pack_collate(PackedDataset(samples(setup, step)).__getitems__(packs))
+
+
+def sharded(setup: Setup, rank: int, tokens: int = 48) -> nn.Module:
+    from odc_triton import enable_split, fully_shard
+
+    model = fully_shard(build(setup, replaced=True), backend=setup.backend)
+    enable_split(model, tokens=tokens)
+    return model
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: getattr(each, "full_tensor", lambda each=each: each)().clone() for name, each in named.items()}
+
+
+def step_on(
+    model: nn.Module, setup: Setup, rank: int, step: int = 0, loss_of: Callable | None = None
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """One minibatch: this rank's part of the loss, and the gradients of all."""
+    from odc_triton import minibatch
+    from odc_triton.balance import count_target_tokens
+    from odc_triton.hf import summed_loss
+
+    packs, total = packs_of(setup, rank, step), 0.0
+    with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
+        for pack in packs:
+            loss = (loss_of or summed_loss)(model, pack) / mb.tokens
+            loss.backward()
+            total += loss.item()
+    return total, gradients(model)
+
+
+def run(rank: int, world: int, setup: Setup) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """This rank's losses by step, the first step's gradients, the weights at the end."""
+    from odc_triton import full_parameters
+
+    model = sharded(setup, rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, first = [], {}
+    for step in range(setup.steps):
+        loss, found = step_on(model, setup, rank, step)
+        first = first or found
+        losses.append(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, first, dict(full_parameters(model))
+
+
+@functools.cache
+def plain(setup: Setup) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The same on whole samples, one after another, by plain torch."""
+    from odc_triton.balance import count_target_tokens, pack_collate
+    from odc_triton.hf import summed_loss
+
+    torch.set_num_threads(1)
+    model = build(setup, replaced=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, first = [], {}
+    for step in range(setup.steps):
+        packs = pack_collate([[each] for each in samples(setup, step)])
+        tokens, total = count_target_tokens(packs), 0.0
+        for pack in packs:
+            loss = summed_loss(model, pack) / tokens
+            loss.backward()
+            total += loss.item()
+        first = first or copy.deepcopy(gradients(model))
+        losses.append(total)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, first, {name: p.detach().clone() for name, p in model.named_parameters()}
