@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .nn.replace import replace_layers as replace_layers
     from .nn.verification import verify as verify
     from .sequence.enable import enable_split as enable_split
+    from .sequence.enable import split_forward as split_forward
     from .sharding.footprint import memory_plan as memory_plan
     from .sharding.shard import fully_shard as fully_shard
 
@@ -48,6 +49,7 @@ _HOME = {
     "log_probs": "nn.head",
     "memory_plan": "sharding.footprint",
     "replace_layers": "nn.replace",
+    "split_forward": "sequence.enable",
     "verify": "nn.verification",
 }
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

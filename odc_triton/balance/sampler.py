@@ -86,7 +86,15 @@ class MinibatchSampler:
         self.drop_last = drop_last
         if split and balance != "mini":
             raise ValueError(f"split is {split} with balance {balance!r}: sequences are split with balance 'mini'")
-        self.split_tokens = readable_tokens(self.lengths, self.world, self.cost) if split is True else int(split)
+        self.split_tokens = int(split)
+        if split is True:
+            self.split_tokens = readable_tokens(
+                self.lengths,
+                ranks=self.world,
+                samples=self.samples_per_minibatch,
+                token_cap=token_cap,
+                cost=self.cost,
+            )
         self._counter = counter
         self._queues = 0
         self.epoch = 0

@@ -27,6 +27,7 @@ SplitPacks = list[list[Entry]]  # microbatches of one rank
 
 LEAST_TOKENS = 64  # of a piece: fewer cost more to wait for than to compute
 _LEAST_GAIN = 0.05
+_BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)
 _TRIED = 4  # numbers of split sequences whose other samples are dealt too, around the best bound
 
 
@@ -110,13 +111,16 @@ def deal_split(
     return best if names is None else best.named(names)
 
 
-def readable_tokens(lengths: Sequence[int], ranks: int, cost: CostModel) -> int:
-    """What to give `deal_split` as `tokens`, and `enable_split`: enough for nearly all of the gain.
+def readable_tokens(lengths: Sequence[int], *, ranks: int, samples: int, token_cap: int, cost: CostModel) -> int:
+    """What to give `deal_split` as `tokens`, and `enable_split`, for minibatches of `samples`.
 
-    0.4 of the longest sample; more on few ranks, where the first part of that sample, cut evenly, is longer.
+    0.4 of the longest sample gives nearly all of the gain; on few ranks it is the first part of that sample, cut
+    evenly. Samples over the cap must be cut, so there is room for as many of them as a minibatch may hold.
     """
     longest = max(lengths)
-    return min(longest, math.ceil(max(0.4 * longest, cost.tokens(cost.sequence(longest) / ranks) + LEAST_TOKENS)))
+    over = sorted((length for length in lengths if length > token_cap), reverse=True)[:samples]
+    first_part = cost.tokens(cost.sequence(longest) / ranks) + LEAST_TOKENS
+    return math.ceil(max(min(longest, max(0.4 * longest, first_part)), 1.5 * sum(over) / ranks))
 
 
 class _Dealing:
@@ -127,6 +131,7 @@ class _Dealing:
     ) -> None:
         self.lengths, self.ranks, self.token_cap, self.tokens = lengths, ranks, token_cap, tokens
         self.cost, self.fetch = cost, fetch
+        self.least_tokens = max(1, min(LEAST_TOKENS, token_cap // 2))  # so that a sample over the cap can be cut
         self.order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         self.costs = [cost.sequence(lengths[i]) for i in self.order]
         self.even_share = math.fsum(self.costs) / ranks
@@ -206,20 +211,21 @@ class _Dealing:
         return -(-_tokens(samples, self.lengths) // self.token_cap)
 
     def _waves(self, samples: list[int]) -> list[list[list[Entry]]] | None:
-        """By wave and rank, the parts of `samples`, longest first; None if the parts of one alone do not fit the cap.
+        """By wave and rank, the parts of `samples`; None if the parts of one alone do not fit the cap.
 
-        A wave takes as many sequences as the cap allows.
+        A wave takes as many sequences as the cap allows. One that fits only in parts of equal tokens gets them.
         """
         waves: list[list[list[Entry]]] = []
         while samples:
             taken, wave = len(samples), None
             while taken and wave is None:
-                parts = _cut(samples[:taken], self.lengths, self.ranks, self.cost)
-                if max(_tokens(part, self.lengths) for part in parts) <= self.token_cap:
-                    wave = parts
-                else:  # a part has about as many tokens for each sequence, so this is near the most that fit
+                for cost in (self.cost, _BY_TOKENS)[: 2 if taken == 1 else 1]:
+                    parts = _cut(samples[:taken], self.lengths, self.ranks, cost, self.least_tokens)
                     most = max(_tokens(part, self.lengths) for part in parts)
-                    taken = min(taken - 1, taken * self.token_cap // most)
+                    if wave is None and most <= self.token_cap:
+                        wave = parts
+                # A part has about as many tokens of each sequence, so this is near the most that fit.
+                taken = taken if wave is not None else min(taken - 1, taken * self.token_cap // most)
             if wave is None:
                 return None
             waves.append(wave)
@@ -235,7 +241,9 @@ def _tokens(entries: Sequence[Entry], lengths: list[int]) -> int:
     return sum(len(each) if isinstance(each, Piece) else lengths[each] for each in entries)
 
 
-def _cut(samples: list[int], lengths: list[int], ranks: int, cost: CostModel) -> list[list[Entry]]:
+def _cut(
+    samples: Sequence[int], lengths: list[int], ranks: int, cost: CostModel, least: int = LEAST_TOKENS
+) -> list[list[Entry]]:
     """By rank, its part of `samples`, which are laid end to end on a line of cost: see [Note: line rule]."""
     part = math.fsum(cost.sequence(lengths[sample]) for sample in samples) / ranks
     parts: list[list[Entry]] = [[] for _ in range(ranks)]
@@ -245,7 +253,7 @@ def _cut(samples: list[int], lengths: list[int], ranks: int, cost: CostModel) ->
         while at < length:
             stop = length
             if rank < ranks - 1:
-                stop = _nearest_cut(cost.tokens((rank + 1) * part - begin), at, length)
+                stop = _nearest_cut(cost.tokens((rank + 1) * part - begin), at, length, least)
             if stop - at == length:
                 parts[rank].append(sample)
             elif stop > at:
@@ -257,9 +265,9 @@ def _cut(samples: list[int], lengths: list[int], ranks: int, cost: CostModel) ->
     return parts
 
 
-def _nearest_cut(place: float, at: int, length: int) -> int:
-    """The cut nearest to `place` that leaves no piece of under 64 tokens, neither from `at` to it nor after it."""
+def _nearest_cut(place: float, at: int, length: int, least: int) -> int:
+    """The cut nearest to `place` that leaves no piece of under `least` tokens, neither from `at` to it nor after it."""
     cuts = [at, length]
-    if length - at >= 2 * LEAST_TOKENS:
-        cuts.append(min(max(round(place), at + LEAST_TOKENS), length - LEAST_TOKENS))
+    if length - at >= 2 * least:
+        cuts.append(min(max(round(place), at + least), length - least))
     return min(cuts, key=lambda cut: (abs(cut - place), cut))

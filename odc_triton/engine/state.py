@@ -40,8 +40,8 @@ class NoSplits:
         if plan is not None:
             raise RuntimeError("this minibatch splits sequences: call enable_split(model, tokens=…) after fully_shard")
 
-    def begin(self, plan: Any) -> None:
-        """The minibatch is open."""
+    def begin(self, plan: Any, *, forward_only: bool = False) -> None:
+        """The minibatch is open; `forward_only`: there is none, only an evaluation."""
 
     def incomplete(self) -> str | None:
         """What this rank has not computed of the plan."""

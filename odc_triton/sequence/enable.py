@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..balance.pieces import SplitPlan
 from ..base.errors import RanksDiffer
 from ..engine.api import engine_of
 from ..engine.module import plain_class
@@ -57,6 +60,36 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     engine.splits = SequenceExchange(engine.state, engine.meetings, room, layers=len(layers))
     for number, (module, _) in enumerate(layers):
         module._odc_split = LayerSplit(engine.splits, number)
+
+
+@contextlib.contextmanager
+def split_forward(model: nn.Module, split: SplitPlan) -> Iterator[None]:
+    """Forwards of packs with pieces outside of a minibatch, without gradients: to evaluate, for log-probabilities.
+
+        with torch.no_grad(), split_forward(model, packs.split):
+            losses = [summed_loss(model, pack) for pack in packs]
+
+    Collective: every rank enters, with the same plan, and runs its packs in their order. Raises as `minibatch` does;
+    PeerFailed if another rank raised.
+    """
+    engine = engine_of(model)
+    if engine.is_open:
+        raise RuntimeError("split_forward inside a minibatch: run these forwards before or after it")
+    if torch.is_grad_enabled():
+        raise RuntimeError("split_forward is for forwards without gradients: put it into `with torch.no_grad()`")
+    engine.splits.check(split)
+    plans = [theirs["split"] for theirs in engine.meet("enter split_forward", {"split": split.digest})]
+    if len(set(plans)) > 1:
+        raise RanksDiffer(f"the ranks split sequences by different plans: {', '.join(plans)}, by rank")
+    engine.splits.begin(split, forward_only=True)
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if failed:
+            engine.splits.fail()
+        engine.splits.end(failed=failed)
 
 
 class _Recorder:

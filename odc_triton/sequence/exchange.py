@@ -53,6 +53,7 @@ class SequenceExchange(NoSplits):
         self._attended: set[tuple[Piece, int]] = set()  # pieces and layers whose forward ran
         self._to_return: set[Piece] = set()  # pieces whose backward must still come
         self._must_clear = False
+        self._forward_only = False
 
     # ------------------------------------------------------------------ the minibatch
 
@@ -74,8 +75,8 @@ class SequenceExchange(NoSplits):
                 f"{self.room.tokens}: give enable_split(model, tokens={most}), or the sampler split={self.room.tokens}"
             )
 
-    def begin(self, plan: SplitPlan | None) -> None:
-        self.plan = plan
+    def begin(self, plan: SplitPlan | None, *, forward_only: bool = False) -> None:
+        self.plan, self._forward_only = plan, forward_only
         self._own = [] if plan is None else plan.of_rank(self.rank)
         self._attended.clear()
         self._to_return.clear()
@@ -155,8 +156,8 @@ class SequenceExchange(NoSplits):
         for span in spans:
             if self.plan is None:
                 raise RuntimeError(
-                    f"the pack holds {span.piece}, and this minibatch has no plan: give it, "
-                    f"minibatch(model, tokens=…, split=packs.split)"
+                    f"the pack holds {span.piece}, and there is no plan: give it, minibatch(model, tokens=…, "
+                    f"split=packs.split), or to evaluate split_forward(model, packs.split)"
                 )
             self._planned(span.piece)
         return spans
@@ -197,7 +198,7 @@ class SequenceExchange(NoSplits):
         if layer == 0:
             self._check_order(spans)
         # Without gradients it may be a checkpoint, whose backward makes them.
-        if keys.requires_grad or values.requires_grad or not torch.is_grad_enabled():
+        if not self._forward_only and (keys.requires_grad or values.requires_grad or not torch.is_grad_enabled()):
             self._to_return.update(span.piece for span in spans)
         for span in spans:
             planned = self._planned(span.piece)

@@ -62,7 +62,9 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared:
     def take() -> dict[str, Any]:
         folder.lock(resume=options.resume)
         try:
-            paths = _tokenize(options, tokenizer, folder)
+            # A sample's pieces may be on all ranks, each of at most --token-cap tokens.
+            longest = options.token_cap * (world if options.split_sequences else 1)
+            paths = _tokenize(options, tokenizer, folder, longest)
             identity = options.identity(world) | {"prepared": [contents(path) for path in paths]}
             return {"goes_on": folder.take(identity), "identity": identity, "paths": [str(path) for path in paths]}
         except BaseException:
@@ -124,10 +126,10 @@ def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: ti
     return message["made"]
 
 
-def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder) -> list[Path]:
+def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder, longest: int) -> list[Path]:
     """Prepares the samples; returns their files."""
     paths = []
-    wanted = DataOptions(max_tokens=options.token_cap, too_long=options.too_long)
+    wanted = DataOptions(max_tokens=longest, too_long=options.too_long)
     for source in (options.data, options.eval_data):
         if source is not None:
             try:

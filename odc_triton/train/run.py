@@ -22,14 +22,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..balance import CostModel, MinibatchSampler, QueuedPacks, store_counter
-from ..balance.collate import Pack, count_target_tokens, pack_collate, to_device
+from ..balance.collate import Pack, PackedDataset, count_target_tokens, pack_collate, to_device
+from ..balance.pieces import Entry, SplitPlan
 from ..balance.queue import QUEUE, Counter
+from ..balance.split import deal_split
 from ..balance.strategies import assign
 from ..base.events import Event, total_s
 from ..data.dataset import SampleSubset, TokenizedDataset
 from ..engine.api import engine_of, minibatch
 from ..engine.engine import Engine
 from ..hf import summed_loss
+from ..sequence.enable import enable_split, split_forward
 from .run_folder import require_same
 from .sft_options import SftOptions
 
@@ -174,8 +177,10 @@ class SftRun:
             lr=options.lr,
             weight_decay=options.weight_decay,
         )
+        lengths = data.lengths.tolist()
+        splits = options.split_sequences and self.engine.world > 1
         self.sampler = MinibatchSampler(
-            data.lengths.tolist(),
+            lengths,
             options.samples_per_rank,
             options.token_cap,
             balance=options.balance,
@@ -185,7 +190,10 @@ class SftRun:
             cost=cost,
             drop_last=True,
             counter=self._counter(),
+            split=splits and (options.split_tokens or True),
         )
+        if splits:
+            self._enable_split(max(lengths))
         self._target_counts = data.target_counts
         epochs = 1.0 if options.epochs is None else options.epochs
         self.steps = options.steps or max(round(epochs * len(self.sampler)), 1)
@@ -196,6 +204,13 @@ class SftRun:
         self._epoch = iter(self.sampler)
         self._agreed_s = time.monotonic()
 
+    def _enable_split(self, longest: int) -> None:
+        """Raises ValueError where the longest sample can't be cut."""
+        sampler = self.sampler
+        how = {"ranks": sampler.world, "token_cap": sampler.token_cap, "cost": sampler.cost}
+        deal_split([longest], tokens=sampler.split_tokens, **how)
+        enable_split(self.model, sampler.split_tokens)
+
     def _counter(self) -> Counter | None:
         """What the ranks of a queue share, with the run's deadline; None without a queue."""
         if self.options.balance != QUEUE or self.engine.world == 1:
@@ -204,8 +219,9 @@ class SftRun:
 
     # ------------------------------------------------------------------ a step
 
-    def next_packs(self) -> tuple[int, Iterable[Pack]]:
-        """The targets that this rank counts in the next minibatch, and its packs. Starts a new epoch when one ends.
+    def next_packs(self) -> tuple[int, Iterable[Pack], SplitPlan | None]:
+        """The targets that this rank counts in the next minibatch, its packs, and the plan of their pieces. Starts a
+        new epoch when one ends.
 
         With a queue, packs are taken during iteration, and each rank counts a part of the samples.
         """
@@ -214,12 +230,12 @@ class SftRun:
             self._epoch = iter(self.sampler)
             dealt = next(self._epoch)
         if isinstance(dealt, QueuedPacks):
-            return int(self._target_counts[dealt.own_part()].sum()), map(self._collated, dealt)
+            return int(self._target_counts[dealt.own_part()].sum()), map(self._collated, dealt), None
         packs = [self._collated(members) for members in dealt]
-        return count_target_tokens(packs), packs
+        return count_target_tokens(packs), packs, dealt.split
 
-    def _collated(self, members: list[int]) -> Pack:
-        (pack,) = pack_collate([[self.data[index] for index in members]])
+    def _collated(self, members: list[Entry]) -> Pack:
+        (pack,) = pack_collate([PackedDataset(self.data)[members]])
         return pack
 
     def train_step(
@@ -287,11 +303,11 @@ class SftRun:
         device = self.engine.heap.device
         problem: Exception | None = None
         try:
-            counted, packs = self.next_packs()
+            counted, packs, split = self.next_packs()
         except Exception as error:  # raised below, where the other ranks are told
-            counted, packs, problem = 0, [], error
+            counted, packs, split, problem = 0, [], None, error
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        with minibatch(self.model, tokens=counted) as mb:
+        with minibatch(self.model, tokens=counted, split=split) as mb:
             if problem is not None:
                 raise problem
             for pack in packs:
@@ -329,21 +345,27 @@ class SftRun:
     @torch.no_grad()
     def evaluate(self, data: Samples) -> float:
         """Mean loss over all targets of `data`: no minibatch; each rank evaluates its share, then one meeting."""
-        shares = assign(
-            data.lengths.tolist(),
-            ranks=self.engine.world,
-            token_cap=self.options.token_cap,
-            balance="mini",
-            cost=self.cost or CostModel.paper_7b(),
-        )
-        device = self.engine.heap.device
+        lengths, device = data.lengths.tolist(), self.engine.heap.device
+        how = {"ranks": self.engine.world, "token_cap": self.options.token_cap, "cost": self.sampler.cost}
+        fit = [index for index, length in enumerate(lengths) if length <= self.options.token_cap]
         loss_sum, targets = torch.zeros((), dtype=torch.float64, device=device), 0
-        self.model.eval()
-        try:
-            for pack in shares[self.engine.rank]:
-                (collated,) = pack_collate([[data[index] for index in pack]])
+
+        def add(packs: Iterable[list[Entry]]) -> None:
+            nonlocal loss_sum, targets
+            for pack in packs:
+                (collated,) = pack_collate([PackedDataset(data)[pack]])
                 loss_sum += summed_loss(self.model, to_device(collated, device))
                 targets += count_target_tokens([collated])
+
+        self.model.eval()
+        try:
+            if fit:
+                mine = assign([lengths[index] for index in fit], balance="mini", **how)[self.engine.rank]
+                add([fit[at] for at in pack] for pack in mine)
+            for index in sorted(set(range(len(lengths))) - set(fit)):  # longer ones, cut over all ranks
+                deal = deal_split([lengths[index]], tokens=self.sampler.split_tokens, names=[index], **how)
+                with split_forward(self.model, deal.plan):
+                    add(deal.packs(self.engine.rank))
         finally:
             self.model.train()
         told = {"loss_sum": loss_sum.item(), "targets": targets}

@@ -12,7 +12,7 @@ from ..base.options import REQUIRED, option, require_one_model, require_token_ca
 # These affect neither what is learned nor when, so a resumed run may change them.
 _FREE = frozenset(
     ("out", "resume", "checkpoint_every", "checkpoint_minutes", "keep", "timeout_minutes", "max_skipped", "eval_every")
-) | {"gradient_checkpointing", "replicas"}
+) | {"gradient_checkpointing", "replicas", "split_sequences", "split_tokens"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,8 @@ class SftOptions:
     balance: Literal["mini", "queue", "micro", "global", "local"] = option(
         "mini", "how samples are dealt to the ranks; queue: at run time, for ranks that are not equally fast"
     )
+    split_sequences: bool = option(False, "cut the longest samples over ranks: for few long samples per rank")
+    split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")
     lr: float = option(1e-5, "peak learning rate of AdamW")
     warmup_steps: int = option(10, "steps of linear warm-up, before a cosine")
     lr_floor: float = option(0.1, "fraction of the peak that the cosine ends at")
@@ -71,7 +73,7 @@ class SftOptions:
                 raise ValueError(f"{name} is {value}; it must be positive and finite")
         for name in (
             *("warmup_steps", "weight_decay", "checkpoint_every", "checkpoint_minutes", "eval_every"),
-            *("max_skipped", "lora_rank"),
+            *("max_skipped", "lora_rank", "split_tokens"),
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
@@ -101,6 +103,10 @@ class SftOptions:
             )
         if self.eval_every and not self.evaluates:
             raise ValueError(f"eval_every is {self.eval_every} and there is nothing to evaluate on: give --eval-data")
+        if self.split_sequences and self.balance != "mini":
+            raise ValueError(f"split_sequences goes with balance mini; it is {self.balance}: leave one of them out")
+        if self.split_tokens and not self.split_sequences:
+            raise ValueError(f"split_tokens is {self.split_tokens} without split_sequences: give --split-sequences")
         if self.lora_alpha is not None and not self.lora_rank:
             raise ValueError(f"lora_alpha is {self.lora_alpha} and lora_rank is 0: give --lora-rank, or leave it out")
         if self.lora_targets != "all-linear" and not self.lora_rank:

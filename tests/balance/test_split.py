@@ -58,7 +58,7 @@ def wait_graph(dealt: list[list[list[Entry]]], layers: int = 2) -> TopologicalSo
 @st.composite
 def minibatches(draw: st.DrawFn) -> dict:
     ranks = draw(st.integers(1, 9))
-    token_cap = draw(st.sampled_from([200, 1000, 5000, 70_000]))
+    token_cap = draw(st.sampled_from([90, 1000, 5000, 70_000]))
     longest = draw(st.sampled_from([token_cap, min(2, ranks) * token_cap]))
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=4 * ranks))
     quadratic, linear = draw(st.sampled_from([(COST.quadratic, COST.linear), (1.0, 0.0), (0.0, 1.0)]))
@@ -89,7 +89,7 @@ def check(given: dict, deal: SplitDeal) -> None:
             for each in pack:
                 if isinstance(each, Piece):
                     seen.setdefault(each.sample, []).append((each.start, each.stop))
-                    assert each.stop - each.start >= 64
+                    assert each.stop - each.start >= min(64, given["token_cap"] // 2)
                 else:
                     seen.setdefault(each, []).append((0, lengths[each]))
     assert sorted(seen) == list(range(len(lengths)))
@@ -157,6 +157,8 @@ def test_longer_than_the_cap() -> None:
     deal = deal_split([3000, 10], ranks=2, token_cap=2000, tokens=1990, cost=COST)
     assert max(tokens_of(pack, [3000, 10]) for rank in range(2) for pack in deal.packs(rank)) <= 2000
     assert deal.plan.sequences.keys() == {0}
+    even = deal_split([3999], ranks=2, token_cap=2000, tokens=3000, cost=COST)
+    assert [[tokens_of(pack, [3999]) for pack in even.packs(rank)] for rank in range(2)] == [[2000], [1999]]
     with pytest.raises(ValueError, match=r"sample 0 has 3000 tokens, over the token_cap of 2000, and its pieces"):
         deal_split([3000, 10], ranks=2, token_cap=2000, tokens=100, cost=COST)
     with pytest.raises(ValueError, match="over the token_cap of 4000"):

@@ -101,6 +101,7 @@ def of_plain_torch(folder: Path) -> tuple[list[float], dict]:
         (2, "micro", {"replace_layers": True, "fused_head": True}),
         (2, "global", {}),
         (4, "local", {}),
+        (4, "mini", {"split_sequences": True, "token_cap": 96}),
     ],
 )
 def test_equals_plain_torch_however_samples_are_dealt(
