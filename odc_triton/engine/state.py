@@ -35,6 +35,9 @@ class Phase(IntEnum):
 class NoSplits:
     """What computes pieces of sequences with other ranks: nothing, until `enable_split` sets a `SequenceExchange`."""
 
+    tokens = 0
+    """Of each rank, the most tokens that others may read."""
+
     def check(self, plan: Any) -> None:
         """Before ranks meet at the entry. Raises what says why this rank can't compute its pieces of `plan`, if any."""
         if plan is not None:

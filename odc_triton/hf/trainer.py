@@ -96,6 +96,7 @@ class ODCTrainer(Trainer):
 
     sampler: a MinibatchSampler of this rank over `train_dataset`. By default one with balance "mini", the longest
         sample as token cap and `data_seed` or `seed`.
+    split: the default sampler cuts long samples over ranks, on a model of `enable_split`.
     trainer: other arguments of transformers' Trainer.
 
     Raises ValueError or TypeError for a model that is not sharded and for arguments that can't be kept.
@@ -107,6 +108,7 @@ class ODCTrainer(Trainer):
         args: TrainingArguments | None = None,
         *,
         sampler: MinibatchSampler | None = None,
+        split: bool = False,
         **trainer: Any,
     ) -> None:
         if not is_accelerate_available(_ACCELERATE):
@@ -116,6 +118,11 @@ class ODCTrainer(Trainer):
         self._sampler = sampler
         self._target_tokens = 0
         self._engine = engine_of(model)
+        self._split_tokens = self._engine.splits.tokens if split else 0
+        if split and not self._split_tokens:
+            raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")
+        if split and sampler is not None:
+            raise ValueError("split=True with a sampler: give MinibatchSampler(…, split=True) instead")
         args = TrainingArguments("tmp_trainer") if args is None else args  # as Trainer has it
         if self._engine.heap.device.type == "cpu" and not args.use_cpu:  # see [Note: who counts the ranks]
             args.use_cpu = True
@@ -177,6 +184,7 @@ class ODCTrainer(Trainer):
             world=self._engine.world,
             cost=CostModel.from_config(self.model.config.get_text_config()),
             drop_last=args.dataloader_drop_last and not whole,
+            split=0 if whole else self._split_tokens,
         )
 
     def _check_sampler(self, sampler: MinibatchSampler) -> None:
@@ -208,7 +216,8 @@ class ODCTrainer(Trainer):
         self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]], num_items_in_batch: Any = None
     ) -> Tensor:
         """One minibatch: forward and backward of this rank's packs. Returns the loss per target token of all ranks."""
-        if not isinstance(inputs, list) or not all(isinstance(pack, Mapping) and "labels" in pack for pack in inputs):
+        is_packs = isinstance(inputs, list) and all(isinstance(pack, Mapping) for pack in inputs)
+        if not is_packs or not all("labels" in pack or "shift_labels" in pack for pack in inputs):
             raise TypeError(
                 f"a batch is a {type(inputs).__name__} and not a list of packs: leave get_train_dataloader as it is, "
                 f"or return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
@@ -217,7 +226,7 @@ class ODCTrainer(Trainer):
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers have two modes
             self.optimizer.train()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        with minibatch(model, tokens=count_target_tokens(inputs)) as mb:
+        with minibatch(model, tokens=count_target_tokens(inputs), split=getattr(inputs, "split", None)) as mb:
             tokens = max(mb.tokens, 1)
             for pack in inputs:
                 loss = self.compute_loss(model, self._prepare_inputs(pack), num_items_in_batch=tokens)

@@ -45,7 +45,7 @@ class SequenceExchange(NoSplits):
 
     def __init__(self, state: MinibatchState, meetings: Meetings, room: Room, *, layers: int) -> None:
         self._state, self._meetings, self.room, self._layers = state, meetings, room, layers
-        self.rank, self.world = room.rank, room.world
+        self.rank, self.world, self.tokens = room.rank, room.world, room.tokens
         self.plan: SplitPlan | None = None
         self._own: list[PlannedPiece] = []
         self._number = 0  # of the plan, from 1
@@ -137,7 +137,8 @@ class SequenceExchange(NoSplits):
         first = self.room.heap.first
         failed = [first + peer for peer in range(self.world) if int(self.room.failed[peer][0]) == self._number]
         if failed:
-            raise PeerFailed(failed, f"rank {first + self.rank} waited for {purpose}")
+            names = ", ".join(f"rank {rank}" for rank in failed)
+            raise PeerFailed(failed, f"rank {first + self.rank} waited for {purpose}, and {names} failed")
         return [first + rank]
 
     # ------------------------------------------------------------------ what layers do

@@ -68,13 +68,17 @@ class MemoryPlan:
     activation_bytes_per_token: int | None
     """Estimated bytes that a microbatch keeps for backward per token, logits included; None: not known."""
     tokens_per_microbatch: int
+    split_bytes: int
+    """Keys and values of `enable_split` that peers read, gradients that they add to, and flags."""
     job_shared_bytes: int
     """Shared memory of the whole job, alignment included: on the CPU backend what PSS shows, counted once."""
 
     @property
     def shared_bytes(self) -> int:
         """This rank's part of the memory that peers read and add to; 0 for FSDP2."""
-        return self.compute_shard_bytes + self.gradient_shard_bytes if self.scheme == "odc" else 0
+        if self.scheme != "odc":
+            return 0
+        return self.compute_shard_bytes + self.gradient_shard_bytes + self.split_bytes
 
     @property
     def persistent_private_bytes(self) -> int:
@@ -115,6 +119,7 @@ _ROWS = (
     ("gradient shard", "gradient_shard_bytes"),
     ("gradient cast to the master's dtype", "gradient_cast_bytes"),
     ("optimizer states", "optimizer_state_bytes"),
+    ("split sequences", "split_bytes"),
     ("buffers", "buffer_bytes"),
     ("unsharded parameters, peak", "gathered_bytes"),
     ("whole gradients, peak", "transient_gradient_bytes"),
@@ -134,7 +139,8 @@ def side_by_side(*plans: MemoryPlan) -> str:
         return f"{getattr(plan, name) / 1e9:.3f}"
 
     rows = [["GB per rank", *(_title(plan) for plan in plans)]]
-    rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in _ROWS]
+    shown = [row for row in _ROWS if row[1] != "split_bytes" or any(plan.split_bytes for plan in plans)]
+    rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in shown]
     return "\n".join(in_columns(rows, numbers=True))
 
 
@@ -154,6 +160,7 @@ def memory_plan(
     backend: str = "cpu",
     tokens_per_microbatch: int = 0,
     gradient_checkpointing: bool = False,
+    split_tokens: int = 0,
 ) -> MemoryPlan:
     """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated; `model` may be on meta.
 
@@ -167,7 +174,7 @@ def memory_plan(
     "none". `backend` matters to ODC only: on "cpu" gathering is a view; on "cuda" the strategies `gathered`
     and `split` run, except in layers of `replace_layers`: what these read from the owners themselves, an
     embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
-    `activation_bytes_per_token`.
+    `activation_bytes_per_token`. `split_tokens`: what `enable_split` is given; for ODC only.
 
     Raises ValueError for world or replicas < 1, replicas of FSDP2, negative tokens, an unknown name, or a model
     without parameters.
@@ -178,6 +185,8 @@ def memory_plan(
         raise ValueError(f"replicas is {replicas} for {scheme!r}; give at least 1, and more than 1 for 'odc' only")
     if tokens_per_microbatch < 0:
         raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; give 0 to leave activations out")
+    if split_tokens < 0 or (split_tokens and (scheme != "odc" or replicas > 1)):
+        raise ValueError(f"split_tokens is {split_tokens} for {scheme!r} and {replicas} replicas; give 0")
     for name, value, known in (
         ("scheme", scheme, SCHEMES),
         ("optimizer", optimizer, tuple(OPTIMIZER_STATES)),
@@ -220,6 +229,7 @@ def memory_plan(
         gathered = gathered_bytes(*_root_and_blocks(units)) if resharded else sum(units.values())
         whole_gradients = _fsdp2_whole_gradient_bytes(sizes, trained, resharded=resharded, gathered_bytes=gathered)
     largest = max(specs, key=lambda spec: math.prod(spec.shape))
+    split_bytes = _split_bytes(model, largest.compute_dtype, split_tokens, world) if split_tokens else 0
     return MemoryPlan(
         scheme=scheme,
         backend=backend,
@@ -240,8 +250,25 @@ def memory_plan(
             gradient_checkpointing=gradient_checkpointing,
         ),
         tokens_per_microbatch=tokens_per_microbatch,
-        job_shared_bytes=job_shared,
+        split_bytes=split_bytes,
+        job_shared_bytes=job_shared + world * split_bytes,
     )
+
+
+def _split_bytes(model: nn.Module, dtype: str, tokens: int, world: int) -> int:
+    """Of one rank. Raises ValueError for a config without heads."""
+    from ..sequence.room import LayerShape, room_regions
+
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ValueError(f"split_tokens is {tokens}, and {type(model).__name__} has no config with num_attention_heads")
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    layer = LayerShape(heads=kv_heads, key_width=width, value_width=width, dtype=dtype)
+    _, size_bytes = room_regions([layer] * config.num_hidden_layers, tokens=tokens, world=world, apart=True)
+    return size_bytes
 
 
 class _Sizes:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from ..base.errors import OfRanks
 from ..base.options import add_arguments, read_options
 from ..base.signals import STOPS, StopRequest, handling
 from ..checkpoint import load_pretrained_shards
@@ -61,11 +62,22 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
             try:
                 return _Loop(run, prepared, stop, on_metrics).run_to_the_end()
             except BaseException as error:
-                run.engine.give_up(error)
+                lost = None if stop.signal is None else lost_within(error)
+                run.engine.give_up(lost or error)
+                if lost is not None and lost is not error:
+                    raise lost from error
                 raise
     finally:
         if prepared.folder is not None:
             prepared.folder.release()
+
+
+def lost_within(error: BaseException) -> OfRanks | None:
+    """The loss of a peer that `error` came from: a signal's handler raises it anywhere, and torch may wrap it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OfRanks):
+        found = found.__cause__ or found.__context__
+    return found
 
 
 class StopSignal:

@@ -36,8 +36,9 @@ class Late(nn.Module):
 
 
 @pytest.fixture(params=["gathered", "on demand"])
-def model(request: pytest.FixtureRequest) -> Iterator[Late]:
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     """Of parameters on demand nothing is gathered, so nothing but the layer itself uses the current stream."""
+    monkeypatch.setenv("ODC_SIMULATED_STREAMS", "late")
     layer = Late()
     if request.param == "on demand":
         replace_layers(layer, roles=["linear"], choice="eager/direct/fused", verbose=False)

@@ -230,6 +230,18 @@ def test_the_first_request_is_remembered_and_a_second_one_ends_at_once(monkeypat
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_lost_peer_is_named_though_torch_wraps_the_error() -> None:
+    """The handler of SIGTERM raises in whatever runs, as DTensor's operators do in the optimizer's step."""
+    from odc_triton import RankLost
+    from odc_triton.train.sft import lost_within
+
+    lost, wrapped = RankLost([1], "rank 1 died"), RuntimeError("Sharding propagation failed for aten.sqrt.default")
+    wrapped.__cause__ = lost
+    assert lost_within(wrapped) is lost
+    assert lost_within(lost) is lost
+    assert lost_within(ValueError("another")) is None
+
+
 def _command(wanted: SftOptions, *before: str) -> list[str]:
     command = [sys.executable, *before]
     plain = SftOptions(data="", out="", init="", tokenizer="")

@@ -204,7 +204,7 @@ WRONG = {
     "tokens": "ValueError: tokens is 0; give the tokens per rank that others may read, 1 or more",
     "ranks differ": "RanksDiffer: enable_split: tokens is ",
     "twice": "ValueError: enable_split was called on this model before",
-    "pieces, no plan": "this minibatch has no plan: give it, minibatch(model, tokens=…, split=packs.split)",
+    "pieces, no plan": "and there is no plan: give it, minibatch(model, tokens=…, split=packs.split)",
     "another's pieces": "are not this rank's in the minibatch's plan",
     "no plan but a list": "TypeError: split is a list; give the packs' plan, packs.split",
     "for three ranks": "the plan is of 3 ranks; make it for the 2 ranks of this model",
@@ -241,6 +241,22 @@ def test_models_that_are_refused(change: str, words: str) -> None:
         enable_split(fully_shard(model), tokens=8)
     with pytest.raises(TypeError, match="is not sharded"):
         enable_split(build(Setup(), replaced=False), tokens=8)
+
+
+def test_the_plan_of_memory_is_what_is_allocated() -> None:
+    from odc_triton import enable_split, fully_shard, memory_plan
+
+    model = build(Setup(), replaced=False)
+    planned = memory_plan(model, 1, split_tokens=900)
+    without = memory_plan(model, 1)
+    assert planned.shared_bytes - without.shared_bytes == planned.split_bytes
+    assert planned.job_shared_bytes - without.job_shared_bytes == planned.split_bytes
+    enable_split(fully_shard(model), tokens=900)
+    assert planned.split_bytes == pytest.approx(model._odc_engine.splits.room.heap.size_bytes, rel=0.01)
+    assert "split sequences" in str(planned)
+    assert "split sequences" not in str(without)
+    with pytest.raises(ValueError, match="split_tokens is 9 for 'fsdp2'"):
+        memory_plan(model, 1, scheme="fsdp2", split_tokens=9)
 
 
 def test_without_pieces_nothing_changes() -> None:

@@ -12,8 +12,8 @@ from tests.support.parity import relative, whole_model_error
 from tests.support.splitting import DEALS, Setup, plain, run
 
 FP64 = torch.float64
-# Families of which a part computes in fp32 whatever the weights are: softcap and sinks, or a router.
-IN_FP32 = ("Gemma2", "GptOss", "Qwen3Moe")
+# A part computes in fp32 whatever the weights are: the softmax under a softcap. (Mixtures of experts have no fp64.)
+IN_FP32 = ("Gemma2",)
 
 
 def compare(setup: Setup) -> None:
@@ -65,10 +65,13 @@ FAMILIES = ("Qwen2", "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Qwen3Moe"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, FP64], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
 @pytest.mark.parametrize("deal", DEALS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    [*((family, torch.float32) for family in FAMILIES), *((family, FP64) for family in FAMILIES[:5])],
+    ids=str,
+)
 def test_every_family(family: str, deal: str, backend: str, dtype: torch.dtype) -> None:
     compare(Setup(family=family, deal=deal, backend=backend, dtype=dtype))
 

@@ -1,0 +1,77 @@
+"""Forwards of pieces without gradients, outside of a minibatch: the losses of whole samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support.splitting import DEALS, Setup, build, packs_of, samples, sharded, step_on
+
+
+def _evaluate(rank: int, world: int, setup: Setup) -> tuple[list[float], dict[str, str]]:
+    """This rank's losses before and after a step; what wrong calls said."""
+    from odc_triton import minibatch, split_forward
+    from odc_triton.balance.pieces import SplitPlan
+    from odc_triton.hf import summed_loss
+
+    model = sharded(setup, rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    packs, losses, said = packs_of(setup, rank), [], {}
+    for _ in range(2):
+        with torch.no_grad(), split_forward(model, packs.split):
+            losses.append(sum(summed_loss(model, pack).item() for pack in packs))
+        step_on(model, setup, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def refused(name: str, call: object) -> None:
+        try:
+            call()
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    def enter(split: SplitPlan, fails: bool = False) -> None:
+        with torch.no_grad(), split_forward(model, split):
+            for pack in packs:
+                if fails and rank == 0:
+                    raise ValueError("no luck")
+                summed_loss(model, pack)
+
+    def inside() -> None:
+        with minibatch(model, tokens=1):
+            enter(packs.split)
+
+    refused("plans differ", lambda: enter(packs.split if rank else SplitPlan.of(DEALS["one token first"])))
+    refused("with gradients", lambda: split_forward(model, packs.split).__enter__())
+    refused("another rank fails", lambda: enter(packs.split, fails=True))
+    refused("in a minibatch", inside)
+    with torch.no_grad():
+        refused("without it", lambda: summed_loss(model, packs[0]))
+    with torch.no_grad(), split_forward(model, packs.split):  # all is well again
+        losses.append(sum(summed_loss(model, pack).item() for pack in packs))
+    return losses, said
+
+
+def test_losses_of_whole_samples_and_wrong_calls() -> None:
+    from odc_triton.balance import pack_collate
+    from odc_triton.hf import summed_loss
+
+    setup = Setup(deal="two", family="Mistral")
+    outcomes = ranks.run(_evaluate, 2, setup)
+    model = build(setup, replaced=False)
+    with torch.no_grad():
+        want = sum(summed_loss(model, pack).item() for pack in pack_collate([[each] for each in samples(setup)]))
+    first, second, last = (sum(losses[at] for losses, _ in outcomes) for at in range(3))
+    assert first == pytest.approx(want, rel=1e-5)
+    assert second < first
+    assert last < second
+    (_, one), (_, other) = outcomes
+    for said in (one, other):
+        assert said["plans differ"].startswith("RanksDiffer: the ranks split sequences by different plans")
+        assert said["with gradients"].startswith("RuntimeError: split_forward is for forwards without gradients")
+        assert "split_forward inside a minibatch" in said["in a minibatch"]
+        assert "and there is no plan: give it" in said["without it"]
+    assert one["another rank fails"] == "ValueError: no luck"
+    waited = "rank 1 waited for keys and values of tokens 0..23 of sample 0 in layer 0"
+    assert other["another rank fails"].startswith(f"PeerFailed: {waited}, and rank 0 failed")

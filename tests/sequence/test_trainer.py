@@ -1,0 +1,58 @@
+"""ODCTrainer(split=True): the same training as on whole samples."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support.parity import whole_model_error
+from tests.support.splitting import Setup, build, samples, sharded
+
+SETUP = Setup()
+
+
+def _train(rank: int, world: int, folder: str, split: bool) -> tuple[dict[str, torch.Tensor], list[float], int]:
+    from transformers import TrainingArguments
+
+    from odc_triton import full_parameters
+    from odc_triton.hf import ODCTrainer
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    options = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
+    arguments = TrainingArguments(folder, per_device_train_batch_size=1, max_steps=4, learning_rate=1e-3, **options)
+    model = sharded(SETUP, rank)
+    data = [{name: value.tolist() for name, value in each.items()} for each in samples(SETUP)]
+    trainer = ODCTrainer(model, arguments, train_dataset=data, eval_dataset=data, split=split)
+    trainer.train()
+    waits = [event for event in model._odc_engine.events.drain() if "in layer" in event.label]
+    pieces = sum(packs.split is not None for packs in trainer._sampler)
+    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    losses.append(trainer.evaluate()["eval_loss"])
+    assert split or not waits
+    return {name: value.clone() for name, value in full_parameters(model)}, losses, pieces
+
+
+def test_as_on_whole_samples(tmp_path: Path) -> None:
+    outcomes = [ranks.run(_train, 2, str(tmp_path), split) for split in (True, False)]
+    for (weights, losses, pieces), (want, want_losses, none) in zip(*outcomes, strict=True):
+        assert (pieces > 0, none) == (True, 0)
+        assert losses == pytest.approx(want_losses, rel=1e-5)
+        assert whole_model_error(weights, want) <= 1e-5  # fp32 sums in another order
+
+
+def test_what_is_missing_is_said() -> None:
+    from odc_triton import enable_split, fully_shard
+    from odc_triton.balance import MinibatchSampler
+    from odc_triton.hf import ODCTrainer
+
+    model: Any = fully_shard(build(SETUP, replaced=False))
+    with pytest.raises(ValueError, match=r"split=True: call odc_triton.enable_split\(model, tokens=…\) after"):
+        ODCTrainer(model, split=True)
+    enable_split(model, tokens=20)
+    with pytest.raises(ValueError, match=r"give MinibatchSampler\(…, split=True\) instead"):
+        ODCTrainer(model, split=True, sampler=MinibatchSampler([5], 1, 5))
