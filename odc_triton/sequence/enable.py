@@ -29,7 +29,7 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     made with `split=True`. A forward of two tokens finds out which layers attend, and how wide.
 
     Raises TypeError for a model that is not sharded, ValueError for `tokens` below 1, NotImplementedError for what
-    can't be split (replicas, compiled blocks, attention that is not `enable_packing`'s), RanksDiffer if the ranks'
+    can't be split (GPUs, replicas, compiled blocks, attention that is not `enable_packing`'s), RanksDiffer if the ranks'
     arguments differ.
     """
     engine = engine_of(model)
@@ -40,6 +40,8 @@ def enable_split(model: nn.Module, tokens: int) -> None:
             f"the model has {engine.replicas.count} replicas, and pieces can't be read across them: give fully_shard a "
             f"mesh of one dimension"
         )
+    if engine.heap.device.type != "cpu":
+        raise NotImplementedError("sequences can be split on the CPU backend only: leave enable_split out on GPUs")
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise NotImplementedError(f"{name or 'the model'} is compiled, which splitting does not support yet")
