@@ -29,8 +29,8 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     made with `split=True`. A forward of two tokens finds out which layers attend, and how wide.
 
     Raises TypeError for a model that is not sharded, ValueError for `tokens` below 1, NotImplementedError for what
-    can't be split (GPUs, replicas, compiled blocks, attention that is not `enable_packing`'s), RanksDiffer if the ranks'
-    arguments differ.
+    can't be split (GPUs, replicas, compiled blocks, attention that is not `enable_packing`'s), RanksDiffer if arguments
+    differ.
     """
     engine = engine_of(model)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
