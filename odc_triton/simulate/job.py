@@ -11,21 +11,42 @@ from functools import cached_property
 import numpy as np
 
 from ..balance.cost import CostModel
+from ..balance.pieces import Piece
 from ..balance.queue import QUEUE
 from ..balance.queue import queue_packs as balance_queue_packs
+from ..balance.split import deal_split, readable_tokens
 from ..balance.strategies import BALANCES, assign
 from .hardware import Links
 from .lanes import Clock, Lanes, Outcome, Recorder, last_rank
 from .models import Model, peak_bytes
 
-ALL_BALANCES = (*BALANCES, QUEUE)
+SPLIT = "split"  # LB-Split: long sequences in pieces, the others as LB-Mini deals them
+ALL_BALANCES = (*BALANCES, QUEUE, SPLIT)
 
-Packs = list[list[int]]  # one rank's: per microbatch the tokens of its documents
+Packs = list[list[int | Piece]]  # one rank's: per microbatch the tokens of its documents, or pieces
 
 
-def deal(lengths: Sequence[int], *, ranks: int, token_cap: int, balance: str, cost: CostModel) -> list[Packs]:
-    """Each rank's packs, in lengths, not indices. Raises what `assign` raises."""
-    dealt = assign(lengths, ranks=ranks, token_cap=token_cap, balance=balance, cost=cost)
+def deal(
+    lengths: Sequence[int],
+    *,
+    ranks: int,
+    token_cap: int,
+    balance: str,
+    cost: CostModel,
+    split_tokens: int | None = None,
+) -> list[Packs]:
+    """Each rank's packs, in lengths, not indices. `split_tokens`: of each rank, the most that others read; None: as
+    many as these lengths need. Raises what `assign` and `deal_split` raise.
+    """
+    how = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
+    if balance == SPLIT:
+        tokens = split_tokens or readable_tokens(lengths, samples=len(lengths), **how)
+        split = deal_split(lengths, tokens=tokens, **how)
+        return [
+            [[each if isinstance(each, Piece) else lengths[each] for each in pack] for pack in split.packs(rank)]
+            for rank in range(ranks)
+        ]
+    dealt = assign(lengths, balance=balance, **how)
     return [[[lengths[i] for i in members] for members in packs] for packs in dealt]
 
 
@@ -37,6 +58,7 @@ def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: Cos
 
 SCHEDULES = ("fsdp", "fsdp-no-reshard", "odc")
 _COMPUTE_BYTES, _REDUCE_BYTES = 2, 4  # bf16 is read, fp32 is added
+_KV_BYTES = 2 * (2 * _COMPUTE_BYTES + _REDUCE_BYTES)  # keys and values, read in forward and backward, and added to
 _STEP_BYTES = 30  # per parameter of a rank's shard: AdamW reads 16, writes 12, and 2 in bf16
 
 
@@ -101,6 +123,23 @@ class Job:
     @cached_property
     def slowness(self) -> np.ndarray:
         return np.array([self.slow.get(rank, 1.0) for rank in range(self.ranks)])
+
+    def pack_seconds(self, pack: Sequence[int | Piece]) -> float:
+        """Of one microbatch. A piece takes what its sequence takes up to its end, less what it takes up to its
+        beginning, and the time in which keys, values and gradients of the tokens before it cross links.
+        """
+        pieces = [each for each in pack if isinstance(each, Piece)]
+        if not pieces:
+            return self.seconds(pack)
+        ends = [each.stop if isinstance(each, Piece) else each for each in pack]
+        starts = [each.start for each in pieces if each.start]
+        seconds = self.seconds(ends) - (self.seconds(starts) - self.seconds([]))
+        if self.model is not None and self.ranks > 1:
+            token_bytes = self.layers * self.model.kv_width * _KV_BYTES
+            # A tensor over all ranks, of which a rank's own part costs nothing: of these tokens it has none.
+            others = self.ranks / (self.ranks - 1)
+            seconds += others * max(self.links.read_s(sum(starts) * token_bytes, hybrid=False))
+        return seconds
 
     def tail_s(self, schedule: str) -> float:
         """The optimizer step, and what ODC sends between nodes: gradients before it, parameters after it."""
@@ -180,9 +219,10 @@ def simulate(
         raise ValueError(f"schedule is {schedule!r}: choose one of {', '.join(SCHEDULES)}")
     if balance not in ALL_BALANCES:
         raise ValueError(f"balance is {balance!r}: choose one of {', '.join(ALL_BALANCES)}")
-    if balance == QUEUE and schedule != "odc":
+    if balance in (QUEUE, SPLIT) and schedule != "odc":
         raise ValueError(
-            f"balance 'queue' under schedule {schedule!r}: FSDP's ranks need the same number of microbatches; use 'odc'"
+            f"balance {balance!r} under schedule {schedule!r}: FSDP's ranks need the same number of microbatches; use "
+            f"'odc'"
         )
     if not minibatches:
         raise ValueError("there are no minibatches: give at least one list of lengths")
@@ -203,7 +243,12 @@ def simulate(
     seconds = (entry_s + last + job.meeting_s)[:, 0] + tail
     if recorder:
         recorder.finish(over[0], float(last[0, 0]), job.meeting_s, tail)
-    tokens = max(sum(lengths) for trial in dealt for packs in trial for lengths in packs)
+    tokens = max(
+        sum(len(each) if isinstance(each, Piece) else each for each in pack)
+        for trial in dealt
+        for packs in trial
+        for pack in packs
+    )
     shards = job.links.gpus if job.hybrid else job.ranks
     return Outcome(
         schedule=schedule,
@@ -240,7 +285,11 @@ def _run(
     work = np.zeros((int(counts.max()), *counts.shape))
     for trial, ranks in enumerate(dealt):
         for rank, packs in enumerate(ranks):
-            work[: len(packs), trial, rank] = [job.seconds(lengths) for lengths in packs]
+            work[: len(packs), trial, rank] = [job.pack_seconds(pack) for pack in packs]
+        # Ranks that compute pieces of one sequence wait for each other in every layer.
+        for index in range(max(map(len, ranks))):
+            wave = [rank for rank, packs in enumerate(ranks) if _has_pieces(packs[index : index + 1])]
+            work[index, trial, wave] = work[index, trial, wave].max(initial=0.0)
     work *= job.slowness
     odc = schedule == "odc"
     lanes = Lanes(
@@ -271,6 +320,10 @@ def _run(
         _backward(lanes, seconds, job, moves, noise, meet, reads=None, adds=1.0, final=True)
     lanes.drain()
     return lanes.compute, lanes.busy, lanes.exposed, lanes.waited
+
+
+def _has_pieces(packs: Packs) -> bool:
+    return any(isinstance(each, Piece) for pack in packs for each in pack)
 
 
 def _run_queue(

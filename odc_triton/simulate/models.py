@@ -58,6 +58,8 @@ class Model:
     activation_bytes_checkpointed: int | None
     logits_bytes: int
     """Per token, in bf16, and their log-probabilities in fp32: a fused head and loss never compute them."""
+    kv_width: int = 0
+    """Elements of a token's keys in one block, all heads; its values have as many."""
 
     @property
     def parameters(self) -> int:
@@ -95,6 +97,7 @@ class Model:
             cost=cost,
             activation_bytes=kept[0],
             activation_bytes_checkpointed=kept[1],
+            kv_width=kv_heads * head_dim,
             logits_bytes=logits,
         )
 

@@ -43,6 +43,7 @@ class SimulateOptions:
     topology: str | None = option(None, "snapshot of one node's GPUs and links (JSON)")
     minibatch: str = option("1,2,4,8", "samples per GPU and optimizer step; several with commas")
     token_cap: int | None = option(None, "most tokens in one microbatch; by default the longest sequence")
+    split_sequences: bool = option(False, "also cut long sequences over ranks, as one more setting")
     hybrid: bool = option(True, "with several nodes, each holds a whole copy of the parameters in shards")
     checkpointing: bool = option(True, "recompute activations in backward: less memory, a third more work")
     fused_head: bool = option(True, "never compute whole logits")
@@ -122,6 +123,7 @@ def main(options: SimulateOptions) -> int:
         trials=trials,
         seed=options.seed,
         timeline_of=drawn if options.out else None,
+        split=options.split_sequences,
     )
     longest, mean = max(lengths), sum(lengths) / len(lengths)
     head = (

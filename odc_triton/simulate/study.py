@@ -16,10 +16,11 @@ from statistics import NormalDist
 import numpy as np
 
 from ..balance.cost import CostModel, nonnegative_least_squares
+from ..balance.split import readable_tokens
 from ..data.lengths import LEAST, read_lengths
 from ..data.records import Record, message_text
 from .hardware import GpuKind, Links
-from .job import QUEUE, Job, deal, simulate
+from .job import QUEUE, SPLIT, Job, deal, simulate
 from .lanes import Outcome
 from .models import Model
 
@@ -102,20 +103,23 @@ def rank_settings(
     trials: int = 16,
     seed: int = 0,
     timeline_of: int | None = None,
+    split: bool = False,
 ) -> list[Row]:
-    """All `SETTINGS` at each minibatch size in `sizes`, in samples per rank; those that fit come fastest first.
+    """All `SETTINGS`, with `split` also "ODC + LB-Split", at each minibatch size in `sizes`, in samples per rank; those
+    that fit come fastest first.
 
     Every setting gets the same `trials` minibatches, drawn from `lengths`. `memory_gb`: of one GPU. `timeline_of`: the
     size at which outcomes keep their events. Raises what `draw` and `assign` raise.
     """
     rows: list[Row] = []
+    settings = SETTINGS | ({"ODC + LB-Split": ("odc", SPLIT)} if split else {})
     for samples in sizes:
         minibatches = draw(lengths, samples=samples * job.ranks, minibatches=trials, seed=seed)
+        how = {"ranks": job.ranks, "token_cap": token_cap, "cost": job.cost}
+        tokens = readable_tokens(lengths, samples=samples * job.ranks, **how)
         dealt = {
-            balance: [
-                deal(m, ranks=job.ranks, token_cap=token_cap, balance=balance, cost=job.cost) for m in minibatches
-            ]
-            for balance in dict.fromkeys(balance for _, balance in SETTINGS.values() if balance != QUEUE)
+            balance: [deal(m, balance=balance, split_tokens=tokens, **how) for m in minibatches]
+            for balance in dict.fromkeys(balance for _, balance in settings.values() if balance != QUEUE)
         }
         outcomes = {
             name: simulate(
@@ -128,7 +132,7 @@ def rank_settings(
                 timeline=samples == timeline_of,
                 dealt=dealt.get(balance),
             )
-            for name, (schedule, balance) in SETTINGS.items()
+            for name, (schedule, balance) in settings.items()
         }
         base_s = outcomes[BASELINE].step_s
         found = [
