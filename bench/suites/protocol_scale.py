@@ -26,10 +26,9 @@ from odc_triton.simulate import draw, named_lengths
 from odc_triton.simulate.study import NAMED
 
 # Fixed before anything was measured.
+_BALANCES = {"fsdp": ("local", "micro", "global"), "odc": ("local", "micro", "mini", "queue", "split")}
 WAYS = tuple(
-    Way(schedule=schedule, balance=balance)
-    for schedule, balances in (("fsdp", ("local", "micro", "global")), ("odc", ("local", "micro", "mini", "queue")))
-    for balance in balances
+    Way(schedule=schedule, balance=balance) for schedule, balances in _BALANCES.items() for balance in balances
 )
 BASELINE = Way(schedule="fsdp", balance="micro")  # the paper's
 OURS = Way(schedule="odc", balance="mini")

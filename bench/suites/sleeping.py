@@ -9,8 +9,10 @@ from __future__ import annotations
 import socket
 import struct
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,14 +22,20 @@ from torch import nn
 from bench.harness import in_turn
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.counter import store_counter
+from odc_triton.balance.pieces import Entry, Piece, SplitPlan
 from odc_triton.balance.queue import QUEUE, QueuedPacks, queue_packs
+from odc_triton.balance.split import deal_split, readable_tokens
 from odc_triton.comm.local_store import rendezvous_url
-from odc_triton.engine.api import minibatch
+from odc_triton.engine.api import engine_of, minibatch
+from odc_triton.sequence.exchange import LayerSplit, SequenceExchange, Span
+from odc_triton.sequence.room import LayerShape, Room
 from odc_triton.sharding.shard import fully_shard
 from odc_triton.simulate import Job, Links, simulate
+from odc_triton.simulate.job import SPLIT, deal
 
 WIDTH = 8
 FORWARD_SHARE = 1 / 3
+OUTSIDE_ATTENTION = 0.5  # of a layer's time: half of it before attention, half after it
 _LONGEST_WAIT_S = 300.0
 
 
@@ -40,7 +48,8 @@ class Way:
 
     @property
     def name(self) -> str:
-        how = {"local": "LocalSort", "micro": "LB-Micro", "global": "global packing", "mini": "LB-Mini", QUEUE: "queue"}
+        how = {"local": "LocalSort", "micro": "LB-Micro", "global": "global packing", "mini": "LB-Mini"}
+        how |= {QUEUE: "queue", SPLIT: "split"}
         return f"{'layer barrier' if self.schedule == 'fsdp' else 'ODC'} + {how[self.balance]}"
 
 
@@ -66,6 +75,11 @@ class Cell:
         """Seconds of one microbatch on a rank of normal speed."""
         return self.seconds_per_cost * self.cost.pack(lengths)
 
+    def split_tokens(self, ranks: int) -> int:
+        """Of each rank, the most tokens that others read."""
+        how = {"ranks": ranks, "samples": self.samples * ranks, "token_cap": self.token_cap, "cost": self.cost}
+        return readable_tokens([self.token_cap], **how)
+
     def job(self, ranks: int, meeting_s: float) -> Job:
         """The same for the simulator."""
         return Job(
@@ -85,11 +99,17 @@ class Cell:
         # The simulator's FSDP meets once, at the end; here both schedules enter and leave the engine's minibatch.
         meeting_s = empty_s / 2 if way.schedule == "odc" else empty_s
         how = {"schedule": way.schedule, "balance": way.balance, "token_cap": self.token_cap}
+        if way.balance == SPLIT:
+            given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost, "balance": SPLIT}
+            how["dealt"] = [deal(m, split_tokens=self.split_tokens(ranks), **given) for m in self.minibatches]
         return simulate(self.minibatches, job=self.job(ranks, meeting_s), **how).seconds.tolist()
 
-    def dealt(self, way: Way, index: int, ranks: int) -> list[list[list[int]]]:
+    def dealt(self, way: Way, index: int, ranks: int) -> list[list[list[Entry]]]:
         """Every rank's packs of minibatch `index`; for a queue all packs, as if they were one rank's."""
         given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost}
+        if way.balance == SPLIT:
+            split = deal_split(self.minibatches[index], tokens=self.split_tokens(ranks), **given)
+            return [split.packs(rank) for rank in range(ranks)]
         if way.balance == QUEUE:
             return [queue_packs(self.minibatches[index], **given)]
         return assign(self.minibatches[index], balance=way.balance, **given)
@@ -192,10 +212,23 @@ class SleepingLayer(nn.Module):
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.sleeper = sleeper
         self.seconds = 0.0  # for the next microbatch's forward and backward
+        self.side: LayerSplit | None = None
+        self.spans: list[Span] = []  # the next microbatch's pieces
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        share = FORWARD_SHARE * self.seconds
-        return _Sleep.apply(self.linear(x), self.sleeper, share, self.seconds - share)
+        if not self.spans:
+            return self._sleep(self.linear(x), 1.0)
+        # One key of one number for each token: what ranks wait for is real, what they move is small.
+        y = self._sleep(self.linear(x), OUTSIDE_ATTENTION / 2)
+        keys = (y[:, :1] * torch.zeros(1, self.spans[-1].end)).view(1, 1, -1, 1)
+        keys, values = self.side.publish(keys, keys, self.spans, None)
+        read = [each for pair in self.side.fetch(keys, values, self.spans, None) if pair is not None for each in pair]
+        y = self._sleep(y + sum(each.sum() for each in (keys, values, *read)), 1 - OUTSIDE_ATTENTION)
+        return self._sleep(y, OUTSIDE_ATTENTION / 2)
+
+    def _sleep(self, x: torch.Tensor, part: float) -> torch.Tensor:
+        share = FORWARD_SHARE * self.seconds * part
+        return _Sleep.apply(x, self.sleeper, share, self.seconds * part - share)
 
 
 class SleepingModel(nn.Module):
@@ -210,11 +243,22 @@ class SleepingModel(nn.Module):
             layer.register_forward_pre_hook(lambda *_: self.before_layer())
             layer.register_full_backward_pre_hook(lambda *_: self.before_layer())
 
-    def forward(self, x: torch.Tensor, seconds: float) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, seconds: float, spans: Sequence[Span] = ()) -> torch.Tensor:
         for layer in self.layers:
-            layer.seconds = seconds / len(self.layers)
+            layer.seconds, layer.spans = seconds / len(self.layers), list(spans)
             x = layer(x)
         return x
+
+    def enable_split(self, tokens: int) -> SequenceExchange:
+        """What `enable_split` does for a transformers model. Collective."""
+        engine = engine_of(self)
+        shapes = [LayerShape(heads=1, key_width=1, value_width=1, dtype="float32")] * len(self.layers)
+        token = engine.meet("enable_split", {"token": uuid.uuid4().hex})[0]["token"]
+        room = Room(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.meetings.timeout_s)
+        engine.splits = SequenceExchange(engine.state, engine.meetings, room, layers=len(shapes))
+        for number, layer in enumerate(self.layers):
+            layer.side = LayerSplit(engine.splits, number)
+        return engine.splits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,12 +317,14 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
     x = torch.ones(1, WIDTH, requires_grad=True)  # else torch skips the first layer's backward
     costs = _costs(model, x, gate)
     optimizer.step()
+    split = [cell.split_tokens(world) for cell in cells if any(way.balance == SPLIT for way in cell.ways)]
+    exchange = model.enable_split(max(split)) if split else None
     ran: list[Ran] = []
 
     def run(place: int, index: int, number: int) -> Ran:
         """One minibatch of one way, starting with a meeting."""
         cell, way = cells[place], cells[place].ways[number]
-        lengths, factor = cell.minibatches[index], cell.slow.get(rank, 1.0)
+        lengths, factor, job = cell.minibatches[index], cell.slow.get(rank, 1.0), cell.job(world, 0.0)
         dealt = cell.dealt(way, index, world)
         if way.balance == QUEUE:
             packs = QueuedPacks(dealt[0], key=f"{len(ran)}", counter=counter, rank=rank, world=world)
@@ -288,10 +334,12 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
         model.sleeper.owed_s, slept = 0.0, []
         gate.meet()
         start_s = time.monotonic()
-        with minibatch(model, tokens=len(lengths) if rank == 0 else 0) as mb:
+        plan = SplitPlan.of(dealt) if way.balance == SPLIT else None
+        with minibatch(model, tokens=len(lengths) if rank == 0 else 0, split=plan) as mb:
             for members in packs:
-                slept.append(factor * cell.seconds([lengths[i] for i in members]))
-                (model(x, slept[-1]).sum() / mb.tokens).backward()
+                sizes = [each if isinstance(each, Piece) else lengths[each] for each in members]
+                slept.append(factor * job.pack_seconds(sizes))
+                (model(x, slept[-1], _spans(exchange, sizes)).sum() / mb.tokens).backward()
         end_s = time.monotonic()
         optimizer.step()
         times = {"start_s": start_s, "end_s": end_s, "slept_s": sum(slept)}
@@ -303,6 +351,15 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
                 ran.append(run(place, index, number))
     gate.close()
     return ran, costs
+
+
+def _spans(exchange: SequenceExchange | None, sizes: Sequence[int | Piece]) -> list[Span]:
+    """The pieces of a pack of such documents."""
+    pieces = [each if isinstance(each, Piece) else None for each in sizes]
+    if not any(pieces):
+        return []
+    ends = accumulate(len(each) if isinstance(each, Piece) else each for each in sizes)
+    return exchange.spans([0, *ends], pieces)
 
 
 def main_of_rank(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:

@@ -217,7 +217,7 @@ def test_the_queue_computed_by_hand() -> None:
 
 def test_the_whole_run_fits_into_twenty_minutes_and_a_larger_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     total = sum(expected_s(make_cells(list(NAMED), SAMPLES, count), count) for count in RANKS)
-    assert 0.3 < total / protocol_scale.LONGEST_S < 0.8  # starting the ranks and what sleeps don't say come on top
+    assert 0.3 < total / protocol_scale.LONGEST_S < 0.9  # starting the ranks and what sleeps don't say come on top
     assert protocol_scale.main(["--minibatches", "9", "--samples", "8"]) == 2
     assert "over 20 minutes" in capsys.readouterr().err
 
