@@ -24,11 +24,12 @@ from .partition import balanced_partition
 from .pieces import Entry, Piece, SplitPlan
 
 SplitPacks = list[list[Entry]]  # microbatches of one rank
+Waves = list[list[list[Entry]]]  # by wave and rank
 
 LEAST_TOKENS = 64  # of a piece: fewer cost more to wait for than to compute
 _LEAST_GAIN = 0.05
 _BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)
-_TRIED = 4  # numbers of split sequences whose other samples are dealt too, around the best bound
+_TRIED, _MANY = 4, 64  # numbers of split sequences whose other samples are dealt too; half of them for many ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class SplitDeal:
     token_cap: int
     cost: CostModel
     plan: SplitPlan | None
-    waves: list[list[list[Entry]]]
+    waves: Waves
     whole: list[list[int]]
     estimate: float
 
@@ -94,11 +95,11 @@ def deal_split(
     lengths = checked_lengths(lengths, ranks * token_cap)
     dealing = _Dealing(lengths=lengths, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost, fetch=fetch)
     over = sum(length > token_cap for length in lengths)
-    best = dealing.deal(0, [], None) if over == 0 else None
+    best = dealing.deal(0, []) if over == 0 else None
     to_beat = math.inf if best is None else best.estimate * (1 - _LEAST_GAIN)
     if dealing.even_share <= to_beat:
-        for count, waves, plan in dealing.worth_trying(over):
-            deal = dealing.deal(count, waves, plan)
+        for count, waves in dealing.worth_trying(over):
+            deal = dealing.deal(count, waves)
             if deal.estimate <= to_beat:
                 best, to_beat = deal, deal.estimate * (1 - 1e-9)  # of equal ones, the fewest split
     if best is None:
@@ -108,7 +109,7 @@ def deal_split(
             f"{ranks} ranks do not fit either, or others may not read enough of them ({tokens} tokens per rank): raise "
             f"the cap or the tokens to read, or truncate or drop the sample"
         )
-    return best if names is None else best.named(names)
+    return best.named(range(len(lengths)) if names is None else names)
 
 
 def readable_tokens(lengths: Sequence[int], *, ranks: int, samples: int, token_cap: int, cost: CostModel) -> int:
@@ -136,8 +137,8 @@ class _Dealing:
         self.costs = [cost.sequence(lengths[i]) for i in self.order]
         self.even_share = math.fsum(self.costs) / ranks
 
-    def worth_trying(self, over: int) -> Iterator[tuple[int, list[list[list[Entry]]], SplitPlan | None]]:
-        """Numbers of sequences to split, fewest first, with their waves and plan: those whose bound is near the least.
+    def worth_trying(self, over: int) -> Iterator[tuple[int, Waves]]:
+        """Numbers of sequences to split, fewest first, with their waves: those whose bound is near the least.
 
         A rank's part of the line plus the dearest sample that is left bounds the step from below; so does an even
         share. Pieces that don't fit the limits end it.
@@ -146,34 +147,40 @@ class _Dealing:
         bound = np.maximum(part + np.append(self.costs[1:], 0.0), self.even_share)
         fewest = max(over, 1)
         best = fewest + int(np.argmax(bound[fewest - 1 :] <= bound[fewest - 1 :].min() * 1.01))
-        found: list[tuple[int, list[list[list[Entry]]], SplitPlan | None]] = []
-        low, high = fewest, min(best + _TRIED // 2, len(bound))
+        found: list[tuple[int, Waves]] = []
+        tried = _TRIED if self.ranks <= _MANY else _TRIED // 2
+        low, high = fewest, min(best + tried // 2, len(bound))
         while low <= high:  # from `best` down to what fits
             count = high
-            waves, plan = self._lay(self.order[:count])
+            waves = self._lay(self.order[:count])
             high = count - (1 if waves is not None else max(1, count // 8))
             if waves is not None:
-                found.append((count, waves, plan))
-            if len(found) == _TRIED:
+                found.append((count, waves))
+            if len(found) == tried:
                 break
         yield from reversed(found)
 
-    def _lay(self, samples: list[int]) -> tuple[list[list[list[Entry]]] | None, SplitPlan | None]:
-        """Waves and plan of the samples: longest first or last on the line, whichever lets others read fewer tokens.
-
-        None twice if they don't fit the limits.
+    def _lay(self, samples: list[int]) -> Waves | None:
+        """Waves of the samples, laid longest first or last on the line, whichever lets others read fewer tokens; None
+        if they don't fit the limits.
         """
-        found = []
-        for order in (samples, samples[::-1])[: len(samples)]:
-            waves = self._waves(order)
-            if waves is not None:
-                plan = _plan_of(waves)
-                most = 0 if plan is None else max(plan.tokens)
-                if most <= self.tokens:
-                    found.append((most, len(found), waves, plan))
-        return min(found)[2:] if found else (None, None)
+        found = [waves for order in (samples, samples[::-1])[: len(samples)] if (waves := self._waves(order))]
+        best = min(found, key=self._most_read, default=None)
+        return None if best is None or self._most_read(best) > self.tokens else best
 
-    def deal(self, count: int, waves: list[list[list[Entry]]], plan: SplitPlan | None) -> SplitDeal:
+    def _most_read(self, waves: Waves) -> int:
+        """Tokens that others read of the rank of which they read most."""
+        return max(
+            sum(
+                len(each)
+                for wave in waves
+                for each in wave[rank]
+                if isinstance(each, Piece) and each.stop < self.lengths[each.sample]
+            )
+            for rank in range(self.ranks)
+        )
+
+    def deal(self, count: int, waves: Waves) -> SplitDeal:
         """The deal that splits the `count` longest, as in `waves`."""
         rest = self.order[count:]
         whole: list[list[int]] = [[] for _ in range(self.ranks)]
@@ -192,7 +199,7 @@ class _Dealing:
             names=range(len(self.lengths)),
             token_cap=self.token_cap,
             cost=self.cost,
-            plan=plan,
+            plan=None,  # made for the best one, by `named`
             waves=waves,
             whole=whole,
             estimate=levels + max(self._price(own) + self.cost.microbatch * self._count(own) for own in whole),
@@ -210,12 +217,12 @@ class _Dealing:
         """The fewest packs that could hold them."""
         return -(-_tokens(samples, self.lengths) // self.token_cap)
 
-    def _waves(self, samples: list[int]) -> list[list[list[Entry]]] | None:
+    def _waves(self, samples: list[int]) -> Waves | None:
         """By wave and rank, the parts of `samples`; None if the parts of one alone do not fit the cap.
 
         A wave takes as many sequences as the cap allows. One that fits only in parts of equal tokens gets them.
         """
-        waves: list[list[list[Entry]]] = []
+        waves: Waves = []
         while samples:
             taken, wave = len(samples), None
             while taken and wave is None:
@@ -233,7 +240,7 @@ class _Dealing:
         return waves
 
 
-def _plan_of(waves: list[list[list[Entry]]]) -> SplitPlan | None:
+def _plan_of(waves: Waves) -> SplitPlan | None:
     return SplitPlan.of([*zip(*waves, strict=True)])  # by rank, then wave
 
 
