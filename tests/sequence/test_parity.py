@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from odc_triton import minibatch
+from odc_triton.hf import summed_loss
 from tests.support import ranks
 from tests.support.parity import relative, whole_model_error
-from tests.support.splitting import DEALS, Setup, plain, run
+from tests.support.splitting import DEALS, Setup, packs_of, plain, run, sharded
 
 FP64 = torch.float64
 # A part computes in fp32 whatever the weights are: the softmax under a softcap. (Mixtures of experts have no fp64.)
@@ -91,3 +94,44 @@ def test_every_change(family: str, change: str, backend: str, empty_start: bool)
 @pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
 def test_twenty_steps(backend: str) -> None:
     compare(Setup(deal="zigzag", backend=backend, steps=20))
+
+
+def _watched(rank: int, world: int, setup: Setup) -> tuple[list[str], int, int]:
+    """What this rank looked at flags for, by purpose; its store operations, and collectives, inside microbatches."""
+    import torch.distributed as dist
+
+    from odc_triton.comm.meeting import Meetings
+    from odc_triton.sequence.exchange import SequenceExchange
+
+    model, purposes, stored, grouped = sharded(setup, rank), [], [], []
+    wait = SequenceExchange._wait
+
+    def waits(self: SequenceExchange, purpose: str, *rest: Any) -> None:
+        purposes.append(purpose)
+        wait(self, purpose, *rest)
+
+    def loss_of(model: torch.nn.Module, pack: dict) -> torch.Tensor:
+        """From here to the end of its backward is a microbatch."""
+        Meetings.tell = lambda *given: stored.append(given)
+        dist.distributed_c10d.ProcessGroup.allreduce = lambda *given: grouped.append(given)
+        return summed_loss(model, pack)
+
+    tell, allreduce = Meetings.tell, dist.distributed_c10d.ProcessGroup.allreduce
+    SequenceExchange._wait = waits
+    with minibatch(model, tokens=1, split=(packs := packs_of(setup, rank)).split):
+        for pack in packs:
+            loss_of(model, pack).backward()
+        Meetings.tell, dist.distributed_c10d.ProcessGroup.allreduce = tell, allreduce
+    return purposes, len(stored), len(grouped)
+
+
+def test_who_looks_at_flags_and_that_nobody_asks_the_store() -> None:
+    """Sample 2 over ranks 0, 1, 2, sample 0 over ranks 1, 2; rank 3 has whole samples only."""
+    outcomes = ranks.run(_watched, 4, Setup(deal="four"))
+    assert [(stored, grouped) for _, stored, grouped in outcomes] == [(0, 0)] * 4
+    first, second, last, without = (set(purposes) for purposes, _, _ in outcomes)
+    assert without == set()
+    assert all(purpose.startswith("gradients of tokens 0..9 of sample 2 from") for purpose in first)
+    assert len(first) == 2 * 2  # two readers, two layers
+    assert any(purpose.startswith("keys and values of tokens 0..9 of sample 2") for purpose in second)
+    assert all(purpose.startswith("keys and values") for purpose in last), "nobody reads a last piece"
