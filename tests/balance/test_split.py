@@ -149,6 +149,9 @@ def test_with_one_long_sample_all_ranks_cost_the_same() -> None:
     costs = [price(each.piece, [65536], COST) for each in sequence.pieces]
     assert max(costs) / min(costs) < 1.01
     assert deal.estimate == pytest.approx(COST.sequence(65536) / 4, rel=0.01)
+    with_launches = CostModel(quadratic=COST.quadratic, linear=COST.linear, microbatch=3.0)
+    dear = deal_split([65536], ranks=4, token_cap=65536, tokens=32768, cost=with_launches)
+    assert dear.estimate == pytest.approx(COST.sequence(65536) / 4 + 3.0, rel=0.01)
     lengths = [len(each.piece) for each in sequence.pieces]
     assert lengths == sorted(lengths, reverse=True), "later tokens attend to more"
 
