@@ -1,0 +1,123 @@
+"""What was found by trying to break split sequences: calls that gave wrong gradients without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support.splitting import Setup, build, packs_of, plain, sharded, step_on
+
+SETUP = Setup(deal="two")
+
+
+def _is_right(found: dict[str, torch.Tensor], setup: Setup = SETUP, tolerance: float = 1e-5) -> None:
+    want = plain(replace(setup, deal="two", backend="cpu"))[1]
+    assert found.keys() == want.keys()
+    for name, gradient in want.items():
+        assert (found[name] - gradient).norm() <= tolerance * gradient.norm() + 1e-2 * tolerance, name
+
+
+def _minibatch(model: torch.nn.Module, rank: int, body: Callable, setup: Setup = SETUP) -> str:
+    """What a minibatch with `body(pack, tokens)` for each pack said; then whether a right one follows."""
+    from odc_triton import MinibatchFailed, minibatch
+    from odc_triton.balance import count_target_tokens
+
+    packs, said = packs_of(setup, rank), "nothing"
+    try:
+        with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
+            for pack in packs:
+                body(pack, mb.tokens)
+    except MinibatchFailed as error:
+        said = str(error)
+    model.zero_grad()
+    _is_right(step_on(model, setup, rank)[1], setup)
+    return said
+
+
+def _twice(rank: int, world: int, how: str, backend: str) -> str:
+    from odc_triton.hf import summed_loss
+
+    setup = replace(SETUP, backend=backend)
+    model = sharded(setup, rank)
+
+    def body(pack: dict, tokens: int) -> None:
+        loss = summed_loss(model, pack) / tokens
+        if how == "backward":
+            loss.backward(retain_graph=True)
+        elif how == "pack":
+            loss.backward()
+            loss = summed_loss(model, pack) / tokens
+        else:
+            with torch.no_grad():
+                summed_loss(model, pack)
+        loss.backward()
+
+    return _minibatch(model, rank, body, setup)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize("how", ["backward", "pack", "no_grad"])
+def test_a_second_time_is_refused(how: str, backend: str) -> None:
+    words = "had a backward already" if how == "backward" else "were computed before"
+    for said in ranks.run(_twice, 2, how, backend):
+        assert words in said, said
+
+
+def _reference_first(rank: int, world: int) -> str:
+    from odc_triton.hf import summed_loss
+
+    setup = replace(SETUP, family="Llama", change="lora")
+    model = sharded(setup, rank)
+
+    def body(pack: dict, tokens: int) -> None:
+        with torch.no_grad(), model.disable_adapter():
+            summed_loss(model, pack)
+        (summed_loss(model, pack) / tokens).backward()
+
+    return _minibatch(model, rank, body, setup)
+
+
+def test_a_reference_forward_of_the_same_pack_is_refused() -> None:
+    for said in ranks.run(_reference_first, 2):
+        assert "were computed before" in said, said
+
+
+def _only_the_first_layer(rank: int, world: int) -> str:
+    from odc_triton.hf import model_inputs, summed_loss
+
+    model = sharded(SETUP, rank)
+
+    def body(pack: dict, tokens: int) -> None:
+        if rank == 0 and "pieces" in pack:
+            hidden = model(**model_inputs(pack, model), output_hidden_states=True).hidden_states[1]
+            hidden.sum().backward()
+        else:
+            (summed_loss(model, pack) / tokens).backward()
+
+    return _minibatch(model, rank, body)
+
+
+def test_a_backward_through_some_layers_is_refused() -> None:
+    for said in ranks.run(_only_the_first_layer, 2):
+        assert "had no backward" in said, said
+
+
+def _attention_frozen(rank: int, world: int, trained: str) -> None:
+    from odc_triton import enable_split, fully_shard
+
+    model = build(SETUP, replaced=True).requires_grad_(False)
+    model.get_parameter(trained).requires_grad_(True)
+    model = fully_shard(model)
+    enable_split(model, tokens=48)
+    _, found = step_on(model, SETUP, rank)
+    assert list(found) == [trained]
+    torch.testing.assert_close(found[trained], plain(SETUP)[1][trained], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("trained", ["lm_head.weight", "model.layers.1.self_attn.q_proj.weight"])
+def test_keys_and_values_without_gradients_need_no_backward(trained: str) -> None:
+    ranks.run(_attention_frozen, 2, trained)
