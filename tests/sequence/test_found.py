@@ -121,3 +121,11 @@ def _attention_frozen(rank: int, world: int, trained: str) -> None:
 @pytest.mark.parametrize("trained", ["lm_head.weight", "model.layers.1.self_attn.q_proj.weight"])
 def test_keys_and_values_without_gradients_need_no_backward(trained: str) -> None:
     ranks.run(_attention_frozen, 2, trained)
+
+
+def test_plans_of_other_waves_differ() -> None:
+    from odc_triton.balance.pieces import Piece, SplitPlan
+
+    a, b = [Piece(0, 0, 5)], [Piece(1, 0, 5)]
+    c, d = [Piece(0, 5, 9)], [Piece(1, 5, 9)]
+    assert SplitPlan.of([[a, b], [c, d]]).digest != SplitPlan.of([[b, a], [d, c]]).digest
