@@ -63,14 +63,14 @@ def enable_split(model: nn.Module, tokens: int) -> None:
 
 
 @contextlib.contextmanager
-def split_forward(model: nn.Module, split: SplitPlan) -> Iterator[None]:
+def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
     """Forwards of packs with pieces outside of a minibatch, without gradients: to evaluate, for log-probabilities.
 
         with torch.no_grad(), split_forward(model, packs.split):
             losses = [summed_loss(model, pack) for pack in packs]
 
-    Collective: every rank enters, with the same plan, and runs its packs in their order. Raises as `minibatch` does;
-    PeerFailed if another rank raised.
+    Collective: every rank enters, with the same plan, and runs its packs in their order; None where no pack has pieces.
+    Raises as `minibatch` does; PeerFailed if another rank raised.
     """
     engine = engine_of(model)
     if engine.is_open:
@@ -78,7 +78,8 @@ def split_forward(model: nn.Module, split: SplitPlan) -> Iterator[None]:
     if torch.is_grad_enabled():
         raise RuntimeError("split_forward is for forwards without gradients: put it into `with torch.no_grad()`")
     engine.splits.check(split)
-    plans = [theirs["split"] for theirs in engine.meet("enter split_forward", {"split": split.digest})]
+    messages = engine.meet("enter split_forward", {"split": getattr(split, "digest", None)})
+    plans = [theirs["split"] or "none" for theirs in messages]
     if len(set(plans)) > 1:
         raise RanksDiffer(f"the ranks split sequences by different plans: {', '.join(plans)}, by rank")
     engine.splits.begin(split, forward_only=True)

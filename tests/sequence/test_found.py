@@ -129,3 +129,21 @@ def test_plans_of_other_waves_differ() -> None:
     a, b = [Piece(0, 0, 5)], [Piece(1, 0, 5)]
     c, d = [Piece(0, 5, 9)], [Piece(1, 5, 9)]
     assert SplitPlan.of([[a, b], [c, d]]).digest != SplitPlan.of([[b, a], [d, c]]).digest
+
+
+def _without_plan(rank: int, world: int) -> None:
+    from odc_triton import split_forward
+    from odc_triton.hf import summed_loss
+
+    model = sharded(SETUP, rank)
+    whole = [[[0, 1]], [[2, 3]]]
+    packs = packs_of(SETUP, rank, deal=whole)
+    assert packs.split is None
+    with torch.no_grad(), split_forward(model, packs.split):
+        for pack in packs:
+            summed_loss(model, pack)
+    _is_right(step_on(model, SETUP, rank)[1])
+
+
+def test_split_forward_without_pieces() -> None:
+    ranks.run(_without_plan, 2)
