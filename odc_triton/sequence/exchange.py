@@ -60,7 +60,11 @@ class SequenceExchange(NoSplits):
     # ------------------------------------------------------------------ the minibatch
 
     def check(self, plan: SplitPlan | None) -> None:
-        """Clears what a minibatch that failed has left. Raises ValueError, TypeError for a plan that does not fit."""
+        """Clears what a minibatch that failed has left. Raises ValueError, TypeError for a plan that does not fit,
+        RuntimeError while another is open.
+        """
+        if self.plan is not None:  # its epochs would be used twice
+            raise RuntimeError("this is inside split_forward: leave it before a minibatch, or another split_forward")
         if self._must_clear:
             self.room.clear_own_gradients()
             self._must_clear = False

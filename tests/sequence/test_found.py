@@ -147,3 +147,24 @@ def _without_plan(rank: int, world: int) -> None:
 
 def test_split_forward_without_pieces() -> None:
     ranks.run(_without_plan, 2)
+
+
+def _inside_of_each_other(rank: int, world: int) -> str:
+    from odc_triton import split_forward
+
+    model = sharded(SETUP, rank)
+    packs = packs_of(SETUP, rank)
+    try:
+        with torch.no_grad(), split_forward(model, packs.split), torch.enable_grad():
+            step_on(model, SETUP, rank)
+        said = "nothing"
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+    model.zero_grad()
+    _is_right(step_on(model, SETUP, rank)[1])
+    return said
+
+
+def test_a_minibatch_inside_of_split_forward_is_refused() -> None:
+    for said in ranks.run(_inside_of_each_other, 2):
+        assert "inside split_forward" in said, said
