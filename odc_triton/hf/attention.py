@@ -201,7 +201,7 @@ def _of_pieces(
         q, k, v = (x[:, :, start:end] for x in (query, key, value))
         if (earlier := before.get(start)) is None:
             parts.append(_one_length(q, k, v, terms))
-        elif takes(q, v) and terms.window is None and not terms.need_eager:
+        elif takes(q, k, v) and terms.window is None and not terms.need_eager:
             parts.append(AttentionInTwoParts.apply(q, *earlier, k, v, terms.scaling))
         else:
             parts.append(_one_length(q, torch.cat([earlier[0], k], 2), torch.cat([earlier[1], v], 2), terms))

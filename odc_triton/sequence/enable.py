@@ -126,7 +126,7 @@ def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
         module._odc_split = recorder
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):  # autocast's dtypes fit into the model's
             model(**inputs)
     finally:
         for module in modules:

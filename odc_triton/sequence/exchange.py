@@ -372,7 +372,10 @@ class _Fetch(torch.autograd.Function):
         out: list[torch.Tensor | None] = []
         for span in spans:
             found = side.exchange.fetch(side.layer, span.piece, window)
-            out += [None, None] if found is None else [each[None] for each in found]
+            if found is None:
+                out += [None, None]
+            else:  # autocast may compute in another dtype than the room's
+                out += [each[None].to(own.dtype) for each, own in zip(found, (keys, values), strict=True)]
         return tuple(out)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -168,3 +169,31 @@ def _inside_of_each_other(rank: int, world: int) -> str:
 def test_a_minibatch_inside_of_split_forward_is_refused() -> None:
     for said in ranks.run(_inside_of_each_other, 2):
         assert "inside split_forward" in said, said
+
+
+def _autocast(rank: int, world: int, family: str, backend: str, where: str) -> float:
+    from odc_triton import enable_split, fully_shard
+    from odc_triton.hf import summed_loss
+
+    setup = Setup(deal="zigzag", family=family, backend=backend)
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+    model = fully_shard(build(setup, replaced=True), backend=backend)
+    with cast if where == "enable" else contextlib.nullcontext():
+        enable_split(model, tokens=48)
+
+    def loss_of(model: torch.nn.Module, pack: dict) -> torch.Tensor:
+        with cast if where == "train" else contextlib.nullcontext():
+            return summed_loss(model, pack)
+
+    _, found = step_on(model, setup, rank, loss_of=loss_of)
+    want = plain(replace(setup, deal="two", backend="cpu"))[1]
+    off = sum((found[name] - want[name]).norm() ** 2 for name in want) / sum(each.norm() ** 2 for each in want.values())
+    return off.sqrt().item()
+
+
+@pytest.mark.parametrize("where", ["train", "enable"])
+@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize("family", ["Qwen2", "Mistral"])
+def test_autocast(family: str, backend: str, where: str) -> None:
+    for off in ranks.run(_autocast, 3, family, backend, where):
+        assert off < (3e-2 if where == "train" else 1e-5)
