@@ -29,8 +29,8 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     made with `split=True`. A forward of two tokens finds out which layers attend, and how wide.
 
     Raises TypeError for a model that is not sharded, ValueError for `tokens` below 1, NotImplementedError for what
-    can't be split (replicas, compiled blocks, attention that is not `enable_packing`'s), RanksDiffer if the ranks'
-    arguments differ.
+    can't be split (replicas, compiled blocks, attention that is not `enable_packing`'s, rotary frequencies that depend
+    on the pack), RanksDiffer if the ranks' arguments differ.
     """
     engine = engine_of(model)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
@@ -43,6 +43,13 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise NotImplementedError(f"{name or 'the model'} is compiled, which splitting does not support yet")
+        kinds = getattr(module, "rope_type", None)  # of transformers' rotary embeddings; a dict by kind of layer
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                raise NotImplementedError(
+                    f"{name or 'the model'} chooses its rotary frequencies by the last position of a pack (rope_type "
+                    f"{kind!r}), and the pieces of a sample would get different ones: train it on whole samples"
+                )
     if isinstance(engine.splits, SequenceExchange):
         raise ValueError("enable_split was called on this model before")
     layers = _layers(model)

@@ -197,3 +197,16 @@ def _autocast(rank: int, world: int, family: str, backend: str, where: str) -> f
 def test_autocast(family: str, backend: str, where: str) -> None:
     for off in ranks.run(_autocast, 3, family, backend, where):
         assert off < (3e-2 if where == "train" else 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_pack_are_refused(kind: str) -> None:
+    from odc_triton import enable_split, fully_shard
+
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 24}
+    setup = Setup(family="Llama", sizes=(("rope_parameters", rope),))
+    model = build(setup, replaced=False)
+    with pytest.raises(NotImplementedError, match="rotary"):
+        enable_split(fully_shard(model), tokens=8)
