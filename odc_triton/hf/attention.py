@@ -175,6 +175,7 @@ def packed_attention(
     return torch.cat(parts, dim=2)[0].unflatten(1, (batch, length)).permute(1, 2, 0, 3).contiguous(), None
 
 
+@torch._disable_dynamo  # what it does for other ranks must be done in every forward, not once while it is traced
 def _of_pieces(
     module: nn.Module,
     query: Tensor,

@@ -210,3 +210,15 @@ def test_positions_that_depend_on_the_pack_are_refused(kind: str) -> None:
     model = build(setup, replaced=False)
     with pytest.raises(NotImplementedError, match="rotary"):
         enable_split(fully_shard(model), tokens=8)
+
+
+def _compiled_later(rank: int, world: int) -> None:
+    model = sharded(SETUP, rank)
+    model.model.layers[1].compile(backend="eager")
+    for _ in range(2):
+        _is_right(step_on(model, SETUP, rank)[1])
+        model.zero_grad()
+
+
+def test_blocks_that_are_compiled_later() -> None:
+    ranks.run(_compiled_later, 2)
