@@ -222,3 +222,12 @@ def _compiled_later(rank: int, world: int) -> None:
 
 def test_blocks_that_are_compiled_later() -> None:
     ranks.run(_compiled_later, 2)
+
+
+def test_another_attention_would_ignore_pieces() -> None:
+    from odc_triton.hf import summed_loss
+
+    model = build(SETUP, replaced=False)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match=r"call odc_triton.hf.enable_packing\(model\) before fully_shard"):
+        summed_loss(model, packs_of(SETUP, 0)[0])
