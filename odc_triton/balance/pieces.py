@@ -105,7 +105,7 @@ class SplitPlan:
         self.tokens = [0] * ranks
         for each in self.pieces():
             self.tokens[each.rank] += len(each.piece) * each.is_read
-        self.digest = hashlib.sha256(repr([*self.pieces()]).encode()).hexdigest()[:16]
+        self.digest = hashlib.sha256(repr([*self.sequences.values()]).encode()).hexdigest()[:16]
 
     def pieces(self) -> Iterator[PlannedPiece]:
         for sequence in self.sequences.values():

@@ -175,6 +175,7 @@ def packed_attention(
     return torch.cat(parts, dim=2)[0].unflatten(1, (batch, length)).permute(1, 2, 0, 3).contiguous(), None
 
 
+@torch._disable_dynamo  # what it does for other ranks must be done in every forward, not once while it is traced
 def _of_pieces(
     module: nn.Module,
     query: Tensor,
@@ -201,7 +202,7 @@ def _of_pieces(
         q, k, v = (x[:, :, start:end] for x in (query, key, value))
         if (earlier := before.get(start)) is None:
             parts.append(_one_length(q, k, v, terms))
-        elif takes(q, v) and terms.window is None and not terms.need_eager:
+        elif takes(q, k, v) and terms.window is None and not terms.need_eager:
             parts.append(AttentionInTwoParts.apply(q, *earlier, k, v, terms.scaling))
         else:
             parts.append(_one_length(q, torch.cat([earlier[0], k], 2), torch.cat([earlier[1], v], 2), terms))

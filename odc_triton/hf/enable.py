@@ -157,11 +157,14 @@ def innermost(model: nn.Module) -> nn.Module:
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
+def is_packed(model: nn.Module) -> bool:
+    """Whether the model attends by `packed_attention`."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None) == ATTENTION_NAME
+
+
 def takes_prepared_mask(model: nn.Module) -> bool:
     """Whether a forward on a pack that has its bounds may be given [Note: a prepared mask]."""
-    config = getattr(model, "config", None)
-    on_ours = getattr(config, "_attn_implementation", None) == ATTENTION_NAME
-    return on_ours and getattr(model, "_odc_prepared_mask", False)
+    return is_packed(model) and getattr(model, "_odc_prepared_mask", False)
 
 
 def _register(attention: Callable, mask: Callable) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..data.records import IGNORED
 from .attention import PREPARED_MASK
-from .enable import innermost, takes_prepared_mask
+from .enable import innermost, is_packed, takes_prepared_mask
 
 _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
@@ -23,7 +23,14 @@ def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dic
     Its ids, positions and pieces; its cumulative lengths, where it has them (`cu_seq_lens_q`, `max_length_q`, ... as
     transformers names them) and `model`, if given, takes them; and no cache, which would hold every layer's keys and
     values for nothing. With `model`, after `enable_packing`: see [Note: a prepared mask].
+
+    Raises RuntimeError for pieces of samples on a `model` with another attention, which would ignore them.
     """
+    if model is not None and "pieces" in pack and not is_packed(innermost(model)):
+        raise RuntimeError(
+            "this pack holds pieces of samples, and the model's attention would take them for whole samples: call "
+            "odc_triton.hf.enable_packing(model) before fully_shard, and enable_split(model, tokens=…) after it"
+        )
     names = ("input_ids", "position_ids", "pieces", *(_BOUNDS if model is None or _takes_bounds(model) else ()))
     inputs = {name: pack[name] for name in names if name in pack} | {"use_cache": False}
     if model is not None and all(name in inputs for name in _BOUNDS) and takes_prepared_mask(innermost(model)):

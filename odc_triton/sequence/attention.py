@@ -51,6 +51,7 @@ class AttentionInTwoParts(torch.autograd.Function):
         return before[0] + own[0], before[1], before[2], own[1], own[2], None
 
 
-def takes(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether `AttentionInTwoParts` can compute it."""
-    return query.device.type == "cpu" and query.shape[-1] == value.shape[-1]
+def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether `AttentionInTwoParts` can compute it. Not under autocast, which knows SDPA and not its parts."""
+    alike = query.dtype == key.dtype == value.dtype and query.shape[-1] == value.shape[-1]
+    return query.device.type == "cpu" and alike and not torch.is_autocast_enabled("cpu")

@@ -29,8 +29,8 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     made with `split=True`. A forward of two tokens finds out which layers attend, and how wide.
 
     Raises TypeError for a model that is not sharded, ValueError for `tokens` below 1, NotImplementedError for what
-    can't be split (GPUs, replicas, compiled blocks, attention that is not `enable_packing`'s), RanksDiffer if arguments
-    differ.
+    can't be split (GPUs, replicas, compiled blocks, attention that is not `enable_packing`'s, rotary frequencies that
+    depend on the pack), RanksDiffer if arguments differ.
     """
     engine = engine_of(model)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
@@ -45,6 +45,13 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise NotImplementedError(f"{name or 'the model'} is compiled, which splitting does not support yet")
+        kinds = getattr(module, "rope_type", None)  # of transformers' rotary embeddings; a dict by kind of layer
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                raise NotImplementedError(
+                    f"{name or 'the model'} chooses its rotary frequencies by the last position of a pack (rope_type "
+                    f"{kind!r}), and the pieces of a sample would get different ones: train it on whole samples"
+                )
     if isinstance(engine.splits, SequenceExchange):
         raise ValueError("enable_split was called on this model before")
     layers = _layers(model)
@@ -65,14 +72,14 @@ def enable_split(model: nn.Module, tokens: int) -> None:
 
 
 @contextlib.contextmanager
-def split_forward(model: nn.Module, split: SplitPlan) -> Iterator[None]:
+def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
     """Forwards of packs with pieces outside of a minibatch, without gradients: to evaluate, for log-probabilities.
 
         with torch.no_grad(), split_forward(model, packs.split):
             losses = [summed_loss(model, pack) for pack in packs]
 
-    Collective: every rank enters, with the same plan, and runs its packs in their order. Raises as `minibatch` does;
-    PeerFailed if another rank raised.
+    Collective: every rank enters, with the same plan, and runs its packs in their order; None where no pack has pieces.
+    Raises as `minibatch` does; PeerFailed if another rank raised.
     """
     engine = engine_of(model)
     if engine.is_open:
@@ -80,7 +87,8 @@ def split_forward(model: nn.Module, split: SplitPlan) -> Iterator[None]:
     if torch.is_grad_enabled():
         raise RuntimeError("split_forward is for forwards without gradients: put it into `with torch.no_grad()`")
     engine.splits.check(split)
-    plans = [theirs["split"] for theirs in engine.meet("enter split_forward", {"split": split.digest})]
+    messages = engine.meet("enter split_forward", {"split": getattr(split, "digest", None)})
+    plans = [theirs["split"] or "none" for theirs in messages]
     if len(set(plans)) > 1:
         raise RanksDiffer(f"the ranks split sequences by different plans: {', '.join(plans)}, by rank")
     engine.splits.begin(split, forward_only=True)
@@ -127,7 +135,7 @@ def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
         module._odc_split = recorder
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):  # autocast's dtypes fit into the model's
             model(**inputs)
     finally:
         for module in modules:

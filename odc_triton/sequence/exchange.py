@@ -51,14 +51,20 @@ class SequenceExchange(NoSplits):
         self._number = 0  # of the plan, from 1
         self._epochs = 0  # used up by former plans: one per wave
         self._attended: set[tuple[Piece, int]] = set()  # pieces and layers whose forward ran
-        self._to_return: set[Piece] = set()  # pieces whose backward must still come
+        self._to_return: set[tuple[Piece, int]] = set()  # those whose backward must still come
+        self._may_return: set[Piece] = set()  # pieces whose forward had no gradients: checkpoints, perhaps
+        self._returned: set[tuple[Piece, int]] = set()  # those whose backward ran
         self._must_clear = False
         self._forward_only = False
 
     # ------------------------------------------------------------------ the minibatch
 
     def check(self, plan: SplitPlan | None) -> None:
-        """Clears what a minibatch that failed has left. Raises ValueError, TypeError for a plan that does not fit."""
+        """Clears what a minibatch that failed has left. Raises ValueError, TypeError for a plan that does not fit,
+        RuntimeError while another is open.
+        """
+        if self.plan is not None:  # its epochs would be used twice
+            raise RuntimeError("this is inside split_forward: leave it before a minibatch, or another split_forward")
         if self._must_clear:
             self.room.clear_own_gradients()
             self._must_clear = False
@@ -80,6 +86,8 @@ class SequenceExchange(NoSplits):
         self._own = [] if plan is None else plan.of_rank(self.rank)
         self._attended.clear()
         self._to_return.clear()
+        self._may_return.clear()
+        self._returned.clear()
         if plan is not None:
             self._number += 1
 
@@ -101,10 +109,13 @@ class SequenceExchange(NoSplits):
                     f"{planned.piece} were not computed, and other ranks need them: run every pack of the minibatch, "
                     f"in their order"
                 )
-            if planned.piece in self._to_return:
+            layers = [layer for layer in range(self._layers) if (planned.piece, layer) in self._to_return]
+            if layers or planned.piece in self._may_return:
+                where = f" in layers {layers}" if 0 < len(layers) < self._layers else ""
                 return (
-                    f"{planned.piece} had no backward, and other ranks wait for it: make the loss depend on the model "
-                    f"for every pack, also for one without targets (0 * logits.sum() does)"
+                    f"{planned.piece} had no backward{where}, and other ranks wait for it: call backward for each pack "
+                    f"before the next one's forward, on a loss that depends on all layers, also for a pack without "
+                    f"targets (0 * logits.sum() does)"
                 )
         return None
 
@@ -194,13 +205,37 @@ class SequenceExchange(NoSplits):
         sequence = self.plan.sequences[piece.sample]
         return [each for each in sequence.after(piece) if piece.stop > self._read(each.piece, window)[1]]
 
-    def publish(self, layer: int, spans: list[Span], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values: [heads, T, D] of the pack. Raises RuntimeError where other ranks would wait for ever."""
+    def start(self, layer: int, spans: list[Span], *, trains: bool) -> None:
+        """The forward of these pieces in that layer; `trains`: their keys or values need gradients.
+
+        Raises RuntimeError where other ranks would wait for ever, or read what changes under them.
+        """
+        for span in spans:
+            if (span.piece, layer) in self._attended:
+                raise RuntimeError(
+                    f"{span.piece} were computed before, and other ranks may have read them: run a pack with pieces "
+                    f"once in a minibatch; forwards without gradients go before or after it, into split_forward"
+                )
         if layer == 0:
             self._check_order(spans)
-        # Without gradients it may be a checkpoint, whose backward makes them.
-        if not self._forward_only and (keys.requires_grad or values.requires_grad or not torch.is_grad_enabled()):
-            self._to_return.update(span.piece for span in spans)
+        if self._forward_only:
+            return
+        if not torch.is_grad_enabled():  # it may be a checkpoint, whose backward makes them
+            self._may_return.update(span.piece for span in spans)
+        elif trains:
+            self._to_return.update((span.piece, layer) for span in spans)
+
+    def _require_first(self, layer: int, spans: list[Span]) -> None:
+        """Other ranks wait for one addition: a later one would be lost, or stay for the next minibatch."""
+        for span in spans:
+            if (span.piece, layer) in self._returned:
+                raise RuntimeError(
+                    f"{span.piece} had a backward already, and other ranks have taken their gradients from it: call "
+                    f"backward once for a pack with pieces, on the sum of its losses"
+                )
+
+    def publish(self, layer: int, spans: list[Span], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """keys, values: [heads, T, D] of the pack."""
         for span in spans:
             planned = self._planned(span.piece)
             if planned.is_read:
@@ -230,6 +265,7 @@ class SequenceExchange(NoSplits):
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
         """Adds gradients of what was fetched. `gradients`: two for each span, [heads, tokens, D] or None."""
+        self._require_first(layer, spans)
         owners: dict[int, int] = {}
         for at, span in enumerate(spans):
             start = self._read(span.piece, window)[1]
@@ -263,10 +299,13 @@ class SequenceExchange(NoSplits):
         self, layer: int, spans: list[Span], window: int | None, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
         """The gradients of the pack's keys and values, [heads, T, D] or None, with what later pieces have added."""
+        self._require_first(layer, spans)
         if any(self.readers(span.piece, window) for span in spans):
             gradients = [None if each is None else each.clone() for each in gradients]
         for span in spans:
-            self._to_return.discard(span.piece)
+            self._to_return.discard((span.piece, layer))
+            self._may_return.discard(span.piece)
+            self._returned.add((span.piece, layer))
             readers = self.readers(span.piece, window)
             for reader in readers:
                 if reader.rank != self.rank:
@@ -293,6 +332,8 @@ class LayerSplit:
         self, keys: torch.Tensor, values: torch.Tensor, spans: list[Span], window: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Passes keys and values [1, heads, T, D] through."""
+        if not in_backward_pass():  # a recomputation finds its rows written
+            self.exchange.start(self.layer, spans, trains=keys.requires_grad or values.requires_grad)
         return _Publish.apply(self, spans, window, keys, values)
 
     def fetch(
@@ -310,7 +351,7 @@ class _Publish(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.side, ctx.spans, ctx.window = side, spans, window
         ctx.set_materialize_grads(False)
-        if not in_backward_pass():  # a recomputation finds its rows written
+        if not in_backward_pass():
             side.exchange.publish(side.layer, spans, keys[0], values[0])
         return keys.view_as(keys), values.view_as(values)
 
@@ -331,7 +372,10 @@ class _Fetch(torch.autograd.Function):
         out: list[torch.Tensor | None] = []
         for span in spans:
             found = side.exchange.fetch(side.layer, span.piece, window)
-            out += [None, None] if found is None else [each[None] for each in found]
+            if found is None:
+                out += [None, None]
+            else:  # autocast may compute in another dtype than the room's
+                out += [each[None].to(own.dtype) for each, own in zip(found, (keys, values), strict=True)]
         return tuple(out)
 
     @staticmethod
