@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.splitting import Setup, build, packs_of, plain, sharded, step_on
 
 SETUP = Setup(deal="two")
@@ -60,7 +60,7 @@ def _twice(rank: int, world: int, how: str, backend: str) -> str:
     return _minibatch(model, rank, body, setup)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize("backend", ["cpu-apart", slow("cpu")])
 @pytest.mark.parametrize("how", ["backward", "pack", "no_grad"])
 def test_a_second_time_is_refused(how: str, backend: str) -> None:
     words = "had a backward already" if how == "backward" else "were computed before"
