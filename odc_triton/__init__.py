@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .base.errors import DeadlineExceeded as DeadlineExceeded
     from .base.errors import MinibatchFailed as MinibatchFailed
     from .base.errors import OdcError as OdcError
+    from .base.errors import PeerFailed as PeerFailed
     from .base.errors import RankLost as RankLost
     from .base.errors import RanksDiffer as RanksDiffer
     from .engine.api import begin_minibatch as begin_minibatch
@@ -39,7 +40,7 @@ _API = (
     "publish",
     "register_fsdp_forward_method",
 )
-_ERRORS = ("DeadlineExceeded", "MinibatchFailed", "OdcError", "RankLost", "RanksDiffer")
+_ERRORS = ("DeadlineExceeded", "MinibatchFailed", "OdcError", "PeerFailed", "RankLost", "RanksDiffer")
 _HOME = {
     **dict.fromkeys(_API, "engine.api"),
     **dict.fromkeys(_ERRORS, "base.errors"),

@@ -260,7 +260,7 @@ class Engine:
             # A peer is lost or too late, or this rank must stop (Ctrl-C, exit): tell peers, wait for nobody.
             self.state.enter(Phase.BROKEN)
             with contextlib.suppress(torch.distributed.DistError):  # the store may be what was lost
-                self.meetings.tell(purpose, {"error": describe(error)})
+                self.meetings.tell(purpose, {"error": describe(error), "follows": False})
             return
         try:
             self.drain(f"the microbatches of minibatch {self.state.number}")

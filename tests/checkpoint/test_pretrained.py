@@ -212,7 +212,7 @@ def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.Monk
         lambda: read_tokenizer(str(tmp_path)),
     ):
         with pytest.raises(
-            ValueError, match=r"own \(auto_map.*odc-triton runs no code from a model's folder"
+            ValueError, match=r"own code \(auto_map.*odc-triton runs no code from a model's folder"
         ) as caught:
             read()
         assert "trust_remote_code" not in str(caught.value)  # no command here takes it

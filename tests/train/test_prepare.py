@@ -66,6 +66,6 @@ def test_it_says_how_far_it_is(
     wanted = case(write_case(tmp_path))
     folder = RunFolder(tmp_path / "run")
     folder.lock(resume="never")
-    prepare._tokenize(wanted, prepare.load_any_tokenizer(wanted), folder)
+    prepare._tokenize(wanted, prepare.load_any_tokenizer(wanted), folder, longest=wanted.token_cap)
     folder.release()
     assert f"{wanted.data}: 40 records prepared, 100% of the data" in capsys.readouterr().out
