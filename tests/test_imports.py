@@ -169,3 +169,8 @@ print("done")
 
 def test_a_world_of_one_without_a_process_group() -> None:
     assert _python(_NOTEBOOK, OMP_NUM_THREADS="1").strip() == "done"
+
+
+def test_importing_the_package_imports_no_trainer() -> None:
+    code = "import sys, odc_triton.hf; assert 'transformers.trainer' not in sys.modules; odc_triton.hf.ODCTrainer"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)

@@ -73,14 +73,12 @@ def deal_split(
     token_cap: int,
     tokens: int,
     cost: CostModel,
-    fetch: float = 0.0,
     names: Sequence[int] | None = None,
 ) -> SplitDeal:
     """Deals samples of `lengths` tokens to `ranks`, the longest in pieces.
 
     A sample may be longer than `token_cap`, as long as its pieces fit. `tokens`: of each rank, the most tokens whose
-    keys and values others may read. `fetch`: what it costs to read those of one token and to add their gradients, in
-    the unit of `cost`. `names`: what the samples are called in packs and plan, by default their indices. No
+    keys and values others may read. `names`: what packs and plan call the samples, by default their indices. No
     randomness: every rank that calls it with the same arguments gets the same answer.
 
     Raises ValueError for `ranks`, `token_cap` or `tokens` out of range, empty lengths, lengths below 1, and for a
@@ -93,7 +91,7 @@ def deal_split(
     if token_cap < 1:
         raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
     lengths = checked_lengths(lengths, ranks * token_cap)
-    dealing = _Dealing(lengths=lengths, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost, fetch=fetch)
+    dealing = _Dealing(lengths=lengths, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost)
     over = sum(length > token_cap for length in lengths)
     best = dealing.deal(0, []) if over == 0 else None
     to_beat = math.inf if best is None else best.estimate * (1 - _LEAST_GAIN)
@@ -127,11 +125,9 @@ def readable_tokens(lengths: Sequence[int], *, ranks: int, samples: int, token_c
 class _Dealing:
     """The samples of one minibatch, longest first, and the limits."""
 
-    def __init__(
-        self, *, lengths: list[int], ranks: int, token_cap: int, tokens: int, cost: CostModel, fetch: float
-    ) -> None:
+    def __init__(self, *, lengths: list[int], ranks: int, token_cap: int, tokens: int, cost: CostModel) -> None:
         self.lengths, self.ranks, self.token_cap, self.tokens = lengths, ranks, token_cap, tokens
-        self.cost, self.fetch = cost, fetch
+        self.cost = cost
         self.least_tokens = max(1, min(LEAST_TOKENS, token_cap // 2))  # so that a sample over the cap can be cut
         self.order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         self.costs = [cost.sequence(lengths[i]) for i in self.order]
@@ -207,7 +203,7 @@ class _Dealing:
 
     def _price(self, entries: Sequence[Entry]) -> float:
         return math.fsum(
-            self.cost.piece(each.start, each.stop) + self.fetch * each.start
+            self.cost.piece(each.start, each.stop)
             if isinstance(each, Piece)
             else self.cost.sequence(self.lengths[each])
             for each in entries

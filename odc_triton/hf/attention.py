@@ -28,6 +28,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..balance.pieces import Piece
 from ..sequence.attention import AttentionInTwoParts, takes
+from ..sequence.exchange import LayerSplit
 
 # Keyword arguments that change attention's result and that a pack does not support.
 _UNSUPPORTED_IN_PACKS = ("position_bias", "sinks", "indices", "block_indices", "cache")
@@ -154,7 +155,7 @@ def packed_attention(
             f"documents can't be kept apart. {REMEDY}"
         )
     if has_pieces:
-        return _of_pieces(module, query, key, value, cu_seq_lens_q, pieces, terms), None
+        return _of_pieces(module, side, query, key, value, cu_seq_lens_q, pieces, terms), None
     one_document = cu_seq_lens_q is not None and batch == 1 and max_length_q == length
     ends = None if one_document else _cumulative_lengths(position_ids, cu_seq_lens_q, batch, length)
     if ends is None and _has_varlen_kernel(query, value, terms) and sliding_window is not None:
@@ -178,6 +179,7 @@ def packed_attention(
 @torch._disable_dynamo  # what it does for other ranks must be done in every forward, not once while it is traced
 def _of_pieces(
     module: nn.Module,
+    side: LayerSplit | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -186,7 +188,6 @@ def _of_pieces(
     terms: _Terms,
 ) -> Tensor:
     """One row of documents, of which some are pieces of samples; document by document."""
-    side = getattr(module, "_odc_split", None)
     if side is None:
         raise RuntimeError("this pack holds pieces of samples: call enable_split(model, tokens=…) after fully_shard")
     if terms.dropout:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..balance.pieces import SplitPlan
-from ..base.errors import RanksDiffer
+from ..base.errors import PeerFailed, RanksDiffer, describe
 from ..engine.api import engine_of
 from ..engine.module import plain_class
 from .exchange import LayerSplit, SequenceExchange
@@ -86,8 +86,18 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
         raise RuntimeError("split_forward inside a minibatch: run these forwards before or after it")
     if torch.is_grad_enabled():
         raise RuntimeError("split_forward is for forwards without gradients: put it into `with torch.no_grad()`")
-    engine.splits.check(split)
-    messages = engine.meet("enter split_forward", {"split": getattr(split, "digest", None)})
+    refusal: Exception | None = None
+    try:
+        engine.splits.check(split)
+    except Exception as error:  # raised below, where the other ranks are told
+        refusal = error
+    told = {"split": getattr(split, "digest", None), "refusal": None if refusal is None else describe(refusal)}
+    messages = engine.meet("enter split_forward", told)
+    if refusal is not None:
+        raise refusal
+    for rank, theirs in enumerate(messages):
+        if theirs["refusal"] is not None:
+            raise PeerFailed([rank], f"rank {rank} can't enter split_forward: {theirs['refusal']}")
     plans = [theirs["split"] or "none" for theirs in messages]
     if len(set(plans)) > 1:
         raise RanksDiffer(f"the ranks split sequences by different plans: {', '.join(plans)}, by rank")

@@ -300,13 +300,13 @@ class SequenceExchange(NoSplits):
     ) -> list[torch.Tensor | None]:
         """The gradients of the pack's keys and values, [heads, T, D] or None, with what later pieces have added."""
         self._require_first(layer, spans)
-        if any(self.readers(span.piece, window) for span in spans):
+        readers_of = [self.readers(span.piece, window) for span in spans]
+        if any(readers_of):
             gradients = [None if each is None else each.clone() for each in gradients]
-        for span in spans:
+        for span, readers in zip(spans, readers_of, strict=True):
             self._to_return.discard((span.piece, layer))
             self._may_return.discard(span.piece)
             self._returned.add((span.piece, layer))
-            readers = self.readers(span.piece, window)
             for reader in readers:
                 if reader.rank != self.rank:
                     purpose = f"gradients of {span.piece} from {reader.piece} in layer {layer}"
@@ -334,6 +334,7 @@ class LayerSplit:
         """Passes keys and values [1, heads, T, D] through."""
         if not in_backward_pass():  # a recomputation finds its rows written
             self.exchange.start(self.layer, spans, trains=keys.requires_grad or values.requires_grad)
+            self.exchange.publish(self.layer, spans, keys.detach()[0], values.detach()[0])
         return _Publish.apply(self, spans, window, keys, values)
 
     def fetch(
@@ -351,8 +352,6 @@ class _Publish(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.side, ctx.spans, ctx.window = side, spans, window
         ctx.set_materialize_grads(False)
-        if not in_backward_pass():
-            side.exchange.publish(side.layer, spans, keys[0], values[0])
         return keys.view_as(keys), values.view_as(values)
 
     @staticmethod

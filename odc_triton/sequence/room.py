@@ -80,7 +80,9 @@ class Room:
         self._rooms = [rooms[at : at + 4] for at in range(0, len(rooms), 4)]
 
     def rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
-        """Tokens `start` to `stop` of the sample, all of them in `piece`: a view [heads, stop - start, D]."""
+        """Tokens `start` to `stop` of the sample, which begin in `piece`, and end there too unless rooms are joined: a
+        view [heads, stop - start, D].
+        """
         return self._view(self._rooms[layer][kind], piece, start, stop)
 
     def gradient_rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
@@ -95,8 +97,7 @@ class Room:
         """Tokens `start` to `stop` of a sample, over its pieces: [heads, stop - start, D]; a view of joined rooms."""
         pieces = [each for each in sequence.pieces if each.piece.start < stop and each.piece.stop > start]
         if not self.heap.apart:
-            first = pieces[0].joint_offset + start - pieces[0].piece.start
-            return self._rooms[layer][kind][0][:, first : first + stop - start]
+            return self.rows(layer, kind, pieces[0], start, stop)
         bounds = [(each, max(start, each.piece.start), min(stop, each.piece.stop)) for each in pieces]
         return torch.cat([self.rows(layer, kind, each, low, high) for each, low, high in bounds], dim=1)
 

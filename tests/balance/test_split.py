@@ -68,7 +68,6 @@ def minibatches(draw: st.DrawFn) -> dict:
         "token_cap": token_cap,
         "tokens": draw(st.sampled_from([0, token_cap // 4, token_cap, 10 * token_cap])),
         "cost": CostModel(quadratic=quadratic, linear=linear, microbatch=draw(st.sampled_from([0.0, linear * 50]))),
-        "fetch": draw(st.sampled_from([0.0, linear / 10])),
     }
 
 

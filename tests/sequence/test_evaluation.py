@@ -43,6 +43,7 @@ def _evaluate(rank: int, world: int, setup: Setup) -> tuple[list[float], dict[st
             enter(packs.split)
 
     refused("plans differ", lambda: enter(packs.split if rank else SplitPlan.of(DEALS["one token first"])))
+    refused("a plan of others on rank 0", lambda: enter(packs.split if rank else SplitPlan.of(DEALS["zigzag"])))
     refused("with gradients", lambda: split_forward(model, packs.split).__enter__())
     refused("another rank fails", lambda: enter(packs.split, fails=True))
     refused("in a minibatch", inside)
@@ -72,6 +73,10 @@ def test_losses_of_whole_samples_and_wrong_calls() -> None:
         assert said["with gradients"].startswith("RuntimeError: split_forward is for forwards without gradients")
         assert "split_forward inside a minibatch" in said["in a minibatch"]
         assert "and there is no plan: give it" in said["without it"]
+    assert one["a plan of others on rank 0"].startswith("ValueError: the plan is of 3 ranks")
+    assert other["a plan of others on rank 0"].startswith(
+        "PeerFailed: rank 0 can't enter split_forward: ValueError: the"
+    )
     assert one["another rank fails"] == "ValueError: no luck"
     waited = "rank 1 waited for keys and values of tokens 0..23 of sample 0 in layer 0"
     assert other["another rank fails"].startswith(f"PeerFailed: {waited}, and rank 0 failed")

@@ -62,43 +62,11 @@ def test_in_the_ranking_and_the_command(capsys: pytest.CaptureFixture) -> None:
     rows = rank_settings([60_000, 3000, 900, 4000], [1], job=job, token_cap=60_000, trials=2, split=True)
     assert rows[0].name == "ODC + LB-Split"
     assert rows[0].speedup > 2
-    assert (
-        main(
-            [
-                "simulate",
-                "--lengths",
-                "aime",
-                "--model",
-                "qwen2.5-0.5b",
-                "--minibatch",
-                "1",
-                "--token-cap",
-                "9000",
-                "--trials",
-                "2",
-                "--split-sequences",
-            ]
-        )
-        == 1
-    )  # FSDP2 takes no sample over the cap
+    command = ["simulate", "--lengths", "aime", "--model", "qwen2.5-0.5b", "--trials", "2"]
+    command += ["--minibatch", "1", "--split-sequences"]
+    assert main([*command, "--token-cap", "9000"]) == 1  # FSDP2 takes no sample over the cap
     assert "longer than the token_cap of 9000" in capsys.readouterr().err
-    assert (
-        main(
-            [
-                "simulate",
-                "--lengths",
-                "aime",
-                "--model",
-                "qwen2.5-0.5b",
-                "--minibatch",
-                "1",
-                "--trials",
-                "2",
-                "--split-sequences",
-            ]
-        )
-        == 0
-    )
+    assert main(command) == 0
     assert "ODC + LB-Split" in capsys.readouterr().out
     with pytest.raises(ValueError, match="balance 'split' under schedule 'fsdp': FSDP's ranks need the same number"):
         simulate([[8000]], job=JOB, schedule="fsdp", balance="split", token_cap=CAP)
