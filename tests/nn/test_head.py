@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,37 +16,24 @@ from odc_triton.nn import LMHead
 from odc_triton.nn.head import FusedLogits
 from odc_triton.nn.replace import replace_layers
 from tests.support import slow
+from tests.support.models import _causal_lm
 from tests.support.parity import compare
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
-GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-MODELS = {
-    "llama": ("Llama", SIZES),
-    "mistral": ("Mistral", SIZES),
-    "qwen2": ("Qwen2", SIZES),
-    "qwen2-tied": ("Qwen2", SIZES | {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", SIZES | {"head_dim": 8}),
-    "granite": ("Granite", SIZES | {"logits_scaling": 4.0}),
-    "gpt2-tied": ("GPT2", GPT2),
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "granite": ("Granite", {"logits_scaling": 4.0}),
+    "gpt2-tied": ("GPT2", {}),
 }
 
 
 def build(name: str) -> nn.Module:
-    family, sizes = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**sizes)
+    family, changes = MODELS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}{'LMHeadModel' if family == 'GPT2' else 'ForCausalLM'}")(config)
-    return model.train()
+    return _causal_lm(family, **changes).train()
 
 
 def both(name: str) -> tuple[nn.Module, nn.Module]:
