@@ -21,6 +21,9 @@ copy makes the copy visible to the whole system, then writes its flag; so the ke
 at `sys` scope (adding zero compiles to a plain load, `ld.acquire.sys`). One thread reads it, and the barrier after
 which the others learn its value orders their loads too. TMA reads through another proxy, which an acquire does not
 order: call `bulk_reads_follow` between the wait and the first TMA load.
+
+[Note: flags of peers] `set_flag` is a `release` at `sys` scope in a kernel of its own: stream order puts earlier
+kernels and copies before it, so a peer that acquires the flag sees what they wrote.
 """
 
 from __future__ import annotations
@@ -73,6 +76,28 @@ def wait_for_shard(flags, status, owner, epoch, spins):
     if seen != epoch:
         tl.store(status, owner + 1)
     return seen == epoch
+
+
+@triton.jit
+def set_flag(flag, value):
+    """Sets a peer's flag, int64; see [Note: flags of peers]."""
+    tl.debug_barrier()  # triton 3.6 puts none before a scalar release
+    tl.atomic_xchg(flag, value.to(tl.int64), sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for_flag(flag, stop, value, spins):
+    """Waits until a flag, int64, is at least `value`. Returns whether it is: not if `stop` ends the wait, or after
+    `spins` looks.
+    """
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    halted = tl.atomic_add(stop, 0, sem="acquire", scope="sys")
+    looks = 1
+    while (seen < value) & (halted == 0) & (looks < spins):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        halted = tl.atomic_add(stop, 0, sem="acquire", scope="sys")
+        looks += 1
+    return seen >= value
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Adds a local gradient into its owners' shards.
+"""Adds a local gradient into its owners' shards, or a block of numbers into one peer's memory.
 
     shard_o[i, :] += scale * g[o n + i, :]        in fp32, atomically
 
@@ -85,6 +85,31 @@ def scatter(
         BLOCK=block,
         num_warps=num_warps,
     )
+
+
+@triton.jit
+def add_block_kernel(target, source, count, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < count
+    add_to_peer(target + offsets, tl.load(source + offsets, mask=mask).to(target.dtype.element_ty), mask)
+
+
+def add_block(*, target: torch.Tensor, source: torch.Tensor, block: int = 2048, num_warps: int = 4) -> None:
+    """target += source, atomically. `target`: contiguous, fp32, maybe a peer's; `source`: as many numbers, contiguous.
+
+    Other ranks may add to the same numbers at the same time. The addition is complete when this rank's stream is
+    drained, or a flag set behind it is seen. Raises ValueError for another size, dtype or layout.
+    """
+    if target.numel() != source.numel() or not (target.is_contiguous() and source.is_contiguous()):
+        raise ValueError(
+            f"target is {tuple(target.shape)} with strides {target.stride()}, source {tuple(source.shape)} with "
+            f"{source.stride()}; give contiguous ones of the same size"
+        )
+    if target.dtype != torch.float32:
+        raise ValueError(f"target is {target.dtype}; gradients are summed in float32")
+    if target.numel():
+        grid = (triton.cdiv(target.numel(), block),)
+        add_block_kernel[grid](target, source, target.numel(), BLOCK=block, num_warps=num_warps)
 
 
 def scatter_ref(shards: list[torch.Tensor], gradient: torch.Tensor, scale: float) -> list[torch.Tensor]:

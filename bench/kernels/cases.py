@@ -10,6 +10,7 @@ import triton.language as tl
 
 from odc_kernels import (
     embedding,
+    flags,
     gather,
     linear,
     linear_staged,
@@ -31,6 +32,7 @@ _ALIGNED_SIZES = ("rows", "rows_per_owner", "columns")
 
 def cases() -> Iterator[Case]:
     yield from _of_memory()
+    yield from _of_flags()
     yield from _of_embedding()
     yield from _of_head()
     for dtype in TYPES:
@@ -74,6 +76,37 @@ def _of_memory() -> Iterator[Case]:
             reduces=True,
             flat=True,
         )
+        yield Case(
+            name=f"add_block {dtype}",
+            kernel=scatter.add_block_kernel,
+            signature={"target": "*fp32", "source": f"*{dtype}", "count": "i32"},
+            constants={"BLOCK": 2048},
+            aligned=("target", "source", "count"),
+            reduces=True,
+            flat=True,
+        )
+
+
+def _of_flags() -> Iterator[Case]:
+    where = {"place": "i32", "value": "i32", "first": "i32", "ranks": "i32"}
+    yield Case(
+        name="set_flags",
+        kernel=flags.set_flags_kernel,
+        signature={"table": "*i64", **where},
+        constants={},
+        num_warps=1,
+        flags="atom.global.sys.release.exch.b64",
+    )
+    yield Case(
+        name="await_flags",
+        kernel=flags.await_flags_kernel,
+        signature={"flags": "*i64", "stop": "*i32", "status": "*i32", "stride": "i32"}
+        | where
+        | {"number": "i32", "spins": "i32"},
+        constants={},
+        num_warps=1,
+        flags="ld.global.sys.acquire.b64",
+    )
 
 
 def _of_embedding() -> Iterator[Case]:

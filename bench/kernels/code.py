@@ -50,6 +50,7 @@ class Case:
     reduces: bool = False  # adds into peers
     far: bool = False  # some of them on other GPUs, so not in bulk: [Note: bulk reductions] in kernels/device.py
     flat: bool = False  # addresses the elements of a tensor by one number
+    flags: str = ""  # the PTX instruction that sets or reads peers' flags; such a kernel moves no data
     waits: bool = False  # for shards to arrive: the order of waits and loads in its PTX is checked
 
     def constants_on(self, arch: int) -> dict[str, Any]:
@@ -117,7 +118,10 @@ def build(case: Case, arch: int) -> Code:
     if code.shared_bytes > SHARED_LIMIT_BYTES[arch]:
         code.faults.append(f"{code.shared_bytes} bytes of shared memory, the chip has {SHARED_LIMIT_BYTES[arch]}")
     _read_matrix(code, case, ttir, ptx, sass)
-    _read_loads(code, ptx, sass)
+    if case.flags:
+        _read_flags(code, case, ptx)
+    else:
+        _read_loads(code, ptx, sass)
     _read_reductions(code, case, ttir, ptx, sass)
     code.faults += faults_of_offsets(ttir, flat=case.flat)
     if case.waits:
@@ -152,6 +156,11 @@ def _read_loads(code: Code, ptx: str, sass: str) -> None:
         code.faults.append("scalar 2-byte loads")
     if 16 not in widths and not bulk:
         code.faults.append("no 16-byte loads")
+
+
+def _read_flags(code: Code, case: Case, ptx: str) -> None:
+    if not re.search(rf"\b{re.escape(case.flags)}\b", ptx):
+        code.faults.append(f"no {case.flags}")
 
 
 def _read_reductions(code: Code, case: Case, ttir: str, ptx: str, sass: str) -> None:

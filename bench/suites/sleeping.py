@@ -27,7 +27,9 @@ from odc_triton.balance.queue import QUEUE, QueuedPacks, queue_packs
 from odc_triton.balance.split import deal_split, readable_tokens
 from odc_triton.comm.local_store import rendezvous_url
 from odc_triton.engine.api import engine_of, minibatch
-from odc_triton.sequence.exchange import LayerSplit, SequenceExchange, Span
+from odc_triton.sequence.exchange import SequenceExchange, Span
+from odc_triton.sequence.handover import Handover
+from odc_triton.sequence.layer import LayerSplit
 from odc_triton.sequence.room import LayerShape, Room
 from odc_triton.sharding.shard import fully_shard
 from odc_triton.simulate import Job, Links, simulate
@@ -255,10 +257,11 @@ class SleepingModel(nn.Module):
         shapes = [LayerShape(heads=1, key_width=1, value_width=1, dtype="float32")] * len(self.layers)
         token = engine.meet("enable_split", {"token": uuid.uuid4().hex})[0]["token"]
         room = Room(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.meetings.timeout_s)
-        engine.splits = SequenceExchange(engine.state, engine.meetings, room, layers=len(shapes))
+        exchange = SequenceExchange(Handover(room, engine.state, engine.meetings), engine.streams.first.another())
+        engine.split_by(exchange)
         for number, layer in enumerate(self.layers):
-            layer.side = LayerSplit(engine.splits, number)
-        return engine.splits
+            layer.side = LayerSplit(exchange, number)
+        return exchange
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,11 @@ def _checked_tokens(tokens: Any) -> int | None:
     return count
 
 
+def _waits_for_nobody(error: BaseException | None) -> bool:
+    """Whether a rank with this error does not meet the others again."""
+    return isinstance(error, (RankLost, DeadlineExceeded)) or not isinstance(error, Exception | None)
+
+
 class Engine:
     """One sharded model on one rank: its units, its parameters, its place in the protocol."""
 
@@ -55,10 +60,12 @@ class Engine:
         replicas: Replicas,
         streams: Streams,
         meetings: Meetings,
+        adds_by_kernel: bool,
         debug: bool,
     ) -> None:
+        """`adds_by_kernel`: kernels add to peers, on `streams`; else the host does, under locks."""
         self.grid, self.heap, self.signs, self.replicas = grid, heap, signs, replicas
-        self.meetings, self.debug = meetings, debug
+        self.meetings, self.adds_by_kernel, self.debug = meetings, adds_by_kernel, debug
         self.streams = AllStreams(streams, timeout_s=meetings.timeout_s)
         self.publication = Publication(heap, meetings)
         self.rank, self.world = grid.rank, grid.world
@@ -83,7 +90,7 @@ class Engine:
         self._scope = contextlib.ExitStack()
         self.hyperparameters = Hyperparameters()
         self._optimizers = OptimizerWatch(self)
-        self.splits = NoSplits()  # enable_split sets another
+        self.splits = NoSplits()  # until `split_by`
 
     # ------------------------------------------------------------------ parameters
 
@@ -123,6 +130,12 @@ class Engine:
     def waited(self, parameter: ShardedParameter, waits: Waits) -> None:
         for start_s, end_s in waits:
             self.events.add("wait", start_s, end_s, label=f"lock of {parameter.name}")
+
+    def split_by(self, splits: Any) -> None:
+        """From now on `splits` computes pieces of sequences with other ranks."""
+        self.splits = splits
+        self.streams.also(splits.streams)
+        self.streams.watch(splits.handover)
 
     def trainable(self) -> list[ShardedParameter]:
         return [parameter for parameter in self.parameters if parameter.trains]
@@ -253,21 +266,20 @@ class Engine:
         purpose = f"leave minibatch {self.state.number}"
         if error is None and self.state.failure is None:
             self.state.failure = self.splits.incomplete()
-        if error is not None or self.state.failure is not None:
+        if error is None and self.state.failure is not None:
+            error = RuntimeError(self.state.failure)
+        if error is not None:
             self.splits.fail()
-        lost = isinstance(error, (RankLost, DeadlineExceeded))
-        if lost or (error is not None and not isinstance(error, Exception)):
-            # A peer is lost or too late, or this rank must stop (Ctrl-C, exit): tell peers, wait for nobody.
-            self.state.enter(Phase.BROKEN)
-            with contextlib.suppress(torch.distributed.DistError):  # the store may be what was lost
-                self.meetings.tell(purpose, {"error": describe(error), "follows": False})
+        if _waits_for_nobody(error):
+            self._leave(purpose, error)
             return
         try:
             self.drain(f"the microbatches of minibatch {self.state.number}")
         except Exception as raised:
+            if error is None and _waits_for_nobody(raised):
+                self._leave(purpose, raised)
+                raise
             error = error or raised
-        if error is None and self.state.failure is not None:
-            error = RuntimeError(self.state.failure)
         touched = [index for index, parameter in enumerate(self.parameters) if parameter.landing.touched]
         message = {"touched": touched, "microbatches": self.passes.count}
         messages = self._meet(purpose, message, error)
@@ -285,6 +297,12 @@ class Engine:
                 f"ranks ran {counts} microbatches in minibatch {self.state.number} and gradients are divided by the "
                 f"number of ranks; give tokens= to minibatch() and divide the loss by mb.tokens",
             )
+
+    def _leave(self, purpose: str, error: BaseException) -> None:
+        """A peer is lost or too late, or this rank must stop (Ctrl-C, exit): tells peers, waits for nobody."""
+        self.state.enter(Phase.BROKEN)
+        with contextlib.suppress(torch.distributed.DistError):  # the store may be what was lost
+            self.meetings.tell(purpose, {"error": describe(error), "follows": False})
 
     def _land(self, touched: set[int]) -> None:
         factor = self.divide_factor or (self.world if self._tokens is None else 1)

@@ -6,11 +6,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from odc_kernels.staged import Staging
 from odc_kernels.streams import Device
 
 from ..base.errors import DeadlineExceeded
@@ -58,8 +57,19 @@ class Streams:
         """Adds `gradient` to peers, by `work`, after all computation enqueued before."""
         work(gradient)
 
+    def after_adds(self, work: Callable[[], None]) -> None:
+        """Runs `work` after all additions enqueued before."""
+        work()
+
+    def go_on(self) -> None:
+        """Call before a wait for peers, who may wait for this rank's additions: a simulated device makes them now."""
+
     def drain(self, timeout_s: float, purpose: str) -> None:
         """Waits until the device has done all that was enqueued. Raises DeadlineExceeded."""
+
+    def another(self) -> Streams:
+        """More streams of the same device."""
+        return Streams()
 
 
 @dataclass(slots=True)
@@ -135,6 +145,15 @@ class DeviceStreams(Streams):
             self._current().wait_event(self._in_flight[0][0])
             self._let_go()
 
+    def after_adds(self, work: Callable[[], None]) -> None:
+        self.device.enqueue(self._add, work)
+
+    def go_on(self) -> None:
+        self.device.has_come(self._add.record_event())
+
+    def another(self) -> DeviceStreams:
+        return DeviceStreams(self.device, in_flight_bytes=self._most_bytes)
+
     def _let_go(self) -> None:
         _, gradient = self._in_flight.popleft()
         self._in_flight_bytes -= gradient.nbytes
@@ -153,22 +172,33 @@ class DeviceStreams(Streams):
         self._in_flight_bytes = 0
 
 
+class Waiting(Protocol):
+    """What makes kernels wait: staged copies, flags of peers."""
+
+    def check(self) -> None:
+        """After a drain: raises if a kernel has waited in vain since the last check."""
+
+
 class AllStreams:
-    """The streams of an engine, and of those that it absorbed, with the staged copies that run on them."""
+    """The streams of an engine, and of those that it absorbed, with what waits on them."""
 
     def __init__(self, first: Streams, *, timeout_s: float) -> None:
         self.first, self._timeout_s = first, timeout_s
         self._all = [first]
-        self._stagings: list[Staging] = []
+        self._waiting: list[Waiting] = []
 
     def join(self, other: AllStreams) -> None:
         self._all += other._all
-        self._stagings += other._stagings
+        self._waiting += other._waiting
 
-    def watch(self, staging: Staging) -> None:
-        """Makes a drain report a kernel whose wait for a copy here timed out."""
-        if staging not in self._stagings:
-            self._stagings.append(staging)
+    def also(self, streams: Streams) -> None:
+        """Makes a drain wait for these, too."""
+        self._all.append(streams)
+
+    def watch(self, waiting: Waiting) -> None:
+        """Makes a drain report a kernel that waited in vain."""
+        if waiting not in self._waiting:
+            self._waiting.append(waiting)
 
     def computes_here(self) -> None:
         """Notes that modules compute on the current stream: a drain must wait for what they read of peers."""
@@ -179,5 +209,5 @@ class AllStreams:
         """Waits until this rank's device has done what was enqueued. Raises DeadlineExceeded."""
         for streams in self._all:
             streams.drain(self._timeout_s, purpose)
-        for staging in self._stagings:
-            staging.check()
+        for waiting in self._waiting:
+            waiting.check()

@@ -28,7 +28,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ..balance.pieces import Piece
 from ..sequence.attention import AttentionInTwoParts, takes
-from ..sequence.exchange import LayerSplit
+from ..sequence.layer import LayerSplit, Pair
 
 # Keyword arguments that change attention's result and that a pack does not support.
 _UNSUPPORTED_IN_PACKS = ("position_bias", "sinks", "indices", "block_indices", "cache")
@@ -197,17 +197,31 @@ def _of_pieces(
     bounds = _bounds(ends, query.shape[2])
     spans = side.exchange.spans(bounds, pieces)
     key, value = side.publish(key, value, spans, terms.window)
-    before = dict(zip((span.first for span in spans), side.fetch(key, value, spans, terms.window), strict=True))
+    fetched = dict(zip((span.first for span in spans), side.fetch(key, value, spans, terms.window), strict=True))
     parts = []
     for start, end in pairwise(bounds):
         q, k, v = (x[:, :, start:end] for x in (query, key, value))
-        if (earlier := before.get(start)) is None:
-            parts.append(_one_length(q, k, v, terms))
-        elif takes(q, k, v) and terms.window is None and not terms.need_eager:
-            parts.append(AttentionInTwoParts.apply(q, *earlier, k, v, terms.scaling))
-        else:
-            parts.append(_one_length(q, torch.cat([earlier[0], k], 2), torch.cat([earlier[1], v], 2), terms))
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous()
+        parts.append(_of_document(q, k, v, fetched.get(start), side.is_apart, terms))
+    return side.release(torch.cat(parts, dim=1), key, value, spans)
+
+
+def _of_document(
+    query: Tensor, key: Tensor, value: Tensor, fetched: Pair | None, is_whole: bool, terms: _Terms
+) -> Tensor:
+    """[1, T, H, D]. `fetched`: keys and values of what a piece sees before its own; `is_whole`: its own behind them."""
+    if fetched is not None and not is_whole:
+        if takes(query, key, value) and terms.window is None and not terms.need_eager:
+            return AttentionInTwoParts.apply(query, *fetched, key, value, terms.scaling).transpose(1, 2)
+        fetched = torch.cat([fetched[0], key], 2), torch.cat([fetched[1], value], 2)
+    if fetched is not None:
+        key, value = fetched
+    if not _has_varlen_kernel(query, value, terms):
+        return _one_length(query, key, value, terms).transpose(1, 2)
+    queries, keys = query.shape[2], key.shape[2]
+    # Made on the device, so that the host does not wait for it.
+    ends = [torch.arange(0, n + 1, n, dtype=torch.int32, device=query.device) for n in (queries, keys)]
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return _varlen(q, k, v, ends[0], queries, terms, ends_of_keys=ends[1], longest_keys=keys)[None]
 
 
 def _bounds(ends: Tensor, length: int) -> list[int]:
@@ -327,9 +341,21 @@ def _has_varlen_kernel(query: Tensor, value: Tensor, terms: _Terms) -> bool:
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, longest: int | None, terms: _Terms
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_lens: Tensor,
+    longest: int | None,
+    terms: _Terms,
+    *,
+    ends_of_keys: Tensor | None = None,
+    longest_keys: int = 0,
 ) -> Tensor:
-    """Documents laid end to end, [tokens, heads, D], by the variable-length kernel."""
+    """Documents laid end to end, [tokens, heads, D], by the variable-length kernel.
+
+    `ends_of_keys`, `longest_keys`: if documents have more keys than queries; the queries are then the last of their
+    keys, as the kernel's causal mask is aligned to the lower right.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     ends = cu_seq_lens.to(device=query.device, dtype=torch.int32)
@@ -340,7 +366,8 @@ def _varlen(
             gqa["enable_gqa"] = True
         else:  # an older torch
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    ends_of_keys, longest_keys = (ends, longest) if ends_of_keys is None else (ends_of_keys, longest_keys)
     # The kernel counts the tokens before a query's own; (-1, 0) is plain causal.
-    before = -1 if terms.window is None or terms.window >= longest else terms.window - 1
+    before = -1 if terms.window is None or terms.window >= longest_keys else terms.window - 1
     options = {"scale": terms.scaling, "window_size": (before, 0)} | gqa
-    return varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    return varlen_attn(query, key, value, ends, ends_of_keys, longest, longest_keys, **options)

@@ -15,7 +15,9 @@ from ..balance.pieces import SplitPlan
 from ..base.errors import PeerFailed, RanksDiffer, describe
 from ..engine.api import engine_of
 from ..engine.module import plain_class
-from .exchange import LayerSplit, SequenceExchange
+from .exchange import SequenceExchange
+from .handover import Handover, KernelHandover
+from .layer import LayerSplit
 from .room import LayerShape, Room
 
 
@@ -29,7 +31,7 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     made with `split=True`. A forward of two tokens finds out which layers attend, and how wide.
 
     Raises TypeError for a model that is not sharded, ValueError for `tokens` below 1, NotImplementedError for what
-    can't be split (GPUs, replicas, compiled blocks, attention that is not `enable_packing`'s, rotary frequencies that
+    can't be split (replicas, compiled blocks, attention that is not `enable_packing`'s, rotary frequencies that
     depend on the pack), RanksDiffer if arguments differ.
     """
     engine = engine_of(model)
@@ -40,8 +42,6 @@ def enable_split(model: nn.Module, tokens: int) -> None:
             f"the model has {engine.replicas.count} replicas, and pieces can't be read across them: give fully_shard a "
             f"mesh of one dimension"
         )
-    if engine.heap.device.type != "cpu":
-        raise NotImplementedError("sequences can be split on the CPU backend only: leave enable_split out on GPUs")
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise NotImplementedError(f"{name or 'the model'} is compiled, which splitting does not support yet")
@@ -66,9 +66,12 @@ def enable_split(model: nn.Module, tokens: int) -> None:
                 )
     token = f"{everyones[0]['token']}-split"
     room = Room(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.meetings.timeout_s)
-    engine.splits = SequenceExchange(engine.state, engine.meetings, room, layers=len(layers))
+    by = KernelHandover if engine.adds_by_kernel else Handover
+    engine.split_by(
+        exchange := SequenceExchange(by(room, engine.state, engine.meetings), engine.streams.first.another())
+    )
     for number, (module, _) in enumerate(layers):
-        module._odc_split = LayerSplit(engine.splits, number)
+        module._odc_split = LayerSplit(exchange, number)
 
 
 @contextlib.contextmanager
@@ -89,6 +92,7 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
     refusal: Exception | None = None
     try:
         engine.splits.check(split)
+        engine.drain("what a former minibatch has left")
     except Exception as error:  # raised below, where the other ranks are told
         refusal = error
     told = {"split": getattr(split, "digest", None), "refusal": None if refusal is None else describe(refusal)}
@@ -105,6 +109,7 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
     failed = True
     try:
         yield
+        engine.drain("forwards on pieces of samples")
         failed = False
     finally:
         if failed:

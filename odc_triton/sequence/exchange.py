@@ -13,22 +13,18 @@ everything is added to others before this rank waits for what they add.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 
-from ..balance.pieces import Piece, PlannedPiece, SplitPlan, SplitSequence
-from ..base.errors import DeadlineExceeded, PeerFailed
-from ..comm.meeting import Meetings
-from ..engine.passes import in_backward_pass
-from ..engine.state import MinibatchState, NoSplits
-from .room import KEYS, VALUES, Room
-
-_NAP_S = 20e-6
-_SHORT_S = 0.01  # most waits end within it: the ranks of a wave compute the same layer
+from ..balance.pieces import Piece, PlannedPiece, SplitPlan
+from ..engine.state import NoSplits
+from ..engine.streams import Streams
+from .fetched import Fetched, Rows
+from .handover import Handover, Wait
+from .room import KEYS, VALUES, Flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +39,19 @@ class Span:
 class SequenceExchange(NoSplits):
     """What `enable_split` puts on an engine. `plan`: of the minibatch that is open; None while nothing is split."""
 
-    def __init__(self, state: MinibatchState, meetings: Meetings, room: Room, *, layers: int) -> None:
-        self._state, self._meetings, self.room, self._layers = state, meetings, room, layers
-        self.rank, self.world, self.tokens = room.rank, room.world, room.tokens
+    def __init__(self, handover: Handover, streams: Streams) -> None:
+        """`streams`: its own, to copy and to add beside what the engine copies and adds."""
+        self.handover, self.streams, self.room = handover, streams, handover.room
+        self.rank, self.world, self.tokens = self.room.rank, self.room.world, self.room.tokens
+        self.is_apart = self.room.heap.apart
         self.plan: SplitPlan | None = None
         self._own: list[PlannedPiece] = []
-        self._number = 0  # of the plan, from 1
         self._epochs = 0  # used up by former plans: one per wave
         self._attended: set[tuple[Piece, int]] = set()  # pieces and layers whose forward ran
         self._to_return: set[tuple[Piece, int]] = set()  # those whose backward must still come
         self._may_return: set[Piece] = set()  # pieces whose forward had no gradients: checkpoints, perhaps
         self._returned: set[tuple[Piece, int]] = set()  # those whose backward ran
+        self.released: list[list[Fetched | None]] = []  # of each layer whose backward must fetch again
         self._must_clear = False
         self._forward_only = False
 
@@ -88,13 +86,14 @@ class SequenceExchange(NoSplits):
         self._to_return.clear()
         self._may_return.clear()
         self._returned.clear()
+        self.released.clear()
         if plan is not None:
-            self._number += 1
+            self.handover.begin()
 
     def fail(self) -> None:
         """Ends the waits of ranks that need this one's pieces."""
         if self.plan is not None:
-            self.room.failed[self.rank][0] = self._number
+            self.handover.fail()
 
     def incomplete(self) -> str | None:
         """What is missing of the plan's pieces on this rank."""
@@ -104,14 +103,14 @@ class SequenceExchange(NoSplits):
         for planned in self._own:
             if self.plan.wave_of(planned.piece) >= wave:
                 continue
-            if any((planned.piece, layer) not in self._attended for layer in range(self._layers)):
+            if any((planned.piece, layer) not in self._attended for layer in range(self.room.layers)):
                 return (
                     f"{planned.piece} were not computed, and other ranks need them: run every pack of the minibatch, "
                     f"in their order"
                 )
-            layers = [layer for layer in range(self._layers) if (planned.piece, layer) in self._to_return]
+            layers = [layer for layer in range(self.room.layers) if (planned.piece, layer) in self._to_return]
             if layers or planned.piece in self._may_return:
-                where = f" in layers {layers}" if 0 < len(layers) < self._layers else ""
+                where = f" in layers {layers}" if 0 < len(layers) < self.room.layers else ""
                 return (
                     f"{planned.piece} had no backward{where}, and other ranks wait for it: call backward for each pack "
                     f"before the next one's forward, on a loss that depends on all layers, also for a pack without "
@@ -122,37 +121,16 @@ class SequenceExchange(NoSplits):
     def end(self, *, failed: bool) -> None:
         """The ranks have met at the exit."""
         if self.plan is not None:
+            self.handover.end()
             self._epochs += self.plan.waves
             self._must_clear = failed
         self.plan = None
 
-    # ------------------------------------------------------------------ waiting
-
-    def _epoch(self, piece: Piece) -> int:
-        return self._epochs + self.plan.wave_of(piece) + 1
-
-    def _wait(self, purpose: str, rank: int, flags: torch.Tensor, layer: int, piece: Piece) -> None:
-        """Until `rank` has shown, in `flags`, that it has done `piece`'s wave in that layer."""
-        epoch = self._epoch(piece)
-        if int(flags[layer]) >= epoch:
-            return
-        with self._state.events.span("wait", label=purpose):
-            until_s = time.monotonic() + _SHORT_S
-            while time.monotonic() < until_s:
-                if int(flags[layer]) >= epoch:
-                    return
-                time.sleep(_NAP_S)
-            self._meetings.wait_until(purpose, lambda: [] if int(flags[layer]) >= epoch else self._late(rank, purpose))
-
-    def _late(self, rank: int, purpose: str) -> list[int]:
-        first = self.room.heap.first
-        failed = [first + peer for peer in range(self.world) if int(self.room.failed[peer][0]) == self._number]
-        if failed:
-            names = ", ".join(f"rank {rank}" for rank in failed)
-            raise PeerFailed(failed, f"rank {first + self.rank} waited for {purpose}, and {names} failed")
-        return [first + rank]
-
     # ------------------------------------------------------------------ what layers do
+
+    def _epoch(self, spans: Sequence[Span]) -> int:
+        """Of the pieces of one microbatch, which are of one wave."""
+        return self._epochs + self.plan.wave_of(spans[0].piece) + 1
 
     def spans(self, bounds: Sequence[int], pieces: Sequence[Piece | None]) -> list[Span]:
         """The pack's pieces. Raises RuntimeError if they are not in the plan of an open minibatch."""
@@ -193,17 +171,17 @@ class SequenceExchange(NoSplits):
             f"{piece} are not this rank's in the minibatch's plan: give minibatch() the split of the packs that it runs"
         )
 
-    def _read(self, piece: Piece, window: int | None) -> tuple[SplitSequence, int]:
-        """What a piece reads: tokens from there up to its own."""
-        return self.plan.sequences[piece.sample], 0 if window is None else max(0, piece.start - window + 1)
+    def _reads_from(self, piece: Piece, window: int | None) -> int:
+        """The first token that a piece reads."""
+        return 0 if window is None else max(0, piece.start - window + 1)
 
     def sources(self, piece: Piece, window: int | None) -> list[PlannedPiece]:
-        sequence, start = self._read(piece, window)
-        return [each for each in sequence.before(piece) if each.piece.stop > start]
+        start = self._reads_from(piece, window)
+        return [each for each in self.plan.sequences[piece.sample].before(piece) if each.piece.stop > start]
 
     def readers(self, piece: Piece, window: int | None) -> list[PlannedPiece]:
-        sequence = self.plan.sequences[piece.sample]
-        return [each for each in sequence.after(piece) if piece.stop > self._read(each.piece, window)[1]]
+        after = self.plan.sequences[piece.sample].after(piece)
+        return [each for each in after if piece.stop > self._reads_from(each.piece, window)]
 
     def start(self, layer: int, spans: list[Span], *, trains: bool) -> None:
         """The forward of these pieces in that layer; `trains`: their keys or values need gradients.
@@ -234,151 +212,98 @@ class SequenceExchange(NoSplits):
                     f"backward once for a pack with pieces, on the sum of its losses"
                 )
 
-    def publish(self, layer: int, spans: list[Span], keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values: [heads, T, D] of the pack."""
+    def publish(self, layer: int, spans: list[Span], window: int | None, rows: Rows) -> None:
+        """`rows`: keys and values [T, heads, D] of the pack."""
+        whom: set[int] = set()
         for span in spans:
             planned = self._planned(span.piece)
             if planned.is_read:
-                for kind, rows in ((KEYS, keys), (VALUES, values)):
+                for kind, each in enumerate(rows):
                     place = self.room.rows(layer, kind, planned, span.piece.start, span.piece.stop)
-                    place.copy_(rows[:, span.first : span.end])
-        self.room.published[self.rank][layer] = self._epoch(spans[0].piece)
+                    place.copy_(each[span.first : span.end])
+            whom |= {reader.rank for reader in self.readers(span.piece, window)}
+        self.handover.tell(Flag.PUBLISHED, whom - {self.rank}, layer, self._epoch(spans))
 
-    def fetch(self, layer: int, piece: Piece, window: int | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values [heads, tokens, D] of what stands before `piece`; None for a first one."""
-        sources = self.sources(piece, window)
-        self._attended.add((piece, layer))
+    def read(self, layer: int, span: Span, window: int | None, own: Rows) -> Rows | Fetched | None:
+        """Keys and values [tokens, heads, D] before the piece, as views, where rooms are joined; else what copies them
+        before `own`, the piece's rows. None for a first piece.
+        """
+        sources = self.sources(span.piece, window)
+        self._attended.add((span.piece, layer))
         if not sources:
             return None
-        for source in sources:
-            if source.rank != self.rank:
-                purpose = f"keys and values of {source.piece} in layer {layer}"
-                self._wait(purpose, source.rank, self.room.published[source.rank], layer, piece)
-        sequence, start = self._read(piece, window)
-        return tuple(self.room.read(layer, kind, sequence, start, piece.start) for kind in (KEYS, VALUES))
+        whom = {each.rank: f"keys and values of {each.piece} in layer {layer}" for each in reversed(sources)}
+        wait = self._wait_for(Flag.PUBLISHED, layer, [span], whom)
+        start, stop = self._reads_from(span.piece, window), span.piece.start
+        self.streams.go_on()
+        if not self.is_apart:
+            wait()
+            return tuple(self.room.rows(layer, kind, sources[0], start, stop) for kind in (KEYS, VALUES))
+        bounds = [(each, max(start, each.piece.start), each.piece.stop) for each in sources]
+        before = [tuple(self.room.rows(layer, kind, *each) for kind in (KEYS, VALUES)) for each in bounds]
+        fetched = Fetched(before, own, self.streams)
+        fetched.start(wait)
+        fetched.finish(own)
+        return fetched
 
-    def add(
-        self,
-        layer: int,
-        spans: list[Span],
-        window: int | None,
-        gradients: Sequence[torch.Tensor | None],
-    ) -> None:
-        """Adds gradients of what was fetched. `gradients`: two for each span, [heads, tokens, D] or None."""
+    def fetch_ahead(self, done: list[Fetched | None]) -> None:
+        """Starts copying what the backward needs next, after that of `done`'s layer: that of the layer before."""
+        while self.released and self.released.pop() is not done:
+            pass
+        for each in filter(None, self.released[-1] if self.released else ()):
+            each.start()
+
+    def _wait_for(self, flag: Flag, layer: int, spans: Sequence[Span], whom: dict[int, str]) -> Callable[[], None]:
+        """What waits for other ranks; `whom`: by rank, what for."""
+        others = {rank: purpose for rank, purpose in whom.items() if rank != self.rank}
+        wait = Wait(flag=flag, layer=layer, epoch=self._epoch(spans), whom=others)
+        return partial(self.handover.wait, wait) if others else lambda: None
+
+    def add(self, layer: int, spans: list[Span], window: int | None, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Adds gradients of what was read. `gradients`: two for each span, [tokens, heads, D], contiguous, or None."""
         self._require_first(layer, spans)
-        owners: dict[int, int] = {}
+        owners: set[int] = set()
         for at, span in enumerate(spans):
-            start = self._read(span.piece, window)[1]
-            for source in self.sources(span.piece, window):
-                owners[source.rank] = self._epoch(span.piece)
-                low, high = max(start, source.piece.start), source.piece.stop
-                self._lock(layer, source)
-                try:
-                    for kind in (KEYS, VALUES):
-                        if (rows := gradients[2 * at + kind]) is not None:
-                            place = self.room.gradient_rows(layer, kind, source, low, high)
-                            place.add_(rows[:, low - start : high - start])
-                finally:
-                    self.room.heap.unlock(layer, source.rank)
-        for owner, epoch in owners.items():
-            self.room.added[owner][self.rank, layer] = epoch
+            start, sources = self._reads_from(span.piece, window), self.sources(span.piece, window)
+            owners |= {source.rank for source in sources}
+            for kind in (KEYS, VALUES):
+                if (rows := gradients[2 * at + kind]) is not None:
+                    self.streams.add(rows, partial(self._add, layer, kind, sources, start))
+        self.streams.after_adds(
+            partial(self.handover.tell, Flag.ADDED, owners - {self.rank}, layer, self._epoch(spans))
+        )
 
-    def _lock(self, layer: int, source: PlannedPiece) -> None:
-        heap, start_s = self.room.heap, time.monotonic()
-        while not heap.try_lock(layer, source.rank):
-            if time.monotonic() - start_s > self._meetings.timeout_s:
-                holder = heap.lock_holder(layer, source.rank)
-                ranks = [] if holder is None else [heap.first + holder]
-                raise DeadlineExceeded(
-                    ranks,
-                    f"rank {heap.first + self.rank} could not add the gradients of {source.piece} in layer {layer}",
-                )
-            time.sleep(_NAP_S)
+    def _add(self, layer: int, kind: int, sources: list[PlannedPiece], start: int, rows: torch.Tensor) -> None:
+        for source in sources:
+            low, high = max(start, source.piece.start), source.piece.stop
+            place = self.room.gradient_rows(layer, kind, source, low, high)
+            purpose = f"gradients of {source.piece} in layer {layer}"
+            self.handover.add(layer, source.rank, place, rows[low - start : high - start], purpose)
 
     def collect(
         self, layer: int, spans: list[Span], window: int | None, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """The gradients of the pack's keys and values, [heads, T, D] or None, with what later pieces have added."""
+        """The gradients of the pack's keys and values, [T, heads, D] or None, with what later pieces have added."""
         self._require_first(layer, spans)
         readers_of = [self.readers(span.piece, window) for span in spans]
         if any(readers_of):
             gradients = [None if each is None else each.clone() for each in gradients]
+        self.streams.go_on()
         for span, readers in zip(spans, readers_of, strict=True):
             self._to_return.discard((span.piece, layer))
             self._may_return.discard(span.piece)
             self._returned.add((span.piece, layer))
-            for reader in readers:
-                if reader.rank != self.rank:
-                    purpose = f"gradients of {span.piece} from {reader.piece} in layer {layer}"
-                    self._wait(purpose, reader.rank, self.room.added[self.rank][reader.rank], layer, span.piece)
-            if readers:
-                planned = self._planned(span.piece)
-                for kind, whole in ((KEYS, gradients[0]), (VALUES, gradients[1])):
-                    place = self.room.gradient_rows(layer, kind, planned, span.piece.start, span.piece.stop)
-                    if whole is not None:
-                        own = whole[:, span.first : span.end]
-                        own.copy_(own.to(place.dtype) + place)
-                    place.zero_()
+            if not readers:
+                continue
+            whom = {
+                each.rank: f"gradients of {span.piece} from {each.piece} in layer {layer}" for each in reversed(readers)
+            }
+            self._wait_for(Flag.ADDED, layer, spans, whom)()
+            planned = self._planned(span.piece)
+            for kind, whole in enumerate(gradients):
+                place = self.room.gradient_rows(layer, kind, planned, span.piece.start, span.piece.stop)
+                if whole is not None:
+                    own = whole[span.first : span.end]
+                    own.copy_(own.to(place.dtype) + place)
+                place.zero_()
         return list(gradients)
-
-
-class LayerSplit:
-    """One layer's side of an exchange: what its attention calls."""
-
-    def __init__(self, exchange: SequenceExchange, layer: int) -> None:
-        self.exchange, self.layer = exchange, layer
-
-    def publish(
-        self, keys: torch.Tensor, values: torch.Tensor, spans: list[Span], window: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Passes keys and values [1, heads, T, D] through."""
-        if not in_backward_pass():  # a recomputation finds its rows written
-            self.exchange.start(self.layer, spans, trains=keys.requires_grad or values.requires_grad)
-            self.exchange.publish(self.layer, spans, keys.detach()[0], values.detach()[0])
-        return _Publish.apply(self, spans, window, keys, values)
-
-    def fetch(
-        self, keys: torch.Tensor, values: torch.Tensor, spans: list[Span], window: int | None
-    ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-        """For each span the keys and values [1, heads, tokens, D] before it; None for a first piece."""
-        found = _Fetch.apply(self, spans, window, keys, values)
-        return [None if found[at] is None else (found[at], found[at + 1]) for at in range(0, len(found), 2)]
-
-
-class _Publish(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, side: LayerSplit, spans: list[Span], window: int | None, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.side, ctx.spans, ctx.window = side, spans, window
-        ctx.set_materialize_grads(False)
-        return keys.view_as(keys), values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        rows = [None if each is None else each[0] for each in gradients]
-        found = ctx.side.exchange.collect(ctx.side.layer, ctx.spans, ctx.window, rows)
-        return None, None, None, *(None if each is None else each[None] for each in found)
-
-
-class _Fetch(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, side: LayerSplit, spans: list[Span], window: int | None, keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
-        ctx.side, ctx.spans, ctx.window = side, spans, window
-        ctx.set_materialize_grads(False)
-        out: list[torch.Tensor | None] = []
-        for span in spans:
-            found = side.exchange.fetch(side.layer, span.piece, window)
-            if found is None:
-                out += [None, None]
-            else:  # autocast may compute in another dtype than the room's
-                out += [each[None].to(own.dtype) for each, own in zip(found, (keys, values), strict=True)]
-        return tuple(out)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
-        rows = [None if each is None else each[0] for each in gradients]
-        ctx.side.exchange.add(ctx.side.layer, ctx.spans, ctx.window, rows)
-        return None, None, None, None, None

@@ -2,31 +2,39 @@
 
 A second heap of the model's ranks. Per layer, for the `tokens` of each rank:
 
-keys, values        [heads, tokens, D] in the compute dtype: rows that their rank writes and later pieces read
+keys, values        [tokens, heads, D] in the compute dtype: rows that their rank writes and later pieces read
 their gradients     the same in `sum_dtype`: rows that later pieces add to and their rank takes
 
 Where the heap is one memory (CPU), rooms of all ranks are joined and a sequence's rows are adjacent, so that all keys
 before a piece are one view and reading costs nothing. Where it is apart, each rank has its own room.
 
-Flags are words with one writer and no reset. Their values are epochs, which only grow:
+Flags are words with one writer and no reset, in the room of the rank that waits for them. Their values are epochs,
+which only grow:
 
-published[rank][layer]               the wave up to which `rank` has written the layer's rows
-added[owner][contributor][layer]     the wave up to which `contributor` has added to the owner's rows
-failed[rank]                         the number of the plan that `rank` can't complete
+PUBLISHED, [writer, layer]     the wave up to which `writer` has written the layer's rows
+ADDED, [writer, layer]         the wave up to which `writer` has added to this rank's rows
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
 
-from ..balance.pieces import PlannedPiece, SplitSequence
+from ..balance.pieces import PlannedPiece
 from ..comm.layout import place_regions
 from ..comm.memory.heap import SymmetricHeap
 
 KEYS, VALUES = 0, 1
+
+
+class Flag(IntEnum):
+    """What one rank tells another of a layer."""
+
+    PUBLISHED = 0
+    ADDED = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,13 +53,13 @@ class LayerShape:
 
 
 def room_regions(layers: list[LayerShape], *, tokens: int, world: int, apart: bool) -> tuple[list[Any], int]:
-    """The regions, three of flags and then four of each layer, and the bytes of the heap (`apart`: of one rank)."""
+    """The regions, one for each flag, then four of each layer, and the bytes of the heap (`apart`: of one rank)."""
 
     def rows(heads: int, width: int, dtype: str) -> tuple[tuple[int, ...], str, int]:
-        shape = (world, heads, tokens, width) if apart else (heads, world * tokens, width)
+        shape = (world, tokens, heads, width) if apart else (world * tokens, heads, width)
         return shape, dtype, getattr(torch, dtype).itemsize
 
-    flags = [((world, count), "int64", 8) for count in (len(layers), world * len(layers), 1)]
+    flags = [((world, world * len(layers)), "int64", 8)] * len(Flag)
     data = [
         rows(layer.heads, width, dtype)
         for layer in layers
@@ -67,21 +75,19 @@ class Room:
     def __init__(
         self, beside: SymmetricHeap, layers: list[LayerShape], *, tokens: int, token: str, timeout_s: float
     ) -> None:
-        self.rank, self.world, self.tokens = beside.rank, beside.world, tokens
+        self.rank, self.world, self.tokens, self.layers = beside.rank, beside.world, tokens, len(layers)
         regions, size_bytes = room_regions(layers, tokens=tokens, world=beside.world, apart=beside.apart)
         self.heap = heap = beside.another(size_bytes=size_bytes, slots=len(layers), token=token, timeout_s=timeout_s)
         ranks = range(self.world)
-        published, added, failed, *data = regions
-        self.published = [heap.shard(published, rank)[0] for rank in ranks]
-        self.added = [heap.shard(added, rank)[0].view(self.world, len(layers)) for rank in ranks]
-        self.failed = [heap.shard(failed, rank)[0] for rank in ranks]
+        flags, data = regions[: len(Flag)], regions[len(Flag) :]
+        self._flags = [[heap.shard(each, rank)[0].view(self.world, self.layers) for rank in ranks] for each in flags]
         # [layer][rows of keys, of values, of the keys' gradients, of the values']: by rank, or one for all
         rooms = [[heap.shard(each, rank)[0] for rank in ranks] if heap.apart else [heap.whole(each)] for each in data]
         self._rooms = [rooms[at : at + 4] for at in range(0, len(rooms), 4)]
 
     def rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
         """Tokens `start` to `stop` of the sample, which begin in `piece`, and end there too unless rooms are joined: a
-        view [heads, stop - start, D].
+        view [stop - start, heads, D].
         """
         return self._view(self._rooms[layer][kind], piece, start, stop)
 
@@ -91,19 +97,15 @@ class Room:
     def _view(self, rooms: list[torch.Tensor], piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
         joined = not self.heap.apart
         first = (piece.joint_offset if joined else piece.offset) + start - piece.piece.start
-        return rooms[0 if joined else piece.rank][:, first : first + stop - start]
+        return rooms[0 if joined else piece.rank][first : first + stop - start]
 
-    def read(self, layer: int, kind: int, sequence: SplitSequence, start: int, stop: int) -> torch.Tensor:
-        """Tokens `start` to `stop` of a sample, over its pieces: [heads, stop - start, D]; a view of joined rooms."""
-        pieces = [each for each in sequence.pieces if each.piece.start < stop and each.piece.stop > start]
-        if not self.heap.apart:
-            return self.rows(layer, kind, pieces[0], start, stop)
-        bounds = [(each, max(start, each.piece.start), min(stop, each.piece.stop)) for each in pieces]
-        return torch.cat([self.rows(layer, kind, each, low, high) for each, low, high in bounds], dim=1)
+    def flags(self, flag: Flag, rank: int) -> torch.Tensor:
+        """What others have told `rank`: int64 [writer, layer]."""
+        return self._flags[flag][rank]
 
     def clear_own_gradients(self) -> None:
         """Zeroes this rank's room of gradients: what a minibatch that failed has left there."""
         for layer in self._rooms:
             for rooms in layer[2:]:
-                own = rooms[self.rank] if self.heap.apart else rooms[0][:, self.rank * self.tokens :][:, : self.tokens]
+                own = rooms[self.rank] if self.heap.apart else rooms[0][self.rank * self.tokens :][: self.tokens]
                 own.zero_()

@@ -221,6 +221,7 @@ def _attach(
         replicas=shards.replicas,
         streams=shards.streams,
         meetings=job.meetings,
+        adds_by_kernel=job.device.adds_by_kernel,
         debug=job.debug,
     )
     by_unit: dict[str, list[Slot]] = {name: [] for name in [*described.unit_names, ""]}

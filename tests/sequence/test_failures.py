@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -47,12 +48,12 @@ def _constant(model: torch.nn.Module, pack: dict) -> torch.Tensor:
     return summed_loss(model, pack).detach() * torch.ones((), requires_grad=True)
 
 
-def _fails_once(rank: int, world: int, fault: str) -> str:
+def _fails_once(rank: int, world: int, fault: str, backend: str) -> str:
     from odc_triton import MinibatchFailed, minibatch
     from odc_triton.balance import count_target_tokens
     from odc_triton.hf import summed_loss
 
-    model = sharded(SETUP, rank)
+    model = sharded(replace(SETUP, backend=backend), rank)
     packs, start_s = packs_of(SETUP, rank), time.monotonic()
     try:
         with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
@@ -72,15 +73,24 @@ def _fails_once(rank: int, world: int, fault: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "backend", "words"),
     [
-        ("raised", "rank 1: OutOfMemoryError: no memory for 3 GiB"),
-        ("skipped", "rank 1: RuntimeError: tokens 8..19 of sample 0 were not computed, and other ranks need them"),
-        ("constant", "rank 1: RuntimeError: tokens 8..19 of sample 0 had no backward, and other ranks wait for it"),
+        ("raised", "cpu", "rank 1: OutOfMemoryError: no memory for 3 GiB"),
+        ("raised", "cpu-interpreter", "rank 1: OutOfMemoryError: no memory for 3 GiB"),
+        (
+            "skipped",
+            "cpu-interpreter",
+            "rank 1: RuntimeError: tokens 8..19 of sample 0 were not computed, and other ranks need them",
+        ),
+        (
+            "constant",
+            "cpu",
+            "rank 1: RuntimeError: tokens 8..19 of sample 0 had no backward, and other ranks wait for it",
+        ),
     ],
 )
-def test_every_rank_hears_the_cause_alone(fault: str, words: str) -> None:
-    for said in ranks.run(_fails_once, 3, fault):
+def test_every_rank_hears_the_cause_alone(fault: str, backend: str, words: str) -> None:
+    for said in ranks.run(_fails_once, 3, fault, backend):
         assert words in said
         assert said.count("rank ") - said.count("ranks") - said.count("other rank") <= 2, said
         assert "PeerFailed" not in said
@@ -124,6 +134,11 @@ def _one_step(
     [
         ("publish", "cpu", r"keys and values of tokens 8\.\.19 of sample 0 in layer 1"),
         ("add", "cpu-apart", r"gradients of tokens \d+\.\.\d+ of sample 0 from tokens 8\.\.19 of sample 0 in layer 1"),
+        (
+            "add",
+            "cpu-interpreter",
+            r"gradients of tokens \d+\.\.\d+ of sample 0 from tokens 8\.\.19 of sample 0 in layer",
+        ),
     ],
 )
 def test_a_killed_rank_is_named(where: str, backend: str, awaited: str) -> None:
@@ -136,14 +151,20 @@ def test_a_killed_rank_is_named(where: str, backend: str, awaited: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("victim", "where", "awaited"),
+    ("victim", "where", "backend", "awaited"),
     [
-        (0, "publish", "for rank 0 at 'keys and values of tokens 0..23 of sample 0 in layer 1'"),
-        (1, "add", "for rank 1 at 'gradients of tokens 0..23 of sample 0 from tokens 24..40 of sample 0 in layer 1'"),
+        (0, "publish", "cpu", "for rank 0 at 'keys and values of tokens 0..23 of sample 0 in layer 1'"),
+        (0, "publish", "cpu-interpreter", "for rank 0 at 'keys and values of tokens 0..23 of sample 0 in layer 1'"),
+        (
+            1,
+            "add",
+            "cpu",
+            "for rank 1 at 'gradients of tokens 0..23 of sample 0 from tokens 24..40 of sample 0 in layer 1'",
+        ),
     ],
 )
-def test_a_rank_that_stands_still_is_named(victim: int, where: str, awaited: str) -> None:
-    with ranks.start(_one_step, 2, where, int(signal.SIGSTOP), "cpu", Setup(deal="two"), victim) as job:
+def test_a_rank_that_stands_still_is_named(victim: int, where: str, backend: str, awaited: str) -> None:
+    with ranks.start(_one_step, 2, where, int(signal.SIGSTOP), backend, Setup(deal="two"), victim) as job:
         (survivor,) = job.wait_for([1 - victim])
         said = survivor.value
     assert said.startswith("DeadlineExceeded: ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -56,7 +55,8 @@ def compare(setup: Setup) -> None:
         Setup(family="Llama", change="lora", deal="zigzag"),
         Setup(change="frozen", backend="cpu-apart"),
         Setup(family="Qwen3", change="layers", deal="zigzag", backend="cpu-apart"),
-        Setup(deal="two", backend="cpu-interpreter"),
+        Setup(deal="two", backend="cpu-interpreter", steps=2),
+        Setup(family="Mistral", deal="zigzag", backend="cpu-interpreter", change="checkpointing"),
     ],
     ids=lambda setup: f"{setup.family}-{setup.deal}-{setup.backend}-{setup.change}",
 )
@@ -64,11 +64,12 @@ def test_as_whole_samples(setup: Setup) -> None:
     compare(setup)
 
 
+BACKENDS = ("cpu", "cpu-apart", "cpu-interpreter")
 FAMILIES = ("Qwen2", "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Qwen3Moe")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("deal", DEALS)
 @pytest.mark.parametrize(
     ("family", "dtype"),
@@ -81,7 +82,7 @@ def test_every_family(family: str, deal: str, backend: str, dtype: torch.dtype) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("empty_start", [False, True])
-@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "change", ["checkpointing", "reentrant", "lora", "lora+checkpointing", "frozen", "layers", "head"]
 )
@@ -91,7 +92,7 @@ def test_every_change(family: str, change: str, backend: str, empty_start: bool)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_twenty_steps(backend: str) -> None:
     compare(Setup(deal="zigzag", backend=backend, steps=20))
 
@@ -101,14 +102,14 @@ def _watched(rank: int, world: int, setup: Setup) -> tuple[list[str], int, int]:
     import torch.distributed as dist
 
     from odc_triton.comm.meeting import Meetings
-    from odc_triton.sequence.exchange import SequenceExchange
+    from odc_triton.sequence.handover import Handover, Wait
 
     model, purposes, stored, grouped = sharded(setup, rank), [], [], []
-    wait = SequenceExchange._wait
+    own = Handover.wait
 
-    def waits(self: SequenceExchange, purpose: str, *rest: Any) -> None:
-        purposes.append(purpose)
-        wait(self, purpose, *rest)
+    def waits(self: Handover, wait: Wait) -> None:
+        purposes.extend(wait.whom.values())
+        own(self, wait)
 
     def loss_of(model: torch.nn.Module, pack: dict) -> torch.Tensor:
         """From here to the end of its backward is a microbatch."""
@@ -117,7 +118,7 @@ def _watched(rank: int, world: int, setup: Setup) -> tuple[list[str], int, int]:
         return summed_loss(model, pack)
 
     tell, allreduce = Meetings.tell, dist.distributed_c10d.ProcessGroup.allreduce
-    SequenceExchange._wait = waits
+    Handover.wait = waits
     with minibatch(model, tokens=1, split=(packs := packs_of(setup, rank)).split):
         for pack in packs:
             loss_of(model, pack).backward()

@@ -23,6 +23,7 @@ class Word(IntEnum):
     MEETINGS = 6  # how many meetings of the engine this rank has reached
     LANDED = 7  # how many minibatches' gradients this rank has taken, or given up
     GATHERS = 8  # how many exchanges between replicas this rank has reached
+    FAILED = 9  # the number of the plan of split sequences that this rank can't complete
 
 
 WORDS = len(Word)

@@ -1,0 +1,228 @@
+"""How a rank tells another that rows are there, waits for rows, and adds to them: by its host, or by its device.
+
+The host waits on a CPU. On a GPU the host only enqueues, so kernels set flags, wait for them and add
+(kernels/flags.py); whether one waited in vain is known after a drain.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..base.errors import DeadlineExceeded, PeerFailed
+from ..comm.meeting import Meetings
+from ..comm.memory.heap import Word
+from ..engine.state import MinibatchState
+from .room import Flag, Room
+
+_NAP_S = 20e-6
+_SHORT_S = 0.01  # most waits end within it: the ranks of a wave compute the same layer
+_LOOK_S = 0.02
+_SPINS_PER_S = 2e6  # more than a GPU makes: the watch ends a wait in time, this only if the host is gone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """For flags of one kind and layer, until they are at least `epoch`. `whom`: by rank, what for."""
+
+    flag: Flag
+    layer: int
+    epoch: int
+    whom: dict[int, str]
+
+
+class Handover:
+    """By the host. `number`: of the plan that is open."""
+
+    def __init__(self, room: Room, state: MinibatchState, meetings: Meetings) -> None:
+        self.room, self._state, self._meetings = room, state, meetings
+        self.number = 0
+
+    def begin(self) -> None:
+        """The next plan is open."""
+        self.number += 1
+
+    def end(self) -> None:
+        """It is over on this rank."""
+
+    def tell(self, flag: Flag, ranks: Iterable[int], layer: int, epoch: int) -> None:
+        """Sets this rank's flag at each of `ranks`, after all that the current stream did before."""
+        for rank in ranks:
+            self.room.flags(flag, rank)[self.room.rank, layer] = epoch
+
+    def wait(self, wait: Wait) -> None:
+        """Until all its flags are there: the host, or the current stream.
+
+        Raises RankLost, DeadlineExceeded, PeerFailed if a rank that it waits for, or that holds that one up, has
+        failed; by the device not before `check`.
+        """
+        for rank, purpose in wait.whom.items():
+            self._wait_for(wait, rank, purpose)
+
+    def _wait_for(self, wait: Wait, rank: int, purpose: str) -> None:
+        if self._has_come(wait, rank):
+            return
+        with self._state.events.span("wait", label=purpose):
+            until_s = time.monotonic() + _SHORT_S
+            while time.monotonic() < until_s:
+                if self._has_come(wait, rank):
+                    return
+                time.sleep(_NAP_S)
+            self._meetings.wait_until(purpose, lambda: self._late(wait, rank, purpose))
+
+    def _has_come(self, wait: Wait, rank: int) -> bool:
+        return int(self.room.flags(wait.flag, self.room.rank)[rank, wait.layer]) >= wait.epoch
+
+    def _failed(self) -> list[int]:
+        """Ranks, as in messages, that can't complete the plan."""
+        heap = self.room.heap
+        return [rank for rank, number in enumerate(heap.seen(Word.FAILED), heap.first) if number == self.number]
+
+    def _late(self, wait: Wait, rank: int, purpose: str) -> list[int]:
+        if self._has_come(wait, rank):
+            return []
+        first = self.room.heap.first
+        if failed := self._failed():
+            names = ", ".join(f"rank {rank}" for rank in failed)
+            raise PeerFailed(failed, f"rank {first + self.room.rank} waited for {purpose}, and {names} failed")
+        return [first + rank]
+
+    def add(self, layer: int, owner: int, place: torch.Tensor, rows: torch.Tensor, purpose: str) -> None:
+        """Adds `rows` to `place`, which is in `owner`'s room, while others may add too."""
+        heap, start_s = self.room.heap, time.monotonic()
+        while not heap.try_lock(layer, owner):
+            if time.monotonic() - start_s > self._meetings.timeout_s:
+                holder = heap.lock_holder(layer, owner)
+                ranks = [] if holder is None else [heap.first + holder]
+                raise DeadlineExceeded(ranks, f"rank {heap.first + heap.rank} could not add the {purpose}")
+            time.sleep(_NAP_S)
+        try:
+            place.add_(rows)
+        finally:
+            heap.unlock(layer, owner)
+
+    def fail(self) -> None:
+        """Ends the waits of ranks that need this one's pieces."""
+        self.room.heap.show(Word.FAILED, self.number)
+
+    def check(self) -> None:
+        """After a drain: raises as `wait` if the device has waited in vain."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """A wait that the device may be in. `event`: follows it on a GPU; elsewhere it is over when the launch is."""
+
+    event: Any = None
+    is_over: bool = False
+
+    def over(self) -> bool:
+        return self.event.query() if self.event is not None else self.is_over
+
+
+class KernelHandover(Handover):
+    """By the device.
+
+    A thread watches while a plan is open, as the host may be stuck behind the device: when a rank dies or fails, or a
+    wait takes longer than the deadline, it ends all waits. Results are rubbish then, and `check` raises.
+    """
+
+    def __init__(self, room: Room, state: MinibatchState, meetings: Meetings) -> None:
+        super().__init__(room, state, meetings)
+        device, ranks = room.heap.device, range(room.world)
+        self._tables = {
+            flag: torch.tensor([room.flags(flag, rank).data_ptr() for rank in ranks], device=device) for flag in Flag
+        }
+        self._status = torch.zeros(1, dtype=torch.int32, device=device)
+        self._stop = torch.zeros(1, dtype=torch.int32)
+        if device.type == "cuda":
+            self._stop = self._stop.pin_memory()  # the host can set it while the device is busy
+        self._waits: list[Wait] = []
+        self._running: deque[_Running] = deque()
+        self._is_over = threading.Event()
+        self._is_over.set()
+
+    def begin(self) -> None:
+        self.end()
+        super().begin()
+        self._waits.clear()
+        self._running.clear()
+        self._stop[0] = 0
+        self._is_over = threading.Event()
+        threading.Thread(target=self._watch, args=(self._is_over,), name="odc-split", daemon=True).start()
+
+    def end(self) -> None:
+        self._is_over.set()
+
+    def tell(self, flag: Flag, ranks: Iterable[int], layer: int, epoch: int) -> None:
+        from odc_kernels.flags import set_flags  # here, as importing triton takes a second
+
+        table, place = self._tables[flag], self.room.rank * self.room.layers + layer
+        set_flags(table=table, ranks=ranks, place=place, value=epoch)
+
+    def wait(self, wait: Wait) -> None:
+        from odc_kernels.flags import await_flags
+
+        self._waits.append(wait)
+        running = _Running()
+        self._running.append(running)
+        await_flags(
+            flags=self.room.flags(wait.flag, self.room.rank),
+            ranks=wait.whom,
+            place=wait.layer,
+            value=wait.epoch,
+            stop=self._stop,
+            status=self._status,
+            number=len(self._waits),
+            spins=int(min(self._meetings.timeout_s, 3600) * _SPINS_PER_S),
+        )
+        if self._status.is_cuda:
+            running.event = torch.cuda.current_stream(self._status.device).record_event()
+        running.is_over = True
+
+    def _watch(self, is_over: threading.Event) -> None:
+        heap, since_s, first = self.room.heap, time.monotonic(), None
+        while not is_over.wait(_LOOK_S):
+            while self._running and self._running[0].over():
+                self._running.popleft()
+            if not self._running:
+                continue
+            if self._running[0] is not first:
+                since_s, first = time.monotonic(), self._running[0]
+            is_late = time.monotonic() - since_s > self._meetings.timeout_s
+            if is_late or self._failed() or not all(map(heap.is_alive, range(heap.world))):
+                self._stop[0] = 1
+                return
+
+    def add(self, layer: int, owner: int, place: torch.Tensor, rows: torch.Tensor, purpose: str) -> None:
+        from odc_kernels.scatter import add_block
+
+        add_block(target=place, source=rows)
+
+    def fail(self) -> None:
+        super().fail()
+        self._stop[0] = 1
+
+    def check(self) -> None:
+        number = int(self._status)
+        if number == 0:
+            return
+        self._status.zero_()
+        wait, first = self._waits[number - 1], self.room.heap.first
+        for rank, purpose in wait.whom.items():
+            if late := self._late(wait, rank, purpose):
+                self._meetings.require_alive(late, purpose, lambda wait=wait, rank=rank: self._late(wait, rank, ""))
+                raise DeadlineExceeded(
+                    late,
+                    f"rank {first + self.room.rank} waited for rank {late[0]} at '{purpose}': the deadline has passed",
+                )
+        ranks = [first + rank for rank in wait.whom]
+        raise DeadlineExceeded(
+            ranks, f"rank {first + self.room.rank} had {', '.join(wait.whom.values())} only after the deadline"
+        )
