@@ -6,6 +6,11 @@ are dealt as LB-Mini would deal them, each rank's dearest first, and the queue h
 plan would start them. Ranks as fast as planned become free in just that order: they take what LB-Mini gives them. A
 slower rank takes fewer, and the packs left for the end are every rank's cheapest, as with longest first.
 
+Where sequences are split, each rank first runs its own waves, as planned: a wave's ranks wait for each other, so they
+can't be whichever are free. A wave's parts are even, or waited for: ranks end their waves at about the same time, and
+the order of the whole packs after them is the same. A whole sample is fixed only where it fills a rank's part of a
+wave: without it, that rank would wait there.
+
 A rank takes no pack ahead of its turn: with few packs per rank, one that is taken and waits costs more than the store's
 answer, a fraction of a millisecond (docs/scale.md has numbers).
 """
@@ -19,6 +24,7 @@ from typing import Any, Protocol
 from .cost import CostModel
 from .packing import checked_lengths
 from .partition import balanced_partition
+from .pieces import Entry, Piece, SplitPlan
 
 QUEUE = "queue"
 _PACKS_PER_RANK = 16  # a sample shares a pack only up to this fraction of a rank's part
@@ -50,13 +56,16 @@ class OwnCounter:
         return self._values.pop(key, None) is not None
 
 
-def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None) -> Packs:
+def queue_packs(
+    lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None, preload: float = 0.0
+) -> Packs:
     """Indices of `lengths` (tokens) in packs of at most `token_cap` tokens, in the order in which to take them.
 
     Every index is in exactly one pack. Small samples share a pack that costs up to a sixteenth of a rank's part;
     the others stand alone, as the last packs to be taken decide how evenly the ranks end. `cost` defaults to
     `CostModel.paper_7b()`; it decides how well ranks end together, never what is computed. No randomness: every rank
-    that calls it with the same arguments gets the same answer.
+    that calls it with the same arguments gets the same answer. `preload`: the cost of what each rank runs before it
+    takes a pack; it belongs to the rank's part.
 
     Raises ValueError for `ranks` or `token_cap` below 1, empty lengths, lengths below 1 or over the cap.
     """
@@ -64,7 +73,7 @@ def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: Cos
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
     cost = cost or CostModel.paper_7b()
-    packs = _packed(lengths, ranks, token_cap, cost)
+    packs = _packed(lengths, ranks, token_cap, cost, preload)
     costs = [cost.pack(lengths[i] for i in members) for members in packs]
     # See [Note: order of the queue].
     starts: list[tuple[float, float, int]] = []
@@ -76,9 +85,9 @@ def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: Cos
     return [packs[place] for _, _, place in sorted(starts)]
 
 
-def _packed(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> Packs:
+def _packed(lengths: list[int], ranks: int, token_cap: int, cost: CostModel, preload: float) -> Packs:
     prices = [cost.sequence(length) for length in lengths]
-    most = math.fsum(prices) / (_PACKS_PER_RANK * ranks)
+    most = (math.fsum(prices) / ranks + preload) / _PACKS_PER_RANK
     packs: Packs = []
     spent, tokens = math.inf, 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -93,33 +102,53 @@ def _packed(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> 
 class QueuedPacks:
     """One minibatch's packs, shared by all ranks: iterating takes the next that nobody has, until there is none.
 
-        with minibatch(model, tokens=...) as mb:
+        with minibatch(model, tokens=..., split=queued.split) as mb:
             for pack in queued:  # indices into the data set
                 ...
+
+    `packs`: the shared ones. `waves`: by rank, its parts of the waves, which that rank runs before it takes any.
+    `split`: the plan of the pieces in them, None where there are none.
 
     Take them inside the minibatch: ranks start together at its entry, and at its exit an incomplete one (a rank died, a
     microbatch raised) becomes an error on every rank. Which rank gets which pack depends on timing; that each is
     computed once does not.
     """
 
-    def __init__(self, packs: Packs, *, key: str, counter: Counter, rank: int, world: int) -> None:
-        self.packs = packs
+    def __init__(
+        self,
+        packs: Packs,
+        *,
+        key: str,
+        counter: Counter,
+        rank: int,
+        world: int,
+        waves: Sequence[Sequence[list[Entry]]] | None = None,
+        split: SplitPlan | None = None,
+    ) -> None:
+        self.packs, self.split = packs, split
+        self.waves = waves or [[] for _ in range(world)]
         self.taken: list[int] = []  # places in `packs` of what this rank took
         self._key, self._counter, self._rank, self._world = key, counter, rank, world
+        self._own = iter(self.waves[rank])
         self._is_empty = False
 
     def own_part(self) -> list[int]:
         """Samples whose tokens this rank counts: together the ranks' parts hold each of the minibatch's samples once.
 
         `minibatch(tokens=…)` needs tokens before the first pack is taken, and only their sum over the ranks matters.
+        So a sample in pieces is counted whole, by one rank: its pieces have its targets, each once.
         """
-        return sorted(index for pack in self.packs for index in pack)[self._rank :: self._world]
+        entries = (each for packs in (*self.waves, self.packs) for pack in packs for each in pack)
+        samples = {each.sample if isinstance(each, Piece) else each for each in entries}
+        return sorted(samples)[self._rank :: self._world]
 
-    def take(self) -> list[int] | None:
-        """The next pack, None when all are taken.
+    def take(self) -> list[Entry] | None:
+        """This rank's next wave, then the next pack that nobody has; None when all are taken.
 
         Raises what the counter raises: of a store DeadlineExceeded, and torch's DistNetworkError when its host is gone.
         """
+        if (wave := next(self._own, None)) is not None:
+            return wave
         if self._is_empty:
             return None
         place = self._counter.add(self._key, 1) - 1
@@ -131,7 +160,7 @@ class QueuedPacks:
             self._counter.delete_key(self._key)
         return None
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Entry]]:
         while (pack := self.take()) is not None:
             yield pack
 

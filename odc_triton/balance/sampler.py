@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .cost import CostModel
 from .packing import checked_lengths
 from .pieces import MinibatchPacks
 from .queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
-from .split import deal_split, readable_tokens
+from .split import SplitDeal, deal_split, readable_tokens
 from .strategies import BALANCES, Packs, assign, assign_one
 
 
@@ -28,8 +28,8 @@ class MinibatchSampler:
     there to the end of the epoch; the position is then the start of the next one. So a second `iter` yields the next
     epoch, and one after a `break`, or after `load_state_dict`, finishes the current epoch.
 
-    With balance "queue" it yields `QueuedPacks` instead, whose packs the ranks take while they compute. Position and
-    samples are the same; a DataLoader, which would take them all at once, cannot be used.
+    With balance "queue" it yields `QueuedPacks` instead, whose packs the ranks take while they compute, all but those
+    with pieces. Position and samples are the same; a DataLoader, which would take them all at once, cannot be used.
 
     Args:
         lengths: tokens of each sample of the data set.
@@ -43,8 +43,8 @@ class MinibatchSampler:
         drop_last: leave out an epoch's last minibatch where it is not full.
         counter: shared by the ranks of a queue, for this sampler alone; by default `store_counter()`, made when the
         first minibatch is yielded.
-        split: cut the longest samples over ranks where that promises at least 5% (balance "mini" only). A pack may then
-        hold a `Piece`, samples may be longer than `token_cap`, and a minibatch's `.split` is the plan that
+        split: cut the longest samples over ranks where that promises at least 5% (balance "mini" or "queue"). Packs
+        may then hold a `Piece`, samples may be longer than `token_cap`, and a minibatch's `.split` is the plan that
         `minibatch(split=…)` takes. An int: of each rank, the most tokens whose keys and values others may read, that
         is `enable_split`'s `tokens`; True: `readable_tokens`, about 0.4 of the longest sample.
 
@@ -84,8 +84,10 @@ class MinibatchSampler:
         self.seed = seed
         self.cost = cost or CostModel.paper_7b()
         self.drop_last = drop_last
-        if split and balance != "mini":
-            raise ValueError(f"split is {split} with balance {balance!r}: sequences are split with balance 'mini'")
+        if split and balance not in ("mini", QUEUE):
+            raise ValueError(
+                f"split is {split} with balance {balance!r}: sequences are split with balance 'mini' or 'queue'"
+            )
         self.split_tokens = int(split)
         if split is True:
             self.split_tokens = readable_tokens(
@@ -126,7 +128,8 @@ class MinibatchSampler:
             if self.balance == QUEUE:
                 yield self._queued(samples)
             elif self.split_tokens:
-                yield from self._split(samples, [self.rank])
+                deal = self._split(samples)
+                yield MinibatchPacks.of(deal.packs(self.rank), deal.plan)
             else:
                 own = assign_one([self.lengths[i] for i in samples], rank=self.rank, **self._how())
                 yield MinibatchPacks([samples[i] for i in members] for members in own)
@@ -207,25 +210,38 @@ class MinibatchSampler:
                 from .counter import store_counter
 
                 self._counter = store_counter()
-        packs = queue_packs(
-            [self.lengths[i] for i in samples], ranks=self.world, token_cap=self.token_cap, cost=self.cost
+        deal = self._split(samples, ride=False) if self.split_tokens else None
+        whole = [samples[i] for of_rank in deal.whole for i in of_rank] if deal else samples
+        packs = whole and queue_packs(
+            [self.lengths[i] for i in whole],
+            ranks=self.world,
+            token_cap=self.token_cap,
+            cost=self.cost,
+            preload=deal.waves_cost if deal else 0.0,
         )
         # Not by epoch and minibatch: those come again after load_state_dict, and a failed one leaves its key.
         key = f"minibatch/{self._queues}"
         self._queues += 1
-        packs = [[samples[i] for i in members] for members in packs]
-        return QueuedPacks(packs, key=key, counter=self._counter, rank=self.rank, world=self.world)
+        return QueuedPacks(
+            [[whole[i] for i in members] for members in packs],
+            key=key,
+            counter=self._counter,
+            rank=self.rank,
+            world=self.world,
+            waves=deal and [deal.waves_of(rank) for rank in range(self.world)],
+            split=deal and deal.plan,
+        )
 
-    def _split(self, samples: list[int], ranks: Iterable[int]) -> list[MinibatchPacks]:
-        deal = deal_split(
+    def _split(self, samples: list[int], *, ride: bool = True) -> SplitDeal:
+        return deal_split(
             [self.lengths[i] for i in samples],
             ranks=self.world,
             token_cap=self.token_cap,
             tokens=self.split_tokens,
             cost=self.cost,
             names=samples,
+            ride=ride,
         )
-        return [MinibatchPacks.of(deal.packs(rank), deal.plan) for rank in ranks]
 
     def _how(self) -> dict[str, Any]:
         return {"ranks": self.world, "token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}
@@ -233,7 +249,8 @@ class MinibatchSampler:
     def _deal(self, order: list[int], minibatch: int) -> list[Packs]:
         samples = self._samples(order, minibatch)
         if self.split_tokens:
-            return self._split(samples, range(self.world))
+            deal = self._split(samples)
+            return [MinibatchPacks.of(deal.packs(rank), deal.plan) for rank in range(self.world)]
         dealt = assign([self.lengths[i] for i in samples], **self._how())
         return [[[samples[i] for i in members] for members in packs] for packs in dealt]
 

@@ -36,8 +36,8 @@ _TRIED, _MANY = 4, 64  # numbers of split sequences whose other samples are deal
 class SplitDeal:
     """One minibatch, dealt. `plan`: of its pieces, None where nothing is split. `estimate`: what the step costs.
 
-    `waves`: by wave and rank, a microbatch with pieces, maybe empty. `whole`: by rank, the samples outside of waves,
-    as indices into `lengths` and `names`; all else has names.
+    `waves`: by wave and rank, a microbatch with pieces, maybe empty; `waves_cost`: of all of them, on each rank.
+    `whole`: by rank, the samples outside of waves, as indices into `lengths` and `names`; all else has names.
     """
 
     lengths: list[int]
@@ -46,15 +46,18 @@ class SplitDeal:
     cost: CostModel
     plan: SplitPlan | None
     waves: Waves
+    waves_cost: float
     whole: list[list[int]]
     estimate: float
 
     def packs(self, rank: int) -> SplitPacks:
         """The microbatches of `rank`: its waves, then packs of whole samples, dearest first."""
-        waves = [wave[rank] for wave in self.waves if wave[rank]]
         own = self.whole[rank]
         packs = pack([self.lengths[i] for i in own], token_cap=self.token_cap, cost=self.cost) if own else []
-        return [*waves, *([self.names[own[i]] for i in members] for members in packs)]
+        return [*self.waves_of(rank), *([self.names[own[i]] for i in members] for members in packs)]
+
+    def waves_of(self, rank: int) -> SplitPacks:
+        return [wave[rank] for wave in self.waves if wave[rank]]
 
     def named(self, names: Sequence[int]) -> SplitDeal:
         """The same with other names of the samples."""
@@ -74,12 +77,14 @@ def deal_split(
     tokens: int,
     cost: CostModel,
     names: Sequence[int] | None = None,
+    ride: bool = True,
 ) -> SplitDeal:
     """Deals samples of `lengths` tokens to `ranks`, the longest in pieces.
 
     A sample may be longer than `token_cap`, as long as its pieces fit. `tokens`: of each rank, the most tokens whose
-    keys and values others may read. `names`: what packs and plan call the samples, by default their indices. No
-    randomness: every rank that calls it with the same arguments gets the same answer.
+    keys and values others may read. `names`: what packs and plan call the samples, by default their indices.
+    `ride`: where all of a rank's samples fit the cap, they may share the wave's microbatch; the work queue forbids it,
+    as what rides is fixed. No randomness: every rank that calls it with the same arguments gets the same answer.
 
     Raises ValueError for `ranks`, `token_cap` or `tokens` out of range, empty lengths, lengths below 1, and for a
     sample that is over the cap and can't be split, with what to raise.
@@ -91,7 +96,7 @@ def deal_split(
     if token_cap < 1:
         raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
     lengths = checked_lengths(lengths, ranks * token_cap)
-    dealing = _Dealing(lengths=lengths, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost)
+    dealing = _Dealing(lengths=lengths, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost, ride=ride)
     over = sum(length > token_cap for length in lengths)
     best = dealing.deal(0, []) if over == 0 else None
     to_beat = math.inf if best is None else best.estimate * (1 - _LEAST_GAIN)
@@ -125,9 +130,11 @@ def readable_tokens(lengths: Sequence[int], *, ranks: int, samples: int, token_c
 class _Dealing:
     """The samples of one minibatch, longest first, and the limits."""
 
-    def __init__(self, *, lengths: list[int], ranks: int, token_cap: int, tokens: int, cost: CostModel) -> None:
+    def __init__(
+        self, *, lengths: list[int], ranks: int, token_cap: int, tokens: int, cost: CostModel, ride: bool
+    ) -> None:
         self.lengths, self.ranks, self.token_cap, self.tokens = lengths, ranks, token_cap, tokens
-        self.cost = cost
+        self.cost, self.ride = cost, ride
         self.least_tokens = max(1, min(LEAST_TOKENS, token_cap // 2))  # so that a sample over the cap can be cut
         self.order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         self.costs = [cost.sequence(lengths[i]) for i in self.order]
@@ -184,12 +191,12 @@ class _Dealing:
             parts = balanced_partition(self.costs[count:], self.ranks)
             whole = [[rest[i] for i in part] for part in parts]
         # All ride with the pieces, or none: a rank that has more in the wave's microbatch makes all of the wave wait.
-        if len(waves) == 1:
+        if len(waves) == 1 and self.ride:
             together = [[*pieces, *own] for pieces, own in zip(waves[0], whole, strict=True)]
             if max(_tokens(each, self.lengths) for each in together) <= self.token_cap:
                 waves, whole = [together], [[] for _ in range(self.ranks)]
         # A wave lasts as long as its dearest microbatch.
-        levels = math.fsum(max(self.cost.microbatch + self._price(each) for each in wave) for wave in waves)
+        waves_cost = math.fsum(max(self.cost.microbatch + self._price(each) for each in wave) for wave in waves)
         return SplitDeal(
             lengths=self.lengths,
             names=range(len(self.lengths)),
@@ -197,8 +204,9 @@ class _Dealing:
             cost=self.cost,
             plan=None,  # made for the best one, by `named`
             waves=waves,
+            waves_cost=waves_cost,
             whole=whole,
-            estimate=levels + max(self._price(own) + self.cost.microbatch * self._count(own) for own in whole),
+            estimate=waves_cost + max(self._price(own) + self.cost.microbatch * self._count(own) for own in whole),
         )
 
     def _price(self, entries: Sequence[Entry]) -> float:

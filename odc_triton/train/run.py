@@ -230,7 +230,7 @@ class SftRun:
             self._epoch = iter(self.sampler)
             dealt = next(self._epoch)
         if isinstance(dealt, QueuedPacks):
-            return int(self._target_counts[dealt.own_part()].sum()), map(self._collated, dealt), None
+            return int(self._target_counts[dealt.own_part()].sum()), map(self._collated, dealt), dealt.split
         packs = [self._collated(members) for members in dealt]
         return count_target_tokens(packs), packs, dealt.split
 

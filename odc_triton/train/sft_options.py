@@ -103,8 +103,10 @@ class SftOptions:
             )
         if self.eval_every and not self.evaluates:
             raise ValueError(f"eval_every is {self.eval_every} and there is nothing to evaluate on: give --eval-data")
-        if self.split_sequences and self.balance != "mini":
-            raise ValueError(f"split_sequences goes with balance mini; it is {self.balance}: leave one of them out")
+        if self.split_sequences and self.balance not in ("mini", "queue"):
+            raise ValueError(
+                f"split_sequences goes with balance mini or queue; it is {self.balance}: leave one of them out"
+            )
         if self.split_tokens and not self.split_sequences:
             raise ValueError(f"split_tokens is {self.split_tokens} without split_sequences: give --split-sequences")
         if self.lora_alpha is not None and not self.lora_rank:

@@ -54,6 +54,14 @@ def test_every_sample_is_in_one_pack_under_the_cap(lengths: list[int], world: in
         assert len(members) == 1 or COST.pack(lengths[i] for i in members) <= part / 16 * (1 + 1e-9)
 
 
+def test_what_ranks_run_before_is_in_their_part() -> None:
+    """With 32 equal samples a rank, a sixteenth of its part is two of them; as much again before makes it four."""
+    part = 32 * COST.sequence(10) * (1 + 1e-9)
+    for preload, together in ((0.0, 2), (part, 4)):
+        packs = queue_packs([10] * 64, ranks=2, token_cap=CAP, cost=COST, preload=preload)
+        assert {len(members) for members in packs} == {together}
+
+
 @pytest.mark.parametrize("samples", [2, 4, 8, 16])
 def test_equal_ranks_end_as_with_lb_mini_and_a_slow_one_holds_nobody_up(samples: int) -> None:
     """The order is what makes the first true: sorted by cost alone, some of these are 2% and more behind."""

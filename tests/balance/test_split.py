@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+import random
 import re
 from graphlib import CycleError, TopologicalSorter
 
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, MinibatchSampler, PackedDataset, assign, count_target_tokens, pack_collate
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
-from odc_triton.balance.split import SplitDeal, _cut, deal_split
+from odc_triton.balance.queue import OwnCounter
+from odc_triton.balance.split import _cut, deal_split
 
 COST = CostModel.paper_7b()
 IGNORED = -100
@@ -78,9 +80,8 @@ def lb_mini_estimate(given: dict) -> float:
     return max(math.fsum(given["cost"].pack([given["lengths"][i] for i in pack]) for pack in mine) for mine in packs)
 
 
-def check(given: dict, deal: SplitDeal) -> None:
+def check(given: dict, dealt: list[list[list[Entry]]], planned: SplitPlan | None) -> None:
     lengths, ranks = given["lengths"], given["ranks"]
-    dealt = [deal.packs(rank) for rank in range(ranks)]
     seen: dict[int, list[tuple[int, int]]] = {}
     for packs in dealt:
         for pack in packs:
@@ -103,9 +104,9 @@ def check(given: dict, deal: SplitDeal) -> None:
             read[rank] += (each.stop - each.start) * (each.stop < lengths[each.sample])
     assert max(read) <= given["tokens"]
     plan = SplitPlan.of(dealt)
-    assert (plan is None) == (deal.plan is None)
+    assert (plan is None) == (planned is None)
     if plan is not None:
-        assert plan.digest == deal.plan.digest
+        assert plan.digest == planned.digest
         assert plan.tokens == read
         wait_graph(dealt).prepare()
         for sequence in plan.sequences.values():  # rows that others read do not overlap
@@ -122,10 +123,44 @@ def test_every_token_once_within_the_limits(given: dict) -> None:
         assert max(given["lengths"]) > given["token_cap"]
         assert re.search(r"sample \d+ has \d+ tokens, over the token_cap of", str(error))  # noqa: PT017
         return
-    check(given, deal)
+    check(given, [deal.packs(rank) for rank in range(given["ranks"])], deal.plan)
     assert deal_split(**given) == deal or deal.plan is not None
     if max(given["lengths"]) <= given["token_cap"]:
         assert deal.estimate <= lb_mini_estimate(given) * (1 + 1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(minibatches(), st.randoms(use_true_random=False))
+def test_with_a_queue_every_token_once_in_any_order_of_taking(given: dict, chance: random.Random) -> None:
+    ranks, lengths = given["ranks"], given["lengths"]
+    options = {name: given[name] for name in ("lengths", "token_cap", "cost")}
+    options |= {"samples_per_rank": -(-len(lengths) // ranks), "world": ranks, "balance": "queue"}
+    try:
+        samplers = [
+            MinibatchSampler(rank=rank, counter=counter, split=given["tokens"] or True, **options)
+            for counter in [OwnCounter()]
+            for rank in range(ranks)
+        ]
+        queues = [next(iter(each)) for each in samplers]
+    except ValueError as error:
+        assert max(lengths) > given["token_cap"]
+        assert re.search(r"sample \d+ has \d+ tokens, over the token_cap of", str(error))  # noqa: PT017
+        return
+    assert len({each.split and each.split.digest for each in queues}) == 1, "one plan on every rank"
+    assert sorted(index for each in queues for index in each.own_part()) == list(range(len(lengths)))
+    dealt: list[list[list[Entry]]] = [[] for _ in queues]
+    working = list(range(ranks))
+    while working:
+        rank = chance.choice(working)
+        pack = queues[rank].take()
+        if pack is None:
+            working.remove(rank)
+        else:
+            dealt[rank].append(pack)
+    check(given | {"tokens": samplers[0].split_tokens}, dealt, queues[0].split)
+    for rank, packs in enumerate(dealt):
+        taken = [queues[rank].packs[place] for place in queues[rank].taken]
+        assert packs == [*queues[rank].waves[rank], *taken], "waves first, in their order"
 
 
 @settings(max_examples=200, deadline=None)
@@ -243,6 +278,33 @@ def test_every_rank_yields_its_part_of_one_plan() -> None:
     assert (2000 < one.split_tokens < 2300, sizes) == (True, {700})
     with pytest.raises(ValueError, match="split is True with balance 'micro'"):
         samplers(balance="micro")
+
+
+def test_a_queue_holds_the_whole_samples_and_counts_each_target_once() -> None:
+    one, other = samplers(balance="queue", counter=OwnCounter())
+    data = PackedDataset(Samples())
+
+    def targets(packs: list[list[Entry]]) -> int:
+        return count_target_tokens(pack_collate(data.__getitems__(packs)))
+
+    were_split = []
+    for mine, theirs in zip(one, other, strict=True):
+        wave = [*mine.waves[0], *mine.waves[1]]
+        were_split.append(mine.split is not None)
+        assert len(wave) == 2 * were_split[-1]
+        assert all(isinstance(each, Piece) for pack in wave for each in pack), "nothing rides: the rest can be taken"
+        counted = sum(targets([[index]]) for index in mine.own_part() + theirs.own_part())
+        assert targets([*theirs, *mine]) == targets(wave) + targets(mine.packs) == counted
+        assert mine.taken == [], "the other rank was first and took all"
+    assert set(were_split) == {True, False}
+
+
+def test_small_samples_share_a_pack_by_what_waves_cost_too() -> None:
+    """Together they are little beside a rank's wave; each alone would be one more microbatch."""
+    counter = OwnCounter()
+    (queued,) = MinibatchSampler([4000, *[10] * 8], 5, 4096, "queue", rank=0, world=2, counter=counter, split=True)
+    assert queued.split.sequences.keys() == {0}
+    assert len(queued.packs) == 1
 
 
 class Samples:

@@ -15,7 +15,18 @@ import pytest
 import torch
 
 from tests.support import ranks
-from tests.support.splitting import DEALS, Setup, build, gradients, packs_of, plain, samples, sharded, step_on
+from tests.support.splitting import (
+    DEALS,
+    Setup,
+    build,
+    gradients,
+    packs_of,
+    plain,
+    raises_in_forward,
+    samples,
+    sharded,
+    step_on,
+)
 
 SETUP = Setup(deal="zigzag")
 TIMEOUT_S = 1.5
@@ -30,16 +41,6 @@ def _right_after(model: torch.nn.Module, rank: int) -> None:
 
 
 # ------------------------------------------------------------------ a microbatch goes wrong on one rank
-
-
-def _raises_in_forward(model: torch.nn.Module, pack: dict) -> torch.Tensor:
-    from odc_triton.hf import summed_loss
-
-    def go_wrong(module: torch.nn.Module, given: tuple, output: torch.Tensor) -> None:
-        raise torch.OutOfMemoryError("no memory for 3 GiB")
-
-    with model.model.layers[1].mlp.register_forward_hook(go_wrong):
-        return summed_loss(model, pack)
 
 
 def _constant(model: torch.nn.Module, pack: dict) -> torch.Tensor:
@@ -62,7 +63,7 @@ def _fails_once(rank: int, world: int, fault: str, backend: str) -> str:
                 if rank == 1 and number == 0:
                     if fault == "skipped":
                         continue
-                    loss_of = _constant if fault == "constant" else _raises_in_forward
+                    loss_of = _constant if fault == "constant" else raises_in_forward
                 (loss_of(model, pack) / mb.tokens).backward()
         said = "nothing"
     except MinibatchFailed as error:

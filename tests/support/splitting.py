@@ -120,6 +120,16 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: getattr(each, "full_tensor", lambda each=each: each)().clone() for name, each in named.items()}
 
 
+def raises_in_forward(model: nn.Module, pack: dict) -> torch.Tensor:
+    from odc_triton.hf import summed_loss
+
+    def go_wrong(module: nn.Module, given: tuple, output: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("no memory for 3 GiB")
+
+    with model.model.layers[1].mlp.register_forward_hook(go_wrong):
+        return summed_loss(model, pack)
+
+
 def step_on(
     model: nn.Module, setup: Setup, rank: int, step: int = 0, loss_of: Callable | None = None
 ) -> tuple[float, dict[str, torch.Tensor]]:

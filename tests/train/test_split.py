@@ -34,21 +34,29 @@ def losses(out: Path) -> list[float]:
     return [line["loss"] for line in lines] + [lines[-1]["eval_loss"]]
 
 
-def test_as_without_splitting_and_stopped_in_the_middle(folder: Path, tmp_path: Path) -> None:
-    """Samples have up to twice the cap; one rank with room for them is what they are compared with."""
-    whole = options(folder, tmp_path / "whole", samples_per_rank=4)
-    assert ranks.run(train, 1, whole, None) == ["ended"]
-    split = options(folder, tmp_path / "split", token_cap=CAP, split_sequences=True, resume="auto")
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> list[float]:
+    """Losses of one rank with room for whole samples."""
+    assert ranks.run(train, 1, options(folder, folder / "whole", samples_per_rank=4), None) == ["ended"]
+    return losses(folder / "whole")
+
+
+@pytest.mark.parametrize("balance", ["mini", "queue"])
+def test_as_without_splitting_and_stopped_in_the_middle(
+    folder: Path, tmp_path: Path, whole: list[float], balance: str
+) -> None:
+    """Samples have up to twice the cap."""
+    split = options(folder, tmp_path / "split", token_cap=CAP, split_sequences=True, balance=balance, resume="auto")
     assert set(ranks.run(train, 2, replace(split, samples_per_rank=2), STOP)) == {"stopped by SIGTERM"}
     assert ranks.run(train, 4, replace(split, samples_per_rank=1), None) == ["ended"] * 4
     # fp32 sums in another order, through six steps of AdamW.
-    torch.testing.assert_close(losses(tmp_path / "split"), losses(tmp_path / "whole"), rtol=1e-4, atol=0)
+    torch.testing.assert_close(losses(tmp_path / "split"), whole, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"balance": "queue"}, "split_sequences goes with balance mini; it is queue"),
+        ({"balance": "micro"}, "split_sequences goes with balance mini or queue; it is micro"),
         ({"split_sequences": False, "split_tokens": 9}, "split_tokens is 9 without split_sequences"),
         ({"split_tokens": -1}, "split_tokens is -1; it must be at least 0"),
     ],
