@@ -87,11 +87,13 @@ class Handover:
     def _late(self, wait: Wait, rank: int, purpose: str) -> list[int]:
         if self._has_come(wait, rank):
             return []
-        first = self.room.heap.first
+        self._refuse_failed(purpose)
+        return [self.room.heap.first + rank]
+
+    def _refuse_failed(self, purpose: str) -> None:
         if failed := self._failed():
-            names = ", ".join(f"rank {rank}" for rank in failed)
-            raise PeerFailed(failed, f"rank {first + self.room.rank} waited for {purpose}, and {names} failed")
-        return [first + rank]
+            here, names = self.room.heap.first + self.room.rank, ", ".join(f"rank {rank}" for rank in failed)
+            raise PeerFailed(failed, f"rank {here} waited for {purpose}, and {names} failed")
 
     def add(self, layer: int, owner: int, place: torch.Tensor, rows: torch.Tensor, purpose: str) -> None:
         """Adds `rows` to `place`, which is in `owner`'s room, while others may add too."""
@@ -214,15 +216,13 @@ class KernelHandover(Handover):
         if number == 0:
             return
         self._status.zero_()
-        wait, first = self._waits[number - 1], self.room.heap.first
-        for rank, purpose in wait.whom.items():
-            if late := self._late(wait, rank, purpose):
-                self._meetings.require_alive(late, purpose, lambda wait=wait, rank=rank: self._late(wait, rank, ""))
-                raise DeadlineExceeded(
-                    late,
-                    f"rank {first + self.room.rank} waited for rank {late[0]} at '{purpose}': the deadline has passed",
-                )
-        ranks = [first + rank for rank in wait.whom]
-        raise DeadlineExceeded(
-            ranks, f"rank {first + self.room.rank} had {', '.join(wait.whom.values())} only after the deadline"
-        )
+        wait, here = self._waits[number - 1], f"rank {self.room.heap.first + self.room.rank}"
+        everyone = [self.room.heap.first + rank for rank in range(self.room.world)]
+        late = [rank for rank in wait.whom if not self._has_come(wait, rank)] or list(wait.whom)
+        purpose = wait.whom[late[0]]
+        # What has ended the wait: by now its flag may have come.
+        self._refuse_failed(purpose)
+        self._meetings.require_alive(everyone, purpose, lambda: everyone)
+        ranks = [everyone[rank] for rank in late]
+        words = f"{here} waited for rank {ranks[0]} at '{purpose}': the deadline has passed"
+        raise DeadlineExceeded(ranks, words)
