@@ -9,9 +9,9 @@ import torch
 
 from odc_triton import minibatch
 from odc_triton.hf import summed_loss
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.parity import relative, whole_model_error
-from tests.support.splitting import DEALS, Setup, packs_of, plain, run, sharded
+from tests.support.splitting import DEALS, Setup, distance, packs_of, plain, run, sharded
 
 FP64 = torch.float64
 # A part computes in fp32 whatever the weights are: the softmax under a softcap. (Mixtures of experts have no fp64.)
@@ -95,6 +95,17 @@ def test_every_change(family: str, change: str, backend: str, empty_start: bool)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_twenty_steps(backend: str) -> None:
     compare(Setup(deal="zigzag", backend=backend, steps=20))
+
+
+@pytest.mark.parametrize("backend", ["cpu", slow("cpu-apart")])
+def test_bf16_is_as_good_as_on_whole_samples(backend: str) -> None:
+    """Against fp32, pieces in bf16 may be 1.2 times as far off as whole samples in bf16."""
+    exact = Setup(family="Llama", scale=4)
+    half = replace(exact, backend=backend, half=True)
+    want = plain(exact)[1]
+    ((_, whole, _),) = ranks.run(run, 1, replace(half, deal="whole"))
+    (_, pieces, _), _ = ranks.run(run, 2, half)
+    assert 1e-3 < distance(pieces, want) <= 1.2 * distance(whole, want)
 
 
 def _watched(rank: int, world: int, setup: Setup) -> tuple[list[str], int, int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from tests.support.parity import TRANSFORMS
@@ -31,13 +32,16 @@ DEALS: dict[str, Dealt] = {
         [[P(2, 0, 20), P(0, 20, 30)]],
     ],
     # The last rank has whole samples only; one before it has none.
+    "whole": [[[0], [1], [2], [3]]],
     "four": [[[P(2, 0, 10)]], [[P(2, 10, 22), P(0, 0, 13)]], [[P(2, 22, 30), P(0, 13, 41)]], [[1], [3]]],
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """`change`: names in TRANSFORMS or "lora", joined by +; `empty_start`: samples begin with tokens not learned."""
+    """`change`: names in TRANSFORMS or "lora", joined by +; `empty_start`: samples begin with tokens not learned;
+    `half`: computes in bf16; `scale`: samples and pieces are this many times as long.
+    """
 
     family: str = "Qwen2"
     deal: str = "two"
@@ -47,6 +51,8 @@ class Setup:
     steps: int = 1
     empty_start: bool = False
     sizes: tuple[tuple[str, object], ...] = ()
+    half: bool = False
+    scale: int = 1
 
 
 FAMILY_SIZES = {
@@ -90,7 +96,7 @@ def _with_lora(model: nn.Module) -> nn.Module:
 def samples(setup: Setup, step: int = 0) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(step)
     made = []
-    for length in LENGTHS:
+    for length in (each * setup.scale for each in LENGTHS):
         ids = torch.randint(3, 97, (length,), generator=generator)
         labels = ids.clone()
         if setup.empty_start:
@@ -102,17 +108,33 @@ def samples(setup: Setup, step: int = 0) -> list[dict[str, torch.Tensor]]:
 def packs_of(setup: Setup, rank: int, step: int = 0, deal: Dealt | None = None) -> MinibatchPacks:
     from odc_triton.balance import PackedDataset, pack_collate
 
-    deal = DEALS[setup.deal] if deal is None else deal
+    deal = [
+        [[_longer(entry, setup.scale) for entry in pack] for pack in packs]
+        for packs in (DEALS[setup.deal] if deal is None else deal)
+    ]
     packs = MinibatchPacks.of(deal[rank], SplitPlan.of(deal))
     return pack_collate(PackedDataset(samples(setup, step)).__getitems__(packs))
+
+
+def _longer(entry: Entry, scale: int) -> Entry:
+    if not isinstance(entry, Piece):
+        return entry
+    return Piece(entry.sample, entry.start * scale, entry.stop * scale)
 
 
 def sharded(setup: Setup, rank: int, tokens: int = 48) -> nn.Module:
     from odc_triton import enable_split, fully_shard
 
-    model = fully_shard(build(setup, replaced=True), backend=setup.backend)
-    enable_split(model, tokens=tokens)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if setup.half else None
+    model = fully_shard(build(setup, replaced=True), backend=setup.backend, mp_policy=policy)
+    enable_split(model, tokens=tokens * setup.scale)
     return model
+
+
+def distance(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """Of all gradients together, relative."""
+    off = [(found[name].float() - each).norm() for name, each in wanted.items()]
+    return float(torch.stack(off).norm() / torch.stack([each.norm() for each in wanted.values()]).norm())
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -135,12 +157,13 @@ def step_on(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """One minibatch: this rank's part of the loss, and the gradients of all."""
     from odc_triton import minibatch
-    from odc_triton.balance import count_target_tokens
+    from odc_triton.balance import count_target_tokens, to_device
     from odc_triton.hf import summed_loss
 
     packs, total = packs_of(setup, rank, step), 0.0
+    device = next(model.parameters()).device
     with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
-        for pack in packs:
+        for pack in (to_device(each, device) for each in packs):
             loss = (loss_of or summed_loss)(model, pack) / mb.tokens
             loss.backward()
             total += loss.item()

@@ -20,6 +20,7 @@ Later ones:
     four               120  four processes on one GPU: exact additions, ten steps of models
     step               240  a step of a model of Qwen2.5-1.5B's shape, profiled: where its time goes
     killed              90  one of two processes killed while it trains: the other names it, nothing is left
+    split              150  pieces of sequences on two and three processes: parity, bf16, a death while a device waits
     memcheck           240  compute-sanitizer over every kernel on small shapes, where that tool is present
     links              120  bench.suites.links, with two GPUs or more: gather, scatter, linear, wgrad between every two
     lengths            420  `odc-triton bench --lengths`, with two GPUs or more: FSDP2, DDP and ODC over NCCL

@@ -68,6 +68,7 @@ ON_A_GPU = Given(
                 "tests/kernels/test_linear_cross_entropy.py",
                 "tests/kernels/test_qkv.py",
                 "tests/kernels/test_addresses.py",
+                "tests/kernels/test_flags.py",
                 "tests/kernels/test_refusals.py",
                 "tests/kernels/test_staged_refusals.py",
                 "tests/kernels/test_embedding_refusals.py",
@@ -92,6 +93,7 @@ ON_A_GPU = Given(
         ),
         "four": Tests(files=("tests/gpu/test_four_processes.py",)),
         "killed": Tests(files=("tests/gpu/test_killed.py",)),
+        "split": Tests(files=("tests/gpu/test_cuda_split.py",)),
     },
     training=Training(
         modules="",
@@ -134,6 +136,9 @@ REHEARSAL = Given(
         ),
         "four": Tests(files=("tests/comm/test_heap.py",), marker=_ON_THE_CPU),
         "killed": Tests(files=("tests/faults/test_faults.py",), marker=_ON_THE_CPU, words=("-k", "test_killed")),
+        "split": Tests(
+            files=("tests/sequence/test_parity.py",), marker=_ON_THE_CPU, words=("-k", "two-cpu-interpreter")
+        ),
     },
     training=Training(
         modules="email",
@@ -240,6 +245,7 @@ STAGES = (
     Stage("four", 120, Here.tests),
     Stage("step", 240, _step),
     Stage("killed", 90, Here.tests),
+    Stage("split", 150, Here.tests),
     Stage("memcheck", 240, _memcheck),
     Stage("links", 120, _links, gpus=2),
     Stage("lengths", 420, _lengths, gpus=2),

@@ -1,0 +1,71 @@
+"""Flags that kernels set and await, and blocks that they add to a peer's memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import place  # isort: skip
+
+from odc_kernels.flags import await_flags, set_flags
+from odc_kernels.scatter import add_block
+
+pytestmark = place.MARKS
+RANKS, PLACES = 35, 4  # more ranks than one launch has bits
+
+
+def test_only_the_named_ranks_flags_are_set() -> None:
+    flags = [torch.zeros(PLACES, dtype=torch.int64) for _ in range(RANKS)]
+    table = torch.tensor([each.data_ptr() for each in flags])
+    wanted = {0, 3, 15, 16, 34}
+    set_flags(table=table, ranks=wanted, place=2, value=2**40)
+    for rank, each in enumerate(flags):
+        assert each.tolist() == [0, 0, 2**40 if rank in wanted else 0, 0]
+    set_flags(table=table, ranks=(), place=0, value=1)
+    assert not any(each[0] for each in flags)
+
+
+@pytest.mark.parametrize(
+    ("missing", "stop", "number", "status"),
+    [
+        (None, 0, 4, 0),
+        (2, 0, 4, 4),  # one of the awaited flags is one too small
+        (20, 0, 4, 4),
+        (5, 0, 4, 0),  # nobody waits for it
+        (None, 1, 4, 0),  # stopped, but there is nothing left to wait for
+        (2, 1, 4, 4),
+    ],
+)
+def test_a_wait_ends(missing: int | None, stop: int, number: int, status: int) -> None:
+    flags, found = torch.zeros(RANKS, PLACES, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    flags[:, 1] = 7
+    if missing is not None:
+        flags[missing, 1] = 6
+    given = {"flags": flags, "place": 1, "value": 7, "stop": torch.tensor([stop], dtype=torch.int32)}
+    # A stopped wait must not spin, so its many spins would take hours.
+    await_flags(**given, ranks=(0, 2, 20, 34), status=found, number=number, spins=2**31 if stop else 5)
+    assert int(found) == status
+    flags[:, 1] = 0
+    await_flags(**given, ranks=(0,), status=found, number=9, spins=2)
+    assert int(found) == (status or 9), "the first wait in vain is the one to name"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(3, 2, 8), (1, 1, 5), (0, 2, 8), (70, 2, 8)])
+def test_a_block_is_added(shape: tuple, dtype: torch.dtype) -> None:
+    room = torch.randn(100, *shape[1:])
+    want, source = room.clone(), torch.randn(shape).to(dtype)
+    target = room[7 : 7 + shape[0]]
+    want[7 : 7 + shape[0]] += source.float()
+    add_block(target=target, source=source, block=64)
+    assert torch.equal(room, want)  # one sum per element
+
+
+def test_blocks_that_can_not_be_added() -> None:
+    target = torch.zeros(4, 2, 8)
+    with pytest.raises(ValueError, match=r"source \(3, 2, 8\) .*give contiguous ones of the same size"):
+        add_block(target=target, source=torch.zeros(3, 2, 8))
+    with pytest.raises(ValueError, match="give contiguous ones"):
+        add_block(target=target, source=torch.zeros(2, 4, 8).transpose(0, 1))
+    with pytest.raises(ValueError, match="gradients are summed in float32"):
+        add_block(target=target.double(), source=target)
