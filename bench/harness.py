@@ -19,10 +19,13 @@ from torch import nn
 
 from bench.variants import Odc, Pack, Setting, Unsharded, Variant
 from odc_triton.balance import CostModel, assign
-from odc_triton.balance.collate import count_target_tokens, pack_collate, to_device
+from odc_triton.balance.collate import PackedDataset, count_target_tokens, pack_collate, to_device
+from odc_triton.balance.pieces import MinibatchPacks
+from odc_triton.balance.split import deal_split, readable_tokens
 from odc_triton.base.events import Event
 from odc_triton.comm.local_store import rendezvous_url
 from odc_triton.data.dataset import TokenizedDataset
+from odc_triton.simulate.job import SPLIT
 
 T = TypeVar("T")
 
@@ -110,18 +113,36 @@ def in_turn(items: Sequence[T], round_: int) -> list[T]:
     return [*items[first:], *items[:first]]
 
 
-def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostModel) -> list[list[Pack]]:
-    """Every rank's collated packs of one minibatch."""
-    dealt = assign(
-        [int(data.lengths[index]) for index in samples],
+def split_tokens(work: Work, data: Any, cost: CostModel) -> int:
+    """Of each rank, the most tokens of one minibatch that others may read: what a `MinibatchSampler` would take."""
+    return readable_tokens(
+        [int(data.lengths[index]) for samples in work.minibatches for index in samples],
         ranks=dist.get_world_size(),
+        samples=max(map(len, work.minibatches)),
         token_cap=work.token_cap,
-        balance=balance,
         cost=cost,
     )
-    return [
-        pack_collate([[data[samples[member]] for member in pack] for pack in packs]) if packs else [] for packs in dealt
-    ]
+
+
+def build(kind: type[Variant], work: Work, setting: Setting | None = None) -> Variant:
+    """The variant, ready for the minibatches of `work`. Collective."""
+    return kind(work.build, setting, split_tokens=split_tokens(work, work.data(), work.cost()))
+
+
+def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostModel) -> list[MinibatchPacks]:
+    """Every rank's collated packs of one minibatch."""
+    lengths = [int(data.lengths[index]) for index in samples]
+    how = {"ranks": dist.get_world_size(), "token_cap": work.token_cap, "cost": cost}
+    if balance == SPLIT:
+        split = deal_split(lengths, tokens=split_tokens(work, data, cost), names=samples, **how)
+        dealt = [MinibatchPacks.of(split.packs(rank), split.plan) for rank in range(dist.get_world_size())]
+    else:
+        dealt = [
+            MinibatchPacks([samples[member] for member in pack] for pack in packs)
+            for packs in assign(lengths, balance=balance, **how)
+        ]
+    packed = PackedDataset(data)
+    return [pack_collate(packed.__getitems__(packs)) for packs in dealt]
 
 
 def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, index: int, number: int) -> Minibatch:
@@ -136,7 +157,7 @@ def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, in
 def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Minibatch:
     """Trains this rank's packs of a minibatch with `total` targets; starts with a meeting of all ranks. Collective."""
     setting = variant.setting
-    own = [to_device(pack, setting.here) for pack in own]
+    own = MinibatchPacks.of((to_device(pack, setting.here) for pack in own), getattr(own, "split", None))
     variant.start_minibatch(number)
     setting.synchronize()
     gather(None)  # a meeting
@@ -162,7 +183,7 @@ def compare(kinds: Sequence[type[Variant]], work: Work, progress: bool = False) 
     """
     rank, _ = open_job()
     data, cost = work.data(), work.cost()
-    variants = [kind(work.build) for kind in kinds]
+    variants = [build(kind, work) for kind in kinds]
     results = [Measured(name=kind.name, balance=kind.balance) for kind in kinds]
     for index in range(len(work.minibatches)):
         for variant, result in in_turn(list(zip(variants, results, strict=True)), index):
@@ -264,7 +285,7 @@ def peak_memory(kind: type[Variant], work: Work) -> dict[str, int]:
     set_torch_up()
     watch = PeakMemory()
     before, _ = watch.read()
-    variant = kind(work.build)
+    variant = build(kind, work)
     with watch:
         train_minibatch(variant, work, data, cost, 0, 0)
     dist.barrier()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
 from bench.demo import COLUMNS, WARM_UP, in_words, make_report, rows_of
-from bench.harness import Measured, Work, bootstrap_ratio
-from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Unsharded
+from bench.harness import Measured, Work, bootstrap_ratio, compare, deal
+from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, OdcSplit, Unsharded
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.base.events import Event
 from odc_triton.base.trace import meetings
+from odc_triton.data.dataset import DataSummary, TokenizedDataset
 from tests.support import ranks
 
 CONFIG = {
@@ -92,6 +97,55 @@ def test_variant_equals_unsharded(kind: type) -> None:
         assert count >= 2 * 2 * CONFIG["num_hidden_layers"]
 
 
+def cut_text(path: Path, lengths: Sequence[int]) -> str:
+    """A data set of samples of those lengths, all of whose tokens are learned."""
+    tokens = np.arange(sum(lengths), dtype=np.int32) * 7 % 97
+    summary = DataSummary(
+        records=len(lengths),
+        samples=len(lengths),
+        truncated=0,
+        dropped_too_long=0,
+        dropped_no_target=0,
+        tokens=len(tokens),
+        target_tokens=len(tokens) - len(lengths),
+    )
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    TokenizedDataset.of_prompts(tokens, offsets, np.zeros(len(lengths), np.int32), summary).save(path)
+    return str(path)
+
+
+def compared(rank: int, world: int, kinds: tuple, work: Work) -> list[Measured]:
+    return compare(kinds, work)
+
+
+def pieces_of(rank: int, world: int, work: Work) -> list[list]:
+    return [
+        [
+            pack.get("pieces")
+            for packs in deal(work, work.data(), samples, OdcSplit.balance, work.cost())
+            for pack in packs
+        ]
+        for samples in work.minibatches
+    ]
+
+
+def test_split_samples_train_as_whole_ones(tmp_path: Path) -> None:
+    work = Work(
+        dataset=cut_text(tmp_path / "data.npz", (128, 20, 9, 12, 30, 128, 40, 40)),
+        config=CONFIG,
+        minibatches=[[0, 1], [2, 3, 4, 5], [6, 7]],
+        token_cap=128,
+    )
+    first, second, even = ranks.run(pieces_of, 2, work)[0]
+    assert all(len(list(filter(None, packs))) == 2 for packs in (first, second)), "the longest, on two ranks"
+    assert not any(even), "nothing to gain"
+    kinds = (OdcSplit, Odc, Fsdp2, Ddp)
+    split, *others = ranks.run(compared, 2, kinds, work)[0]
+    for other in others:
+        # fp32 sums in another order, and AdamW steps of 3e-4
+        assert split.losses == pytest.approx(other.losses, rel=1e-5), other.name
+
+
 def test_bootstrap_ratio() -> None:
     fast = [1.0, 2.0, 1.5, 1.2]
     exact = bootstrap_ratio([2 * t for t in fast], fast)
@@ -101,17 +155,9 @@ def test_bootstrap_ratio() -> None:
 
 
 def test_report_says_what_was_measured(tmp_path) -> None:
-    import numpy as np
-
-    from odc_triton.data.dataset import DataSummary, TokenizedDataset
-
-    summary = DataSummary(
-        records=2, samples=2, truncated=0, dropped_too_long=0, dropped_no_target=0, tokens=7, target_tokens=5
-    )
-    arrays = np.arange(7, dtype=np.int32), np.array([0, 3, 7]), np.array([1, 1], dtype=np.int32)
-    TokenizedDataset.of_prompts(*arrays, summary).save(tmp_path / "data.npz")
+    data = cut_text(tmp_path / "data.npz", (3, 4))
     count = WARM_UP + 6
-    work = Work(dataset=str(tmp_path / "data.npz"), config=CONFIG, minibatches=[[0, 1]] * count, token_cap=128)
+    work = Work(dataset=data, config=CONFIG, minibatches=[[0, 1]] * count, token_cap=128)
     pace = {Fsdp2: 2.0, Fsdp2NoReshard: 1.5, LayerBarrier: 1.4, OdcMicro: 1.1, Odc: 1.0}
     results = []
     for kind, seconds in pace.items():
