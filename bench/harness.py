@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench import quiet
 from bench.variants import Odc, Pack, Setting, Unsharded, Variant
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.collate import PackedDataset, count_target_tokens, pack_collate, to_device
@@ -59,7 +61,11 @@ class Work:
 
 @dataclass
 class Measured:
-    """One variant's minibatches, in order. Times in seconds, from all ranks' start to the last rank's end."""
+    """One variant's minibatches, in order. Times in seconds, from all ranks' start to the last rank's end.
+
+    `waited_s`: by minibatch and rank, for a core. `repeats`: how often the minibatch was measured anew, the same for
+    all variants; all else is of the last time.
+    """
 
     name: str
     balance: str
@@ -67,6 +73,8 @@ class Measured:
     step_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     microbatches: list[list[int]] = field(default_factory=list)
+    waited_s: list[list[float]] = field(default_factory=list)
+    repeats: list[int] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
 
@@ -79,10 +87,15 @@ class Minibatch:
     step_seconds: float  # of the slowest rank
     loss: float  # per target token
     microbatches: list[int]  # by rank
+    waited_s: list[float]  # for a core, by rank
 
     @property
     def seconds(self) -> float:
         return self.end_s - self.start_s
+
+    @property
+    def is_disturbed(self) -> bool:
+        return quiet.is_disturbed(self.seconds, self.waited_s)
 
 
 def open_job(setting: Setting | None = None) -> tuple[int, int]:
@@ -161,44 +174,75 @@ def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Min
     variant.start_minibatch(number)
     setting.synchronize()
     gather(None)  # a meeting
-    start_s = time.monotonic()
+    start_s, waited_s = time.monotonic(), quiet.waited_s()
     loss = variant.gradients(own, total)
     landed_s = time.monotonic()
     variant.step()
     setting.synchronize()
-    spans = gather((start_s, landed_s, time.monotonic(), loss, len(own)))
+    spans = gather((start_s, landed_s, time.monotonic(), loss, len(own), quiet.waited_s() - waited_s))
     return Minibatch(
         start_s=min(span[0] for span in spans),
         end_s=max(span[2] for span in spans),
         step_seconds=max(span[2] - span[1] for span in spans),
         loss=sum(span[3] for span in spans) / total,
         microbatches=[span[4] for span in spans],
+        waited_s=[span[5] for span in spans],
     )
 
 
-def compare(kinds: Sequence[type[Variant]], work: Work, progress: bool = False) -> list[Measured]:
+def compare(kinds: Sequence[type[Variant]], work: Work, progress: bool = False, warm_up: int = 0) -> list[Measured]:
     """Trains every variant on all of `work`, interleaved minibatch by minibatch in a rotating order. Collective.
 
-    `progress`: rank 0 prints a line after each.
+    A minibatch that was disturbed in any variant's turn is measured anew, by all of them, a few times at most: see
+    [Note: what counts as disturbed]. Not so the first `warm_up`. `progress`: rank 0 prints a line after each.
     """
     rank, _ = open_job()
-    data, cost = work.data(), work.cost()
+    data, cost, count = work.data(), work.cost(), len(work.minibatches)
     variants = [build(kind, work) for kind in kinds]
+    for variant in variants:
+        variant.events()  # those of building it
     results = [Measured(name=kind.name, balance=kind.balance) for kind in kinds]
-    for index in range(len(work.minibatches)):
-        for variant, result in in_turn(list(zip(variants, results, strict=True)), index):
-            ran = train_minibatch(variant, work, data, cost, index, index)
+    repeats_left = quiet.most_repeats(count - warm_up)
+    for index in range(count):
+        repeats = 0
+        while True:
+            turns: dict[Variant, Minibatch] = {}
+            for variant in in_turn(variants, index + repeats):
+                turns[variant] = ran = train_minibatch(variant, work, data, cost, index, index)
+                if rank == 0 and progress:
+                    mark = ", disturbed" if ran.is_disturbed else ""
+                    print(f"  minibatch {index + 1}/{count}  {variant.name}: {ran.seconds:.2f} s{mark}", flush=True)
+            events = [[replace(event, minibatch=index) for event in variant.events()] for variant in variants]
+            was_disturbed = index >= warm_up and any(ran.is_disturbed for ran in turns.values())
+            if not was_disturbed or repeats == quiet.MOST_REPEATS or not repeats_left:
+                break
+            repeats, repeats_left = repeats + 1, repeats_left - 1
+        for variant, result, happened in zip(variants, results, events, strict=True):
+            ran = turns[variant]
             result.seconds.append(ran.seconds)
             result.step_seconds.append(ran.step_seconds)
             result.losses.append(ran.loss)
             result.microbatches.append(ran.microbatches)
-            if rank == 0 and progress:
-                which = f"minibatch {index + 1}/{len(work.minibatches)}"
-                print(f"  {which}  {variant.name}: {result.seconds[-1]:.2f} s", flush=True)
-    for variant, result in zip(variants, results, strict=True):
-        result.events = [event for events in gather(variant.events()) for event in events]
+            result.waited_s.append(ran.waited_s)
+            result.repeats.append(repeats)
+            result.events += happened
+    for result in results:
+        result.events = [event for events in gather(result.events) for event in events]
     dist.destroy_process_group()
     return results
+
+
+def disturbed(results: Sequence[Measured], warm_up: int = 0) -> dict[str, int | None]:
+    """Of the minibatches after the first `warm_up`: how many were measured anew, and in how many some variant's time,
+    the one that counts, is disturbed even so; None where the kernel does not tell.
+    """
+    indices = range(warm_up, len(results[0].seconds))
+    left = sum(any(quiet.is_disturbed(r.seconds[i], r.waited_s[i]) for r in results) for i in indices)
+    is_known = not any(math.isnan(each) for r in results for waited_s in r.waited_s for each in waited_s)
+    return {
+        "measured_anew": sum(results[0].repeats[index] > 0 for index in indices),
+        "left": left if is_known else None,
+    }
 
 
 def balanced(kinds: Sequence[type[Variant]], work: Work, lengths: list[int], repeats: int) -> dict[str, list[float]]:

@@ -12,13 +12,15 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from bench import quiet
 from bench.demo import CONFIG, RANKS, prepare
-from bench.harness import Measured, Work, bootstrap_ratio, compare, single_thread_environment
+from bench.harness import Measured, Work, bootstrap_ratio, compare, disturbed, single_thread_environment
 from bench.provenance import about, save_json
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro
 from odc_triton.base.files import write_file
@@ -84,7 +86,7 @@ def make_work(base: Work, lengths_of, seed: int, path: Path) -> Work:
 
 def measure(name: str, seed: int, base: Work, folder: Path) -> list[Measured]:
     work = make_work(base, DISTRIBUTIONS[name], seed, folder / "drawn.npz")
-    return launch(compare, VARIANTS, work, ranks=RANKS)[0]
+    return launch(compare, VARIANTS, work, False, WARM_UP, ranks=RANKS)[0]
 
 
 def summarise(cells: dict[str, list[list[Measured]]]) -> tuple[list[list[str]], dict]:
@@ -95,7 +97,7 @@ def summarise(cells: dict[str, list[list[Measured]]]) -> tuple[list[list[str]], 
         timed = {key: [second for result in found for second in result.seconds[WARM_UP:]] for key, found in of.items()}
         shown = range(WARM_UP, WARM_UP + MINIBATCHES)
         fastest = min((kind.name for kind in BASELINES), key=lambda key: sum(timed[key]))
-        numbers[name] = {"fastest_baseline": fastest, "variants": {}}
+        numbers[name] = {"fastest_baseline": fastest, "disturbed": disturbed_in(runs), "variants": {}}
         for kind in VARIANTS:
             ratio = bootstrap_ratio(timed[kind.name], timed[Odc.name])
             idle = [idle_fraction(excerpt({"": r.events}, minibatches=shown)[""]) for r in of[kind.name]]
@@ -105,6 +107,14 @@ def summarise(cells: dict[str, list[list[Measured]]]) -> tuple[list[list[str]], 
             waited = f"{statistics.mean(idle):.1%}" if kind.records_waiting else "not recorded"
             rows.append([name, kind.name + mark, f"{mean:.2f}", f"{ratio['ratio']:.2f}", interval, waited])
     return rows, numbers
+
+
+def disturbed_in(runs: Sequence[Sequence[Measured]]) -> dict[str, int | None]:
+    """`disturbed` of several runs together."""
+    found = [disturbed(run, WARM_UP) for run in runs]
+    left = [each["left"] for each in found]
+    anew = sum(each["measured_anew"] for each in found)
+    return {"measured_anew": anew, "left": None if None in left else sum(left)}
 
 
 COLUMNS = ("lengths", "variant", "s per minibatch", "time over ODC + LB-Mini's", "95% interval", "idle")
@@ -124,7 +134,8 @@ def main() -> None:
                 cells.setdefault(name, []).append(measure(name, seed, base, Path(scratch)))
                 print(f"{name}, seed {seed}: done after {time.monotonic() - start_s:.0f} s", flush=True)
     rows, numbers = summarise(cells)
-    text = table(rows, COLUMNS)
+    told = [f"{name}: {quiet.in_words(cell['disturbed'], MINIBATCHES * len(SEEDS))}" for name, cell in numbers.items()]
+    text = "\n\n".join([table(rows, COLUMNS), *told])
     out.mkdir(parents=True, exist_ok=True)
     save_json(out / "end_to_end.json", about() | {"config": CONFIG, "ranks": RANKS, "cells": numbers})
     write_file(out / "end_to_end.md", (text + "\n").encode())
