@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from bench import quiet
+from bench.cut import cut
 from bench.demo import CONFIG, RANKS, prepare
 from bench.harness import Measured, Work, bootstrap_ratio, compare, disturbed, single_thread_environment
 from bench.provenance import about, save_json
@@ -27,7 +26,7 @@ from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.base.trace import excerpt, idle_fraction
 from odc_triton.comm.launch import launch
-from odc_triton.data.dataset import DataSummary, TokenizedDataset
+from odc_triton.data.dataset import TokenizedDataset
 
 VARIANTS = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc)
 BASELINES = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp)
@@ -68,19 +67,8 @@ def make_work(base: Work, lengths_of, seed: int, path: Path) -> Work:
             lengths.append(lengths_of(generator))
             tokens += lengths[-1]
         minibatches.append(list(range(first, len(lengths))))
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    start = generator.randrange(len(text) - int(offsets[-1]))
-    summary = DataSummary(
-        records=len(lengths),
-        samples=len(lengths),
-        truncated=0,
-        dropped_too_long=0,
-        dropped_no_target=0,
-        tokens=int(offsets[-1]),
-        target_tokens=int(offsets[-1]) - len(lengths),
-    )
-    prompts = np.zeros(len(lengths), dtype=np.int32)
-    TokenizedDataset.of_prompts(text[start : start + int(offsets[-1])], offsets, prompts, summary).save(path)
+    start = generator.randrange(len(text) - sum(lengths))
+    cut(text[start:], lengths).save(path)
     return replace(base, dataset=str(path), minibatches=minibatches, token_cap=TOKEN_CAP, seed=seed)
 
 

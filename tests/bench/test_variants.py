@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from bench.cut import cut
 from bench.demo import COLUMNS, WARM_UP, in_words, make_report, rows_of
 from bench.harness import Measured, Work, bootstrap_ratio, compare, deal
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, OdcSplit, Unsharded
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.base.events import Event
 from odc_triton.base.trace import meetings
-from odc_triton.data.dataset import DataSummary, TokenizedDataset
 from tests.support import ranks
 
 CONFIG = {
@@ -99,18 +99,7 @@ def test_variant_equals_unsharded(kind: type) -> None:
 
 def cut_text(path: Path, lengths: Sequence[int]) -> str:
     """A data set of samples of those lengths, all of whose tokens are learned."""
-    tokens = np.arange(sum(lengths), dtype=np.int32) * 7 % 97
-    summary = DataSummary(
-        records=len(lengths),
-        samples=len(lengths),
-        truncated=0,
-        dropped_too_long=0,
-        dropped_no_target=0,
-        tokens=len(tokens),
-        target_tokens=len(tokens) - len(lengths),
-    )
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    TokenizedDataset.of_prompts(tokens, offsets, np.zeros(len(lengths), np.int32), summary).save(path)
+    cut(np.arange(sum(lengths)) * 7 % 97, lengths).save(path)
     return str(path)
 
 
