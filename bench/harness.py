@@ -126,20 +126,21 @@ def in_turn(items: Sequence[T], round_: int) -> list[T]:
     return [*items[first:], *items[:first]]
 
 
-def split_tokens(work: Work, data: Any, cost: CostModel) -> int:
+def split_tokens(work: Work, ranks: int) -> int:
     """Of each rank, the most tokens of one minibatch that others may read: what a `MinibatchSampler` would take."""
+    lengths = work.data().lengths
     return readable_tokens(
-        [int(data.lengths[index]) for samples in work.minibatches for index in samples],
-        ranks=dist.get_world_size(),
+        [int(lengths[index]) for samples in work.minibatches for index in samples],
+        ranks=ranks,
         samples=max(map(len, work.minibatches)),
         token_cap=work.token_cap,
-        cost=cost,
+        cost=work.cost(),
     )
 
 
 def build(kind: type[Variant], work: Work, setting: Setting | None = None) -> Variant:
     """The variant, ready for the minibatches of `work`. Collective."""
-    return kind(work.build, setting, split_tokens=split_tokens(work, work.data(), work.cost()))
+    return kind(work.build, setting, split_tokens=split_tokens(work, dist.get_world_size()))
 
 
 def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostModel) -> list[MinibatchPacks]:
@@ -147,7 +148,7 @@ def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostMode
     lengths = [int(data.lengths[index]) for index in samples]
     how = {"ranks": dist.get_world_size(), "token_cap": work.token_cap, "cost": cost}
     if balance == SPLIT:
-        split = deal_split(lengths, tokens=split_tokens(work, data, cost), names=samples, **how)
+        split = deal_split(lengths, tokens=split_tokens(work, dist.get_world_size()), names=samples, **how)
         dealt = [MinibatchPacks.of(split.packs(rank), split.plan) for rank in range(dist.get_world_size())]
     else:
         dealt = [

@@ -12,13 +12,14 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import numpy as np
 
 from bench import quiet
 from bench.cut import cut
-from bench.demo import CONFIG, RANKS, prepare
+from bench.demo import CONFIG, RANKS, text_of
 from bench.harness import Measured, Work, bootstrap_ratio, compare, disturbed, single_thread_environment
 from bench.provenance import about, save_json
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro
@@ -26,7 +27,6 @@ from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.base.trace import excerpt, idle_fraction
 from odc_triton.comm.launch import launch
-from odc_triton.data.dataset import TokenizedDataset
 
 VARIANTS = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc)
 BASELINES = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp)
@@ -55,9 +55,8 @@ def equal(generator: random.Random) -> int:
 DISTRIBUTIONS = {"chat-like": chat_like, "LongAlign-like / 32": longalign_like, "equal": equal}
 
 
-def make_work(base: Work, lengths_of, seed: int, path: Path) -> Work:
+def make_work(text: np.ndarray, lengths_of: Callable[[random.Random], int], seed: int, path: Path) -> Work:
     """Samples of drawn lengths, cut from the demo's real text; whole minibatches of about TOKENS tokens."""
-    text = TokenizedDataset.load(base.dataset).tokens
     generator = random.Random(seed)
     lengths: list[int] = []
     minibatches: list[list[int]] = []
@@ -69,11 +68,11 @@ def make_work(base: Work, lengths_of, seed: int, path: Path) -> Work:
         minibatches.append(list(range(first, len(lengths))))
     start = generator.randrange(len(text) - sum(lengths))
     cut(text[start:], lengths).save(path)
-    return replace(base, dataset=str(path), minibatches=minibatches, token_cap=TOKEN_CAP, seed=seed)
+    return Work(dataset=str(path), config=CONFIG, minibatches=minibatches, token_cap=TOKEN_CAP, seed=seed)
 
 
-def measure(name: str, seed: int, base: Work, folder: Path) -> list[Measured]:
-    work = make_work(base, DISTRIBUTIONS[name], seed, folder / "drawn.npz")
+def measure(name: str, seed: int, text: np.ndarray, folder: Path) -> list[Measured]:
+    work = make_work(text, DISTRIBUTIONS[name], seed, folder / "drawn.npz")
     return launch(compare, VARIANTS, work, False, WARM_UP, ranks=RANKS)[0]
 
 
@@ -116,18 +115,18 @@ def main() -> None:
     start_s = time.monotonic()
     cells: dict[str, list[list[Measured]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        base = prepare(Path(scratch))
+        text = text_of(Path(scratch))
         for name in DISTRIBUTIONS:
             for seed in SEEDS:
-                cells.setdefault(name, []).append(measure(name, seed, base, Path(scratch)))
+                cells.setdefault(name, []).append(measure(name, seed, text, Path(scratch)))
                 print(f"{name}, seed {seed}: done after {time.monotonic() - start_s:.0f} s", flush=True)
     rows, numbers = summarise(cells)
     told = [f"{name}: {quiet.in_words(cell['disturbed'], MINIBATCHES * len(SEEDS))}" for name, cell in numbers.items()]
-    text = "\n\n".join([table(rows, COLUMNS), *told])
+    shown = "\n\n".join([table(rows, COLUMNS), *told])
     out.mkdir(parents=True, exist_ok=True)
     save_json(out / "end_to_end.json", about() | {"config": CONFIG, "ranks": RANKS, "cells": numbers})
-    write_file(out / "end_to_end.md", (text + "\n").encode())
-    print(text)
+    write_file(out / "end_to_end.md", (shown + "\n").encode())
+    print(shown)
 
 
 if __name__ == "__main__":
