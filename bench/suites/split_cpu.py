@@ -34,7 +34,7 @@ CONFIG = {
     "max_position_embeddings": LONGEST,
     "tie_word_embeddings": False,
 }
-MINIBATCHES = {1: 60, 2: 16, 4: 12}  # by samples per rank
+MINIBATCHES = {1: 60, 2: 20, 4: 12}  # by samples per rank
 WARM_UP = 1
 SECONDS_PER_TOKEN = 0.42e-3  # of a variant on the slower rank, roughly: for the time that is expected
 COLUMNS = ("samples/rank", "over LB-Mini", "over the fastest", "over DDP", "bound", "minibatches", "anew", "disturbed")

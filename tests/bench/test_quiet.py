@@ -13,6 +13,7 @@ import pytest
 
 from bench import harness, quiet
 from bench.harness import Measured, Minibatch, Work, compare, disturbed
+from bench.reports import end_to_end
 from bench.variants import Odc, OdcSplit
 from tests.bench.test_variants import CONFIG, cut_text
 from tests.support import ranks
@@ -113,3 +114,14 @@ def test_in_words() -> None:
     assert "was not quiet: in 2 of 8" in quiet.in_words({"measured_anew": 3, "left": 2}, 8)
     unknown = Measured(name="a", balance="mini", seconds=[1.0], waited_s=[[math.nan]], repeats=[0])
     assert "not known" in quiet.in_words(disturbed([unknown]), 8)
+
+
+def test_several_runs_together() -> None:
+    def run(*, repeats: int, waited_s: float) -> list[Measured]:
+        times = {"seconds": [9.0, 1.0], "waited_s": [[9.0], [waited_s]], "repeats": [1, repeats]}
+        return [Measured(name="a", balance="mini", **times)]
+
+    runs = [run(repeats=0, waited_s=0.0), run(repeats=2, waited_s=0.5), run(repeats=1, waited_s=0.0)]
+    assert end_to_end.WARM_UP == 1
+    assert end_to_end.disturbed_in(runs) == {"measured_anew": 2, "left": 1}
+    assert end_to_end.disturbed_in([*runs, run(repeats=0, waited_s=math.nan)])["left"] is None
