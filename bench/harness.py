@@ -64,7 +64,7 @@ class Measured:
     """One variant's minibatches, in order. Times in seconds, from all ranks' start to the last rank's end.
 
     `waited_s`: by minibatch and rank, for a core. `repeats`: how often the minibatch was measured anew, the same for
-    all variants; all else is of the last time.
+    all variants. Losses are of the first time, all else of the time that counts.
     """
 
     name: str
@@ -194,41 +194,54 @@ def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Min
 def compare(kinds: Sequence[type[Variant]], work: Work, progress: bool = False, warm_up: int = 0) -> list[Measured]:
     """Trains every variant on all of `work`, interleaved minibatch by minibatch in a rotating order. Collective.
 
-    A minibatch that was disturbed in any variant's turn is measured anew, by all of them, a few times at most: see
-    [Note: what counts as disturbed]. Not so the first `warm_up`. `progress`: rank 0 prints a line after each.
+    At the end, when others may have left the machine, a minibatch that was disturbed in any variant's turn is measured
+    anew by all of them, a few times at most; the least disturbed time counts, whatever it took. See [Note: what counts
+    as disturbed]. Not so the first `warm_up`. `progress`: rank 0 prints a line after each.
     """
     rank, _ = open_job()
     data, cost, count = work.data(), work.cost(), len(work.minibatches)
     variants = [build(kind, work) for kind in kinds]
     for variant in variants:
         variant.events()  # those of building it
-    results = [Measured(name=kind.name, balance=kind.balance) for kind in kinds]
-    repeats_left = quiet.most_repeats(count - warm_up)
-    for index in range(count):
-        repeats = 0
-        while True:
-            turns: dict[Variant, Minibatch] = {}
-            for variant in in_turn(variants, index + repeats):
-                turns[variant] = ran = train_minibatch(variant, work, data, cost, index, index)
-                if rank == 0 and progress:
-                    mark = ", disturbed" if ran.is_disturbed else ""
-                    print(f"  minibatch {index + 1}/{count}  {variant.name}: {ran.seconds:.2f} s{mark}", flush=True)
-            events = [[replace(event, minibatch=index) for event in variant.events()] for variant in variants]
-            was_disturbed = index >= warm_up and any(ran.is_disturbed for ran in turns.values())
-            if not was_disturbed or repeats == quiet.MOST_REPEATS or not repeats_left:
-                break
-            repeats, repeats_left = repeats + 1, repeats_left - 1
-        for variant, result, happened in zip(variants, results, events, strict=True):
-            ran = turns[variant]
-            result.seconds.append(ran.seconds)
-            result.step_seconds.append(ran.step_seconds)
-            result.losses.append(ran.loss)
-            result.microbatches.append(ran.microbatches)
-            result.waited_s.append(ran.waited_s)
-            result.repeats.append(repeats)
-            result.events += happened
-    for result in results:
-        result.events = [event for events in gather(result.events) for event in events]
+
+    def turns(index: int, repeat: int = 0) -> list[tuple[Minibatch, list[Event]]]:
+        """One minibatch by all variants: by variant what it took, and this rank's events."""
+        ran = {}
+        for variant in in_turn(variants, index + repeat):
+            ran[variant] = took = train_minibatch(variant, work, data, cost, index, index)
+            if rank == 0 and progress:
+                marks = ", anew" * (repeat > 0) + ", disturbed" * took.is_disturbed
+                print(f"  minibatch {index + 1}/{count}  {variant.name}: {took.seconds:.2f} s{marks}", flush=True)
+        return [(ran[v], [replace(event, minibatch=index) for event in v.events()]) for v in variants]
+
+    def waiting(of: list[tuple[Minibatch, list[Event]]]) -> float:
+        return max(quiet.share(took.seconds, took.waited_s) for took, _ in of)
+
+    kept = [turns(index) for index in range(count)]
+    losses = [[took.loss for took, _ in of] for of in kept]  # of the first time: later ones have trained more
+    repeats, repeats_left = [0] * count, quiet.most_repeats(count - warm_up)
+    for repeat in range(1, quiet.MOST_REPEATS + 1):
+        again = [index for index in range(warm_up, count) if waiting(kept[index]) > quiet.MOST_WAITING][:repeats_left]
+        repeats_left -= len(again)
+        for index in again:
+            repeats[index] += 1
+            kept[index] = min(kept[index], turns(index, repeat), key=waiting)
+    results = []
+    for place, kind in enumerate(kinds):
+        of = [each[place] for each in kept]
+        results.append(
+            Measured(
+                name=kind.name,
+                balance=kind.balance,
+                seconds=[took.seconds for took, _ in of],
+                step_seconds=[took.step_seconds for took, _ in of],
+                losses=[each[place] for each in losses],
+                microbatches=[took.microbatches for took, _ in of],
+                waited_s=[took.waited_s for took, _ in of],
+                repeats=repeats,
+                events=[event for events in gather([e for _, own in of for e in own]) for event in events],
+            )
+        )
     dist.destroy_process_group()
     return results
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 MOST_WAITING = 0.05
 MOST_REPEATS = 2  # of one minibatch
-REPEATED_SHARE = 0.25  # of a run's minibatches: the most that are measured anew
+REPEATED_SHARE = 0.25  # of a run's minibatches: the most turns that are taken anew
 
 
 def waited_s() -> float:
@@ -32,13 +32,18 @@ def waited_s() -> float:
         return math.nan
 
 
+def share(seconds: float, waited: Sequence[float]) -> float:
+    """Of `seconds`, the share for which the rank waited that waited most; nan where it isn't known."""
+    return max(waited) / seconds
+
+
 def is_disturbed(seconds: float, waited: Sequence[float]) -> bool:
     """Whether any rank's waiting, in seconds, is more than a small share of `seconds`. Not where it isn't known."""
-    return any(each > MOST_WAITING * seconds for each in waited)
+    return share(seconds, waited) > MOST_WAITING
 
 
 def most_repeats(minibatches: int) -> int:
-    """How many minibatches of a run may be measured anew."""
+    """How many turns a run of so many may take anew."""
     return math.ceil(REPEATED_SHARE * minibatches)
 
 

@@ -1,9 +1,10 @@
 """What splitting long sequences brings: with sleeping layers, on real cores, in memory, and what a plan costs.
 
-    python -m bench.suites.split [--quick] [--only sleeping|cpu|memory|planner] [--out bench/results/split.json]
+    python -m bench.suites.split [--quick] [--only sleeping|cpu|memory|planner] [--out FILE]
 
 Each part has a file of its own, which defines what its rows say: split_sleeping.py, split_cpu.py, split_memory.py.
-Begins by saying how long it will take. What is in `--out` of other parts is kept.
+Each begins by saying how long it will take. What FILE, by default bench/results/split.json, has of other parts is kept;
+a quick run writes nothing unless told where.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from bench import quiet
 from bench.harness import single_thread_environment
-from bench.provenance import refuse_results, save_json
+from bench.provenance import RESULTS, refuse_results, save_json
 from bench.suites import split_cpu, split_memory, split_sleeping
 from bench.suites.protocol_scale import RANKS, Begun
 from odc_triton.balance import CostModel
@@ -115,18 +116,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.suites.split", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a little of each part: tests the program, no result")
     parser.add_argument("--only", choices=PARTS, help="one part")
-    parser.add_argument("--out", type=Path, default=None, help="JSON file")
+    parser.add_argument("--out", type=Path, default=None, help="JSON file (default: bench/results/split.json)")
     options = parser.parse_args(arguments)
-    if options.quick and options.out:
-        refuse_results(options.out.parent)
+    out = options.out or (None if options.quick else RESULTS / "split.json")
+    if options.quick and out:
+        refuse_results(out.parent)
     single_thread_environment()
     measure = {"sleeping": sleeping, "cpu": cpu, "memory": memory, "planner": planner}
     for part in [options.only] if options.only else PARTS:
         begun = Begun()
         found = measure[part](options.quick)
-        if options.out:
-            before = json.loads(options.out.read_text()) if options.out.exists() else {}
-            save_json(options.out, with_part(before, part, found, begun.about()))
+        if out:
+            before = json.loads(out.read_text()) if out.exists() else {}
+            save_json(out, with_part(before, part, found, begun.about()))
     return 0
 
 

@@ -53,7 +53,7 @@ def test_waiting_for_a_core_is_seen() -> None:
 
 
 def counted(rank: int, world: int, work: Work, to_disturb: dict[int, int]) -> tuple[list[Measured], list[int]]:
-    """`to_disturb`: of a minibatch, how often split ODC's turn is disturbed. Also which minibatches were trained."""
+    """`to_disturb`: how often split ODC's turn of a minibatch is disturbed, each time less. Also which were trained."""
     real, trained, left = harness.train_minibatch, [], dict(to_disturb)
 
     def train(variant: object, work: Work, data: object, cost: object, index: int, number: int) -> Minibatch:
@@ -61,7 +61,7 @@ def counted(rank: int, world: int, work: Work, to_disturb: dict[int, int]) -> tu
         waited_s = 0.0
         if isinstance(variant, OdcSplit) and left.get(index, 0):
             left[index] -= 1
-            waited_s = 1e6
+            waited_s = 10.0 ** (6 + left[index])
         return replace(real(variant, work, data, cost, index, number), waited_s=[0.0, waited_s])
 
     harness.train_minibatch = train
@@ -71,8 +71,8 @@ def counted(rank: int, world: int, work: Work, to_disturb: dict[int, int]) -> tu
         harness.train_minibatch = real
 
 
-# By minibatch how often it is disturbed: the repeats, and in how many it is disturbed even so. At most two are measured
-# anew, a quarter of six.
+# By minibatch how often it is disturbed: the repeats, and in how many it is disturbed even so. There may be two
+# repeats, a quarter of six, and at most two of one minibatch.
 CASES = [
     ({}, [0] * 7, 0),
     ({2: 1, 4: 1}, [0, 0, 1, 0, 1, 0, 0], 0),
@@ -95,14 +95,17 @@ def test_what_was_disturbed_is_measured_anew(
     )
     (odc, split), trained = ranks.run(counted, 2, work, to_disturb)[0]
     assert odc.repeats == split.repeats == repeats
-    assert trained == [index for index, again in enumerate(repeats) for _ in range(2 * (1 + again))]
+    anew = [index for turn in (1, 2) for index, again in enumerate(repeats) if again >= turn]  # at the end
+    assert trained == [index for index in [*range(7), *anew] for _ in range(2)]
+    if to_disturb == {3: 9}:
+        assert split.waited_s[3][1] == 10.0**12, "the least disturbed counts"
     assert disturbed([odc, split], warm_up=1) == {"measured_anew": sum(map(bool, repeats)), "left": left}
     # Both trained the same samples as often.
     assert odc.losses == pytest.approx(split.losses, rel=1e-5)
     for result in (odc, split):
         assert len(result.seconds) == len(result.waited_s) == 7
         assert {event.minibatch for event in result.events} == set(range(7))
-        # Only the last turn's: events of two would span more than the minibatch.
+        # Of one turn only: events of two would span more than the minibatch.
         for index in range(7):
             found = [event for event in result.events if event.minibatch == index and event.label.startswith("enter")]
             assert len(found) == 2
