@@ -35,7 +35,7 @@ from bench.suites.split_jobs import (
     compute,
     compute_whole,
     deal_at_random,
-    deal_zigzag,
+    deal_evenly,
     die,
     sharded,
 )
@@ -50,7 +50,7 @@ PLACES = ("waiting in a forward", "waiting in a backward", "publishing", "adding
 WITHIN_S = 10.0
 RANKS, SOAK_RANKS = 3, (3, 4)
 DEADLINE_S = 60.0
-CHECK_EVERY = 10
+CHECK_EVERY = 5
 RELATIVE, ABSOLUTE = 1e-5, 1e-7  # gradients are added in the order of their arrival
 COLUMNS = ("place", "kills", "named within s: median", "largest", "wrong")
 
@@ -156,7 +156,7 @@ def computes_until_killed(rank: int, ranks: int, say: Say, kill: Kill, backend: 
     for number in range(kill.minibatch + 2):
         trap.minibatch, trap.wave = number, -1
         try:
-            compute(model, deal_zigzag(numbers, ranks), rank, number)
+            compute(model, deal_evenly(numbers, ranks), rank, number)
         except OfRanks as error:
             say("named", time.monotonic(), error.ranks, f"{type(error).__name__}: {error}")
             return

@@ -59,15 +59,23 @@ class Deal:
         return made
 
 
-def deal_zigzag(numbers: random.Random, ranks: int) -> Deal:
-    """Two waves of one sample each. Each rank has an early and a late piece, so it waits for others and they for it,
-    with a whole sample in the same microbatch; some have whole samples after the waves.
+def deal_evenly(numbers: random.Random, ranks: int) -> Deal:
+    """Two waves, in which each rank has two pieces and a whole sample; some have whole samples after them.
+
+    A wave is one sample that goes up and down the ranks, so that each waits for all others and they for it; or a ring
+    of samples over two ranks each, so that each waits for one and another waits for it.
     """
     deal = Deal(ranks)
     for _ in range(2):
-        pieces = deal.pieces([numbers.randint(4, 20) for _ in range(2 * ranks)])
-        for rank, packs in enumerate(deal.packs):
-            packs.append([pieces[rank], pieces[-1 - rank], deal.whole(RIDER_TOKENS)])
+        lengths = [numbers.randint(4, 20) for _ in range(2 * ranks)]
+        if numbers.random() < 0.5:
+            pieces = deal.pieces(lengths)
+            pairs = [[pieces[rank], pieces[-1 - rank]] for rank in range(ranks)]
+        else:
+            rows = [deal.pieces(lengths[2 * rank : 2 * rank + 2]) for rank in range(ranks)]
+            pairs = [[rows[rank][0], rows[rank - 1][1]] for rank in range(ranks)]
+        for packs, pair in zip(deal.packs, pairs, strict=True):
+            packs.append([*pair, deal.whole(RIDER_TOKENS)])
     for packs in deal.packs:
         if numbers.random() < 0.5:
             packs.append([deal.whole(numbers.randint(2, 30))])

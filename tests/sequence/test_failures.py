@@ -180,6 +180,7 @@ class Stop:
     where: str
     victim: int
     layer: int = 1
+    signal: int = signal.SIGSTOP
 
 
 _BESIDE: Dealt = [[[P(0, 0, 24), 3]], [[P(0, 24, 41)]], [[1]]]  # rank 2 is at the exit soon
@@ -200,7 +201,7 @@ def _stops(stop: Stop, rank: int) -> None:
 
     if stop.where != "wait":
         if rank == stop.victim:
-            _ends_in(stop.where, signal.SIGSTOP, stop.layer)
+            _ends_in(stop.where, stop.signal, stop.layer)
         return
     publish, show_wait = SequenceExchange.publish, Room.show_wait
 
@@ -240,6 +241,19 @@ def test_all_others_name_the_rank_that_stands_still_alone(name: str, backend: st
         assert said.startswith("DeadlineExceeded: "), said
         assert blamed == [stop.victim], said
         assert re.search(rf"(for|of) rank {stop.victim}( at|$)", said), said
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-interpreter"])
+@pytest.mark.parametrize("name", [name for name in STOPS if "behind" in name])
+def test_a_killed_rank_is_named_through_another(name: str, backend: str) -> None:
+    """One of the others waits for a rank that only waits for the killed one: on kernels its wait goes on until then."""
+    stop = replace(STOPS[name], signal=signal.SIGKILL)
+    with ranks.start(_beside_one_that_stops, 3, stop, backend) as job:
+        outcomes = job.wait_for([rank for rank in range(3) if rank != stop.victim])
+    for outcome in outcomes:
+        said, blamed = outcome.value
+        assert said.startswith("RankLost: "), said
+        assert blamed == [stop.victim], said
 
 
 # ------------------------------------------------------------------ wrong calls
