@@ -172,7 +172,9 @@ class KernelHandover(Handover):
             self._stop = self._stop.pin_memory()  # the host can set it while the device is busy
         self._look = _Look(room)
         self._waits: list[Wait] = []
-        self._late_at_stop: list[int] = []  # whose flags may have come since: ranks go on after a wait in vain
+        # At the stop: flags may have come since, as ranks go on after a wait in vain, and ranks may have left.
+        self._late_at_stop: list[int] = []
+        self._gone_at_stop: list[int] = []
         self._running: deque[_Running] = deque()
         self._is_over = threading.Event()
         self._is_over.set()
@@ -182,7 +184,7 @@ class KernelHandover(Handover):
         super().begin()
         self._waits.clear()
         self._running.clear()
-        self._late_at_stop.clear()
+        self._late_at_stop, self._gone_at_stop = [], []
         self._stop[0] = 0
         self.room.show_no_wait()
         self._is_over = threading.Event()
@@ -232,7 +234,7 @@ class KernelHandover(Handover):
             # Only who dies before its flag has come can't be waited for; the others say so if that stops them.
             gone = [rank for rank in late if not heap.is_alive(rank)]
             if is_late or self._failed() or (gone and set(gone) & set(self._shown_late(first.wait))):
-                self._late_at_stop = late
+                self._late_at_stop, self._gone_at_stop = late, gone
                 self._stop[0] = 1
                 return
 
@@ -261,13 +263,12 @@ class KernelHandover(Handover):
             return
         self._status.zero_()
         wait, first = self._waits[number - 1], self.room.heap.first
-        late = [rank for rank in wait.whom if not self._has_come(wait, rank)]
-        # What has ended the wait may have come since.
-        late = late or [rank for rank in self._late_at_stop if rank in wait.whom] or list(wait.whom)
-        purpose, ranks = wait.whom[late[0]], [first + rank for rank in late]
+        late = [rank for rank in self._late_at_stop if rank in wait.whom]
+        late = late or [rank for rank in wait.whom if not self._has_come(wait, rank)] or list(wait.whom)
+        purpose, gone = wait.whom[late[0]], [first + rank for rank in self._gone_at_stop]
         self._require_none_failed(purpose)
-        self._meetings.require_alive(ranks, purpose, lambda: ranks)
-        ranks = self._meetings.at_fault(ranks)
+        self._meetings.require_alive(gone, purpose, lambda: gone)
+        ranks = self._meetings.at_fault([first + rank for rank in late])
         names = ", ".join(f"rank {rank}" for rank in ranks)
         raise DeadlineExceeded(
             ranks, f"rank {first + self.room.rank} waited for {names} at '{purpose}': the deadline has passed"
