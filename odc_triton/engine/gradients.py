@@ -16,6 +16,7 @@ from odc_kernels.peers import PeerShards
 from ..base.errors import DeadlineExceeded
 from ..comm.memory.shm import SharedMemoryHeap
 from ..nn.operand import AddRows, add_rows
+from .exact import ExactSum
 from .streams import Streams
 
 _NAP_S = 20e-6
@@ -27,13 +28,25 @@ Waits = list[tuple[float, float]]
 class Target:
     """Where one parameter's gradient goes. `slot`: its number in the plan; `shards`: rows per owner, in their order.
 
-    A scalar's one owner is rank 0: give its shard as one row. `near`: as in `PeerShards`.
+    A scalar's one owner is rank 0: give its shard as one row. `near`: as in `PeerShards`. `exact`: adds to int64 shards.
     """
 
     def __init__(
-        self, *, slot: int, shards: Sequence[torch.Tensor], rank: int, near: frozenset[int] | None = None
+        self,
+        *,
+        slot: int,
+        shards: Sequence[torch.Tensor],
+        rank: int,
+        near: frozenset[int] | None = None,
+        exact: ExactSum | None = None,
     ) -> None:
-        self.slot, self.shards, self._rank, self._near = slot, tuple(shards), rank, near
+        self.slot, self.shards, self._rank, self._near, self._exact = slot, tuple(shards), rank, near, exact
+        self.add_rows = add_rows if exact is None else exact.add
+
+    def begin_addition(self) -> None:
+        """To each element at most once, except by index."""
+        if self._exact is not None:
+            self._exact.additions += 1
 
     @cached_property
     def peers(self) -> PeerShards:
@@ -73,6 +86,7 @@ class LockedAccumulator(Accumulator):
     @torch.no_grad()
     def _add(self, gradient: torch.Tensor, target: Target, name: str) -> Waits:
         waits: Waits = []
+        target.begin_addition()
         rows = gradient.split([len(shard) for shard in target.shards])
         world = len(target.shards)
         with record_function("odc.accumulate"), self._threads.setdefault(target.slot, threading.Lock()):
@@ -94,6 +108,8 @@ class LockedAccumulator(Accumulator):
         return waits
 
     def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> AddRows:
+        target.begin_addition()
+
         @torch.no_grad()
         def add_under_lock(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
             begin_s = stuck_until_s = time.monotonic()
@@ -111,7 +127,7 @@ class LockedAccumulator(Accumulator):
         if not self._heap.try_lock(target.slot, owner):
             return False
         try:
-            add_rows(target.shards[owner], at, rows)
+            target.add_rows(target.shards[owner], at, rows)
         finally:
             self._heap.unlock(target.slot, owner)
         return True
