@@ -142,10 +142,8 @@ def scaling() -> None:
                 settings = [(job, "fsdp", "micro"), (job, "odc", "mini"), (job, "odc", SPLIT), (flat, "odc", "mini")]
                 for each, schedule, balance in settings:
                     told = simulate(minibatches, job=each, schedule=schedule, balance=balance, token_cap=65_536)
-                    computed_s = (1 - told.idle_share) * told.step_s
-                    if balance == SPLIT:  # the same work as before, and what it waits in a wave is no compute
-                        computed_s = whole_s
-                    whole_s = computed_s
+                    if balance != SPLIT:  # it computes the same; what ranks wait in a wave is no compute
+                        computed_s = (1 - told.idle_share) * told.step_s
                     cells.append(f"{computed_s / told.step_s:.0%}")
                     if balance == "mini" and each is job and samples == 16:
                         step_s, peak = told.step_s, told.peak_bytes or 0
