@@ -26,9 +26,11 @@ from ..base.files import put_in_place, sync_folder
 from ..engine.api import engine_of, publish
 from . import dcp, training_state
 from .dcp import DigestedFiles, Written
+from .random_state import random_state, restore_random_state, seed_random_state
 from .sharded import all_or_none
 
 MANIFEST, _STATE = "manifest.json", "state.json"
+_SCALES = "odc_scales"  # in the state: of exact sums, by parameter
 _FORMAT = 1
 _BLOCK_BYTES = 2**20
 _REMEDY = "this checkpoint can't be used, continue from an older one"
@@ -126,7 +128,8 @@ def write_checkpoint(
             files = dcp.write_part(part, engine.rank, training_state.to_save(model, optimizer))
             files |= _write_json(part / f"random-{engine.rank}.json", random_state())
             if engine.rank == 0:
-                files |= _write_json(part / _STATE, state)
+                scales = {_SCALES: engine.scales()} if engine.exact else {}
+                files |= _write_json(part / _STATE, state | scales)
             shared["files"] = {file: [entry.size_bytes, entry.sha256] for file, entry in files.items()}
         written = [theirs["files"] for theirs in shared.all]
         with all_or_none(engine, purpose):
@@ -190,6 +193,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
                 restore_random_state(json.loads(mine.read_bytes()))
             else:
                 seed_random_state(int(state.get("seed", 0)), engine.rank, saved.step)
+        engine.restore_scales(state.pop(_SCALES, {}))
     publish(model)
     return state
 

@@ -149,6 +149,18 @@ class Engine:
         sums = ((place, p.storage.exact) for place, p in enumerate(self.parameters) if self.exact and p.trains)
         return ExactSums(dict(sums))
 
+    def scales(self) -> dict[str, list[int]]:
+        """The scales of exact sums, by parameter: for a checkpoint, as the bits of the next sums depend on them."""
+        exact = self.exact_sums()
+        return {p.name: exact.state(place) for place, p in enumerate(self.parameters) if p.trains}
+
+    def restore_scales(self, scales: dict[str, list[int]]) -> None:
+        """Takes what `scales` returned; other parameters keep what they have. The same on all ranks."""
+        exact = self.exact_sums()
+        for place, parameter in enumerate(self.parameters):
+            if self.exact and parameter.trains and parameter.name in scales:
+                exact.restore(place, scales[parameter.name])
+
     def split_by(self, splits: Any) -> None:
         """From now on `splits` computes pieces of sequences with other ranks."""
         self.splits = splits
@@ -237,8 +249,8 @@ class Engine:
             )
         if torch.are_deterministic_algorithms_enabled() and not self.exact:
             raise RuntimeError(
-                "torch.use_deterministic_algorithms(True) came after fully_shard, and this model's gradients are added in "
-                "the order of their arrival: set it before, or give fully_shard(model, exact=True)"
+                "torch.use_deterministic_algorithms(True) came after fully_shard, and this model's gradients are added "
+                "in the order of their arrival: set it before, or give fully_shard(model, exact=True)"
             )
         for unit in self.units:
             unit.check_places()

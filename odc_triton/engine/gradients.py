@@ -28,7 +28,8 @@ Waits = list[tuple[float, float]]
 class Target:
     """Where one parameter's gradient goes. `slot`: its number in the plan; `shards`: rows per owner, in their order.
 
-    A scalar's one owner is rank 0: give its shard as one row. `near`: as in `PeerShards`. `exact`: adds to int64 shards.
+    A scalar's one owner is rank 0: give its shard as one row. `near`: as in `PeerShards`. `exact`: adds to shards
+    of integers.
     """
 
     def __init__(

@@ -183,7 +183,8 @@ def _inner_engines(module: nn.Module, mesh: DeviceMesh, exact: bool) -> list[Eng
             )
         if engine.exact != exact:
             raise ValueError(
-                f"{name} was sharded with exact={engine.exact}, and its root would be with exact={exact}: give all the same"
+                f"{name} was sharded with exact={engine.exact}, and its root would be with exact={exact}: give both "
+                f"the same"
             )
         for parameter in engine.parameters[:1]:
             theirs = parameter.sharded.device_mesh
