@@ -100,7 +100,7 @@ def test_scales_follow_the_gradients() -> None:
         "its sum has 20",
         None,
         "its sum might need 64",
-        "its sum might need 74",
+        "its sum might need 73",
         None,
         None,
     ]
