@@ -1,12 +1,13 @@
-"""The demo: five ways to train one model on the same real text, side by side, with a table and a picture.
+"""The demo: four ways to train one model on the same real text, side by side, with a table and a picture.
 
-Everything is fixed here before anything is measured: the data (the running Python's standard library), the model,
-the token cap, the samples of every minibatch. Nothing was tuned for the ratio.
+One sample a rank, of very unequal lengths: nothing can be dealt better, so ranks wait, unless the longest is cut.
+Everything is fixed here before anything is measured: the text (the running Python's standard library), the lengths into
+which it is cut (LongAlign-like, scaled to the model), the model, the samples of every minibatch. Nothing was tuned for
+the ratio.
 """
 
 from __future__ import annotations
 
-import random
 import statistics
 import sys
 import time
@@ -14,26 +15,31 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+from bench import quiet
+from bench.cut import cut, scaled_minibatches
 from bench.harness import (
     Measured,
     Work,
     bootstrap_ratio,
     compare,
+    disturbed,
     overhead,
     peak_memory,
     single_thread_environment,
 )
 from bench.provenance import about, save_json
 from bench.stdlib_corpus import build_corpus, write_text
-from bench.variants import Fsdp2, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Variant
-from odc_triton.base.report import save_html, save_timeline, table
+from bench.variants import Fsdp2, Fsdp2NoReshard, Odc, OdcSplit, Variant
+from odc_triton.base.report import TITLE, save_html, save_timeline, table
 from odc_triton.base.trace import excerpt, idle_fraction, save_trace, timeline_text
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.data.tokenizer import TextEncoder
 
 RANKS = 2
-VARIANTS: tuple[type[Variant], ...] = (Fsdp2, Fsdp2NoReshard, LayerBarrier, OdcMicro, Odc)
+VARIANTS: tuple[type[Variant], ...] = (Fsdp2, Fsdp2NoReshard, Odc, OdcSplit)
 VOCABULARY = 8192
 CONFIG = {
     "vocab_size": VOCABULARY,
@@ -46,26 +52,37 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 TOKEN_CAP = 2048  # also the longest sample
-SAMPLES = 64  # per minibatch, all ranks together: about four packs per rank
+LENGTHS = "longalign"  # scaled so that the longest has TOKEN_CAP tokens
+SAMPLES_PER_RANK = 1
 WARM_UP = 1
-MINIBATCHES = 6
+MINIBATCHES = 40
 EQUAL_LENGTHS = [512] * 4  # of the pack that measures the overhead
-OVERHEAD_REPEATS = 10
+OVERHEAD_REPEATS = 4
 LOSS_TOLERANCE = 1e-3
-SHOWN = range(WARM_UP, WARM_UP + 2)  # minibatches in the picture
+SHOWN = range(WARM_UP, WARM_UP + 4)  # minibatches in the picture
 
 
-def prepare(folder: Path) -> Work:
-    """Writes corpus, tokenizer and tokenised data into `folder`; returns what to train on."""
+def text_of(folder: Path) -> np.ndarray:
+    """Writes corpus and tokenizer into `folder`; returns the text, [tokens]."""
     folder.mkdir(parents=True, exist_ok=True)
     records, summary = build_corpus()
     tokenizer = write_text(folder, records, CONFIG)
     data = tokenize_file(folder / "data.jsonl", TextEncoder.of(tokenizer), DataOptions(max_tokens=TOKEN_CAP))
-    data.save(folder / "data.npz")
-    print(f"data: {summary.files} files of this Python's standard library, {data.summary}")
-    order = list(range(len(data)))
-    random.Random(0).shuffle(order)
-    minibatches = [order[i * SAMPLES : (i + 1) * SAMPLES] for i in range(WARM_UP + MINIBATCHES)]
+    print(f"text: {summary.files} files of this Python's standard library, {len(data.tokens):,} tokens")
+    return np.array(data.tokens)
+
+
+def prepare(folder: Path) -> Work:
+    """Writes corpus, tokenizer and samples into `folder`; returns what to train on."""
+    text = text_of(folder)
+    lengths, minibatches = scaled_minibatches(
+        LENGTHS, longest=TOKEN_CAP, samples=RANKS * SAMPLES_PER_RANK, minibatches=WARM_UP + MINIBATCHES
+    )
+    cut(text, lengths).save(folder / "data.npz")
+    print(
+        f"samples: {SAMPLES_PER_RANK} per rank and minibatch, {min(lengths)} to {max(lengths)} tokens, "
+        f"{statistics.mean(lengths):.0f} on average"
+    )
     return Work(dataset=str(folder / "data.npz"), config=CONFIG, minibatches=minibatches, token_cap=TOKEN_CAP)
 
 
@@ -73,21 +90,24 @@ def make_report(results: list[Measured], memory: dict, slowdown: dict, work: Wor
     """Everything that was measured, as plain data."""
     data = TokenizedDataset.load(work.dataset)
     timed = {result.name: result.seconds[WARM_UP:] for result in results}
-    odc = timed[Odc.name]
-    baselines = [kind.name for kind in (Fsdp2, Fsdp2NoReshard, LayerBarrier)]
-    fastest = min(baselines[:2], key=lambda name: sum(timed[name]))
+    odc, split = timed[Odc.name], timed[OdcSplit.name]
+    fastest, fastest_unsplit = (
+        min((kind.name for kind in kinds), key=lambda name: sum(timed[name]))
+        for kinds in ((Fsdp2, Fsdp2NoReshard), (Fsdp2, Fsdp2NoReshard, Odc))
+    )
     in_window = range(WARM_UP, WARM_UP + MINIBATCHES)
     last = [result.losses[-1] for result in results]
     return {
         "speedup_vs_fsdp2": bootstrap_ratio(timed[Fsdp2.name], odc),
         "speedup_vs_fastest": {**bootstrap_ratio(timed[fastest], odc), "name": fastest},
-        "speedup_vs_layer_barrier": bootstrap_ratio(timed[LayerBarrier.name], odc),
-        "speedup_vs_odc_micro": bootstrap_ratio(timed[OdcMicro.name], odc),
+        "speedup_split_vs_fastest": {**bootstrap_ratio(timed[fastest_unsplit], split), "name": fastest_unsplit},
+        "disturbed": disturbed(results, WARM_UP),
         "overhead_vs_unsharded": slowdown["fraction"],
         "overhead_details": slowdown,
         "idle_fraction": {r.name: idle_fraction(excerpt({"": r.events}, minibatches=in_window)[""]) for r in results},
         "seconds": {result.name: result.seconds for result in results},
         "step_seconds": {result.name: result.step_seconds for result in results},
+        "waited_s": {result.name: result.waited_s for result in results},
         "microbatches": {result.name: result.microbatches for result in results},
         "losses": {result.name: result.losses for result in results},
         "loss_first": {result.name: result.losses[0] for result in results},
@@ -106,25 +126,29 @@ def make_report(results: list[Measured], memory: dict, slowdown: dict, work: Wor
     }
 
 
-COLUMNS = ("", "s per minibatch", "ODC + LB-Mini is faster by", "95% interval", "idle", "private MB", "loss at the end")
+COLUMNS = (
+    *("", "s per minibatch", "ODC + split is faster by", "95% interval", "idle", "waited for a core", "private MB"),
+    "loss at the end",
+)
 
 
 def rows_of(report: dict) -> list[list[str]]:
     rows = []
-    odc = report["seconds"][Odc.name][WARM_UP:]
+    split = report["seconds"][OdcSplit.name][WARM_UP:]
     for name, seconds in report["seconds"].items():
         timed = seconds[WARM_UP:]
-        ratio = bootstrap_ratio(timed, odc)
+        ratio = bootstrap_ratio(timed, split)
         faster = (f"{ratio['ratio']:.2f}x", f"{ratio['low']:.2f} to {ratio['high']:.2f}")
-        faster = ("", "") if name == Odc.name else faster
+        faster = ("", "") if name == OdcSplit.name else faster
         idle, private_mb = report["idle_fraction"][name], report["peak_private_bytes"][name] / 1e6
-        measured = (f"{idle:.1%}", f"{private_mb:.0f}", f"{report['loss_last'][name]:.4f}")
+        waited = sum(map(max, report["waited_s"][name][WARM_UP:])) / sum(timed)  # the rank that waited most
+        measured = (f"{idle:.1%}", f"{waited:.1%}", f"{private_mb:.0f}", f"{report['loss_last'][name]:.4f}")
         rows.append([name, f"{statistics.mean(timed):.2f}", *faster, *measured])
     return rows
 
 
 def in_words(report: dict) -> str:
-    """Which variant won, by how much, and where memory differs."""
+    """Which variant won, by how much, where memory differs, and whether to believe it."""
 
     def versus(key: str, name: str) -> str:
         value = report[key]
@@ -134,22 +158,28 @@ def in_words(report: dict) -> str:
             return f"{1 / value['ratio']:.2f} times slower than {name} ({1 / high:.2f} to {1 / low:.2f}{sure})"
         return f"{value['ratio']:.2f} times faster than {name} ({low:.2f} to {high:.2f}{sure})"
 
-    fastest = report["speedup_vs_fastest"]["name"]
-    private = report["peak_private_bytes"]
-    differs = (private[Fsdp2NoReshard.name] - private[Odc.name]) / 1e6
+    split_over, fastest = report["speedup_split_vs_fastest"]["name"], report["speedup_vs_fastest"]["name"]
+    private, shared = report["peak_private_bytes"], report["memory"][OdcSplit.name]["shared_bytes"]
     return (
-        f"ODC + LB-Mini is {versus('speedup_vs_fsdp2', Fsdp2.name)}, "
-        f"{versus('speedup_vs_fastest', f'the fastest baseline here, {fastest}')}, and "
-        f"{versus('speedup_vs_layer_barrier', 'the same transport with a barrier at every layer')}. "
-        f"Its ranks are idle {report['idle_fraction'][Odc.name]:.1%} of the time, FSDP2's "
-        f"{report['idle_fraction'][Fsdp2.name]:.1%} (waiting and transfers).\n\n"
-        f"Peak private memory per rank is {private[Odc.name] / 1e6:.0f} MB with ODC and "
-        f"{private[Fsdp2NoReshard.name] / 1e6:.0f} MB with FSDP2 without resharding ({differs:+.0f} MB); parameters "
-        f"and gradients of ODC are in {report['memory'][Odc.name]['shared_bytes'] / 1e6:.0f} MB of shared memory, once "
-        f"for the whole job. Against plain unsharded compute on a balanced minibatch ODC costs "
+        f"ODC + split is {versus('speedup_split_vs_fastest', f'the fastest of the others, {split_over}')}. "
+        f"Unsplit, ODC + LB-Mini is {versus('speedup_vs_fsdp2', Fsdp2.name)} and "
+        f"{versus('speedup_vs_fastest', f'the faster FSDP2, {fastest}')}: with one sample a rank no dealing evens out "
+        f"lengths. Ranks are idle {report['idle_fraction'][OdcSplit.name]:.1%} of the time with split sequences, "
+        f"{report['idle_fraction'][Odc.name]:.1%} without, FSDP2's {report['idle_fraction'][Fsdp2.name]:.1%} (waiting "
+        f"and transfers).\n\n"
+        f"{quiet.in_words(report['disturbed'], report['minibatches'])}\n\n"
+        f"Peak private memory per rank is {private[OdcSplit.name] / 1e6:.0f} MB with split sequences, "
+        f"{private[Odc.name] / 1e6:.0f} MB without, and {private[Fsdp2NoReshard.name] / 1e6:.0f} MB with FSDP2 without "
+        f"resharding; parameters, gradients and what is read of split sequences are in {shared / 1e6:.0f} MB of shared "
+        f"memory, once for the whole job. Against plain unsharded compute on a balanced minibatch ODC costs "
         f"{report['overhead_vs_unsharded']:+.1%}. All variants end with losses within "
         f"{report['loss_spread']:.1e} of each other."
     )
+
+
+def heading(report: dict) -> str:
+    """Of the timelines."""
+    return TITLE + (" (the machine was not quiet)" if report["disturbed"]["left"] else "")
 
 
 def main(out: Path) -> int:
@@ -163,14 +193,17 @@ def main(out: Path) -> int:
     parameters = sum(p.numel() for p in work.build().parameters())
     print(f"model: Qwen2, {parameters / 1e6:.1f} M parameters, random weights; {RANKS} ranks of one thread", flush=True)
     print(f"training {len(VARIANTS)} variants on the same {WARM_UP + MINIBATCHES} minibatches:", flush=True)
-    results = launch(compare, VARIANTS, work, True, ranks=RANKS)[0]
+    results = launch(compare, VARIANTS, work, True, WARM_UP, ranks=RANKS)[0]
     print("overhead against unsharded compute, then each variant's memory alone:", flush=True)
     slowdown = launch(overhead, work, EQUAL_LENGTHS, OVERHEAD_REPEATS, ranks=RANKS)[0]
-    few = replace(work, minibatches=[work.minibatches[0][: SAMPLES // 4]])  # a pack or two per rank reach the peak
+    lengths = work.data().lengths
+    longest = max(work.minibatches, key=lambda samples: max(map(int, lengths[samples])))  # it reaches the peak
+    few = replace(work, minibatches=[longest])
     memory = {kind.name: launch(peak_memory, kind, few, ranks=RANKS)[0] for kind in VARIANTS}
     report = make_report(results, memory, slowdown, work, parameters)
     write_outputs(out, report, results)
     print(f"\n{table(rows_of(report), COLUMNS)}\n\n{in_words(report)}\n")
+    print(heading(report))
     print(timeline_text(excerpt({r.name: r.events for r in results}, minibatches=SHOWN)))
     print(
         f"\nwritten to {out}: report.html, timeline.png, trace.json, report.json ({time.monotonic() - start_s:.0f} s)"
@@ -185,18 +218,20 @@ def write_outputs(out: Path, report: dict, results: Sequence[Measured]) -> None:
     tracks = excerpt({result.name: result.events for result in results}, minibatches=SHOWN)
     save_json(out / "report.json", report)
     save_trace(tracks, out / "trace.json")
-    save_timeline(tracks, out / "timeline.png")
+    save_timeline(tracks, out / "timeline.png", title=heading(report))
     facts = {**report["versions"], "hardware": report["hardware"], "commit": report["commit"]}
     facts |= {
         "model": f"Qwen2, {report['params']:,} parameters, random weights",
         "work": f"{report['minibatches']} minibatches after {report['warm_up_minibatches']} to warm up, "
-        f"{report['tokens']:,} tokens, packs of at most {report['token_cap']} tokens, "
+        f"{report['tokens']:,} tokens, {SAMPLES_PER_RANK} sample per rank of at most {report['token_cap']} tokens, "
         f"{report['ranks']} ranks of 1 thread",
-        "idle": "time in no busy span or blocked in a meeting or collective, transfers included",
+        "idle": "time in no busy span or blocked in a meeting or collective, or for a piece, transfers included",
+        "waited for a core": "time in which a rank's computing thread could run and other threads had the cores; a "
+        f"minibatch with over {quiet.MOST_WAITING:.0%} of it is measured anew",
     }
     save_html(
         out / "report.html",
-        title="On-demand communication against FSDP2, on the CPU backend",
+        title="On-demand communication and split sequences against FSDP2, on the CPU backend",
         summary=in_words(report),
         rows=rows_of(report),
         columns=COLUMNS,

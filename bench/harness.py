@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import statistics
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,12 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench import quiet
 from bench.variants import Odc, Pack, Setting, Unsharded, Variant
 from odc_triton.balance import CostModel, assign
-from odc_triton.balance.collate import count_target_tokens, pack_collate, to_device
+from odc_triton.balance.collate import PackedDataset, count_target_tokens, pack_collate, to_device
+from odc_triton.balance.pieces import MinibatchPacks
+from odc_triton.balance.split import deal_split, readable_tokens
 from odc_triton.base.events import Event
 from odc_triton.comm.local_store import rendezvous_url
 from odc_triton.data.dataset import TokenizedDataset
+from odc_triton.simulate.job import SPLIT
 
 T = TypeVar("T")
 
@@ -56,7 +61,11 @@ class Work:
 
 @dataclass
 class Measured:
-    """One variant's minibatches, in order. Times in seconds, from all ranks' start to the last rank's end."""
+    """One variant's minibatches, in order. Times in seconds, from all ranks' start to the last rank's end.
+
+    `waited_s`: by minibatch and rank, for a core. `repeats`: how often the minibatch was measured anew, the same for
+    all variants. Losses are of the first time, all else of the time that counts.
+    """
 
     name: str
     balance: str
@@ -64,6 +73,8 @@ class Measured:
     step_seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     microbatches: list[list[int]] = field(default_factory=list)
+    waited_s: list[list[float]] = field(default_factory=list)
+    repeats: list[int] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
 
@@ -76,10 +87,15 @@ class Minibatch:
     step_seconds: float  # of the slowest rank
     loss: float  # per target token
     microbatches: list[int]  # by rank
+    waited_s: list[float]  # for a core, by rank
 
     @property
     def seconds(self) -> float:
         return self.end_s - self.start_s
+
+    @property
+    def is_disturbed(self) -> bool:
+        return quiet.is_disturbed(self.seconds, self.waited_s)
 
 
 def open_job(setting: Setting | None = None) -> tuple[int, int]:
@@ -110,18 +126,37 @@ def in_turn(items: Sequence[T], round_: int) -> list[T]:
     return [*items[first:], *items[:first]]
 
 
-def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostModel) -> list[list[Pack]]:
-    """Every rank's collated packs of one minibatch."""
-    dealt = assign(
-        [int(data.lengths[index]) for index in samples],
-        ranks=dist.get_world_size(),
+def split_tokens(work: Work, ranks: int) -> int:
+    """Of each rank, the most tokens of one minibatch that others may read: what a `MinibatchSampler` would take."""
+    lengths = work.data().lengths
+    return readable_tokens(
+        [int(lengths[index]) for samples in work.minibatches for index in samples],
+        ranks=ranks,
+        samples=max(map(len, work.minibatches)),
         token_cap=work.token_cap,
-        balance=balance,
-        cost=cost,
+        cost=work.cost(),
     )
-    return [
-        pack_collate([[data[samples[member]] for member in pack] for pack in packs]) if packs else [] for packs in dealt
-    ]
+
+
+def build(kind: type[Variant], work: Work, setting: Setting | None = None) -> Variant:
+    """The variant, ready for the minibatches of `work`. Collective."""
+    return kind(work.build, setting, split_tokens=split_tokens(work, dist.get_world_size()))
+
+
+def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostModel) -> list[MinibatchPacks]:
+    """Every rank's collated packs of one minibatch."""
+    lengths = [int(data.lengths[index]) for index in samples]
+    how = {"ranks": dist.get_world_size(), "token_cap": work.token_cap, "cost": cost}
+    if balance == SPLIT:
+        split = deal_split(lengths, tokens=split_tokens(work, dist.get_world_size()), names=samples, **how)
+        dealt = [MinibatchPacks.of(split.packs(rank), split.plan) for rank in range(dist.get_world_size())]
+    else:
+        dealt = [
+            MinibatchPacks([samples[member] for member in pack] for pack in packs)
+            for packs in assign(lengths, balance=balance, **how)
+        ]
+    packed = PackedDataset(data)
+    return [pack_collate(packed.__getitems__(packs)) for packs in dealt]
 
 
 def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, index: int, number: int) -> Minibatch:
@@ -136,48 +171,92 @@ def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, in
 def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Minibatch:
     """Trains this rank's packs of a minibatch with `total` targets; starts with a meeting of all ranks. Collective."""
     setting = variant.setting
-    own = [to_device(pack, setting.here) for pack in own]
+    own = MinibatchPacks.of((to_device(pack, setting.here) for pack in own), getattr(own, "split", None))
     variant.start_minibatch(number)
     setting.synchronize()
     gather(None)  # a meeting
-    start_s = time.monotonic()
+    start_s, waited_s = time.monotonic(), quiet.waited_s()
     loss = variant.gradients(own, total)
     landed_s = time.monotonic()
     variant.step()
     setting.synchronize()
-    spans = gather((start_s, landed_s, time.monotonic(), loss, len(own)))
+    spans = gather((start_s, landed_s, time.monotonic(), loss, len(own), quiet.waited_s() - waited_s))
     return Minibatch(
         start_s=min(span[0] for span in spans),
         end_s=max(span[2] for span in spans),
         step_seconds=max(span[2] - span[1] for span in spans),
         loss=sum(span[3] for span in spans) / total,
         microbatches=[span[4] for span in spans],
+        waited_s=[span[5] for span in spans],
     )
 
 
-def compare(kinds: Sequence[type[Variant]], work: Work, progress: bool = False) -> list[Measured]:
+def compare(kinds: Sequence[type[Variant]], work: Work, progress: bool = False, warm_up: int = 0) -> list[Measured]:
     """Trains every variant on all of `work`, interleaved minibatch by minibatch in a rotating order. Collective.
 
-    `progress`: rank 0 prints a line after each.
+    At the end, when others may have left the machine, a minibatch that was disturbed in any variant's turn is measured
+    anew by all of them, a few times at most; the least disturbed time counts, whatever it took. See [Note: what counts
+    as disturbed]. Not so the first `warm_up`. `progress`: rank 0 prints a line after each.
     """
     rank, _ = open_job()
-    data, cost = work.data(), work.cost()
-    variants = [kind(work.build) for kind in kinds]
-    results = [Measured(name=kind.name, balance=kind.balance) for kind in kinds]
-    for index in range(len(work.minibatches)):
-        for variant, result in in_turn(list(zip(variants, results, strict=True)), index):
-            ran = train_minibatch(variant, work, data, cost, index, index)
-            result.seconds.append(ran.seconds)
-            result.step_seconds.append(ran.step_seconds)
-            result.losses.append(ran.loss)
-            result.microbatches.append(ran.microbatches)
+    data, cost, count = work.data(), work.cost(), len(work.minibatches)
+    variants = [build(kind, work) for kind in kinds]
+    for variant in variants:
+        variant.events()  # those of building it
+
+    def turns(index: int, repeat: int = 0) -> list[tuple[Minibatch, list[Event]]]:
+        """One minibatch by all variants: by variant what it took, and this rank's events."""
+        ran = {}
+        for variant in in_turn(variants, index + repeat):
+            ran[variant] = took = train_minibatch(variant, work, data, cost, index, index)
             if rank == 0 and progress:
-                which = f"minibatch {index + 1}/{len(work.minibatches)}"
-                print(f"  {which}  {variant.name}: {result.seconds[-1]:.2f} s", flush=True)
-    for variant, result in zip(variants, results, strict=True):
-        result.events = [event for events in gather(variant.events()) for event in events]
+                marks = ", anew" * (repeat > 0) + ", disturbed" * took.is_disturbed
+                print(f"  minibatch {index + 1}/{count}  {variant.name}: {took.seconds:.2f} s{marks}", flush=True)
+        return [(ran[v], [replace(event, minibatch=index) for event in v.events()]) for v in variants]
+
+    def waiting(of: list[tuple[Minibatch, list[Event]]]) -> float:
+        return max(quiet.share(took.seconds, took.waited_s) for took, _ in of)
+
+    kept = [turns(index) for index in range(count)]
+    losses = [[took.loss for took, _ in of] for of in kept]  # of the first time: later ones have trained more
+    repeats, repeats_left = [0] * count, quiet.most_repeats(count - warm_up)
+    for repeat in range(1, quiet.MOST_REPEATS + 1):
+        again = [index for index in range(warm_up, count) if waiting(kept[index]) > quiet.MOST_WAITING][:repeats_left]
+        repeats_left -= len(again)
+        for index in again:
+            repeats[index] += 1
+            kept[index] = min(kept[index], turns(index, repeat), key=waiting)
+    results = []
+    for place, kind in enumerate(kinds):
+        of = [each[place] for each in kept]
+        results.append(
+            Measured(
+                name=kind.name,
+                balance=kind.balance,
+                seconds=[took.seconds for took, _ in of],
+                step_seconds=[took.step_seconds for took, _ in of],
+                losses=[each[place] for each in losses],
+                microbatches=[took.microbatches for took, _ in of],
+                waited_s=[took.waited_s for took, _ in of],
+                repeats=repeats,
+                events=[event for events in gather([e for _, own in of for e in own]) for event in events],
+            )
+        )
     dist.destroy_process_group()
     return results
+
+
+def disturbed(results: Sequence[Measured], warm_up: int = 0) -> dict[str, int | None]:
+    """Of the minibatches after the first `warm_up`: how many were measured anew, and in how many some variant's time,
+    the one that counts, is disturbed even so; None where the kernel does not tell.
+    """
+    indices = range(warm_up, len(results[0].seconds))
+    left = sum(any(quiet.is_disturbed(r.seconds[i], r.waited_s[i]) for r in results) for i in indices)
+    is_known = not any(math.isnan(each) for r in results for waited_s in r.waited_s for each in waited_s)
+    return {
+        "measured_anew": sum(results[0].repeats[index] > 0 for index in indices),
+        "left": left if is_known else None,
+    }
 
 
 def balanced(kinds: Sequence[type[Variant]], work: Work, lengths: list[int], repeats: int) -> dict[str, list[float]]:
@@ -264,7 +343,7 @@ def peak_memory(kind: type[Variant], work: Work) -> dict[str, int]:
     set_torch_up()
     watch = PeakMemory()
     before, _ = watch.read()
-    variant = kind(work.build)
+    variant = build(kind, work)
     with watch:
         train_minibatch(variant, work, data, cost, 0, 0)
     dist.barrier()

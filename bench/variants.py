@@ -1,4 +1,4 @@
-"""The ways to train to compare: FSDP2 in two settings, DDP, our transport with a barrier per layer, ODC.
+"""The ways to train to compare: FSDP2 in two settings, DDP, our transport with a barrier per layer, ODC, split ODC.
 
 Every variant trains the same model on the same samples with the same optimizer; they differ in how ranks wait for each
 other and in how samples are dealt. On the CPU each records events in the engine's form: "wait" is time blocked in a
@@ -29,7 +29,9 @@ from odc_triton.comm.layout import find_units
 from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.nn.replace import replace_layers
+from odc_triton.sequence.enable import enable_split
 from odc_triton.sharding.shard import fully_shard
+from odc_triton.simulate.job import SPLIT
 
 LEARNING_RATE = 3e-4
 CLIP_NORM = 1.0
@@ -67,15 +69,19 @@ class Setting:
 
 
 class Variant(ABC):
-    """One model under one way to train. `balance` names how its samples are dealt."""
+    """One model under one way to train. `balance` names how its samples are dealt; SPLIT: the longest in pieces."""
 
     name: ClassVar[str]
     balance: ClassVar[str]
     records_waiting: ClassVar[bool] = True
     averages: ClassVar[bool] = True  # gradients over the ranks, as FSDP2 and DDP do
 
-    def __init__(self, build: Callable[[], nn.Module], setting: Setting | None = None) -> None:
+    def __init__(
+        self, build: Callable[[], nn.Module], setting: Setting | None = None, *, split_tokens: int = 0
+    ) -> None:
+        """`split_tokens`: of each rank, the most tokens of a minibatch that others may read; for SPLIT only."""
         self.setting = setting or Setting()
+        self.split_tokens = split_tokens
         self.log = EventLog(dist.get_rank())
         model = build()
         model.train()
@@ -235,7 +241,7 @@ class Odc(Variant):
     def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
         tokens = total_tokens if dist.get_rank() == 0 else 0
         total = torch.zeros(())
-        with minibatch(self.model, tokens=tokens) as mb:
+        with minibatch(self.model, tokens=tokens, split=getattr(packs, "split", None)) as mb:
             for pack in packs:
                 loss = summed_loss(self.model, pack)
                 (loss / mb.tokens).backward()
@@ -244,6 +250,18 @@ class Odc(Variant):
 
     def events_log(self) -> EventLog:
         return engine_of(self.model).events
+
+
+class OdcSplit(Odc):
+    """The same with the longest samples cut over ranks, where that promises to gain."""
+
+    name = "ODC + split"
+    balance = SPLIT
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        model = super().shard(model)
+        enable_split(model, tokens=self.split_tokens)
+        return model
 
 
 class OdcLayers(Odc):

@@ -12,20 +12,21 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from bench.demo import CONFIG, RANKS, prepare
-from bench.harness import Measured, Work, bootstrap_ratio, compare, single_thread_environment
+from bench import quiet
+from bench.cut import cut
+from bench.demo import CONFIG, RANKS, text_of
+from bench.harness import Measured, Work, bootstrap_ratio, compare, disturbed, single_thread_environment
 from bench.provenance import about, save_json
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro
 from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.base.trace import excerpt, idle_fraction
 from odc_triton.comm.launch import launch
-from odc_triton.data.dataset import DataSummary, TokenizedDataset
 
 VARIANTS = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc)
 BASELINES = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp)
@@ -54,9 +55,8 @@ def equal(generator: random.Random) -> int:
 DISTRIBUTIONS = {"chat-like": chat_like, "LongAlign-like / 32": longalign_like, "equal": equal}
 
 
-def make_work(base: Work, lengths_of, seed: int, path: Path) -> Work:
+def make_work(text: np.ndarray, lengths_of: Callable[[random.Random], int], seed: int, path: Path) -> Work:
     """Samples of drawn lengths, cut from the demo's real text; whole minibatches of about TOKENS tokens."""
-    text = TokenizedDataset.load(base.dataset).tokens
     generator = random.Random(seed)
     lengths: list[int] = []
     minibatches: list[list[int]] = []
@@ -66,25 +66,14 @@ def make_work(base: Work, lengths_of, seed: int, path: Path) -> Work:
             lengths.append(lengths_of(generator))
             tokens += lengths[-1]
         minibatches.append(list(range(first, len(lengths))))
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    start = generator.randrange(len(text) - int(offsets[-1]))
-    summary = DataSummary(
-        records=len(lengths),
-        samples=len(lengths),
-        truncated=0,
-        dropped_too_long=0,
-        dropped_no_target=0,
-        tokens=int(offsets[-1]),
-        target_tokens=int(offsets[-1]) - len(lengths),
-    )
-    prompts = np.zeros(len(lengths), dtype=np.int32)
-    TokenizedDataset.of_prompts(text[start : start + int(offsets[-1])], offsets, prompts, summary).save(path)
-    return replace(base, dataset=str(path), minibatches=minibatches, token_cap=TOKEN_CAP, seed=seed)
+    start = generator.randrange(len(text) - sum(lengths))
+    cut(text[start:], lengths).save(path)
+    return Work(dataset=str(path), config=CONFIG, minibatches=minibatches, token_cap=TOKEN_CAP, seed=seed)
 
 
-def measure(name: str, seed: int, base: Work, folder: Path) -> list[Measured]:
-    work = make_work(base, DISTRIBUTIONS[name], seed, folder / "drawn.npz")
-    return launch(compare, VARIANTS, work, ranks=RANKS)[0]
+def measure(name: str, seed: int, text: np.ndarray, folder: Path) -> list[Measured]:
+    work = make_work(text, DISTRIBUTIONS[name], seed, folder / "drawn.npz")
+    return launch(compare, VARIANTS, work, False, WARM_UP, ranks=RANKS)[0]
 
 
 def summarise(cells: dict[str, list[list[Measured]]]) -> tuple[list[list[str]], dict]:
@@ -95,7 +84,7 @@ def summarise(cells: dict[str, list[list[Measured]]]) -> tuple[list[list[str]], 
         timed = {key: [second for result in found for second in result.seconds[WARM_UP:]] for key, found in of.items()}
         shown = range(WARM_UP, WARM_UP + MINIBATCHES)
         fastest = min((kind.name for kind in BASELINES), key=lambda key: sum(timed[key]))
-        numbers[name] = {"fastest_baseline": fastest, "variants": {}}
+        numbers[name] = {"fastest_baseline": fastest, "disturbed": disturbed_in(runs), "variants": {}}
         for kind in VARIANTS:
             ratio = bootstrap_ratio(timed[kind.name], timed[Odc.name])
             idle = [idle_fraction(excerpt({"": r.events}, minibatches=shown)[""]) for r in of[kind.name]]
@@ -105,6 +94,14 @@ def summarise(cells: dict[str, list[list[Measured]]]) -> tuple[list[list[str]], 
             waited = f"{statistics.mean(idle):.1%}" if kind.records_waiting else "not recorded"
             rows.append([name, kind.name + mark, f"{mean:.2f}", f"{ratio['ratio']:.2f}", interval, waited])
     return rows, numbers
+
+
+def disturbed_in(runs: Sequence[Sequence[Measured]]) -> dict[str, int | None]:
+    """`disturbed` of several runs together."""
+    found = [disturbed(run, WARM_UP) for run in runs]
+    left = [each["left"] for each in found]
+    anew = sum(each["measured_anew"] for each in found)
+    return {"measured_anew": anew, "left": None if None in left else sum(left)}
 
 
 COLUMNS = ("lengths", "variant", "s per minibatch", "time over ODC + LB-Mini's", "95% interval", "idle")
@@ -118,17 +115,18 @@ def main() -> None:
     start_s = time.monotonic()
     cells: dict[str, list[list[Measured]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        base = prepare(Path(scratch))
+        text = text_of(Path(scratch))
         for name in DISTRIBUTIONS:
             for seed in SEEDS:
-                cells.setdefault(name, []).append(measure(name, seed, base, Path(scratch)))
+                cells.setdefault(name, []).append(measure(name, seed, text, Path(scratch)))
                 print(f"{name}, seed {seed}: done after {time.monotonic() - start_s:.0f} s", flush=True)
     rows, numbers = summarise(cells)
-    text = table(rows, COLUMNS)
+    told = [f"{name}: {quiet.in_words(cell['disturbed'], MINIBATCHES * len(SEEDS))}" for name, cell in numbers.items()]
+    shown = "\n\n".join([table(rows, COLUMNS), *told])
     out.mkdir(parents=True, exist_ok=True)
     save_json(out / "end_to_end.json", about() | {"config": CONFIG, "ranks": RANKS, "cells": numbers})
-    write_file(out / "end_to_end.md", (text + "\n").encode())
-    print(text)
+    write_file(out / "end_to_end.md", (shown + "\n").encode())
+    print(shown)
 
 
 if __name__ == "__main__":

@@ -18,19 +18,28 @@ import torch
 import torch.distributed as dist
 
 from bench.demo import RANKS, VARIANTS, prepare
-from bench.harness import Work, in_turn, open_job, single_thread_environment, timed, train_minibatch
+from bench.harness import (
+    Work,
+    build,
+    in_turn,
+    open_job,
+    single_thread_environment,
+    split_tokens,
+    timed,
+    train_minibatch,
+)
 from bench.provenance import about, save_json
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import TokenizedDataset
 from odc_triton.data.records import IGNORED
-from odc_triton.simulate.job import simulate
+from odc_triton.simulate.job import deal, simulate
 from odc_triton.simulate.study import SequenceTime, from_measured
 
 # Tokens of a sequence, and how often a minibatch has it: once to fit the cost of lengths, twice that of a microbatch.
 POINTS = ((128, 1), (256, 1), (512, 1), (1024, 1), (2048, 1), (128, 2), (512, 2))
-SCHEDULES = {"Fsdp2": "fsdp", "Fsdp2NoReshard": "fsdp-no-reshard", "LayerBarrier": "fsdp"}  # of the others: odc
+SCHEDULES = {"Fsdp2": "fsdp", "Fsdp2NoReshard": "fsdp-no-reshard"}  # of the others: odc
 
 
 def measure(
@@ -43,7 +52,7 @@ def measure(
     _, world = open_job()
     data, cost = TokenizedDataset.load(work.dataset), work.cost()
     learned = data.summary.target_tokens / data.summary.tokens  # no logits are computed for the others
-    variants = [kind(work.build) for kind in VARIANTS]
+    variants = [build(kind, work) for kind in VARIANTS]
     generator = torch.Generator().manual_seed(work.seed)
     singles: dict[str, list[dict]] = {
         v.name: [{"tokens": tokens, "microbatches": count, "seconds": []} for tokens, count in points] for v in variants
@@ -80,7 +89,10 @@ def predict(work: Work, singles: dict[str, list[dict]]) -> dict[str, list[float]
         times = [SequenceTime(**point | {"seconds": typical}) for point, typical in zip(points, medians, strict=True)]
         job = from_measured(times, ranks=RANKS, layers=work.config["num_hidden_layers"], cost=work.cost())
         schedule = SCHEDULES.get(kind.__name__, "odc")
-        outcome = simulate(minibatches, job=job, schedule=schedule, balance=kind.balance, token_cap=work.token_cap)
+        how = {"token_cap": work.token_cap, "balance": kind.balance}
+        options = {"ranks": RANKS, "cost": job.cost, "split_tokens": split_tokens(work, RANKS), **how}
+        dealt = [deal(minibatch, **options) for minibatch in minibatches]
+        outcome = simulate(minibatches, job=job, schedule=schedule, dealt=dealt, **how)
         runs = range(len(work.minibatches))
         slowness = [sum(point["seconds"][run] for point in points) / sum(medians) for run in runs]
         told[kind.name] = [s * slow for s, slow in zip(outcome.seconds.tolist(), slowness, strict=True)]

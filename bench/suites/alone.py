@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.harness import Minibatch, PeakMemory, gather, open_job, set_torch_up, train_minibatch
+from bench.harness import Minibatch, PeakMemory, build, gather, open_job, set_torch_up, train_minibatch
 from bench.provenance import gpu
 from bench.variants import Setting, Variant
 from odc_triton.balance import CostModel
@@ -140,7 +140,7 @@ def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: 
     before = _device_peak() if setting.device == "cuda" else watch.read()[0]
     data, cost = work.data(), work.cost()
     with watch:
-        variant = kind(work.build, setting)
+        variant = build(kind, work, setting)
         parameters = sum(p.numel() for p in variant.model.parameters())
         ran = [
             train_minibatch(variant, work, data, cost, index, number)

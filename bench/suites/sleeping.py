@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.harness import in_turn
+from bench.harness import in_turn, open_job
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.counter import store_counter
 from odc_triton.balance.pieces import Entry, Piece, SplitPlan
 from odc_triton.balance.queue import QUEUE, QueuedPacks, queue_packs
 from odc_triton.balance.split import deal_split, readable_tokens
-from odc_triton.comm.local_store import rendezvous_url
+from odc_triton.base.events import total_s
 from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.handover import Handover
@@ -39,6 +39,7 @@ WIDTH = 8
 FORWARD_SHARE = 1 / 3
 OUTSIDE_ATTENTION = 0.5  # of a layer's time: half of it before attention, half after it
 _LONGEST_WAIT_S = 300.0
+_IN_A_WAVE = ("keys and values of", "gradients of")  # what a rank says that it waits for there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,7 @@ class Ran:
     end_s: float
     slept_s: float  # what its packs had to sleep
     packs: int
+    stalled_s: float = 0.0  # waiting for other ranks' pieces: for flags inside of waves
 
 
 class Gate:
@@ -345,7 +347,8 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
                 (model(x, slept[-1], _spans(exchange, sizes)).sum() / mb.tokens).backward()
         end_s = time.monotonic()
         optimizer.step()
-        times = {"start_s": start_s, "end_s": end_s, "slept_s": sum(slept)}
+        waits = [each for each in engine_of(model).events.drain() if each.label.startswith(_IN_A_WAVE)]
+        times = {"start_s": start_s, "end_s": end_s, "slept_s": sum(slept), "stalled_s": total_s(waits, "wait")}
         return Ran(cell=place, way=number, index=index, packs=len(slept), **times)
 
     for place, cell in enumerate(cells):
@@ -367,8 +370,7 @@ def _spans(exchange: SequenceExchange | None, sizes: Sequence[int | Piece]) -> l
 
 def main_of_rank(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
     """`run_cells` in a process that the launcher started."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rendezvous_url())
+    open_job()
     try:
         return run_cells(cells, name)
     finally:
@@ -377,7 +379,9 @@ def main_of_rank(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One way's minibatches of one cell, in order; seconds."""
+    """One way's minibatches of one cell, in order; seconds. `stall`: the share of all ranks' time in which they wait
+    for flags inside of waves.
+    """
 
     cell: Cell
     way: Way
@@ -386,6 +390,7 @@ class Measured:
     mean_work: list[float]  # sum of all packs / ranks: no balance can be faster
     largest_work: list[float]  # that of the rank that slept longest
     microbatches: list[list[int]]  # of each rank
+    stall: float = 0.0
 
     @property
     def total(self) -> float:
@@ -412,15 +417,17 @@ def together(cells: Sequence[Cell], of_ranks: Sequence[Sequence[Ran]], empty_s: 
                 for ran in of_ranks
             ]
             minibatches = list(zip(*runs, strict=True))
+            seconds = [max(r.end_s for r in m) - min(r.start_s for r in m) for m in minibatches]
             results.append(
                 Measured(
                     cell=cell,
                     way=way,
-                    seconds=[max(r.end_s for r in m) - min(r.start_s for r in m) for m in minibatches],
+                    seconds=seconds,
                     simulated=cell.simulated_s(way, len(of_ranks), empty_s),
                     mean_work=[sum(map(cell.seconds, ([n] for n in m))) / len(of_ranks) for m in cell.minibatches],
                     largest_work=[max(r.slept_s for r in m) for m in minibatches],
                     microbatches=[[r.packs for r in m] for m in minibatches],
+                    stall=sum(r.stalled_s for m in minibatches for r in m) / (len(of_ranks) * sum(seconds)),
                 )
             )
     return results

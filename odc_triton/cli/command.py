@@ -96,9 +96,10 @@ def _did_you_mean(unknown: Sequence[str], parser: argparse.ArgumentParser) -> st
 def _add_demo(commands: argparse._SubParsersAction) -> None:
     demo = commands.add_parser(
         "demo",
-        help="train one small model in five ways side by side, FSDP2's and ours, and draw what the ranks do",
-        description="Trains one small model on this Python's standard library in five ways side by side (about five "
-        "minutes on two cores) and writes report.html, timeline.png, trace.json and report.json.",
+        help="train one small model in four ways side by side, FSDP2's and ours, and draw what the ranks do",
+        description="Trains one small model on this Python's standard library, cut into samples of unequal lengths, in "
+        "four ways side by side (about five minutes on two cores) and writes report.html, timeline.png, trace.json and "
+        "report.json.",
     )
     demo.add_argument("--out", type=Path, default=Path("out/demo"), help="folder to write to (default: out/demo)")
     demo.set_defaults(run=_demo)

@@ -315,7 +315,7 @@ def test_peaks() -> None:
 
 
 def test_idle_of_gpus() -> None:
-    ran = Minibatch(start_s=10.0, end_s=14.0, step_seconds=0.1, loss=1.0, microbatches=[1, 1])
+    ran = Minibatch(start_s=10.0, end_s=14.0, step_seconds=0.1, loss=1.0, microbatches=[1, 1], waited_s=[0.0, 0.0])
     kernels = [
         ("nvjet_gemm", 9.0, 11.0),
         ("elementwise", 10.5, 11.5),

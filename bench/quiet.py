@@ -1,0 +1,63 @@
+"""Whether the machine was quiet while something was timed: how long ranks waited for a core that others had.
+
+[Note: what counts as disturbed] The kernel counts, for each thread, the time in which it could run and had no core
+(the second field of schedstat). Here it is that of the thread that computes, forward and backward. Threads of gloo
+contend with it by design: counted too, they add 8% to FSDP2's share where nobody else runs.
+
+Two ranks on two cores, the computing threads' share of a minibatch's time, largest of both ranks, by variant:
+
+    nobody else runs                        0.2% to 4%, seldom 5%
+    another process has 10% of a core       1% to 8%
+    another process has a core              13% to 41%, minibatches take 1.2 to 1.7 times as long
+
+So `MOST_WAITING` lets through what variants do to themselves, and what moves a ratio by a few percent at most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+MOST_WAITING = 0.05
+MOST_REPEATS = 2  # of one minibatch
+REPEATED_SHARE = 0.25  # of a run's minibatches: the most turns that are taken anew
+
+
+def waited_s() -> float:
+    """Seconds for which the calling thread has waited for a core; nan where the kernel does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return math.nan
+
+
+def share(seconds: float, waited: Sequence[float]) -> float:
+    """Of `seconds`, the share for which the rank waited that waited most; nan where it isn't known."""
+    return max(waited) / seconds
+
+
+def is_disturbed(seconds: float, waited: Sequence[float]) -> bool:
+    """Whether any rank's waiting, in seconds, is more than a small share of `seconds`. Not where it isn't known."""
+    return share(seconds, waited) > MOST_WAITING
+
+
+def most_repeats(minibatches: int) -> int:
+    """How many turns a run of so many may take anew."""
+    return math.ceil(REPEATED_SHARE * minibatches)
+
+
+def in_words(disturbed: dict[str, int | None], minibatches: int) -> str:
+    """One sentence about `harness.disturbed` of so many minibatches."""
+    anew, left = disturbed["measured_anew"], disturbed["left"]
+    if left is None:
+        return "Whether the machine was quiet is not known: its kernel does not tell how long ranks waited for a core."
+    limit = f"a rank waited for a core for over {MOST_WAITING:.0%} of the time"
+    if left:
+        return (
+            f"The machine was not quiet: in {left} of {minibatches} minibatches {limit}, after {anew} were measured "
+            f"anew. Run it again on a quiet machine."
+        )
+    if anew:
+        return f"{anew} of {minibatches} minibatches were measured anew, as {limit}; none of those that count is."
+    return f"The machine was quiet: in none of {minibatches} minibatches {limit}."
