@@ -39,6 +39,7 @@ class Meetings:
         self.held = 0
         self._store = store
         self.signs: Signs | None = None  # set once ranks see each other; tells dead ranks from late ones
+        self.held_up_by: Callable[[int], int | None] | None = None  # for whom a rank waits between two meetings
 
     def _key(self, number: int, rank: int) -> str:
         return f"meeting/{number}/{rank}"
@@ -109,6 +110,7 @@ class Meetings:
             if waited_s > min(look_at_s, self.timeout_s):
                 look_at_s = waited_s + _LOOK_S
                 self.require_alive(ranks, purpose, missing)
+                ranks = self.at_fault(ranks)
                 words = self._words(purpose, ranks, waited_s)
                 if waited_s > self.timeout_s:
                     raise DeadlineExceeded(ranks, f"{words}: the deadline has passed")
@@ -117,6 +119,25 @@ class Meetings:
                     log.warning("%s; %s", words, "it's alive" if patient else f"its deadline is {self.timeout_s:.0f} s")
                     warn_at_s *= 2
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
+
+    def at_fault(self, ranks: list[int]) -> list[int]:
+        """The ranks for which these wait, directly or through others; those that wait for nobody, or in a circle,
+        themselves.
+        """
+        if self.held_up_by is None:
+            return ranks
+        came = self.signs.seen(Word.MEETINGS)
+        found = set()
+        for rank in ranks:
+            chain = [rank]
+            # A rank that is at the next meeting already does nothing more for others.
+            while (held_up_by := self.held_up_by(chain[-1])) is not None and came[held_up_by] <= self.held:
+                if held_up_by in chain:
+                    chain = [rank]
+                    break
+                chain.append(held_up_by)
+            found.add(chain[-1])
+        return sorted(found)
 
     def require_alive(self, ranks: list[int], purpose: str, missing: Callable[[], list[int]]) -> None:
         if self.signs is None:

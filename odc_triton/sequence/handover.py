@@ -42,6 +42,7 @@ class Handover:
 
     def __init__(self, room: Room, state: MinibatchState, meetings: Meetings) -> None:
         self.room, self._state, self._meetings = room, state, meetings
+        meetings.held_up_by = room.held_up_by
         self.number = 0
 
     def begin(self) -> None:
@@ -74,10 +75,12 @@ class Handover:
                 if self._has_come(wait, rank):
                     return
                 time.sleep(_NAP_S)
+            self.room.show_wait(wait.flag, wait.layer, wait.epoch, writer=rank)
             self._meetings.wait_until(purpose, lambda: self._late(wait, rank, purpose))
+            self.room.show_no_wait()  # not where it was in vain: peers that look later must find the same cause
 
     def _has_come(self, wait: Wait, rank: int) -> bool:
-        return int(self.room.flags(wait.flag, self.room.rank)[rank, wait.layer]) >= wait.epoch
+        return self.room.has_come(wait.flag, self.room.rank, wait.layer, wait.epoch, writer=rank)
 
     def _failed(self) -> list[int]:
         """Ranks, as in messages, that can't complete the plan."""
@@ -87,13 +90,14 @@ class Handover:
     def _late(self, wait: Wait, rank: int, purpose: str) -> list[int]:
         if self._has_come(wait, rank):
             return []
-        self._refuse_failed(purpose)
+        self._require_none_failed(purpose)
         return [self.room.heap.first + rank]
 
-    def _refuse_failed(self, purpose: str) -> None:
+    def _require_none_failed(self, purpose: str) -> None:
         if failed := self._failed():
-            here, names = self.room.heap.first + self.room.rank, ", ".join(f"rank {rank}" for rank in failed)
-            raise PeerFailed(failed, f"rank {here} waited for {purpose}, and {names} failed")
+            self.room.show_no_wait()
+            names, rank = ", ".join(f"rank {rank}" for rank in failed), self.room.heap.first + self.room.rank
+            raise PeerFailed(failed, f"rank {rank} waited for {purpose}, and {names} failed")
 
     def add(self, layer: int, owner: int, place: torch.Tensor, rows: torch.Tensor, purpose: str) -> None:
         """Adds `rows` to `place`, which is in `owner`'s room, while others may add too."""
@@ -121,11 +125,32 @@ class Handover:
 class _Running:
     """A wait that the device may be in. `event`: follows it on a GPU; elsewhere it is over when the launch is."""
 
+    wait: Wait
     event: Any = None
     is_over: bool = False
 
     def over(self) -> bool:
         return self.event.query() if self.event is not None else self.is_over
+
+
+class _Look:
+    """Reads this rank's flags while its device may be stuck in a wait: by another stream, into memory of the host."""
+
+    def __init__(self, room: Room) -> None:
+        self._room, self._stream = room, None
+        self._seen = torch.zeros(room.world, room.layers, dtype=torch.int64)
+        if room.heap.device.type == "cuda":
+            self._seen, self._stream = self._seen.pin_memory(), torch.cuda.Stream(room.heap.device)
+
+    def at(self, flag: Flag) -> torch.Tensor:
+        """int64 [writer, layer]."""
+        flags = self._room.flags(flag, self._room.rank)
+        if self._stream is None:
+            return flags
+        with torch.cuda.stream(self._stream):
+            self._seen.copy_(flags, non_blocking=True)
+        self._stream.synchronize()
+        return self._seen
 
 
 class KernelHandover(Handover):
@@ -145,7 +170,11 @@ class KernelHandover(Handover):
         self._stop = torch.zeros(1, dtype=torch.int32)
         if device.type == "cuda":
             self._stop = self._stop.pin_memory()  # the host can set it while the device is busy
+        self._look = _Look(room)
         self._waits: list[Wait] = []
+        # At the stop: flags may have come since, as ranks go on after a wait in vain, and ranks may have left.
+        self._late_at_stop: list[int] = []
+        self._gone_at_stop: list[int] = []
         self._running: deque[_Running] = deque()
         self._is_over = threading.Event()
         self._is_over.set()
@@ -155,7 +184,9 @@ class KernelHandover(Handover):
         super().begin()
         self._waits.clear()
         self._running.clear()
+        self._late_at_stop, self._gone_at_stop = [], []
         self._stop[0] = 0
+        self.room.show_no_wait()
         self._is_over = threading.Event()
         threading.Thread(target=self._watch, args=(self._is_over,), name="odc-split", daemon=True).start()
 
@@ -172,7 +203,7 @@ class KernelHandover(Handover):
         from odc_kernels.flags import await_flags
 
         self._waits.append(wait)
-        running = _Running()
+        running = _Running(wait)
         self._running.append(running)
         await_flags(
             flags=self.room.flags(wait.flag, self.room.rank),
@@ -194,13 +225,28 @@ class KernelHandover(Handover):
             while self._running and self._running[0].over():
                 self._running.popleft()
             if not self._running:
+                self.room.show_no_wait()
                 continue
+            late = self._shown_late(self._running[0].wait)
             if self._running[0] is not first:
                 since_s, first = time.monotonic(), self._running[0]
             is_late = time.monotonic() - since_s > self._meetings.timeout_s
-            if is_late or self._failed() or not all(map(heap.is_alive, range(heap.world))):
+            # Only who dies before its flag has come can't be waited for; the others say so if that stops them.
+            gone = [rank for rank in late if not heap.is_alive(rank)]
+            if is_late or self._failed() or (gone and set(gone) & set(self._shown_late(first.wait))):
+                self._late_at_stop, self._gone_at_stop = late, gone
                 self._stop[0] = 1
                 return
+
+    def _shown_late(self, wait: Wait) -> list[int]:
+        """The ranks whose flags have not come; shows peers the first of them."""
+        flags = self._look.at(wait.flag)
+        late = [rank for rank in wait.whom if int(flags[rank, wait.layer]) < wait.epoch]
+        if late:
+            self.room.show_wait(wait.flag, wait.layer, wait.epoch, writer=late[0])
+        else:
+            self.room.show_no_wait()
+        return late
 
     def add(self, layer: int, owner: int, place: torch.Tensor, rows: torch.Tensor, purpose: str) -> None:
         from odc_kernels.scatter import add_block
@@ -216,13 +262,14 @@ class KernelHandover(Handover):
         if number == 0:
             return
         self._status.zero_()
-        wait, here = self._waits[number - 1], f"rank {self.room.heap.first + self.room.rank}"
-        everyone = [self.room.heap.first + rank for rank in range(self.room.world)]
-        late = [rank for rank in wait.whom if not self._has_come(wait, rank)] or list(wait.whom)
-        purpose = wait.whom[late[0]]
-        # What has ended the wait: by now its flag may have come.
-        self._refuse_failed(purpose)
-        self._meetings.require_alive(everyone, purpose, lambda: everyone)
-        ranks = [everyone[rank] for rank in late]
-        words = f"{here} waited for rank {ranks[0]} at '{purpose}': the deadline has passed"
-        raise DeadlineExceeded(ranks, words)
+        wait, first = self._waits[number - 1], self.room.heap.first
+        late = [rank for rank in self._late_at_stop if rank in wait.whom]
+        late = late or [rank for rank in wait.whom if not self._has_come(wait, rank)] or list(wait.whom)
+        purpose, gone = wait.whom[late[0]], [first + rank for rank in self._gone_at_stop]
+        self._require_none_failed(purpose)
+        self._meetings.require_alive(gone, purpose, lambda: gone)
+        ranks = self._meetings.at_fault([first + rank for rank in late])
+        names = ", ".join(f"rank {rank}" for rank in ranks)
+        raise DeadlineExceeded(
+            ranks, f"rank {first + self.room.rank} waited for {names} at '{purpose}': the deadline has passed"
+        )

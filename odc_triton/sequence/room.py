@@ -25,7 +25,7 @@ import torch
 
 from ..balance.pieces import PlannedPiece
 from ..comm.layout import place_regions
-from ..comm.memory.heap import SymmetricHeap
+from ..comm.memory.heap import SymmetricHeap, Word
 
 KEYS, VALUES = 0, 1
 
@@ -102,6 +102,25 @@ class Room:
     def flags(self, flag: Flag, rank: int) -> torch.Tensor:
         """What others have told `rank`: int64 [writer, layer]."""
         return self._flags[flag][rank]
+
+    def has_come(self, flag: Flag, rank: int, layer: int, epoch: int, *, writer: int) -> bool:
+        """Whether `writer` has told `rank`."""
+        return int(self.flags(flag, rank)[writer, layer]) >= epoch
+
+    def show_wait(self, flag: Flag, layer: int, epoch: int, *, writer: int) -> None:
+        """Shows peers that this rank waits for `writer`."""
+        number = (epoch * self.layers + layer) * len(Flag) + flag
+        self.heap.show(Word.WAITS, number * self.world + writer)
+
+    def show_no_wait(self) -> None:
+        self.heap.show(Word.WAITS, 0)
+
+    def held_up_by(self, rank: int) -> int | None:
+        """For whom `rank` waits, if it does: not once that flag has come, though `rank` may not have seen it."""
+        number, writer = divmod(self.heap.seen(Word.WAITS)[rank], self.world)
+        number, flag = divmod(number, len(Flag))
+        epoch, layer = divmod(number, self.layers)
+        return None if self.has_come(Flag(flag), rank, layer, epoch, writer=writer) else writer
 
     def clear_own_gradients(self) -> None:
         """Zeroes this rank's room of gradients: what a minibatch that failed has left there."""

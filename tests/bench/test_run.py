@@ -46,7 +46,8 @@ def problem(operator: Operator, *, tokens: int = 5, world: int = 3, layer: int =
 
 
 def test_every_kernel_file_is_measured() -> None:
-    files = {path.stem for path in (ROOT / "kernels").glob("*.py")} - {"device", "peers", "streams", "tiles"}
+    """All but flags.py: how long a wait takes is the other rank's doing."""
+    files = {path.stem for path in (ROOT / "kernels").glob("*.py")} - {"device", "flags", "peers", "streams", "tiles"}
     assert {name for operator in OPERATORS.values() for name in operator.kernels} == files
 
 

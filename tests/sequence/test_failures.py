@@ -7,16 +7,19 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
+from odc_triton.balance.pieces import Piece as P
+from odc_triton.base.errors import OfRanks
 from tests.support import ranks
 from tests.support.splitting import (
     DEALS,
+    Dealt,
     Setup,
     build,
     gradients,
@@ -100,14 +103,14 @@ def test_every_rank_hears_the_cause_alone(fault: str, backend: str, words: str) 
 # ------------------------------------------------------------------ a rank is gone or stands still
 
 
-def _ends_in(where: str, number: int) -> None:
+def _ends_in(where: str, number: int, at_layer: int = 1) -> None:
     """This rank's process gets that signal when it publishes (in its forward) or adds (in its backward)."""
     from odc_triton.sequence.exchange import SequenceExchange
 
     own = getattr(SequenceExchange, where)
 
     def dies(self: SequenceExchange, layer: int, *rest: Any) -> Any:
-        if layer == 1:
+        if layer == at_layer:
             os.kill(os.getpid(), number)
         return own(self, layer, *rest)
 
@@ -135,11 +138,7 @@ def _one_step(
     [
         ("publish", "cpu", r"keys and values of tokens 8\.\.19 of sample 0 in layer 1"),
         ("add", "cpu-apart", r"gradients of tokens \d+\.\.\d+ of sample 0 from tokens 8\.\.19 of sample 0 in layer 1"),
-        (
-            "add",
-            "cpu-interpreter",
-            r"rank 1 died",
-        ),
+        ("add", "cpu-interpreter", r"rank 1 died"),
     ],
 )
 def test_a_killed_rank_is_named(where: str, backend: str, awaited: str) -> None:
@@ -170,6 +169,90 @@ def test_a_rank_that_stands_still_is_named(victim: int, where: str, backend: str
         said = survivor.value
     assert said.startswith("DeadlineExceeded: ")
     assert awaited in said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """`victim` stops in layer `layer` when it is about to `where`."""
+
+    deal: Dealt
+    where: str
+    victim: int
+    layer: int = 1
+    signal: int = signal.SIGSTOP
+
+
+_BESIDE: Dealt = [[[P(0, 0, 24), 3]], [[P(0, 24, 41)]], [[1]]]  # rank 2 is at the exit soon
+_BEHIND: Dealt = [[[P(2, 0, 10)]], [[P(2, 10, 30), P(0, 0, 13)]], [[P(0, 13, 41)]]]  # rank 2 needs rank 1's alone
+STOPS = {
+    "publishing, one at the exit": Stop(deal=_BESIDE, where="publish", victim=0),
+    "adding, one at the exit": Stop(deal=_BESIDE, where="add", victim=1),
+    "publishing, one behind another": Stop(deal=_BEHIND, where="publish", victim=0, layer=0),
+    "adding, one behind another": Stop(deal=_BEHIND, where="add", victim=2),
+    # It waits for rank 0, whose flag comes afterwards.
+    "waiting": Stop(deal=_BESIDE, where="wait", victim=1),
+}
+
+
+def _stops(stop: Stop, rank: int) -> None:
+    from odc_triton.sequence.exchange import SequenceExchange
+    from odc_triton.sequence.room import Room
+
+    if stop.where != "wait":
+        if rank == stop.victim:
+            _ends_in(stop.where, stop.signal, stop.layer)
+        return
+    publish, show_wait = SequenceExchange.publish, Room.show_wait
+
+    def publish_late(self: SequenceExchange, *given: Any) -> None:
+        if rank != stop.victim:
+            time.sleep(0.2)
+        publish(self, *given)
+
+    def show_and_stop(self: Room, *given: Any, **named: Any) -> None:
+        show_wait(self, *given, **named)
+        if rank == stop.victim:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    SequenceExchange.publish, Room.show_wait = publish_late, show_and_stop
+
+
+def _beside_one_that_stops(rank: int, world: int, stop: Stop, backend: str) -> tuple[str, list[int]]:
+    from odc_triton import enable_split, fully_shard
+
+    model = fully_shard(build(SETUP, replaced=True), backend=backend, timeout=timedelta(seconds=1))
+    enable_split(model, tokens=48)
+    _stops(stop, rank)
+    with pytest.raises(OfRanks) as caught:
+        step_on(model, SETUP, rank, deal=stop.deal)
+    return f"{type(caught.value).__name__}: {caught.value}", caught.value.ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), [*((name, "cpu") for name in STOPS), *((name, "cpu-interpreter") for name in [*STOPS][2:])]
+)
+def test_all_others_name_the_rank_that_stands_still_alone(name: str, backend: str) -> None:
+    stop = STOPS[name]
+    with ranks.start(_beside_one_that_stops, 3, stop, backend) as job:
+        outcomes = job.wait_for([rank for rank in range(3) if rank != stop.victim])
+    for outcome in outcomes:
+        said, blamed = outcome.value
+        assert said.startswith("DeadlineExceeded: "), said
+        assert blamed == [stop.victim], said
+        assert re.search(rf"(for|of) rank {stop.victim}( at|$)", said), said
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-interpreter"])
+@pytest.mark.parametrize("name", [name for name in STOPS if "behind" in name])
+def test_a_killed_rank_is_named_through_another(name: str, backend: str) -> None:
+    """One of the others waits for a rank that only waits for the killed one: on kernels its wait goes on until then."""
+    stop = replace(STOPS[name], signal=signal.SIGKILL)
+    with ranks.start(_beside_one_that_stops, 3, stop, backend) as job:
+        outcomes = job.wait_for([rank for rank in range(3) if rank != stop.victim])
+    for outcome in outcomes:
+        said, blamed = outcome.value
+        assert said.startswith("RankLost: "), said
+        assert blamed == [stop.victim], said
 
 
 # ------------------------------------------------------------------ wrong calls

@@ -153,14 +153,19 @@ def raises_in_forward(model: nn.Module, pack: dict) -> torch.Tensor:
 
 
 def step_on(
-    model: nn.Module, setup: Setup, rank: int, step: int = 0, loss_of: Callable | None = None
+    model: nn.Module,
+    setup: Setup,
+    rank: int,
+    step: int = 0,
+    loss_of: Callable | None = None,
+    deal: Dealt | None = None,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """One minibatch: this rank's part of the loss, and the gradients of all."""
     from odc_triton import minibatch
     from odc_triton.balance import count_target_tokens, to_device
     from odc_triton.hf import summed_loss
 
-    packs, total = packs_of(setup, rank, step), 0.0
+    packs, total = packs_of(setup, rank, step, deal), 0.0
     device = next(model.parameters()).device
     with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
         for pack in (to_device(each, device) for each in packs):

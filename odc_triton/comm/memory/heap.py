@@ -24,6 +24,7 @@ class Word(IntEnum):
     LANDED = 7  # how many minibatches' gradients this rank has taken, or given up
     GATHERS = 8  # how many exchanges between replicas this rank has reached
     FAILED = 9  # the number of the plan of split sequences that this rank can't complete
+    WAITS = 10  # the flag of split sequences that this rank waits for (sequence/room.py), 0: none
 
 
 WORDS = len(Word)

@@ -1,0 +1,262 @@
+"""Jobs of a small model on pieces of samples, for split_faults.py: plans, samples, one minibatch, its ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from odc_triton import enable_split, fully_shard, minibatch
+from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
+from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.comm.launch import die_with_parent, end_process
+from odc_triton.comm.local_store import NAME, StoreServer, rendezvous_url
+from odc_triton.hf import enable_packing, summed_loss
+
+BACKENDS = ("cpu", "cpu-apart", "cpu-interpreter")
+LAYERS = 3
+VOCABULARY = 97
+TOKENS = 400  # of each rank, more than any plan here lets others read
+RIDER_TOKENS = 29  # of a whole sample beside pieces, in a job with a fault: no piece is as long
+
+Dealt = list[list[list[Entry]]]
+
+
+# ------------------------------------------------------------------ work
+
+
+class Deal:
+    """What ranks compute in one minibatch. `packs`: by rank; `lengths`: tokens by sample."""
+
+    def __init__(self, ranks: int) -> None:
+        self.packs: Dealt = [[] for _ in range(ranks)]
+        self.lengths: list[int] = []
+
+    def whole(self, length: int) -> int:
+        self.lengths.append(length)
+        return len(self.lengths) - 1
+
+    def pieces(self, lengths: list[int]) -> list[Piece]:
+        """A new sample in pieces."""
+        sample, start, made = self.whole(sum(lengths)), 0, []
+        for length in lengths:
+            made.append(Piece(sample, start, start + length))
+            start += length
+        return made
+
+
+def deal_evenly(numbers: random.Random, ranks: int) -> Deal:
+    """Two waves, in which each rank has two pieces and a whole sample; some have whole samples after them.
+
+    A wave is one sample that goes up and down the ranks, so that each waits for all others and they for it; or a ring
+    of samples over two ranks each, so that each waits for one and another waits for it.
+    """
+    deal = Deal(ranks)
+    for _ in range(2):
+        lengths = [numbers.randint(4, 20) for _ in range(2 * ranks)]
+        if numbers.random() < 0.5:
+            pieces = deal.pieces(lengths)
+            pairs = [[pieces[rank], pieces[-1 - rank]] for rank in range(ranks)]
+        else:
+            rows = [deal.pieces(lengths[2 * rank : 2 * rank + 2]) for rank in range(ranks)]
+            pairs = [[rows[rank][0], rows[rank - 1][1]] for rank in range(ranks)]
+        for packs, pair in zip(deal.packs, pairs, strict=True):
+            packs.append([*pair, deal.whole(RIDER_TOKENS)])
+    for packs in deal.packs:
+        if numbers.random() < 0.5:
+            packs.append([deal.whole(numbers.randint(2, 30))])
+    return deal
+
+
+def deal_at_random(numbers: random.Random, ranks: int) -> Deal:
+    """Up to three waves of some of the ranks, each of one or two samples in pieces that go up and down the ranks or to
+    any of them; whole samples beside pieces, and packs of whole samples between waves.
+    """
+    deal = Deal(ranks)
+    for _ in range(numbers.randint(1, 3)):
+        group = numbers.sample(range(ranks), numbers.randint(2, ranks))
+        wave: dict[int, list[Entry]] = {}
+        for _ in range(numbers.randint(1, 2)):
+            pieces = deal.pieces([numbers.randint(1, 24) for _ in range(numbers.randint(2, 2 * len(group)))])
+            order = [*group, *reversed(group)] if numbers.random() < 0.5 else numbers.choices(group, k=len(pieces))
+            for piece, rank in zip(pieces, order, strict=False):
+                wave.setdefault(rank, []).append(piece)
+        for rank, pack in wave.items():
+            if numbers.random() < 0.4:
+                pack.append(deal.whole(numbers.randint(2, 30)))
+            numbers.shuffle(pack)
+            deal.packs[rank].append(pack)
+        for packs in deal.packs:
+            if numbers.random() < 0.3:
+                packs.append([deal.whole(numbers.randint(2, 30)) for _ in range(numbers.randint(1, 2))])
+    return deal
+
+
+def samples(deal: Deal, seed: int) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = (torch.randint(3, VOCABULARY, (length,), generator=generator) for length in deal.lengths)
+    return [{"input_ids": each, "labels": each} for each in ids]
+
+
+def build() -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config).train()
+    enable_packing(model)
+    return model
+
+
+def checkpoint_layers(model: nn.Module, wanted: bool) -> None:
+    """From the next forward on."""
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23, not yet in 5.17
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = wanted
+
+
+def sharded(backend: str, timeout_s: float) -> nn.Module:
+    model = fully_shard(build(), backend=backend, timeout=timedelta(seconds=timeout_s))
+    enable_split(model, tokens=TOKENS)
+    return model
+
+
+def compute(model: nn.Module, deal: Deal, rank: int, seed: int) -> None:
+    """One minibatch."""
+    mine = MinibatchPacks.of(deal.packs[rank], SplitPlan.of(deal.packs))
+    packs = pack_collate(PackedDataset(samples(deal, seed)).__getitems__(mine))
+    with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
+        for pack in packs:
+            (summed_loss(model, pack) / mb.tokens).backward()
+
+
+def compute_whole(model: nn.Module, deal: Deal, seed: int) -> dict[str, torch.Tensor]:
+    """The gradients of the same samples by a model that is not sharded."""
+    model.zero_grad()
+    packs = pack_collate([[each] for each in samples(deal, seed)])
+    tokens = count_target_tokens(packs)
+    for pack in packs:
+        (summed_loss(model, pack) / tokens).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+# ------------------------------------------------------------------ processes
+
+
+def _rank(
+    connection: Connection, function: Callable[..., None], rank: int, ranks: int, store: str, folder: str, args: tuple
+) -> None:
+    die_with_parent()
+    os.setsid()  # what it leaves running could be found
+    os.environ.update({NAME: store, "TMPDIR": folder, "TRITON_INTERPRET": "1"})
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)})
+    tempfile.tempdir = folder
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", rendezvous_url())
+        function(rank, ranks, lambda *message: connection.send((rank, message)), *args)
+    except Exception as error:
+        connection.send((rank, ("error", f"{type(error).__name__}: {error}", getattr(error, "ranks", None))))
+    connection.close()
+    end_process(0)
+
+
+class Job:
+    """`function(rank, ranks, say, *args)` on `ranks` processes, forked from a server that has imported transformers;
+    what a rank gives to `say` comes out of `messages`. To be used in a `with` block, after which `leftovers` looks for
+    what has stayed.
+    """
+
+    def __init__(self, function: Callable[..., None], ranks: int, *args: Any) -> None:
+        self._function, self._ranks, self._args = function, ranks, args
+
+    def __enter__(self) -> Job:
+        self._shared = set(os.listdir("/dev/shm"))
+        self._folder = tempfile.TemporaryDirectory()
+        self._name = f"odc-store-{uuid.uuid4().hex}"
+        self._store = StoreServer(self._name)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["transformers.models.qwen2.modeling_qwen2", __name__])
+        self.processes, self._connections = [], []
+        for rank in range(self._ranks):
+            receiver, sender = context.Pipe(duplex=False)
+            given = (sender, self._function, rank, self._ranks, self._name, self._folder.name, self._args)
+            self.processes.append(context.Process(target=_rank, args=given))
+            self.processes[-1].start()
+            sender.close()
+            self._connections.append(receiver)
+        return self
+
+    def messages(self, timeout_s: float) -> Iterator[tuple[int, tuple]]:
+        """(rank, what it said), until all ranks have ended, or none has said a word for `timeout_s`."""
+        while self._connections and (ready := wait(self._connections, timeout_s)):
+            for connection in ready:
+                try:
+                    yield connection.recv()
+                except EOFError:
+                    self._connections.remove(connection)
+        for process in self.processes if not self._connections else ():
+            process.join(timeout_s)
+
+    def __exit__(self, *_: object) -> None:
+        self.running = [rank for rank, process in enumerate(self.processes) if process.is_alive()]  # had to be killed
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._store.close()
+        self._kept = os.listdir(self._folder.name)
+        self._folder.cleanup()
+
+    def leftovers(self) -> list[str]:
+        """Processes of the job, and with them what memory they map; temporary files; names in /dev/shm; sockets."""
+        pids = {process.pid for process in self.processes}
+        found = [f"process {pid}" for pid, session in _sessions() if session in pids]
+        found += [f"file {name}" for name in self._kept]
+        new = set(os.listdir("/dev/shm")) - self._shared
+        found += [f"/dev/shm/{name}" for name in new if any(str(pid) in name for pid in pids)]
+        sockets = Path("/proc/net/unix").read_text()
+        return found + [f"socket {self._name}"] * (self._name in sockets)
+
+
+def _sessions() -> Iterator[tuple[int, int]]:
+    """(process, its session) of all processes."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if fields[0] != "Z":
+            yield int(folder.name), int(fields[3])
+
+
+def die(say: Callable[..., None]) -> None:
+    """This rank's process is killed."""
+    say("struck", time.monotonic())
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,37 @@
+"""The bench of split sequences under faults: that it strikes, finds what is wrong, and says so."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from bench.suites import split_faults
+from bench.suites.split_jobs import deal_at_random
+from odc_triton.balance.pieces import SplitPlan
+
+
+def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_faults, "SOAK_RANKS", (3,))
+    places = ["waiting in a backward", "adding"]
+    out = tmp_path / "found.json"
+    assert split_faults.main(["--kills=1", f"--soak-minutes={1 / 30}", f"--out={out}", "--places", *places]) == 0
+    found = json.loads(out.read_text())
+    assert [(row["place"], row["kills"], row["wrong"]) for row in found["kills"]] == [(place, 1, 0) for place in places]
+    assert all(0 < row["named_within_s"]["largest"] < 10 for row in found["kills"])
+    (soak,) = found["soak"]
+    assert soak["minibatches"] > 1
+    assert soak["errors"] == []
+    assert 0 < soak["largest_difference"] < split_faults.RELATIVE
+
+
+def test_random_deals_can_be_computed() -> None:
+    waves = set()
+    for seed in range(200):
+        deal = deal_at_random(random.Random(seed), 4)
+        plan = SplitPlan.of(deal.packs)
+        waves.add(plan.waves if plan is not None else 0)
+        assert plan is None or max(plan.tokens) <= 400
+    assert waves >= {1, 2, 3}
