@@ -199,6 +199,70 @@ def test_the_same_bits_in_every_run(name: str, world: int, transform: str, runs:
     assert len({repeated for _, repeated in found}) == 1  # once for the first minibatch's guesses, or never
 
 
+def _gradients(name: str, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Of each microbatch of one minibatch, after so many steps."""
+    torch.set_num_threads(1)
+    case, model = CASES[name], build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps + 1):
+        found, batches = [], microbatches(name, SIZES, seed=step)
+        total = sum(case.count(batch) for batch in batches)
+        for batch in batches:
+            model.zero_grad()
+            (case.loss(model, batch) / total).backward()
+            found.append({key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None})
+        for key, parameter in model.named_parameters():
+            parameter.grad = sum(each[key] for each in found if key in each) if key in found[0] else None
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize(("name", "steps"), [*((name, 0) for name in CASES), *(slow(name, 100) for name in CASES)])
+def test_as_accurate_as_sums_in_fp32(name: str, steps: int) -> None:
+    """Against fp64, on real gradients, with the scale that the same minibatch leaves."""
+    found = _gradients(name, steps)
+    for key in found[0]:
+        contributions = [each[key] for each in found if key in each]
+        exact = ExactSum()
+        for _ in range(2):
+            exact.clear()
+            shard = torch.zeros(contributions[0].shape, dtype=torch.int64).reshape(-1)
+            for each in contributions:
+                exact.additions += 1
+                exact.add(shard, 0, each.reshape(-1))
+            exact.settle([exact.told()])
+        true = sum(each.double() for each in contributions).reshape(-1)
+        off = (exact.value(shard, torch.empty(shard.shape)).double() - true).norm()
+        of_fp32 = (sum(contributions[1:], contributions[0]).double().reshape(-1) - true).norm()
+        assert off <= max(of_fp32, 2**-24 * true.norm()), key
+
+
+def _first_gradients(rank: int, world: int, name: str) -> dict[str, torch.Tensor]:
+    from odc_triton import fully_shard, minibatch, repeating
+
+    case, model = CASES[name], fully_shard(build(name), exact=True)
+    batches = microbatches(name, SIZES, seed=0)
+    mine = [batches[index] for index in DEALS[world][rank]]
+
+    def run() -> None:
+        with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
+            for batch in mine:
+                (case.loss(model, batch) / mb.tokens).backward()
+
+    repeating(run)
+    return {key: p.grad.full_tensor().clone() for key, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["qwen2", *map(slow, sorted(CASES.keys() - {"qwen2"}))])
+def test_the_same_gradients_on_any_number_of_ranks(name: str) -> None:
+    want = ranks.run(_first_gradients, 1, name)[0]
+    for world in (2, 3, 4):
+        for found in ranks.run(_first_gradients, world, name):
+            assert found.keys() == want.keys()
+            for key, gradient in want.items():
+                assert torch.equal(found[key], gradient), key
+
+
 # ------------------------------------------------------------------ what fails
 
 
