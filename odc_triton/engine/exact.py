@@ -1,6 +1,6 @@
 """Gradients summed as 64-bit integers: the same bits whatever the order of the additions.
 
-    q = round(g 2^e)          landed = 2^-e * sum of all q
+    q = trunc(g 2^e)          landed = 2^-e * sum of all q
 
 One exponent e per parameter, the same on all ranks: it follows from what all ranks tell at the exit.
 
@@ -66,7 +66,7 @@ class ExactSum:
                 place.add_(integers)
 
     def _integers(self, values: torch.Tensor) -> torch.Tensor | None:
-        """round(values 2^e); None where one is not finite or too large, which `told` tells."""
+        """trunc(values 2^e); None where one is not finite or too large, which `told` tells."""
         if values.numel() == 0:
             return None
         low, high = torch.aminmax(values)
@@ -78,7 +78,7 @@ class ExactSum:
             self._bits = max(self._bits, math.frexp(largest)[1] + self.exponent)
         if self._bits > _MOST_BITS:
             return None
-        return (values.float() * 2.0**self.exponent).round_().long()
+        return (values.float() * 2.0**self.exponent).long()
 
     def told(self) -> Told:
         return self.additions, self._bits if self._is_finite else None
