@@ -196,7 +196,7 @@ class Engine:
             "published": self.publication.number,
             "stepped": self.hyperparameters.digest(),
             "split": getattr(split, "digest", None),
-            "scales": self.exact_sums().digest(),
+            "scales": self.exact_sums().digest() if self.exact else None,
         }
         self.events.minibatch, self.events.microbatch = number, -1
         messages = self._meet(f"enter minibatch {number}", message, error)
@@ -320,7 +320,8 @@ class Engine:
         touched = [index for index, parameter in enumerate(self.parameters) if parameter.landing.touched]
         exact = self.exact_sums()
         message = {"touched": touched, "microbatches": self.passes.count}
-        message["sums"] = exact.told(touched if self.exact else ())
+        if self.exact:
+            message["sums"] = exact.told(touched)
         messages = self._meet(purpose, message, error)
         self.events.microbatch = -1
         self.splits.end(failed=any(theirs["error"] is not None for theirs in messages))
