@@ -45,12 +45,15 @@ class ExactSum:
     def __init__(self) -> None:
         self.exponent = self.next_exponent = _WANTED_BITS - _GUESSED_BITS
         self.is_guess = True
+        self._largest: torch.Tensor | None = None  # int32 [1]: what kernels have seen, the bits of an fp32 number
         self.clear()
 
     def clear(self) -> None:
         """The next minibatch begins."""
         self.exponent = self.next_exponent
         self.additions, self._bits, self._is_finite = 0, _ZERO, True
+        if self._largest is not None:
+            self._largest.zero_()
 
     @torch.no_grad()
     def add(self, shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
@@ -65,22 +68,42 @@ class ExactSum:
             if (integers := self._integers(block)) is not None:
                 place.add_(integers)
 
+    @torch.no_grad()
+    def add_by_kernel(self, shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+        """As `add`, on the device, while others may add too."""
+        from odc_kernels.scatter import add_rows_exactly  # here, as importing triton takes a second
+
+        if self._largest is None:
+            self._largest = torch.zeros(1, dtype=torch.int32, device=shard.device)
+        index = at if isinstance(at, torch.Tensor) else None
+        if index is not None:
+            self.additions += len(index)
+        target = shard if index is not None else shard[at : at + len(rows)]
+        add_rows_exactly(
+            target=target, source=rows.contiguous(), factor=2.0**self.exponent, largest=self._largest, index=index
+        )
+
     def _integers(self, values: torch.Tensor) -> torch.Tensor | None:
         """trunc(values 2^e); None where one is not finite or too large, which `told` tells."""
         if values.numel() == 0:
             return None
         low, high = torch.aminmax(values)
-        largest = max(-low.item(), high.item())  # NaN if there is one: aminmax gives it as both
-        if not math.isfinite(largest):
-            self._is_finite = False
-            return None
-        if largest > 0:
-            self._bits = max(self._bits, math.frexp(largest)[1] + self.exponent)
-        if self._bits > _MOST_BITS:
+        self._see(max(-low.item(), high.item()))  # NaN if there is one: aminmax gives it as both
+        if not self._is_finite or self._bits > _MOST_BITS:
             return None
         return (values.float() * 2.0**self.exponent).long()
 
+    def _see(self, largest: float) -> None:
+        """`largest`: of some |values|."""
+        if not math.isfinite(largest):
+            self._is_finite = False
+        elif largest > 0:
+            self._bits = max(self._bits, math.frexp(largest)[1] + self.exponent)
+
     def told(self) -> Told:
+        """After a drain."""
+        if self._largest is not None:
+            self._see(self._largest.view(torch.float32).item())
         return self.additions, self._bits if self._is_finite else None
 
     def value(self, shard: torch.Tensor, into: torch.Tensor) -> torch.Tensor:

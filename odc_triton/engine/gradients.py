@@ -6,7 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch.profiler import record_function
@@ -41,13 +41,19 @@ class Target:
         near: frozenset[int] | None = None,
         exact: ExactSum | None = None,
     ) -> None:
-        self.slot, self.shards, self._rank, self._near, self._exact = slot, tuple(shards), rank, near, exact
+        self.slot, self.shards, self._rank, self._near, self.exact = slot, tuple(shards), rank, near, exact
         self.add_rows = add_rows if exact is None else exact.add
+
+    def from_next(self) -> list[int]:
+        """The owners that hold rows, the next rank first, so that ranks add to different owners at any one time."""
+        world = len(self.shards)
+        order = ((self._rank + 1 + step) % world for step in range(world))
+        return [owner for owner in order if self.shards[owner].numel()]
 
     def begin_addition(self) -> None:
         """To each element at most once, except by index."""
-        if self._exact is not None:
-            self._exact.additions += 1
+        if self.exact is not None:
+            self.exact.additions += 1
 
     @cached_property
     def peers(self) -> PeerShards:
@@ -151,11 +157,23 @@ class KernelAccumulator(Accumulator):
         self._streams = streams
 
     def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
+        if target.exact is not None:
+            target.begin_addition()
+            self._streams.add(gradient.contiguous(), partial(self._add_exactly, target))
+            return
         from odc_kernels.scatter import scatter  # here, as importing triton takes a second
 
         peers = target.peers
         self._streams.add(gradient.contiguous(), lambda gradient: scatter(gradient=gradient, peers=peers))
 
-    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards:
+    def _add_exactly(self, target: Target, gradient: torch.Tensor) -> None:
+        rows = gradient.split([len(shard) for shard in target.shards])
+        for owner in target.from_next():
+            target.exact.add_by_kernel(target.shards[owner], 0, rows[owner])
+
+    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards | AddRows:
         self._streams.computes_here()  # the kernel that adds is launched on this stream
-        return target.peers
+        if target.exact is None:
+            return target.peers
+        target.begin_addition()
+        return lambda owner, at, rows: target.exact.add_by_kernel(target.shards[owner], at, rows)

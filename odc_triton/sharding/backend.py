@@ -44,11 +44,7 @@ class Backend(ABC):
     def check(self, specs: list[ParameterSpec]) -> None:
         """Raises for parameters that this backend can't hold: kernels sum gradients in fp32 only."""
         for spec in specs if self.adds_by_kernel else ():
-            if spec.reduce_dtype == EXACT:
-                raise NotImplementedError(
-                    f"exact sums are made on the CPU so far: leave exact out with backend={self.name!r}"
-                )
-            if spec.reduce_dtype not in (None, "float32"):
+            if spec.reduce_dtype not in (None, "float32", EXACT):
                 raise NotImplementedError(
                     f"{spec.name} would sum its gradient in {spec.reduce_dtype}: kernels sum in float32. Leave "
                     f"reduce_dtype out, and convert float64 models before fully_shard."

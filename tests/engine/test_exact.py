@@ -110,7 +110,7 @@ def test_what_is_not_finite_is_told_and_not_added() -> None:
         exact = ExactSum()
         shard = summed(exact, [[1.0, bad], [1.0, 1.0]])
         assert exact.told() == (2, None)
-        assert shard.tolist() == [2**38, 2**38]
+        assert shard.tolist() == [0, 0]
 
 
 def test_rows_by_index_and_more_than_a_block() -> None:
@@ -134,6 +134,8 @@ def test_rows_by_index_and_more_than_a_block() -> None:
         ("qwen2", 2, "root", "frozen+checkpointing", "cpu-apart"),
         ("qwen3", 2, "root", "layers", "cpu"),
         ("qwen2", 2, "bottom-up", "none", "cpu-apart"),
+        ("qwen3", 2, "root", "layers", "cpu-interpreter"),
+        slow("qwen3", 2, "root", "direct", "cpu-interpreter"),
         *(slow(name, world, "root", "none", "cpu") for name in CASES for world in (1, 2, 4)),
     ],
 )
@@ -179,15 +181,15 @@ def _late(rank: int, world: int, name: str, transform: str, backend: str, seed: 
 @pytest.mark.parametrize(
     ("name", "world", "transform", "runs", "steps"),
     [
-        ("qwen2", 3, "none", 3, 4),
-        ("qwen3", 2, "layers", 2, 4),
+        ("qwen2", 3, "none", 2, 3),
+        ("qwen3", 2, "layers", 2, 3),
         *(slow("qwen2", world, "checkpointing", 20, 30) for world in (2, 3, 4)),
         slow("qwen3", 3, "layers", 20, 30),
     ],
 )
 def test_the_same_bits_in_every_run(name: str, world: int, transform: str, runs: int, steps: int) -> None:
     """And by every backend, as who owns what and where it lies doesn't matter."""
-    backends = ["cpu", "cpu-apart"] if transform == "none" else ["cpu"]
+    backends = ["cpu", "cpu-apart", "cpu-interpreter"] if transform == "none" else ["cpu"]
     found = [
         outcome
         for backend in backends
