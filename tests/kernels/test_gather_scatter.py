@@ -99,7 +99,7 @@ def test_rows_that_can_not_be_added_exactly() -> None:
     given = {"factor": 1.0, "largest": torch.zeros(1, dtype=torch.int32)}
     with pytest.raises(ValueError, match="give int64 and int32"):
         add_rows_exactly(target=target.float(), source=source, **given)
-    with pytest.raises(ValueError, match="source is torch.float64; give float32"):
+    with pytest.raises(ValueError, match=r"source is torch\.float64; give float32"):
         add_rows_exactly(target=target, source=source.double(), **given)
     with pytest.raises(ValueError, match=r"source \(3, 3\) with no index"):
         add_rows_exactly(target=target, source=source[:3], **given)
