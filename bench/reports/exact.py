@@ -1,8 +1,8 @@
 """What exact sums cost: `python -m bench.reports.exact OUT.json [--minibatches N]`.
 
-The demo's model, lengths and text, 2 ranks, ODC + LB-Mini with and without exact sums, minibatch by minibatch in turn:
-time of the whole minibatch with its optimizer step, and of what adds gradients alone. Memory is the ranks' shared
-memory, as the kernel counts it.
+The demo's work, of few tokens, and that of bench.suites.split at 4 samples a rank, 2 ranks, ODC + LB-Mini with and
+without exact sums, minibatch by minibatch in turn, with the optimizer step. Memory is the ranks' shared memory, as the
+kernel counts it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from bench.harness import (
     train_minibatch,
 )
 from bench.provenance import about, save_json
+from bench.suites import split_cpu
 from bench.variants import Odc, OdcExact, Variant
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
@@ -46,18 +47,28 @@ def shared_bytes(kind: type[Variant], work: Work) -> int:
     return shared
 
 
-def measure(folder: Path, minibatches: int) -> dict:
-    work = prepare(folder)
-    work = replace(work, minibatches=work.minibatches[: WARM_UP + minibatches])
+def timed(work: Work) -> dict:
+    """Exact over plain, minibatch by minibatch; `tokens`: of a minibatch, on average."""
     results = launch(compare, (Odc, OdcExact), work, True, WARM_UP, ranks=RANKS)[0]
     plain, exact = (result.seconds[WARM_UP:] for result in results)
-    model = work.build()
+    lengths = work.data().lengths
     return {
         "exact_over_plain": bootstrap_ratio(exact, plain),
         "seconds": {result.name: result.seconds[WARM_UP:] for result in results},
         "minibatches": len(plain),
+        "tokens": float(sum(lengths[m].sum() for m in work.minibatches[WARM_UP:])) / len(plain),
         "disturbed": disturbed(results, WARM_UP),
-        "shared_bytes": {k.name: sum(launch(shared_bytes, k, work, ranks=RANKS)) for k in (Odc, OdcExact)},
+    }
+
+
+def measure(folder: Path, minibatches: int) -> dict:
+    demo = prepare(folder)
+    demo = replace(demo, minibatches=demo.minibatches[: WARM_UP + minibatches])
+    longer = split_cpu.work_of(folder, 4, max(minibatches // 4, 1))
+    model = demo.build()
+    return {
+        "time": {"the demo": timed(demo), "4 samples per rank": timed(longer)},
+        "shared_bytes": {k.name: sum(launch(shared_bytes, k, demo, ranks=RANKS)) for k in (Odc, OdcExact)},
         "planned_bytes": {k.name: memory_plan(model, RANKS, exact=k.exact).job_shared_bytes for k in (Odc, OdcExact)},
         "parameters": sum(p.numel() for p in model.parameters()),
         **about(),
@@ -67,19 +78,18 @@ def measure(folder: Path, minibatches: int) -> dict:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--minibatches", type=int, default=24)
+    parser.add_argument("--minibatches", type=int, default=40)
     options = parser.parse_args(arguments)
     single_thread_environment()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(Path(folder), options.minibatches)
     save_json(options.out, found)
-    ratio = found["exact_over_plain"]
-    rows = [
-        [name, f"{sum(found['seconds'][name]) / found['minibatches']:.3f}", f"{found['shared_bytes'][name] / 1e6:.0f}"]
-        for name in found["seconds"]
-    ]
-    print(table(rows, ("", "s per minibatch", "MB shared")))
-    print(f"exact over plain: {ratio['ratio']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}); {found['disturbed']}")
+    rows = []
+    for name, of in found["time"].items():
+        ratio = of["exact_over_plain"]
+        rows.append([name, f"{of['tokens']:,.0f}", f"{ratio['ratio']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"])
+    print(table(rows, ("", "tokens per minibatch", "exact over plain")))
+    print(f"shared memory: {found['shared_bytes']} bytes, as planned {found['planned_bytes']}")
     return 0
 
 
