@@ -71,7 +71,9 @@ def add_exactly(pointer, value, mask, factor, largest):
     """
     bits = tl.where(mask, tl.abs(value), 0.0).to(tl.int32, bitcast=True)
     tl.atomic_max(largest, tl.max(bits, axis=0), sem="relaxed", scope="gpu")
-    tl.atomic_add(pointer, (value * factor).to(tl.int64), mask=mask, sem="relaxed", scope="sys")
+    scaled = value * factor
+    fits = tl.abs(scaled) < 2.0**62  # False for NaN; what does not fit shows in `largest`
+    tl.atomic_add(pointer, tl.where(fits, scaled, 0.0).to(tl.int64), mask=mask, sem="relaxed", scope="sys")
 
 
 @triton.jit

@@ -139,8 +139,8 @@ def add_rows_exactly(
 
     `target`: int64 [n, ...], contiguous. `source`: fp32, bf16 or fp16 [m, ...], contiguous; m = n without an `index`,
     int64 [m], which may have rows more than once. `largest`: int32 [1], becomes at least the bits of the largest
-    |source| as an fp32 number. Integers are added in any order with the same result; what does not fit in 64 bits is
-    wrong and shows in `largest`. Raises ValueError for another shape, dtype or layout.
+    |source| as an fp32 number. Integers are added in any order with the same result; what does not fit in 63 bits is
+    not added, and shows in `largest`. Raises ValueError for another shape, dtype or layout.
     """
     if target.dtype != torch.int64 or largest.dtype != torch.int32:
         raise ValueError(f"target is {target.dtype} and largest {largest.dtype}; give int64 and int32")

@@ -42,7 +42,11 @@ class Target:
         exact: ExactSum | None = None,
     ) -> None:
         self.slot, self.shards, self._rank, self._near, self.exact = slot, tuple(shards), rank, near, exact
-        self.add_rows = add_rows if exact is None else exact.add
+
+    def add_rows(self, owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+        """Adds to an owner's shard, on the host. Nobody else may add to it meanwhile."""
+        add = add_rows if self.exact is None else self.exact.add
+        add(self.shards[owner], at, rows)
 
     def from_next(self) -> list[int]:
         """The owners that hold rows, the next rank first, so that ranks add to different owners at any one time."""
@@ -134,7 +138,7 @@ class LockedAccumulator(Accumulator):
         if not self._heap.try_lock(target.slot, owner):
             return False
         try:
-            target.add_rows(target.shards[owner], at, rows)
+            target.add_rows(owner, at, rows)
         finally:
             self._heap.unlock(target.slot, owner)
         return True

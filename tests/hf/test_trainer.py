@@ -108,14 +108,11 @@ def _deterministic(rank: int, world: int, folder: str, resume: str | None) -> di
 
 
 def test_full_determinism_on_exact_sums(tmp_path: Path) -> None:
-    """Two runs and one that went on from a checkpoint of the first end with the same bits."""
-    folders = [str(tmp_path / name) for name in ("one", "other", "resumed")]
-    want, *others = (
-        _run(_deterministic, 2, f, r)[0]
-        for f, r in zip(folders, (None, None, f"{folders[0]}/checkpoint-2"), strict=True)
-    )
-    for found in others:
-        assert all(torch.equal(found[name], weight) for name, weight in want.items())
+    """A run that went on from another's checkpoint ends with the same bits."""
+    folders = [str(tmp_path / name) for name in ("one", "resumed")]
+    want = _run(_deterministic, 2, folders[0], None)[0]
+    found = _run(_deterministic, 2, folders[1], f"{folders[0]}/checkpoint-2")[0]
+    assert all(torch.equal(found[name], weight) for name, weight in want.items())
 
 
 def _train_one_sample_a_step(rank: int, world: int, folder: str) -> dict[str, Any]:
