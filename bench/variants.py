@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from odc_triton.balance.collate import Pack
 from odc_triton.base.events import Event, EventLog
+from odc_triton.checkpoint.repeat import repeating
 from odc_triton.comm.layout import find_units
 from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.hf import enable_packing, summed_loss
@@ -233,13 +235,19 @@ class Ddp(Variant):
 class Odc(Variant):
     name = "ODC + LB-Mini"
     balance = "mini"
+    exact = False
 
     def shard(self, model: nn.Module) -> nn.Module:
         setting = self.setting
-        return fully_shard(model, mesh=setting.mesh(), mp_policy=setting.policy, backend=setting.device)
+        how = {"mesh": setting.mesh(), "mp_policy": setting.policy, "backend": setting.device}
+        return fully_shard(model, exact=self.exact, **how)
 
     def gradients(self, packs: Sequence[Pack], total_tokens: int) -> float:
         tokens = total_tokens if dist.get_rank() == 0 else 0
+        run = partial(self._minibatch, packs, tokens)
+        return repeating(run) if self.exact else run()
+
+    def _minibatch(self, packs: Sequence[Pack], tokens: int) -> float:
         total = torch.zeros(())
         with minibatch(self.model, tokens=tokens, split=getattr(packs, "split", None)) as mb:
             for pack in packs:
@@ -262,6 +270,13 @@ class OdcSplit(Odc):
         model = super().shard(model)
         enable_split(model, tokens=self.split_tokens)
         return model
+
+
+class OdcExact(Odc):
+    """The same, summing gradients as integers."""
+
+    name = "ODC, exact sums"
+    exact = True
 
 
 class OdcLayers(Odc):

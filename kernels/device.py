@@ -63,6 +63,20 @@ def add_to_peer(pointer, value, mask):
 
 
 @triton.jit
+def add_exactly(pointer, value, mask, factor, largest):
+    """Adds trunc(value * factor) to integers, int64, of a peer's gradient shard; see [Note: orders].
+
+    `largest`, int32, of this rank: the largest of the bits of all |value|, which are ordered as the numbers are, with
+    infinity and NaN above all.
+    """
+    bits = tl.where(mask, tl.abs(value), 0.0).to(tl.int32, bitcast=True)
+    tl.atomic_max(largest, tl.max(bits, axis=0), sem="relaxed", scope="gpu")
+    scaled = value * factor
+    fits = tl.abs(scaled) < 2.0**62  # False for NaN; what does not fit shows in `largest`
+    tl.atomic_add(pointer, tl.where(fits, scaled, 0.0).to(tl.int64), mask=mask, sem="relaxed", scope="sys")
+
+
+@triton.jit
 def wait_for_shard(flags, status, owner, epoch, spins):
     """Waits until `owner`'s flag is `epoch`, looking at most `spins` times; see [Note: arrival].
 

@@ -1,4 +1,4 @@
-"""Adds a local gradient into its owners' shards, or a block of numbers into one peer's memory.
+"""Adds a local gradient into its owners' shards, or rows of numbers into one peer's memory.
 
     shard_o[i, :] += scale * g[o n + i, :]        in fp32, atomically
 
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import add_to_peer, peer_address, turn
+from .device import add_exactly, add_to_peer, peer_address, turn
 from .peers import PeerShards
 
 
@@ -110,6 +110,60 @@ def add_block(*, target: torch.Tensor, source: torch.Tensor, block: int = 2048, 
     if target.numel():
         grid = (triton.cdiv(target.numel(), block),)
         add_block_kernel[grid](target, source, target.numel(), BLOCK=block, num_warps=num_warps)
+
+
+@triton.jit
+def add_rows_exactly_kernel(
+    target, source, index, largest, factor, count, columns, HAS_INDEX: tl.constexpr, BLOCK: tl.constexpr
+):
+    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < count
+    places = offsets
+    if HAS_INDEX:
+        rows = tl.load(index + offsets // columns, mask=mask, other=0)
+        places = rows * columns + offsets % columns
+    add_exactly(target + places, tl.load(source + offsets, mask=mask).to(tl.float32), mask, factor, largest)
+
+
+def add_rows_exactly(
+    *,
+    target: torch.Tensor,
+    source: torch.Tensor,
+    factor: float,
+    largest: torch.Tensor,
+    index: torch.Tensor | None = None,
+    block: int = 1024,
+    num_warps: int = 4,
+) -> None:
+    """target[i] += trunc(factor * source[i]), or target[index[i]], atomically: int64 rows of a peer's gradient shard.
+
+    `target`: int64 [n, ...], contiguous. `source`: fp32, bf16 or fp16 [m, ...], contiguous; m = n without an `index`,
+    int64 [m], which may have rows more than once. `largest`: int32 [1], becomes at least the bits of the largest
+    |source| as an fp32 number. Integers are added in any order with the same result; what does not fit in 63 bits is
+    not added, and shows in `largest`. Raises ValueError for another shape, dtype or layout.
+    """
+    if target.dtype != torch.int64 or largest.dtype != torch.int32:
+        raise ValueError(f"target is {target.dtype} and largest {largest.dtype}; give int64 and int32")
+    if source.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"source is {source.dtype}; give float32, bfloat16 or float16")
+    if source.shape[1:] != target.shape[1:] or len(source) != (len(target) if index is None else len(index)):
+        rows = "no index" if index is None else f"an index of {len(index)}"
+        raise ValueError(f"target is {tuple(target.shape)} and source {tuple(source.shape)} with {rows}")
+    if not (target.is_contiguous() and source.is_contiguous()):
+        raise ValueError(f"target has strides {target.stride()} and source {source.stride()}; both must be contiguous")
+    if source.numel():
+        add_rows_exactly_kernel[(triton.cdiv(source.numel(), block),)](
+            target,
+            source,
+            target if index is None else index,
+            largest,
+            factor,
+            source.numel(),
+            source[0].numel(),
+            HAS_INDEX=index is not None,
+            BLOCK=block,
+            num_warps=num_warps,
+        )
 
 
 def scatter_ref(shards: list[torch.Tensor], gradient: torch.Tensor, scale: float) -> list[torch.Tensor]:

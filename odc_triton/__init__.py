@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
     from .base.errors import DeadlineExceeded as DeadlineExceeded
     from .base.errors import MinibatchFailed as MinibatchFailed
+    from .base.errors import MinibatchToRepeat as MinibatchToRepeat
     from .base.errors import OdcError as OdcError
     from .base.errors import PeerFailed as PeerFailed
     from .base.errors import RankLost as RankLost
     from .base.errors import RanksDiffer as RanksDiffer
+    from .checkpoint.repeat import repeating as repeating
     from .engine.api import begin_minibatch as begin_minibatch
     from .engine.api import end_minibatch as end_minibatch
     from .engine.api import full_parameters as full_parameters
@@ -40,7 +42,15 @@ _API = (
     "publish",
     "register_fsdp_forward_method",
 )
-_ERRORS = ("DeadlineExceeded", "MinibatchFailed", "OdcError", "PeerFailed", "RankLost", "RanksDiffer")
+_ERRORS = (
+    "DeadlineExceeded",
+    "MinibatchFailed",
+    "MinibatchToRepeat",
+    "OdcError",
+    "PeerFailed",
+    "RankLost",
+    "RanksDiffer",
+)
 _HOME = {
     **dict.fromkeys(_API, "engine.api"),
     **dict.fromkeys(_ERRORS, "base.errors"),
@@ -49,6 +59,7 @@ _HOME = {
     "fully_shard": "sharding.shard",
     "log_probs": "nn.head",
     "memory_plan": "sharding.footprint",
+    "repeating": "checkpoint.repeat",
     "replace_layers": "nn.replace",
     "split_forward": "sequence.enable",
     "verify": "nn.verification",

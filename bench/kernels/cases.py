@@ -85,6 +85,17 @@ def _of_memory() -> Iterator[Case]:
             reduces=True,
             flat=True,
         )
+        for word, has_index in (("", False), (" by index", True)):
+            yield Case(
+                name=f"add_rows_exactly {dtype}{word}",
+                kernel=scatter.add_rows_exactly_kernel,
+                signature={"target": "*i64", "source": f"*{dtype}", "index": "*i64", "largest": "*i32"}
+                | {"factor": "fp32", "count": "i32", "columns": "i32"},
+                constants={"HAS_INDEX": has_index, "BLOCK": 1024},
+                aligned=("target", "source", "index", "count", "columns"),
+                reduces=True,
+                flat=True,
+            )
 
 
 def _of_flags() -> Iterator[Case]:

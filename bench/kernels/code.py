@@ -168,6 +168,9 @@ def _read_reductions(code: Code, case: Case, ttir: str, ptx: str, sass: str) -> 
         code.faults.append("compare-and-swap")
     written = set(re.findall(r"\b(?:red|atom|cp\.reduce)\.[\w.:]+", ptx))
     made = set(re.findall(r"\b(?:REDG?|ATOMG?|UTMAREDG)\b[\w.]*", sass))
+    # The largest of what is added exactly: in this GPU's memory.
+    written = {name for name in written if not {"max", "gpu"} <= set(name.split("."))}
+    made = {name for name in made if not ("MAX" in name.split(".") and name.endswith("STRONG.GPU"))}
     made.discard("ATOMG.E.EXCH.STRONG.GPU")  # acquires a tensor map, in this GPU's memory
     code.reduction = ", ".join(sorted(made)) or "-"
     if not case.reduces:

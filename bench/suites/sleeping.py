@@ -259,8 +259,8 @@ class SleepingModel(nn.Module):
         shapes = [LayerShape(heads=1, key_width=1, value_width=1, dtype="float32")] * len(self.layers)
         token = engine.meet("enable_split", {"token": uuid.uuid4().hex})[0]["token"]
         room = Room(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.meetings.timeout_s)
-        exchange = SequenceExchange(Handover(room, engine.state, engine.meetings), engine.streams.first.another())
-        engine.split_by(exchange)
+        handover, streams = Handover(room, engine.state, engine.meetings), engine.streams.first.another()
+        engine.split_by(exchange := SequenceExchange(handover, streams, in_order=False))
         for number, layer in enumerate(self.layers):
             layer.side = LayerSplit(exchange, number)
         return exchange

@@ -49,6 +49,26 @@ class MinibatchFailed(OdcError):
         return type(self), (self.minibatch, self.ranks)
 
 
+class MinibatchToRepeat(MinibatchFailed):
+    """Exact sums of some parameters did not fit their scales, which have been adapted: run the same packs once more.
+
+    `parameters`: by name, what was wrong. A model's first minibatch usually needs it once, as its scales are guesses.
+    """
+
+    def __init__(self, minibatch: int, parameters: dict[str, str]) -> None:
+        self.minibatch, self.parameters, self.ranks = minibatch, parameters, {}
+        name, why = next(iter(parameters.items()))
+        more = f", and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+        OdcError.__init__(
+            self,
+            f"minibatch {minibatch} is to be run again on all ranks, its gradients are dropped: the scales of exact "
+            f"sums have been adapted ({name}: {why}{more})",
+        )
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.minibatch, self.parameters)
+
+
 class PeerFailed(OfRanks):
     """A rank waited for what these ranks can no longer compute in this minibatch: theirs is the cause."""
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import secrets
 import shutil
 from collections.abc import Callable
@@ -19,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -28,9 +26,11 @@ from ..base.files import put_in_place, sync_folder
 from ..engine.api import engine_of, publish
 from . import dcp, training_state
 from .dcp import DigestedFiles, Written
+from .random_state import random_state, restore_random_state, seed_random_state
 from .sharded import all_or_none
 
 MANIFEST, _STATE = "manifest.json", "state.json"
+_SCALES = "odc_scales"  # in the state: of exact sums, by parameter
 _FORMAT = 1
 _BLOCK_BYTES = 2**20
 _REMEDY = "this checkpoint can't be used, continue from an older one"
@@ -91,37 +91,6 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def random_state() -> dict[str, Any]:
-    """The states of torch's generator, the current GPU's if one is in use, and Python's."""
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-    version, words, gauss = random.getstate()
-    return {
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "cuda": torch.cuda.get_rng_state().numpy().tobytes().hex() if on_gpu else None,
-        "python": [version, list(words), gauss],
-    }
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Restores what `random_state` returned; a GPU's state only if there is a GPU now."""
-    torch.set_rng_state(_as_tensor(state["torch"]))
-    if state["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_as_tensor(state["cuda"]))
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-
-
-def seed_random_state(*numbers: int) -> None:
-    """Seeds all these generators from `numbers`, the same way on every machine."""
-    seed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "little") >> 1
-    torch.manual_seed(seed)
-    random.seed(seed)
-
-
-def _as_tensor(hexadecimal: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(hexadecimal), dtype=torch.uint8)
-
-
 def write_checkpoint(
     final: Path,
     *,
@@ -159,7 +128,8 @@ def write_checkpoint(
             files = dcp.write_part(part, engine.rank, training_state.to_save(model, optimizer))
             files |= _write_json(part / f"random-{engine.rank}.json", random_state())
             if engine.rank == 0:
-                files |= _write_json(part / _STATE, state)
+                scales = {_SCALES: engine.scales()} if engine.exact else {}
+                files |= _write_json(part / _STATE, state | scales)
             shared["files"] = {file: [entry.size_bytes, entry.sha256] for file, entry in files.items()}
         written = [theirs["files"] for theirs in shared.all]
         with all_or_none(engine, purpose):
@@ -223,6 +193,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
                 restore_random_state(json.loads(mine.read_bytes()))
             else:
                 seed_random_state(int(state.get("seed", 0)), engine.rank, saved.step)
+        engine.restore_scales(state.pop(_SCALES, {}))
     publish(model)
     return state
 

@@ -28,6 +28,9 @@ def rows_per_rank(rows: int, world: int) -> int:
     return -(-rows // world)
 
 
+EXACT = "int64"  # the reduce dtype of exact sums: engine/exact.py
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
     """One parameter, as all ranks must agree on it. Dtypes are names ("float32"); `names` includes tied aliases."""

@@ -6,6 +6,7 @@ The phases are in state.py.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import time
 import warnings
@@ -15,11 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..base.errors import DeadlineExceeded, MinibatchFailed, PeerFailed, RankLost, RanksDiffer, describe
+from ..base.errors import (
+    DeadlineExceeded,
+    MinibatchFailed,
+    MinibatchToRepeat,
+    PeerFailed,
+    RankLost,
+    RanksDiffer,
+    describe,
+)
 from ..comm.grid import Grid
 from ..comm.meeting import Meetings
 from ..comm.memory.heap import Signs, SymmetricHeap, Word
 from ..comm.replicas import Replicas
+from .exact import ExactSums
 from .gradients import Waits
 from .optimizer_watch import Hyperparameters, OptimizerWatch
 from .parameter import ShardedParameter
@@ -61,11 +71,14 @@ class Engine:
         streams: Streams,
         meetings: Meetings,
         adds_by_kernel: bool,
+        exact: bool,
         debug: bool,
     ) -> None:
-        """`adds_by_kernel`: kernels add to peers, on `streams`; else the host does, under locks."""
+        """`adds_by_kernel`: kernels add to peers, on `streams`; else the host does, under locks. `exact`: the sums of
+        gradients are integers, see exact.py.
+        """
         self.grid, self.heap, self.signs, self.replicas = grid, heap, signs, replicas
-        self.meetings, self.adds_by_kernel, self.debug = meetings, adds_by_kernel, debug
+        self.meetings, self.adds_by_kernel, self.exact, self.debug = meetings, adds_by_kernel, exact, debug
         self.streams = AllStreams(streams, timeout_s=meetings.timeout_s)
         self.publication = Publication(heap, meetings)
         self.rank, self.world = grid.rank, grid.world
@@ -131,6 +144,23 @@ class Engine:
         for start_s, end_s in waits:
             self.events.add("wait", start_s, end_s, label=f"lock of {parameter.name}")
 
+    def exact_sums(self) -> ExactSums:
+        """Of all parameters that train. Without `exact` there are none."""
+        sums = ((place, p.storage.exact) for place, p in enumerate(self.parameters) if self.exact and p.trains)
+        return ExactSums(dict(sums))
+
+    def scales(self) -> dict[str, list[int]]:
+        """The scales of exact sums, by parameter: for a checkpoint, as the bits of the next sums depend on them."""
+        exact = self.exact_sums()
+        return {p.name: exact.state(place) for place, p in enumerate(self.parameters) if p.trains}
+
+    def restore_scales(self, scales: dict[str, list[int]]) -> None:
+        """Takes what `scales` returned; other parameters keep what they have. The same on all ranks."""
+        exact = self.exact_sums()
+        for place, parameter in enumerate(self.parameters):
+            if self.exact and parameter.trains and parameter.name in scales:
+                exact.restore(place, scales[parameter.name])
+
     def split_by(self, splits: Any) -> None:
         """From now on `splits` computes pieces of sequences with other ranks."""
         self.splits = splits
@@ -166,6 +196,7 @@ class Engine:
             "published": self.publication.number,
             "stepped": self.hyperparameters.digest(),
             "split": getattr(split, "digest", None),
+            "scales": self.exact_sums().digest() if self.exact else None,
         }
         self.events.minibatch, self.events.microbatch = number, -1
         messages = self._meet(f"enter minibatch {number}", message, error)
@@ -183,12 +214,18 @@ class Engine:
                 f"the ranks split sequences by {len(plans)} different plans ({given}): give all ranks' minibatch() the "
                 f"split of one sampler, with the same lengths, seed, cost and limits"
             )
+        if len({theirs["scales"] for theirs in messages}) > 1:
+            self._stay_outside()
+            raise RanksDiffer(
+                "the scales of exact sums are not the same on all ranks: load one checkpoint on all of them"
+            )
         try:
             self.hyperparameters.compare([theirs["stepped"] for theirs in messages], self.meet)
         except RanksDiffer:
             self._stay_outside()
             raise
         self._tokens = None if missing else sum(given)
+        self.exact_sums().clear()
         self.publication.agree(max(theirs["published"] for theirs in messages))
         self.passes.count, self.state.failure = 0, None
         for unit in self.units:
@@ -210,10 +247,10 @@ class Engine:
                 "a minibatch can't begin: an optimizer step has begun and not ended. Don't run it in step(closure); "
                 "and after a step that raised, start again from the last checkpoint"
             )
-        if torch.are_deterministic_algorithms_enabled():
+        if torch.are_deterministic_algorithms_enabled() and not self.exact:
             raise RuntimeError(
-                "torch.use_deterministic_algorithms(True) is not supported: gradients are added in the order of their "
-                "arrival. Switch it off around training with odc-triton."
+                "torch.use_deterministic_algorithms(True) came after fully_shard, and this model's gradients are added "
+                "in the order of their arrival: set it before, or give fully_shard(model, exact=True)"
             )
         for unit in self.units:
             unit.check_places()
@@ -281,13 +318,23 @@ class Engine:
                 raise
             error = error or raised
         touched = [index for index, parameter in enumerate(self.parameters) if parameter.landing.touched]
+        exact = self.exact_sums()
         message = {"touched": touched, "microbatches": self.passes.count}
+        if self.exact:
+            message["sums"] = exact.told(touched)
         messages = self._meet(purpose, message, error)
         self.events.microbatch = -1
         self.splits.end(failed=any(theirs["error"] is not None for theirs in messages))
         self._settle(messages, error)
+        refused, not_finite = exact.settle(messages) if self.exact else ({}, set())
+        if refused:
+            self._drop_gradients()
+            names = {self.parameters[place].name: why for place, why in refused.items()}
+            raise MinibatchToRepeat(self.state.number, names)
         with self._together():
             self._land({index for theirs in messages for index in theirs["touched"]})
+        for place in not_finite:
+            self.parameters[place].sharded.grad.to_local().fill_(math.nan)
         self.heap.show(Word.LANDED, self.state.number + 1)
         self.state.enter(Phase.LANDED)
         counts = [theirs["microbatches"] for theirs in messages]
@@ -371,11 +418,14 @@ class Engine:
         failed = {rank: theirs["error"] for rank, theirs in enumerate(messages) if theirs["error"] is not None}
         failed = {rank: text for rank, text in failed.items() if not messages[rank]["follows"]} or failed
         if failed:
-            for parameter in self.trainable():
-                parameter.sharded.grad = None
-                parameter.landing.dirty = True
-            self._stay_outside()
+            self._drop_gradients()
             raise MinibatchFailed(self.state.number, failed) from error
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.trainable():
+            parameter.sharded.grad = None
+            parameter.landing.dirty = True
+        self._stay_outside()
 
     def _stay_outside(self) -> None:
         """The minibatch ends before it opened, or without gradients."""

@@ -6,7 +6,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch.profiler import record_function
@@ -16,6 +16,7 @@ from odc_kernels.peers import PeerShards
 from ..base.errors import DeadlineExceeded
 from ..comm.memory.shm import SharedMemoryHeap
 from ..nn.operand import AddRows, add_rows
+from .exact import ExactSum
 from .streams import Streams
 
 _NAP_S = 20e-6
@@ -27,13 +28,36 @@ Waits = list[tuple[float, float]]
 class Target:
     """Where one parameter's gradient goes. `slot`: its number in the plan; `shards`: rows per owner, in their order.
 
-    A scalar's one owner is rank 0: give its shard as one row. `near`: as in `PeerShards`.
+    A scalar's one owner is rank 0: give its shard as one row. `near`: as in `PeerShards`. `exact`: adds to shards
+    of integers.
     """
 
     def __init__(
-        self, *, slot: int, shards: Sequence[torch.Tensor], rank: int, near: frozenset[int] | None = None
+        self,
+        *,
+        slot: int,
+        shards: Sequence[torch.Tensor],
+        rank: int,
+        near: frozenset[int] | None = None,
+        exact: ExactSum | None = None,
     ) -> None:
-        self.slot, self.shards, self._rank, self._near = slot, tuple(shards), rank, near
+        self.slot, self.shards, self._rank, self._near, self.exact = slot, tuple(shards), rank, near, exact
+
+    def add_rows(self, owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+        """Adds to an owner's shard, on the host. Nobody else may add to it meanwhile."""
+        add = add_rows if self.exact is None else self.exact.add
+        add(self.shards[owner], at, rows)
+
+    def from_next(self) -> list[int]:
+        """The owners that hold rows, the next rank first, so that ranks add to different owners at any one time."""
+        world = len(self.shards)
+        order = ((self._rank + 1 + step) % world for step in range(world))
+        return [owner for owner in order if self.shards[owner].numel()]
+
+    def begin_addition(self) -> None:
+        """To each element at most once, except by index."""
+        if self.exact is not None:
+            self.exact.additions += 1
 
     @cached_property
     def peers(self) -> PeerShards:
@@ -73,6 +97,7 @@ class LockedAccumulator(Accumulator):
     @torch.no_grad()
     def _add(self, gradient: torch.Tensor, target: Target, name: str) -> Waits:
         waits: Waits = []
+        target.begin_addition()
         rows = gradient.split([len(shard) for shard in target.shards])
         world = len(target.shards)
         with record_function("odc.accumulate"), self._threads.setdefault(target.slot, threading.Lock()):
@@ -94,6 +119,8 @@ class LockedAccumulator(Accumulator):
         return waits
 
     def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> AddRows:
+        target.begin_addition()
+
         @torch.no_grad()
         def add_under_lock(owner: int, at: int | torch.Tensor, rows: torch.Tensor) -> None:
             begin_s = stuck_until_s = time.monotonic()
@@ -111,7 +138,7 @@ class LockedAccumulator(Accumulator):
         if not self._heap.try_lock(target.slot, owner):
             return False
         try:
-            add_rows(target.shards[owner], at, rows)
+            target.add_rows(owner, at, rows)
         finally:
             self._heap.unlock(target.slot, owner)
         return True
@@ -134,11 +161,23 @@ class KernelAccumulator(Accumulator):
         self._streams = streams
 
     def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
+        if target.exact is not None:
+            target.begin_addition()
+            self._streams.add(gradient.contiguous(), partial(self._add_exactly, target))
+            return
         from odc_kernels.scatter import scatter  # here, as importing triton takes a second
 
         peers = target.peers
         self._streams.add(gradient.contiguous(), lambda gradient: scatter(gradient=gradient, peers=peers))
 
-    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards:
+    def _add_exactly(self, target: Target, gradient: torch.Tensor) -> None:
+        rows = gradient.split([len(shard) for shard in target.shards])
+        for owner in target.from_next():
+            target.exact.add_by_kernel(target.shards[owner], 0, rows[owner])
+
+    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards | AddRows:
         self._streams.computes_here()  # the kernel that adds is launched on this stream
-        return target.peers
+        if target.exact is None:
+            return target.peers
+        target.begin_addition()
+        return lambda owner, at, rows: target.exact.add_by_kernel(target.shards[owner], at, rows)

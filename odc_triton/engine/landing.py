@@ -74,18 +74,26 @@ class Landing:
     def _pending(self) -> PendingGradient:
         return PendingGradient(self.sharded)
 
-    def own_gradient(self) -> torch.Tensor:
-        """This rank's part of the landed gradient, to divide and to step with: in its shard, until that is cleared."""
+    def own_sum(self) -> torch.Tensor:
+        """This rank's part of the sum, to sum over replicas: in its shard, until that is cleared."""
         if self._storage.spec.is_scalar:
             # Every rank steps its own copy of a scalar, so each needs its own gradient to clip and scale.
             return self._storage.gradient_shard.clone()
         return self._storage.gradient_part
 
+    def own_gradient(self, own_sum: torch.Tensor) -> torch.Tensor:
+        """`own_sum` as a floating-point number, to divide and to step with."""
+        exact = self._storage.exact
+        if exact is None:
+            return own_sum
+        into = torch.empty((), device=own_sum.device) if self._storage.spec.is_scalar else self._storage.landed_part
+        return exact.value(own_sum, into)
+
     def land(self, gradient: torch.Tensor | None) -> None:
         """Hands the landed gradient, of the master's dtype, to the optimizer; None if no rank contributed."""
         self.touched = False
         self.dirty = self.dirty or gradient is not None
-        if gradient is None or gradient is not self._storage.gradient_part:
+        if gradient is None or gradient is not self._storage.landed_part:
             self.sharded.grad = None if gradient is None else self._storage.as_dtensor(gradient)
             return
         if self._landed is None:

@@ -101,10 +101,11 @@ def land_gradients(
     """Hands the optimizer the landed gradients: summed over the replicas, divided by `divisor`, in their masters'
     dtypes.
     """
-    gradients = [parameter.landing.own_gradient() for parameter in parameters]
+    sums = [parameter.landing.own_sum() for parameter in parameters]
     if replicas.count > 1:
         replicas.sum_parts([p.storage.gradient_parts() for p in parameters if not p.spec.is_scalar])
-        replicas.sum_whole([own for p, own in zip(parameters, gradients, strict=True) if p.spec.is_scalar])
+        replicas.sum_whole([own for p, own in zip(parameters, sums, strict=True) if p.spec.is_scalar])
+    gradients = [p.landing.own_gradient(own) for p, own in zip(parameters, sums, strict=True)]
     if divisor != 1:
         for (own,) in _by_kind((gradient,) for gradient in gradients):
             streams.compute(partial(torch._foreach_div_, own, divisor))

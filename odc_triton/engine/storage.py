@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from odc_kernels.peers import PeerShards
 
 from ..comm.grid import Grid
-from ..comm.layout import ParameterSpec, Region, shard_rows
+from ..comm.layout import EXACT, ParameterSpec, Region, shard_rows
 from ..comm.memory.heap import SymmetricHeap
+from .exact import ExactSum
 from .gradients import Target
 
 
@@ -45,7 +46,8 @@ class Storage:
             self.gradient_shard = shards[0 if spec.is_scalar else self._rank]
             self.gradient_part = self._part_of(self.gradient_shard)
             rows = [shards[0].view(1)] if spec.is_scalar else shards
-            self.target = Target(slot=slot, shards=rows, rank=self._rank, near=heap.near)
+            self.exact = ExactSum() if spec.reduce_dtype == EXACT else None
+            self.target = Target(slot=slot, shards=rows, rank=self._rank, near=heap.near, exact=self.exact)
         self.rows = [
             (0, 1) if spec.is_scalar else shard_rows(spec.shape[0], self.world, owner) for owner in range(self.world)
         ]
@@ -53,6 +55,14 @@ class Storage:
         part, end = shard_rows(stop - start, grid.replicas, grid.replica)
         # First and one-past-last row of the whole tensor that this rank has a master of.
         self.master_rows = (0, 1) if spec.is_scalar else (start + part, start + end)
+
+    @cached_property
+    def landed_part(self) -> torch.Tensor:
+        """This rank's part of the sum as the optimizer gets it: the gradient part, or of exact sums, fp32, the first
+        half of its memory.
+        """
+        part = self.gradient_part
+        return part if self.exact is None else part.view(-1).view(torch.float32)[: part.numel()].view(part.shape)
 
     @property
     def is_cleared_here(self) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ..balance.collate import PackedDataset, count_target_tokens, pack_collate
 from ..checkpoint import save_pretrained
 from ..checkpoint.dcp import METADATA
 from ..checkpoint.folder import load_checkpoint, write_checkpoint
+from ..checkpoint.repeat import repeating
 from ..engine.api import engine_of, minibatch
 from ..nn.operand import is_sharded
 from .enable import ATTENTION_NAME
@@ -53,7 +55,7 @@ _REFUSED = {
     "fp16_full_eval": "evaluation is in the dtype of fully_shard's mp_policy: leave it out",
     "bf16_full_eval": "evaluation is in the dtype of fully_shard's mp_policy: leave it out",
     "torch_compile": "compile the model's blocks instead, before or after fully_shard",
-    "full_determinism": "gradients are added in the order of their arrival",
+    "full_determinism": "gradients are added in the order of their arrival: give fully_shard exact=True",
     "auto_find_batch_size": "a minibatch that fails fails on all ranks: give the sampler a smaller token_cap",
     "label_smoothing_factor": "override compute_loss, which returns a pack's loss",
     "use_liger_kernel": "apply it to the model before fully_shard",
@@ -114,7 +116,7 @@ class ODCTrainer(Trainer):
         if not is_accelerate_available(_ACCELERATE):
             raise ImportError(f'ODCTrainer needs accelerate {_ACCELERATE} or newer: pip install "odc-triton[trainer]"')
         _check_model(model)
-        _check_arguments(args, trainer)
+        _check_arguments(args, trainer, exact=engine_of(model).exact)
         self._sampler = sampler
         self._target_tokens = 0
         self._engine = engine_of(model)
@@ -225,6 +227,14 @@ class ODCTrainer(Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers have two modes
             self.optimizer.train()
+        run = partial(self._minibatch, model, inputs)
+        loss_sum, mb = repeating(run) if self._engine.exact else run()
+        told = self._engine.meet(f"sum up minibatch {mb.index}", {"loss_sum": loss_sum.item()})
+        self._target_tokens += mb.tokens
+        return torch.tensor(sum(each["loss_sum"] for each in told), dtype=torch.float32, device=self.args.device)
+
+    def _minibatch(self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, minibatch]:
+        """The loss of this rank's packs, as a part of that of all ranks; gradients have landed."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
         with minibatch(model, tokens=count_target_tokens(inputs), split=getattr(inputs, "split", None)) as mb:
             tokens = max(mb.tokens, 1)
@@ -232,9 +242,7 @@ class ODCTrainer(Trainer):
                 loss = self.compute_loss(model, self._prepare_inputs(pack), num_items_in_batch=tokens)
                 loss.backward()
                 loss_sum += loss.detach()
-        told = self._engine.meet(f"sum up minibatch {mb.index}", {"loss_sum": loss_sum.item()})
-        self._target_tokens += mb.tokens
-        return torch.tensor(sum(each["loss_sum"] for each in told), dtype=torch.float32, device=self.args.device)
+        return loss_sum, mb
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -375,9 +383,9 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _check_arguments(args: TrainingArguments | None, trainer: dict[str, Any]) -> None:
+def _check_arguments(args: TrainingArguments | None, trainer: dict[str, Any], *, exact: bool) -> None:
     for name, instead in _REFUSED.items():
-        if value := getattr(args, name, None):
+        if (value := getattr(args, name, None)) and not (exact and name == "full_determinism"):
             raise ValueError(f"TrainingArguments has {name}={value!r}: {instead}")
     if args is not None:
         if args.gradient_accumulation_steps != 1:

@@ -39,11 +39,13 @@ class Span:
 class SequenceExchange(NoSplits):
     """What `enable_split` puts on an engine. `plan`: of the minibatch that is open; None while nothing is split."""
 
-    def __init__(self, handover: Handover, streams: Streams) -> None:
-        """`streams`: its own, to copy and to add beside what the engine copies and adds."""
+    def __init__(self, handover: Handover, streams: Streams, *, in_order: bool) -> None:
+        """`streams`: its own, to copy and to add beside what the engine copies and adds. `in_order`: ranks add to a
+        piece in their order, so that its gradients have the same bits in every run.
+        """
         self.handover, self.streams, self.room = handover, streams, handover.room
         self.rank, self.world, self.tokens = self.room.rank, self.room.world, self.room.tokens
-        self.is_apart = self.room.heap.apart
+        self.is_apart, self._in_order = self.room.heap.apart, in_order
         self.plan: SplitPlan | None = None
         self._own: list[PlannedPiece] = []
         self._epochs = 0  # used up by former plans: one per wave
@@ -263,15 +265,26 @@ class SequenceExchange(NoSplits):
         """Adds gradients of what was read. `gradients`: two for each span, [tokens, heads, D], contiguous, or None."""
         self._require_first(layer, spans)
         owners: set[int] = set()
+        beside = self._beside(layer, spans, window) if self._in_order else {}
+        if before := {rank: purpose for rank, purpose in beside.items() if rank < self.rank}:
+            self.streams.after_adds(self._wait_for(Flag.ADDED, layer, spans, before))
         for at, span in enumerate(spans):
             start, sources = self._reads_from(span.piece, window), self.sources(span.piece, window)
             owners |= {source.rank for source in sources}
             for kind in (KEYS, VALUES):
                 if (rows := gradients[2 * at + kind]) is not None:
                     self.streams.add(rows, partial(self._add, layer, kind, sources, start))
-        self.streams.after_adds(
-            partial(self.handover.tell, Flag.ADDED, owners - {self.rank}, layer, self._epoch(spans))
-        )
+        whom = {*owners, *(rank for rank in beside if rank > self.rank)} - {self.rank}
+        self.streams.after_adds(partial(self.handover.tell, Flag.ADDED, whom, layer, self._epoch(spans)))
+
+    def _beside(self, layer: int, spans: list[Span], window: int | None) -> dict[int, str]:
+        """The other ranks that add to what these pieces read, and what they do."""
+        found: dict[int, str] = {}
+        for source in (source for span in spans for source in self.sources(span.piece, window)):
+            for reader in self.readers(source.piece, window):
+                found[reader.rank] = f"gradients of {source.piece} from {reader.piece} in layer {layer}"
+        found.pop(self.rank, None)
+        return found
 
     def _add(self, layer: int, kind: int, sources: list[PlannedPiece], start: int, rows: torch.Tensor) -> None:
         for source in sources:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from odc_kernels.streams import CudaDevice
 
-from ..comm.layout import ParameterSpec, Plan
+from ..comm.layout import EXACT, ParameterSpec, Plan
 from ..comm.memory import ApartHeap, CudaHeap, SharedMemoryHeap, SymmetricHeap
 from ..engine.gradients import Accumulator, KernelAccumulator, LockedAccumulator
 from ..engine.simulated_device import SimulatedDevice
@@ -44,7 +44,7 @@ class Backend(ABC):
     def check(self, specs: list[ParameterSpec]) -> None:
         """Raises for parameters that this backend can't hold: kernels sum gradients in fp32 only."""
         for spec in specs if self.adds_by_kernel else ():
-            if spec.reduce_dtype not in (None, "float32"):
+            if spec.reduce_dtype not in (None, "float32", EXACT):
                 raise NotImplementedError(
                     f"{spec.name} would sum its gradient in {spec.reduce_dtype}: kernels sum in float32. Leave "
                     f"reduce_dtype out, and convert float64 models before fully_shard."

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
-from ..comm.layout import ParameterSpec, find_units
+from ..comm.layout import EXACT, ParameterSpec, find_units
 from ..engine.engine import Engine
 from ..engine.parameter import ShardedParameter, has_gradient_hooks
 from ..nn.choice import Entry
@@ -135,13 +135,20 @@ class Description:
 
 
 def describe(
-    module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy, ignored: set[nn.Parameter], *, home: str
+    module: nn.Module,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    ignored: set[nn.Parameter],
+    *,
+    home: str,
+    exact: bool,
 ) -> Description:
-    """Finds what to shard in `module`, and its units. `home`: the type of device that holds the shards.
+    """Finds what to shard in `module`, and its units. `home`: the type of device that holds the shards. `exact`:
+    gradients are summed as integers.
 
     Raises ValueError, NotImplementedError for what can't be sharded, with its name and the remedy.
     """
-    inner = _inner_engines(module, mesh)
+    inner = _inner_engines(module, mesh, exact)
     unit_names = [] if inner else find_units(module)
     known = {id(original): parameter for engine in inner for original, parameter in engine.originals()}
     all_found = find_parameters(module, unit_names, ignored)
@@ -152,7 +159,7 @@ def describe(
         refuse_unshardable(entry.name, entry.value, home)
     return Description(
         found=found,
-        specs=[_spec(entry, policy) for entry in found],
+        specs=[_spec(entry, policy, exact) for entry in found],
         unit_names=unit_names,
         inner=inner,
         tied=[(entry, known[id(entry.value)]) for entry in all_found if id(entry.value) in known],
@@ -160,7 +167,7 @@ def describe(
     )
 
 
-def _inner_engines(module: nn.Module, mesh: DeviceMesh) -> list[Engine]:
+def _inner_engines(module: nn.Module, mesh: DeviceMesh, exact: bool) -> list[Engine]:
     """Engines of the submodules that were sharded before their root."""
     inner: dict[int, Engine] = {}
     below = {id(child) for child in module.modules()}
@@ -174,6 +181,11 @@ def _inner_engines(module: nn.Module, mesh: DeviceMesh) -> list[Engine]:
                 f"{name} belongs to another sharded model, whose {outside[0] or 'root'} is not part of this "
                 f"{type(module).__name__}: a module can have one engine only. Shard the model that holds both."
             )
+        if engine.exact != exact:
+            raise ValueError(
+                f"{name} was sharded with exact={engine.exact}, and its root would be with exact={exact}: give both "
+                f"the same"
+            )
         for parameter in engine.parameters[:1]:
             theirs = parameter.sharded.device_mesh
             if theirs.mesh.tolist() != mesh.mesh.tolist():
@@ -182,19 +194,25 @@ def _inner_engines(module: nn.Module, mesh: DeviceMesh) -> list[Engine]:
     return list(inner.values())
 
 
-def _spec(entry: FoundParameter, policy: MixedPrecisionPolicy) -> ParameterSpec:
+def _spec(entry: FoundParameter, policy: MixedPrecisionPolicy, exact: bool) -> ParameterSpec:
     value = entry.value
     return ParameterSpec(
         names=tuple(entry.names),
         shape=tuple(value.shape),
         master_dtype=dtype_name(value.dtype),
         compute_dtype=dtype_name(policy.param_dtype or value.dtype),
-        reduce_dtype=_reduce_dtype(value, policy) if value.requires_grad else None,
+        reduce_dtype=_reduce_dtype(value, policy, exact, entry.name) if value.requires_grad else None,
         unit=entry.places[0][2],
     )
 
 
-def _reduce_dtype(value: nn.Parameter, policy: MixedPrecisionPolicy) -> str:
+def _reduce_dtype(value: nn.Parameter, policy: MixedPrecisionPolicy, exact: bool, name: str) -> str:
+    if exact and value.dtype == torch.float64:
+        raise NotImplementedError(
+            f"{name} is float64, and exact sums have 54 bits below their bound, not float64's range: leave exact out"
+        )
+    if exact:
+        return EXACT
     if policy.reduce_dtype is not None:
         return dtype_name(policy.reduce_dtype)
     return "float64" if value.dtype == torch.float64 else "float32"

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..base.report import in_columns
-from ..comm.layout import ALIGNMENT_BYTES, ParameterSpec, aligned, find_units, make_plan, shard_rows
+from ..comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_plan, shard_rows
 from .peaks import activation_bytes_per_token, fsdp2_whole_gradient_bytes, gathered_bytes, whole_gradient_bytes
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ def memory_plan(
     tokens_per_microbatch: int = 0,
     gradient_checkpointing: bool = False,
     split_tokens: int = 0,
+    exact: bool = False,
 ) -> MemoryPlan:
     """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated; `model` may be on meta.
 
@@ -174,10 +175,11 @@ def memory_plan(
     "none". `backend` matters to ODC only: on "cpu" gathering is a view; on "cuda" the strategies `gathered`
     and `split` run, except in layers of `replace_layers`: what these read from the owners themselves, an
     embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
-    `activation_bytes_per_token`. `split_tokens`: what `enable_split` is given; for ODC only.
+    `activation_bytes_per_token`. `split_tokens`: what `enable_split` is given, `exact`: what `fully_shard` is; both for
+    ODC only.
 
-    Raises ValueError for world or replicas < 1, replicas of FSDP2, negative tokens, an unknown name, or a model
-    without parameters.
+    Raises ValueError for world or replicas < 1, replicas or exact sums of FSDP2, negative tokens, an unknown name, or a
+    model without parameters.
     """
     if not isinstance(world, int) or world < 1:
         raise ValueError(f"world is {world}; give the number of ranks, at least 1")
@@ -187,6 +189,8 @@ def memory_plan(
         raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; give 0 to leave activations out")
     if split_tokens < 0 or (split_tokens and (scheme != "odc" or replicas > 1)):
         raise ValueError(f"split_tokens is {split_tokens} for {scheme!r} and {replicas} replicas; give 0")
+    if exact and scheme != "odc":
+        raise ValueError(f"exact is {exact} for {scheme!r}: only 'odc' sums exactly, leave it out")
     for name, value, known in (
         ("scheme", scheme, SCHEMES),
         ("optimizer", optimizer, tuple(OPTIMIZER_STATES)),
@@ -195,6 +199,8 @@ def memory_plan(
         if value not in known:
             raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}")
     specs = parameter_specs(model, mp_policy)
+    if exact:
+        specs = [replace(spec, reduce_dtype=EXACT) if spec.reduce_dtype is not None else spec for spec in specs]
     if not specs:
         raise ValueError(f"{type(model).__name__} has no parameters; plan the model that will be trained")
 
@@ -304,8 +310,11 @@ class _Sizes:
 
 
 def _copies_gradient(spec: ParameterSpec) -> bool:
-    """Whether `.grad` is a separate tensor. A scalar's is: every rank scales and steps its own copy."""
-    return spec.is_scalar or spec.reduce_dtype != spec.master_dtype
+    """Whether `.grad` is a separate tensor. A scalar's is: every rank scales and steps its own copy. That of an exact
+    sum is fp32 in the sum's own memory.
+    """
+    landed = "float32" if spec.reduce_dtype == EXACT else spec.reduce_dtype
+    return spec.is_scalar or landed != spec.master_dtype
 
 
 def _root_and_blocks(units: dict[str, Any]) -> tuple[Any, list[Any]]:

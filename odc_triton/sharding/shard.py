@@ -61,6 +61,7 @@ class _Job:
     policy: MixedPrecisionPolicy
     timeout: timedelta
     debug: bool
+    exact: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +94,7 @@ def fully_shard(
     backend: str = "auto",
     timeout: timedelta = timedelta(minutes=30),
     debug: bool = False,
+    exact: bool | None = None,
     shard_placement_fn: Any = None,
     offload_policy: Any = None,
     dp_mesh_dims: Any = None,
@@ -116,6 +118,9 @@ def fully_shard(
         "cpu-apart" lays memory out on the CPU as on CUDA, "cpu-interpreter" runs Triton's kernels too.
     timeout: how late a live rank may be at a meeting; once memory is shared, a dead rank is named within seconds.
     debug: catch collectives inside a minibatch.
+    exact: sum gradients as 64-bit integers, so that sums have the same bits in whatever order ranks add to them; twice
+        the memory for gradient shards. By default what `torch.use_deterministic_algorithms` says now. A minibatch may
+        then raise MinibatchToRepeat: docs/exact.md.
     shard_placement_fn, offload_policy, dp_mesh_dims: FSDP2's, refused.
 
     Raises ValueError, TypeError, NotImplementedError or RuntimeError for models and options that can't be sharded,
@@ -131,10 +136,15 @@ def fully_shard(
     grid = grid_of(mesh)
     meetings = open_meetings(grid, timeout)
     policy = mp_policy or MixedPrecisionPolicy()
-    job = _Job(grid=grid, device=device, meetings=meetings, policy=policy, timeout=timeout, debug=debug)
+    exact = torch.are_deterministic_algorithms_enabled() if exact is None else exact
+    if exact and policy.reduce_dtype is not None:
+        raise ValueError(
+            f"mp_policy has reduce_dtype={policy.reduce_dtype} and exact sums are int64: leave one of them out"
+        )
+    job = _Job(grid=grid, device=device, meetings=meetings, policy=policy, timeout=timeout, debug=debug, exact=exact)
 
     with refusing(meetings, AGREEING):
-        described = describe(module, grid.mesh, policy, ignored_params or set(), home=device.mesh_device)
+        described = describe(module, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact)
         device.check(described.specs)
     agreement = _agree(job, module, described)
     shards = _allocate(job, module, described, agreement)
@@ -148,10 +158,16 @@ def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
     plan = make_plan(
         described.specs,
         world=grid.shards,
-        itemsizes={dtype_name(dtype): dtype.itemsize for dtype in SHARDABLE_DTYPES},
+        itemsizes={dtype_name(dtype): dtype.itemsize for dtype in (*SHARDABLE_DTYPES, torch.int64)},
         apart=device.apart,
     )
-    options = {"policy": str(job.policy), "debug": job.debug, "timeout": str(job.timeout), "backend": device.name}
+    options = {
+        "policy": str(job.policy),
+        "debug": job.debug,
+        "exact": job.exact,
+        "timeout": str(job.timeout),
+        "backend": device.name,
+    }
     options |= {"world": grid.world, "replicas": grid.replicas}
     token, devices, indices = agree_on_plan(meetings, grid, plan, options, device)
     with refusing(meetings, PEERS):
@@ -222,6 +238,7 @@ def _attach(
         streams=shards.streams,
         meetings=job.meetings,
         adds_by_kernel=job.device.adds_by_kernel,
+        exact=job.exact,
         debug=job.debug,
     )
     by_unit: dict[str, list[Slot]] = {name: [] for name in [*described.unit_names, ""]}
@@ -281,10 +298,6 @@ def _check_options(
         raise TypeError(f"reshard_after_forward is {reshard_after_forward!r}; it must be a bool, an int or None")
     if not isinstance(timeout, timedelta) or timeout <= timedelta():
         raise ValueError(f"timeout is {timeout!r}; it must be a positive timedelta")
-    if torch.are_deterministic_algorithms_enabled():
-        raise RuntimeError(
-            "torch.use_deterministic_algorithms(True) is not supported: gradients add up in the order of their arrival"
-        )
     for parameter in ignored_params or ():
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(f"ignored_params holds {parameter!r}; give the parameters themselves, not their names")

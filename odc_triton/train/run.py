@@ -27,7 +27,9 @@ from ..balance.pieces import Entry, SplitPlan
 from ..balance.queue import QUEUE, Counter
 from ..balance.split import deal_split
 from ..balance.strategies import assign
+from ..base.errors import MinibatchToRepeat
 from ..base.events import Event, total_s
+from ..checkpoint.repeat import Kept, repeating
 from ..data.dataset import SampleSubset, TokenizedDataset
 from ..engine.api import engine_of, minibatch
 from ..engine.engine import Engine
@@ -47,6 +49,7 @@ class RunState:
     step: int = 0  # optimizer steps taken, skipped ones counted
     tokens: int = 0  # targets learned so far, all ranks
     skipped: int = 0  # steps whose loss or gradient was not finite
+    repeated: int = 0  # minibatches that were run again as exact sums did not fit their scales
     sampler: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
@@ -290,6 +293,8 @@ class SftRun:
             "seconds": took_s,
             "skipped": state.skipped,
         }
+        if self.engine.exact:
+            metrics["repeated"] = state.repeated
         if state.skipped > self.options.max_skipped:
             raise TooManySkipped(
                 f"step {state.step}: the loss is {metrics['loss']} and the gradient's norm {agreed.norm}; that makes "
@@ -306,16 +311,24 @@ class SftRun:
             counted, packs, split = self.next_packs()
         except Exception as error:  # raised below, where the other ranks are told
             counted, packs, split, problem = 0, [], None, error
-        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        with minibatch(self.model, tokens=counted, split=split) as mb:
-            if problem is not None:
-                raise problem
-            for pack in packs:
-                look()
-                loss = summed_loss(self.model, to_device(pack, device))
-                (loss / mb.tokens).backward()
-                loss_sum += loss.detach()
-        return loss_sum, mb.tokens
+        packs = Kept(packs)
+
+        def run() -> tuple[torch.Tensor, int]:
+            loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+            with minibatch(self.model, tokens=counted, split=split) as mb:
+                if problem is not None:
+                    raise problem
+                for pack in packs:
+                    look()
+                    loss = summed_loss(self.model, to_device(pack, device))
+                    (loss / mb.tokens).backward()
+                    loss_sum += loss.detach()
+            return loss_sum, mb.tokens
+
+        def repeats(error: MinibatchToRepeat) -> None:
+            self.state.repeated += 1
+
+        return repeating(run, repeats) if self.engine.exact else run()
 
     def _step(self, agreed: Agreed, gradients: list[torch.Tensor]) -> float:
         """Takes the optimizer's step if all is finite; returns its learning rate."""

@@ -52,7 +52,8 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
     prepared = prepare(options, mesh=mesh)
     try:
         model, cost = build_model(options, prepared, rank=rank)
-        model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout)
+        exact = options.exact or None  # else as torch.use_deterministic_algorithms says
+        model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout, exact=exact)
         torch.manual_seed(options.seed + rank)  # dropout differs between ranks
         if options.model is not None:
             load_pretrained_shards(model, options.model)

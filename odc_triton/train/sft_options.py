@@ -51,6 +51,7 @@ class SftOptions:
     lora_alpha: float | None = option(None, "adapters are scaled by alpha / rank; by default twice the rank")
     lora_targets: str = option("all-linear", "layers with adapters: names separated by commas")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute; masters and sums of gradients are fp32")
+    exact: bool = option(False, "sum gradients exactly: the same bits in every run with the same ranks and packs")
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, more time")
     replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
     fused_head: bool = option(False, "never compute whole logits: less memory, a little more time")

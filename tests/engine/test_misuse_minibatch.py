@@ -164,7 +164,7 @@ def test_calls() -> None:
         "inside a forward": "MinibatchFailed.*inside a forward",
         "hook later": "MinibatchFailed.*0.weight has gradient hooks.*after the minibatch",
         "optimizer in backward later": "MinibatchFailed.*0.weight has gradient hooks.*after the minibatch",
-        "deterministic": "MinibatchFailed.*use_deterministic_algorithms.*Switch it off",
+        "deterministic": "MinibatchFailed.*use_deterministic_algorithms.*came after fully_shard.*exact=True",
         "thawed": "MinibatchFailed.*0.weight was frozen.*before that",
         "data replaced": "MinibatchFailed.*0.weight is no longer in the shared heap.*copy_",
         "local data replaced": "MinibatchFailed.*0.weight is no longer in the shared heap.*copy_",

@@ -50,13 +50,14 @@ def _arguments(folder: str, **changes: Any) -> Any:
     return TrainingArguments(**wanted | changes)
 
 
-def _sharded(seed: int = 0, bf16: bool = False) -> nn.Module:
+def _sharded(seed: int = 0, bf16: bool = False, exact: bool | None = None) -> nn.Module:
     from odc_triton import MixedPrecisionPolicy, fully_shard
     from odc_triton.hf import enable_packing
 
     model = build("qwen2", seed)
     enable_packing(model)
-    return fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
+    return fully_shard(model, mp_policy=policy, exact=exact)
 
 
 _OF_TRAINER = ("sampler", "callbacks", "eval_dataset", "compute_metrics", "data_collator")
@@ -95,6 +96,23 @@ def _summary(trainer: Any, rank: int) -> dict[str, Any]:
     result = {key: _logs(trainer, key) for key in ("loss", "grad_norm", "target_tokens", "learning_rate")}
     # One rank alone: reads are one-sided.
     return result | {"weights": _weights(trainer.model) if rank == 0 else None}
+
+
+def _deterministic(rank: int, world: int, folder: str, resume: str | None) -> dict[str, torch.Tensor]:
+    from odc_triton.hf import ODCTrainer
+
+    changes = {"full_determinism": True, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
+    model = _sharded(exact=True)
+    ODCTrainer(model, _arguments(folder, **changes), train_dataset=samples()).train(resume_from_checkpoint=resume)
+    return _weights(model)
+
+
+def test_full_determinism_on_exact_sums(tmp_path: Path) -> None:
+    """A run that went on from another's checkpoint ends with the same bits."""
+    folders = [str(tmp_path / name) for name in ("one", "resumed")]
+    want = _run(_deterministic, 2, folders[0], None)[0]
+    found = _run(_deterministic, 2, folders[1], f"{folders[0]}/checkpoint-2")[0]
+    assert all(torch.equal(found[name], weight) for name, weight in want.items())
 
 
 def _train_one_sample_a_step(rank: int, world: int, folder: str) -> dict[str, Any]:

@@ -67,13 +67,6 @@ def _options(rank: int, world: int) -> dict[str, str]:
         fully_shard(nn.Sequential(first))
         fully_shard(nn.Sequential(shared, nn.Linear(4, 4)))
 
-    def deterministic() -> None:
-        torch.use_deterministic_algorithms(True)
-        try:
-            fully_shard(net())
-        finally:
-            torch.use_deterministic_algorithms(False)
-
     cases: dict[str, Callable[[], object]] = {
         "list": lambda: fully_shard([net(), net()]),
         "not a module": lambda: fully_shard("model"),
@@ -106,7 +99,6 @@ def _options(rank: int, world: int) -> dict[str, str]:
         "backend": lambda: fully_shard(net(), backend="nvshmem"),
         "timeout": lambda: fully_shard(net(), timeout=30),
         "zero timeout": lambda: fully_shard(net(), timeout=timedelta()),
-        "deterministic": deterministic,
     }
     return {name: caught(action) for name, action in cases.items()}
 
@@ -144,7 +136,6 @@ def test_options() -> None:
         "backend": "ValueError.*'nvshmem'.*'cpu'",
         "timeout": "ValueError.*30.*timedelta",
         "zero timeout": "ValueError.*positive timedelta",
-        "deterministic": "RuntimeError.*use_deterministic_algorithms.*order of their arrival",
     }
     (messages,) = ranks.run(_options, 1)
     compare(messages, expected)

@@ -56,9 +56,17 @@ def unsharded(name: str, steps: int, transforms: tuple[str, ...] = ()) -> tuple[
 
 
 def sharded(
-    rank: int, world: int, name: str, steps: int, kind: str, style: str, transforms: list[str], backend: str
+    rank: int,
+    world: int,
+    name: str,
+    steps: int,
+    kind: str,
+    style: str,
+    transforms: list[str],
+    backend: str,
+    exact: bool = False,
 ) -> tuple:
-    from odc_triton import full_parameters, fully_shard, minibatch
+    from odc_triton import full_parameters, fully_shard, minibatch, repeating
 
     case = CASES[name]
     model = build(name)
@@ -66,18 +74,22 @@ def sharded(
         TRANSFORMS[transform](model)
     if style == "bottom-up":
         for block in model.model.layers:
-            fully_shard(block, backend=backend)
-    fully_shard(model, backend=backend)
+            fully_shard(block, backend=backend, exact=exact)
+    fully_shard(model, backend=backend, exact=exact)
     optimizer = _optimizer(model, kind)
     first, norms = {}, []
     for step in range(steps):
         batches = microbatches(name, SIZES, seed=step)
         mine = [batches[index] for index in DEALS[world][rank]]
         optimizer.zero_grad()
-        with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
-            model.zero_grad(set_to_none=False)
-            for batch in mine:
-                (case.loss(model, batch) / mb.tokens).backward()
+
+        def run(mine: list = mine) -> None:
+            with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
+                model.zero_grad(set_to_none=False)
+                for batch in mine:
+                    (case.loss(model, batch) / mb.tokens).backward()
+
+        repeating(run)
         if step == 0:
             first = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters() if p.grad is not None}
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
@@ -158,11 +170,12 @@ def compare(
     backend: str = "cpu",
     *,
     steps: int,
+    exact: bool = False,
 ) -> None:
     """`transform`: names in TRANSFORMS, joined by +; the unsharded model keeps its own layers."""
     names = transform.split("+")
     want_first, want, want_norms = unsharded(name, steps, tuple(each for each in names if each not in REPLACING))
-    for first, weights, norms in ranks.run(sharded, world, name, steps, kind, style, names, backend):
+    for first, weights, norms in ranks.run(sharded, world, name, steps, kind, style, names, backend, exact):
         assert first.keys() == want_first.keys()
         for key, gradient in want_first.items():
             if key.endswith(ZERO_GRADIENT):

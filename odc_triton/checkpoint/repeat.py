@@ -1,0 +1,42 @@
+"""A minibatch whose exact sums must be made once more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+from ..base.errors import MinibatchToRepeat
+from .random_state import random_state, restore_random_state
+
+_MOST_TIMES = 3
+T = TypeVar("T")
+
+
+class Kept(Generic[T]):
+    """What an iterable gives, once more for each further iteration: a queue gives its packs only once."""
+
+    def __init__(self, given: Iterable[T]) -> None:
+        self._given, self._kept = iter(given), []
+
+    def __iter__(self) -> Iterator[T]:
+        yield from self._kept
+        for each in self._given:
+            self._kept.append(each)
+            yield each
+
+
+def repeating(run: Callable[[], T], told: Callable[[MinibatchToRepeat], None] = lambda error: None) -> T:
+    """`run()`, which runs one minibatch; again, at most 3 times, while it raises MinibatchToRepeat.
+
+    Each time it finds the random states of torch and Python as they are now. `told` hears of each repetition.
+    """
+    states = random_state()
+    for left in range(_MOST_TIMES, -1, -1):
+        try:
+            return run()
+        except MinibatchToRepeat as error:
+            if left == 0:
+                raise
+            told(error)
+            restore_random_state(states)
+    raise AssertionError("unreachable")

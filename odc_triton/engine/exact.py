@@ -1,0 +1,172 @@
+"""Gradients summed as 64-bit integers: the same bits whatever the order of the additions.
+
+    q = trunc(g 2^e)          landed = 2^-e * sum of all q
+
+One exponent e per parameter, the same on all ranks: it follows from what all ranks tell at the exit.
+
+[Note: no overflow] A sum that has wrapped can't be seen afterwards. So each rank counts its additions to an element and
+keeps the largest |q|. At the exit all ranks know (additions of all ranks) * (largest of all), which bounds every sum
+and every partial sum. If it may reach 2^62 the minibatch is to be run again, with e adapted. Neither factor depends on
+which rank computed what, so neither does e.
+
+[Note: how many bits] e is chosen so that the bound of the next minibatch is 2^54 if it is as large as this one's. So it
+may grow 256 times before a minibatch must be repeated, and an element 2^-30 of the largest keeps more bits than fp32
+has. What is smaller than 2^-54 of the bound is lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..nn.operand import add_rows
+
+_WANTED_BITS = 54  # of the bound; see [Note: how many bits]
+_MOST_BITS = 62
+_LEAST_BITS = 30  # of the bound of a parameter whose exponent was a guess
+_GUESSED_BITS = 16  # a first bound of 2^16: far more than a gradient of a mean over tokens
+_MOST_EXPONENT = 120  # 2^e must be an fp32 number
+_BLOCK = 2**16  # elements that stay in a core's cache
+_ZERO = -(10**6)  # bits of what is 0
+
+Told = Sequence[int | None]  # additions to an element; k, where all |q| < 2^k; None for what is not finite
+
+
+class ExactSum:
+    """One parameter's: `exponent`, and what this rank has added in this minibatch.
+
+    `is_guess`: no gradient but 0 has been seen yet.
+    """
+
+    def __init__(self) -> None:
+        self.exponent = self.next_exponent = _WANTED_BITS - _GUESSED_BITS
+        self.is_guess = True
+        self._largest: torch.Tensor | None = None  # int32 [1]: what kernels have seen, the bits of an fp32 number
+        self.clear()
+
+    def clear(self) -> None:
+        """The next minibatch begins."""
+        self.exponent = self.next_exponent
+        self.additions, self._bits, self._is_finite = 0, _ZERO, True
+        if self._largest is not None:
+            self._largest.zero_()
+
+    @torch.no_grad()
+    def add(self, shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+        """Adds to an owner's shard, int64, as `nn.operand.add_rows` does. Nobody else may add to it meanwhile."""
+        if isinstance(at, torch.Tensor):
+            self.additions += len(at)  # an index may come that often
+            if (integers := self._integers(rows)) is not None:
+                add_rows(shard, at, integers)
+            return
+        into, flat = shard[at : at + len(rows)].view(-1), rows.reshape(-1)
+        for place, block in zip(into.split(_BLOCK), flat.split(_BLOCK), strict=True):
+            if (integers := self._integers(block)) is not None:
+                place.add_(integers)
+
+    @torch.no_grad()
+    def add_by_kernel(self, shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
+        """As `add`, on the device, while others may add too."""
+        from odc_kernels.scatter import add_rows_exactly  # here, as importing triton takes a second
+
+        if self._largest is None:
+            self._largest = torch.zeros(1, dtype=torch.int32, device=shard.device)
+        index = at if isinstance(at, torch.Tensor) else None
+        if index is not None:
+            self.additions += len(index)
+        target = shard if index is not None else shard[at : at + len(rows)]
+        add_rows_exactly(
+            target=target, source=rows.contiguous(), factor=2.0**self.exponent, largest=self._largest, index=index
+        )
+
+    def _integers(self, values: torch.Tensor) -> torch.Tensor | None:
+        """trunc(values 2^e); None where one is not finite or too large, which `told` tells."""
+        if values.numel() == 0:
+            return None
+        low, high = torch.aminmax(values)
+        self._see(max(-low.item(), high.item()))  # NaN if there is one: aminmax gives it as both
+        if not self._is_finite or self._bits > _MOST_BITS:
+            return None
+        return (values.float() * 2.0**self.exponent).long()
+
+    def _see(self, largest: float) -> None:
+        """`largest`: of some |values|."""
+        if not math.isfinite(largest):
+            self._is_finite = False
+        elif largest > 0:
+            self._bits = max(self._bits, math.frexp(largest)[1] + self.exponent)
+
+    def told(self) -> Told:
+        """After a drain."""
+        if self._largest is not None:
+            self._see(self._largest.view(torch.float32).item())
+        return self.additions, self._bits if self._is_finite else None
+
+    def value(self, shard: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+        """Writes the sum into `into`, fp32, of as many elements, which may be the first half of the shard's memory."""
+        factor = 2.0**-self.exponent
+        for place, block in zip(into.view(-1).split(_BLOCK), shard.view(-1).split(_BLOCK), strict=True):
+            place.copy_(block.float().mul_(factor))
+        return into
+
+    def settle(self, everyones: Sequence[Told]) -> str | None:
+        """Chooses the next exponent by what all ranks have added. Returns why the sum can't be used, None if it can."""
+        additions = sum(count for count, _ in everyones)
+        largest = max(bits for _, bits in everyones)
+        if largest == _ZERO:
+            return None  # it keeps its exponent
+        bits = largest + (additions - 1).bit_length()
+        was_guess, self.is_guess = self.is_guess, False
+        exponent = self.exponent + _WANTED_BITS - bits
+        self.next_exponent = max(-_MOST_EXPONENT, min(exponent, _MOST_EXPONENT))
+        if bits > _MOST_BITS:
+            return f"its sum might need {bits} bits of {_MOST_BITS}"
+        if was_guess and bits < _LEAST_BITS and self.exponent < self.next_exponent:
+            return f"its sum has {max(bits, 0)} bits, and a first one must have {_LEAST_BITS}"
+        return None
+
+
+class ExactSums:
+    """Those of all parameters of an engine that train, by their places in its list."""
+
+    def __init__(self, sums: dict[int, ExactSum]) -> None:
+        self._sums = sums
+
+    def clear(self) -> None:
+        for each in self._sums.values():
+            each.clear()
+
+    def told(self, touched: Iterable[int]) -> list[Told]:
+        """What this rank has added to these parameters: for the others."""
+        return [self._sums[place].told() for place in touched]
+
+    def settle(self, messages: Sequence[dict[str, Any]]) -> tuple[dict[int, str], set[int]]:
+        """By parameter why its sum can't be used; and the parameters that have got NaN or infinity.
+
+        `messages`: of all ranks, with "touched" and "sums", which belong together.
+        """
+        everyones: dict[int, list[Told]] = {}
+        for theirs in messages:
+            for place, told in zip(theirs["touched"], theirs["sums"], strict=True):
+                everyones.setdefault(place, []).append(told)
+        not_finite = {place for place, told in everyones.items() if any(bits is None for _, bits in told)}
+        refused = {}
+        for place in sorted(everyones.keys() - not_finite):
+            if (why := self._sums[place].settle(everyones[place])) is not None:
+                refused[place] = why
+        return refused, not_finite
+
+    def digest(self) -> str:
+        """Of all exponents, for ranks to compare."""
+        return hashlib.sha256(repr([self.state(place) for place in sorted(self._sums)]).encode()).hexdigest()[:16]
+
+    def state(self, place: int) -> list[int]:
+        """For a checkpoint."""
+        return [self._sums[place].next_exponent, int(self._sums[place].is_guess)]
+
+    def restore(self, place: int, state: Sequence[int]) -> None:
+        self._sums[place].next_exponent, self._sums[place].is_guess = int(state[0]), bool(state[1])

@@ -1,0 +1,362 @@
+"""Exact sums: the same bits whatever the order, right values, and no overflow that passes unseen."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pickle
+import random
+import time
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from odc_triton.engine.exact import ExactSum
+from tests.support import ranks, slow
+from tests.support.models import CASES, build, microbatches
+from tests.support.parity import DEALS, SIZES, TRANSFORMS, compare
+from tests.support.replicas import mesh_of
+
+# ------------------------------------------------------------------ one sum
+
+NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+NEAR = st.floats(-4.0, 4.0, width=32)
+
+
+def summed(exact: ExactSum, contributions: list[list[float]]) -> torch.Tensor:
+    """The shard of integers after these contributions."""
+    shard = torch.zeros(len(contributions[0]), dtype=torch.int64)
+    for each in contributions:
+        exact.additions += 1
+        exact.add(shard, 0, torch.tensor(each))
+    return shard
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(NEAR, min_size=3, max_size=3), min_size=1, max_size=9), st.randoms())
+def test_any_order_gives_the_same_integers_near_the_true_sum(contributions: list[list[float]], order: object) -> None:
+    exact, other = ExactSum(), ExactSum()
+    shard = summed(exact, contributions)
+    shuffled = contributions[:]
+    order.shuffle(shuffled)
+    assert torch.equal(summed(other, shuffled), shard)
+    assert exact.told() == other.told()
+    landed = exact.value(shard, torch.empty(3))
+    for place, got in enumerate(landed.tolist()):
+        true = sum(Fraction(each[place]) for each in contributions)
+        # Each contribution is cut off below 2^-38, the sum is rounded once to fp32.
+        assert abs(Fraction(got) - true) <= len(contributions) * Fraction(1, 2**38) + abs(true) * Fraction(1, 2**24)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.lists(NUMBERS, min_size=2, max_size=2), min_size=1, max_size=12), st.integers(-100, 100))
+def test_a_sum_that_could_wrap_is_refused(contributions: list[list[float]], exponent: int) -> None:
+    exact = ExactSum()
+    exact.exponent = exponent
+    shard = summed(exact, contributions)
+    refused = exact.settle([exact.told()])
+    scaled = [[Fraction(x) * Fraction(2) ** exponent for x in each] for each in contributions]
+    if refused is None or "bits of 62" not in refused:
+        for place in range(2):
+            assert sum(abs(each[place]) for each in scaled) < 2**62
+            assert int(shard[place]) == sum(int(each[place]) for each in scaled)
+    else:
+        assert len(contributions) * max(abs(x) for each in scaled for x in each) >= 2**61
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(NEAR, min_size=1, max_size=20), st.lists(st.integers(0, 3), min_size=20, max_size=20))
+def test_the_next_scale_does_not_depend_on_who_added_what(values: list[float], owners: list[int]) -> None:
+    def next_exponent(dealt: list[list[float]]) -> int:
+        told = []
+        for mine in dealt:
+            exact = ExactSum()
+            if mine:
+                summed(exact, [[value] for value in mine])
+            told.append(exact.told())
+        last = ExactSum()
+        last.settle(told)
+        return last.next_exponent
+
+    spread = [[value for value, owner in zip(values, owners, strict=False) if owner == rank] for rank in range(4)]
+    assert next_exponent(spread) == next_exponent([values])
+
+
+def test_scales_follow_the_gradients() -> None:
+    exact, told = ExactSum(), []
+    for size in (1e-6, 1e-6, 1e-3, 1e3, 0.0, 1e3):
+        exact.clear()
+        shard = summed(exact, [[size, -size / 3], [size, size]])
+        told.append(exact.settle([exact.told()]))
+        if told[-1] is None:
+            value = exact.value(shard, torch.empty(2)).tolist()
+            assert value == pytest.approx([2 * size, size * 2 / 3], rel=1e-6)
+    # The guess is too coarse for 1e-6; there is room to grow 2^8 times and not 1e3 times; 0 tells nothing.
+    assert [None if text is None else text.split(" bits")[0] for text in told] == [
+        "its sum has 20",
+        None,
+        "its sum might need 64",
+        "its sum might need 73",
+        None,
+        None,
+    ]
+
+
+def test_what_is_not_finite_is_told_and_not_added() -> None:
+    for bad in (math.nan, math.inf, -math.inf):
+        exact = ExactSum()
+        shard = summed(exact, [[1.0, bad], [1.0, 1.0]])
+        assert exact.told() == (2, None)
+        assert shard.tolist() == [0, 0]
+
+
+def test_rows_by_index_and_more_than_a_block() -> None:
+    exact, shard = ExactSum(), torch.zeros(5, 2, dtype=torch.int64)
+    exact.add(shard, torch.tensor([3, 0, 3]), torch.tensor([[1.0, 2.0], [4.0, 8.0], [16.0, 32.0]]))
+    assert (shard / 2**38).tolist() == [[4, 8], [0, 0], [0, 0], [17, 34], [0, 0]]
+    assert exact.additions == 3
+    many, values = torch.zeros(200_003, dtype=torch.int64), torch.randn(200_003)
+    exact.add(many, 0, values.bfloat16())
+    assert torch.equal(many, (values.bfloat16().double() * 2**38).round().long())
+    assert torch.equal(exact.value(many, many.view(torch.float32)[:200_003]), values.bfloat16().float())
+
+
+# ------------------------------------------------------------------ a model
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "style", "transform", "backend"),
+    [
+        *((name, 3, "root", "none", "cpu") for name in ("gpt2-tied", "qwen3-moe", "conv")),
+        ("qwen2", 2, "root", "frozen+checkpointing", "cpu-apart"),
+        ("qwen3", 2, "root", "layers", "cpu"),
+        ("qwen2", 2, "bottom-up", "none", "cpu-apart"),
+        ("qwen3", 2, "root", "layers", "cpu-interpreter"),
+        slow("qwen3", 2, "root", "direct", "cpu-interpreter"),
+        *(slow(name, world, "root", "none", "cpu") for name in CASES for world in (1, 2, 4)),
+    ],
+)
+def test_as_plain_torch(name: str, world: int, style: str, transform: str, backend: str) -> None:
+    compare(name, world, style=style, transform=transform, backend=backend, steps=3, exact=True)
+
+
+def _digest(model: nn.Module) -> str:
+    from odc_triton import full_parameters
+
+    made = hashlib.sha256()
+    for name, weight in full_parameters(model):
+        made.update(name.encode() + weight.contiguous().numpy().tobytes())
+    return made.hexdigest()
+
+
+def _late(rank: int, world: int, name: str, transform: str, backend: str, seed: int, steps: int) -> tuple[str, int]:
+    """Trains with random delays; a digest of all weights, and how many minibatches were repeated."""
+    from odc_triton import fully_shard, minibatch, repeating
+
+    case, model = CASES[name], build(name)
+    TRANSFORMS[transform](model)
+    fully_shard(model, backend=backend, exact=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    delay, repeated = random.Random(seed * 10 + rank), []
+    for step in range(steps):
+        batches = microbatches(name, SIZES, seed=step)
+        mine = [batches[index] for index in DEALS[world][rank]]
+
+        def run(mine: list = mine) -> None:
+            with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
+                for batch in mine:
+                    time.sleep(delay.random() * 0.02)
+                    (case.loss(model, batch) / mb.tokens).backward()
+
+        repeating(run, repeated.append)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _digest(model), len(repeated)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "transform", "runs", "steps"),
+    [
+        ("qwen2", 3, "none", 2, 3),
+        ("qwen3", 2, "layers", 2, 3),
+        *(slow("qwen2", world, "checkpointing", 20, 30) for world in (2, 3, 4)),
+        slow("qwen3", 3, "layers", 20, 30),
+    ],
+)
+def test_the_same_bits_in_every_run(name: str, world: int, transform: str, runs: int, steps: int) -> None:
+    """And by every backend, as who owns what and where it lies doesn't matter."""
+    backends = ["cpu", "cpu-apart", "cpu-interpreter"] if transform == "none" else ["cpu"]
+    found = [
+        outcome
+        for backend in backends
+        for seed in range(1 if backend == "cpu-interpreter" else runs)
+        for outcome in ranks.run(_late, world, name, transform, backend, seed, steps)
+    ]
+    assert len({digest for digest, _ in found}) == 1
+    assert len({repeated for _, repeated in found}) == 1  # once for the first minibatch's guesses, or never
+
+
+def _gradients(name: str, steps: int) -> list[dict[str, torch.Tensor]]:
+    """Of each microbatch of one minibatch, after so many steps."""
+    torch.set_num_threads(1)
+    case, model = CASES[name], build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps + 1):
+        found, batches = [], microbatches(name, SIZES, seed=step)
+        total = sum(case.count(batch) for batch in batches)
+        for batch in batches:
+            model.zero_grad()
+            (case.loss(model, batch) / total).backward()
+            found.append({key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None})
+        for key, parameter in model.named_parameters():
+            parameter.grad = sum(each[key] for each in found if key in each) if key in found[0] else None
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize(("name", "steps"), [*((name, 0) for name in CASES), *(slow(name, 100) for name in CASES)])
+def test_as_accurate_as_sums_in_fp32(name: str, steps: int) -> None:
+    """Against fp64, on real gradients, with the scale that the same minibatch leaves."""
+    found = _gradients(name, steps)
+    for key in found[0]:
+        contributions = [each[key] for each in found if key in each]
+        exact = ExactSum()
+        for _ in range(2):
+            exact.clear()
+            shard = torch.zeros(contributions[0].shape, dtype=torch.int64).reshape(-1)
+            for each in contributions:
+                exact.additions += 1
+                exact.add(shard, 0, each.reshape(-1))
+            exact.settle([exact.told()])
+        true = sum(each.double() for each in contributions).reshape(-1)
+        off = (exact.value(shard, torch.empty(shard.shape)).double() - true).norm()
+        of_fp32 = (sum(contributions[1:], contributions[0]).double().reshape(-1) - true).norm()
+        assert off <= max(of_fp32, 2**-24 * true.norm()), key
+
+
+def _first_gradients(rank: int, world: int, name: str, replicas: int) -> dict[str, torch.Tensor]:
+    from odc_triton import fully_shard, minibatch, repeating
+
+    mesh = mesh_of((replicas, world // replicas)) if replicas > 1 else None
+    case, model = CASES[name], fully_shard(build(name), mesh=mesh, exact=True)
+    batches = microbatches(name, SIZES, seed=0)
+    mine = [batches[index] for index in DEALS[world][rank]]
+
+    def run() -> None:
+        with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
+            for batch in mine:
+                (case.loss(model, batch) / mb.tokens).backward()
+
+    repeating(run)
+    return {key: p.grad.full_tensor().clone() for key, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["qwen2", *map(slow, sorted(CASES.keys() - {"qwen2"}))])
+def test_the_same_gradients_on_any_number_of_ranks(name: str) -> None:
+    want = ranks.run(_first_gradients, 1, name, 1)[0]
+    for world, replicas in ((2, 1), (3, 1), (4, 2)):
+        for found in ranks.run(_first_gradients, world, name, replicas):
+            assert found.keys() == want.keys()
+            for key, gradient in want.items():
+                assert torch.equal(found[key], gradient), key
+
+
+# ------------------------------------------------------------------ what fails
+
+
+class Times(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum() * self.scalar
+
+
+def _failures(rank: int, world: int) -> dict[str, object]:
+    from odc_triton import MinibatchToRepeat, fully_shard, minibatch
+
+    model, said = fully_shard(Times(), exact=True), {}
+
+    def one(size: float) -> object:
+        try:
+            with minibatch(model, tokens=1) as mb:
+                (model(torch.full((5,), size)) / mb.tokens).backward()
+        except MinibatchToRepeat as error:
+            has_gradients = any(p.grad is not None for p in model.parameters())
+            survives = str(pickle.loads(pickle.dumps(error))) == str(error)
+            return sorted(error.parameters), has_gradients, survives
+        found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        model.zero_grad()
+        return found["weight"].tolist(), found["scalar"].item()
+
+    said["first"] = one(1.0)
+    said["ten thousand times as much"] = one(1e4)
+    said["again"] = one(1e4)
+    said["not finite"] = one(math.inf if rank == 0 else 1.0)
+    said["after it"] = one(1e4)
+    return said
+
+
+def test_failures_are_told_to_all_ranks() -> None:
+    for said in ranks.run(_failures, 2):
+        assert said["first"] == ([2.0] * 5, 5.0)
+        assert said["ten thousand times as much"] == (["scalar", "weight"], False, True)
+        assert said["again"] == ([2e4] * 5, 5e4)
+        weight, scalar = said["not finite"]
+        assert all(map(math.isnan, [*weight, scalar]))
+        assert said["after it"] == ([2e4] * 5, 5e4)
+
+
+def test_only_three_repetitions() -> None:
+    from odc_triton import MinibatchToRepeat, repeating
+
+    runs, seen = [], []
+
+    def run() -> None:
+        seen.append(torch.rand(()).item())
+        runs.append(len(runs))
+        raise MinibatchToRepeat(7, {"a.weight": "its sum might need 63 bits of 62"})
+
+    with pytest.raises(MinibatchToRepeat, match=r"minibatch 7 is to be run again .*\(a.weight: its sum might need 63"):
+        repeating(run)
+    assert len(runs) == 4
+    assert len(set(seen)) == 1, "each repetition finds the same random state"
+
+
+def test_what_is_refused() -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from odc_triton import fully_shard
+
+    with pytest.raises(NotImplementedError, match="weight is float64, and exact sums have 54 bits"):
+        fully_shard(Times().double(), exact=True)
+    with pytest.raises(ValueError, match=r"reduce_dtype=torch.float32 and exact sums are int64: leave one of them out"):
+        fully_shard(Times(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), exact=True)
+    blocks = nn.Sequential(Times(), Times())
+    fully_shard(blocks[0])
+    with pytest.raises(ValueError, match="0 was sharded with exact=False, and its root would be with exact=True"):
+        fully_shard(blocks, exact=True)
+
+
+def test_deterministic_algorithms_choose_it() -> None:
+    from odc_triton import fully_shard, minibatch
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        model = fully_shard(Times())
+        plain = fully_shard(Times(), exact=False)
+        with minibatch(model) as _:
+            model(torch.ones(5)).backward()
+        with pytest.raises(RuntimeError, match=r"came after fully_shard.*set it before, or give .*exact=True"):
+            minibatch(plain).__enter__()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert model._odc_engine.exact
+    assert model.weight.grad.full_tensor().tolist() == [2.0] * 5

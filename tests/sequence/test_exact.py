@@ -1,0 +1,43 @@
+"""With exact sums, gradients of keys and values are added in the order of the ranks: the same bits in every run."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support.splitting import Dealt, P, Setup, build, step_on
+
+# Three ranks add to what rank 0 has: of two, either order would give the same sum.
+DEAL: Dealt = [[[P(0, 0, 10), 3]], [[P(0, 10, 20)], [1]], [[P(0, 20, 30)], [2]], [[P(0, 30, 41)]]]
+
+
+def _gradients(rank: int, world: int, late: int, backend: str) -> dict[str, torch.Tensor]:
+    from odc_triton import enable_split, fully_shard, repeating
+    from odc_triton.sequence.exchange import SequenceExchange
+
+    setup = Setup(backend=backend)
+    model = fully_shard(build(setup, replaced=True), backend=backend, exact=True)
+    enable_split(model, tokens=48)
+    add = SequenceExchange.add
+
+    def adds_late(self: SequenceExchange, *given: Any) -> None:
+        if rank == late:
+            time.sleep(0.05)
+        add(self, *given)
+
+    SequenceExchange.add = adds_late
+    return repeating(lambda: step_on(model, setup, rank, deal=DEAL)[1])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+def test_whoever_is_late(backend: str) -> None:
+    want = None
+    for late in (1, 2, 3):
+        for found in ranks.run(_gradients, 4, late, backend):
+            want = want or found
+            for name, gradient in want.items():
+                assert torch.equal(found[name], gradient), name
