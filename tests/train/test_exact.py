@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 from pathlib import Path
 
 import pytest
 
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
+from tests.faults.inject import Fault, run_with
 from tests.support import ranks, slow
 from tests.support.sft_case import case, write_case
 from tests.train.test_resume import train
@@ -48,6 +50,34 @@ def test_the_same_bits_after_a_stop(folder: Path, tmp_path: Path, whole: tuple, 
     assert lines == whole[1]
     assert digest == whole[0]
     assert lines[0]["repeated"] == lines[-1]["repeated"] == 1  # the first minibatch's scales were guesses
+
+
+KILLS = [
+    Fault(rank=rank, phase=phase, minibatch=minibatch, moment=moment)
+    for rank, phase, minibatch, moment in (
+        (0, "forward", 0, 3),
+        (1, "backward", 1, 5),
+        (0, "lock", 2, 2),
+        (1, "step", 2, 0),
+        (0, "after step", 3, 0),
+        (0, "metrics", 3, 1),
+        (1, "save", 2, 1),
+        (0, "save", 4, 3),
+        (1, "forward", 5, 9),
+        (0, "export", 5, 1),
+    )
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", KILLS, ids=lambda fault: f"{fault.phase}-{fault.minibatch}")
+def test_the_same_bits_after_a_kill(folder: Path, tmp_path: Path, whole: tuple, fault: Fault) -> None:
+    (tmp_path / "tmp").mkdir()
+    given = options(folder, tmp_path / "out", checkpoint_every=2), str(tmp_path / "tmp")
+    with ranks.start(run_with, 2, given[0], fault, given[1]) as job:
+        assert job.join(60)[fault.rank].signal == signal.SIGKILL
+    assert ranks.run(run_with, 2, given[0], None, given[1]) == ["ended"] * 2
+    assert left(tmp_path / "out") == whole
 
 
 @pytest.mark.parametrize(
