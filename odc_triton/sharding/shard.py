@@ -136,6 +136,8 @@ def fully_shard(
     grid = grid_of(mesh)
     meetings = open_meetings(grid, timeout)
     policy = mp_policy or MixedPrecisionPolicy()
+    if not isinstance(exact, bool | None):
+        raise TypeError(f"exact is {exact!r}; give True, False or None")
     exact = torch.are_deterministic_algorithms_enabled() if exact is None else exact
     if exact and policy.reduce_dtype is not None:
         raise ValueError(

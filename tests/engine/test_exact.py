@@ -339,6 +339,8 @@ def test_what_is_refused() -> None:
         fully_shard(Times().double(), exact=True)
     with pytest.raises(ValueError, match=r"reduce_dtype=torch.float32 and exact sums are int64: leave one of them out"):
         fully_shard(Times(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), exact=True)
+    with pytest.raises(TypeError, match="exact is 'yes'; give True, False or None"):
+        fully_shard(Times(), exact="yes")
     blocks = nn.Sequential(Times(), Times())
     fully_shard(blocks[0])
     with pytest.raises(ValueError, match="0 was sharded with exact=False, and its root would be with exact=True"):

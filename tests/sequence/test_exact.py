@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.splitting import Dealt, P, Setup, build, step_on
 
 # Three ranks add to what rank 0 has: of two, either order would give the same sum.
@@ -33,7 +33,7 @@ def _gradients(rank: int, world: int, late: int, backend: str) -> dict[str, torc
     return repeating(lambda: step_on(model, setup, rank, deal=DEAL)[1])
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
+@pytest.mark.parametrize("backend", ["cpu", "cpu-apart", slow("cpu-interpreter")])
 def test_whoever_is_late(backend: str) -> None:
     want = None
     for late in (1, 2, 3):
