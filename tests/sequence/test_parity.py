@@ -69,11 +69,14 @@ FAMILIES = ("Qwen2", "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Qwen3Moe"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("deal", DEALS)
 @pytest.mark.parametrize(
-    ("family", "dtype"),
-    [*((family, torch.float32) for family in FAMILIES), *((family, FP64) for family in FAMILIES[:5])],
+    ("family", "dtype", "backend"),
+    [
+        *((family, torch.float32, backend) for family in FAMILIES for backend in BACKENDS),
+        # Kernels sum in fp32.
+        *((family, FP64, backend) for family in FAMILIES[:5] for backend in ("cpu", "cpu-apart")),
+    ],
     ids=str,
 )
 def test_every_family(family: str, deal: str, backend: str, dtype: torch.dtype) -> None:
