@@ -113,6 +113,7 @@ class Meetings:
                 ranks = self.at_fault(ranks)
                 words = self._words(purpose, ranks, waited_s)
                 if waited_s > self.timeout_s:
+                    self.require_alive(ranks, purpose, lambda ranks=ranks: ranks)  # those behind others may be gone
                     raise DeadlineExceeded(ranks, f"{words}: the deadline has passed")
                 if waited_s > warn_at_s:
                     patient = self.timeout_s == math.inf

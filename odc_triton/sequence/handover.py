@@ -269,6 +269,8 @@ class KernelHandover(Handover):
         self._require_none_failed(purpose)
         self._meetings.require_alive(gone, purpose, lambda: gone)
         ranks = self._meetings.at_fault([first + rank for rank in late])
+        if set(ranks) - {first + rank for rank in late}:  # one behind those may be gone
+            self._meetings.require_alive(ranks, purpose, lambda: ranks)
         names = ", ".join(f"rank {rank}" for rank in ranks)
         raise DeadlineExceeded(
             ranks, f"rank {first + self.room.rank} waited for {names} at '{purpose}': the deadline has passed"
