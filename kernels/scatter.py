@@ -98,7 +98,8 @@ def add_block(*, target: torch.Tensor, source: torch.Tensor, block: int = 2048, 
     """target += source, atomically. `target`: contiguous, fp32, maybe a peer's; `source`: as many numbers, contiguous.
 
     Other ranks may add to the same numbers at the same time. The addition is complete when this rank's stream is
-    drained, or a flag set behind it is seen. Raises ValueError for another size, dtype or layout.
+    drained, or when a peer sees a flag that this stream set after it. Raises ValueError for another size, dtype or
+    layout.
     """
     if target.numel() != source.numel() or not (target.is_contiguous() and source.is_contiguous()):
         raise ValueError(

@@ -31,12 +31,10 @@ def repeating(run: Callable[[], T], told: Callable[[MinibatchToRepeat], None] = 
     Each time it finds the random states of torch and Python as they are now. `told` hears of each repetition.
     """
     states = random_state()
-    for left in range(_MOST_TIMES, -1, -1):
+    for _ in range(_MOST_TIMES):
         try:
             return run()
         except MinibatchToRepeat as error:
-            if left == 0:
-                raise
             told(error)
-            restore_random_state(states)
-    raise AssertionError("unreachable")
+        restore_random_state(states)
+    return run()

@@ -208,7 +208,7 @@ def _of_pieces(
 def _of_document(
     query: Tensor, key: Tensor, value: Tensor, fetched: Pair | None, is_whole: bool, terms: _Terms
 ) -> Tensor:
-    """[1, T, H, D]. `fetched`: keys and values of what a piece sees before its own; `is_whole`: its own behind them."""
+    """[1, T, H, D]. `fetched`: the keys and values before a piece; if `is_whole`, followed by its own."""
     if fetched is not None and not is_whole:
         if takes(query, key, value) and terms.window is None and not terms.need_eager:
             return AttentionInTwoParts.apply(query, *fetched, key, value, terms.scaling).transpose(1, 2)

@@ -33,7 +33,7 @@ class LayerSplit:
     def fetch(
         self, keys: torch.Tensor, values: torch.Tensor, spans: list[Span], window: int | None
     ) -> list[Pair | None]:
-        """For each span the keys and values before it, and where memory is apart its own behind them; None for a first
+        """For each span the keys and values before it, followed by its own where memory is apart; None for a first
         piece.
         """
         self.fetched = []

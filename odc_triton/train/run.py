@@ -311,7 +311,7 @@ class SftRun:
             counted, packs, split = self.next_packs()
         except Exception as error:  # raised below, where the other ranks are told
             counted, packs, split, problem = 0, [], None, error
-        packs = Kept(packs)
+        packs = Kept(packs) if self.engine.exact else packs
 
         def run() -> tuple[torch.Tensor, int]:
             loss_sum = torch.zeros((), dtype=torch.float64, device=device)

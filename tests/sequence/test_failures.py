@@ -228,15 +228,19 @@ def _beside_one_that_stops(rank: int, world: int, stop: Stop, backend: str) -> t
     return f"{type(caught.value).__name__}: {caught.value}", caught.value.ranks
 
 
+def _said_by_others(stop: Stop, backend: str) -> list[tuple[str, list[int]]]:
+    """What the others than the victim said, and which ranks they blamed."""
+    with ranks.start(_beside_one_that_stops, 3, stop, backend) as job:
+        outcomes = job.wait_for([rank for rank in range(3) if rank != stop.victim])
+    return [outcome.value for outcome in outcomes]
+
+
 @pytest.mark.parametrize(
     ("name", "backend"), [*((name, "cpu") for name in STOPS), *((name, "cpu-interpreter") for name in [*STOPS][2:])]
 )
 def test_all_others_name_the_rank_that_stands_still_alone(name: str, backend: str) -> None:
     stop = STOPS[name]
-    with ranks.start(_beside_one_that_stops, 3, stop, backend) as job:
-        outcomes = job.wait_for([rank for rank in range(3) if rank != stop.victim])
-    for outcome in outcomes:
-        said, blamed = outcome.value
+    for said, blamed in _said_by_others(stop, backend):
         assert said.startswith("DeadlineExceeded: "), said
         assert blamed == [stop.victim], said
         assert re.search(rf"(for|of) rank {stop.victim}( at|$)", said), said
@@ -247,10 +251,7 @@ def test_all_others_name_the_rank_that_stands_still_alone(name: str, backend: st
 def test_a_killed_rank_is_named_through_another(name: str, backend: str) -> None:
     """One of the others waits for a rank that only waits for the killed one: on kernels its wait goes on until then."""
     stop = replace(STOPS[name], signal=signal.SIGKILL)
-    with ranks.start(_beside_one_that_stops, 3, stop, backend) as job:
-        outcomes = job.wait_for([rank for rank in range(3) if rank != stop.victim])
-    for outcome in outcomes:
-        said, blamed = outcome.value
+    for said, blamed in _said_by_others(stop, backend):
         assert said.startswith("RankLost: "), said
         assert blamed == [stop.victim], said
 
