@@ -92,9 +92,10 @@ def _watch(job: ranks.Job, fault: Fault, told: bool) -> tuple[bool, float, list[
     if not struck:
         assert all(outcome.value == "ended" for outcome in outcomes), outcomes
         return False, ended_s, []
-    for outcome in outcomes:
-        assert outcome.error is not None, f"a survivor ended with {outcome}"
-    return True, ended_s, [(outcome.error or "").strip().splitlines()[-1] for outcome in outcomes]
+    # One that was told to stop when its training had already ended by the loss dies of the signal.
+    errors = [outcome.error for outcome in outcomes if not (told and outcome.signal == signal.SIGTERM)]
+    assert None not in errors, f"a survivor ended without an error: {outcomes}"
+    return True, ended_s, [error.strip().splitlines()[-1] for error in errors]
 
 
 def _is_stopped(pid: int) -> bool:
