@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .engine.api import minibatch as minibatch
     from .engine.api import publish as publish
     from .engine.api import register_fsdp_forward_method as register_fsdp_forward_method
+    from .fsdp2.bridge import use_odc as use_odc
     from .nn.head import log_probs as log_probs
     from .nn.replace import replace_layers as replace_layers
     from .nn.verification import verify as verify
@@ -62,6 +63,7 @@ _HOME = {
     "repeating": "checkpoint.repeat",
     "replace_layers": "nn.replace",
     "split_forward": "sequence.enable",
+    "use_odc": "fsdp2.bridge",
     "verify": "nn.verification",
 }
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

@@ -69,11 +69,12 @@ class Replicas:
 
     @torch.no_grad()
     def sum_whole(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor becomes its sum over the replicas. For few, small tensors; after a meeting, as `sum_parts`."""
+        """Each tensor becomes its sum over the replicas, on all of them. After a meeting, as `sum_parts`."""
         for tensor in tensors:
-            summed = tensor.to(self._device, copy=True)
-            self._run("the sum over replicas", dist.all_reduce, summed)
-            tensor.copy_(summed)
+            for part in tensor.view(-1).split(max(_BUFFER_BYTES // tensor.itemsize, 1)):
+                summed = part.to(self._device, copy=True)
+                self._run("the sum over replicas", dist.all_reduce, summed)
+                part.copy_(summed)
 
     @torch.no_grad()
     def gather_parts(self, shards: Sequence[Parts]) -> None:

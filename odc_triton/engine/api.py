@@ -16,8 +16,18 @@ from .module import ODCModule
 def engine_of(module: nn.Module) -> Engine:
     """The engine behind a module that `fully_shard` returned."""
     if not isinstance(module, ODCModule):
+        if getattr(module, "_odc_engine", None) is not None:
+            raise TypeError(
+                f"{type(module).__name__} was sharded by torch's fully_shard, and this call needs a model of "
+                f"odc_triton.fully_shard. use_odc makes minibatch, publish and full_parameters work on it"
+            )
         raise TypeError(f"{type(module).__name__} is not sharded: call fully_shard(model) first")
     return module._odc_engine
+
+
+def _protocol_of(module: nn.Module) -> Engine:
+    """The engine behind a module that `fully_shard` or `use_odc` returned."""
+    return getattr(module, "_odc_engine", None) or engine_of(module)
 
 
 class minibatch:
@@ -40,7 +50,7 @@ class minibatch:
     """
 
     def __init__(self, model: nn.Module, tokens: int | None = None, *, split: Any = None) -> None:
-        self._engine = engine_of(model)
+        self._engine = _protocol_of(model)
         self._given, self._split = tokens, split
         self._tokens: int | None = None
         self.index: int | None = None  # the number of this minibatch, from 0, the same on every rank
@@ -73,7 +83,7 @@ def begin_minibatch(model: nn.Module, tokens: int | None = None, *, split: Any =
 
 def end_minibatch(model: nn.Module, error: BaseException | None = None) -> None:
     """Leaves the minibatch that `begin_minibatch` entered. `error`: what a microbatch raised, if anything."""
-    engine_of(model).end(error)
+    _protocol_of(model).end(error)
 
 
 def publish(model: nn.Module) -> None:
@@ -84,7 +94,7 @@ def publish(model: nn.Module) -> None:
     evaluating: fp32 parameters are read where they are written. Several replicas exchange what was written here; until
     then the others don't see it.
     """
-    engine_of(model).publish()
+    _protocol_of(model).publish()
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -93,7 +103,7 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Any single rank may call it: reads are one-sided. After an optimizer step it waits, with the deadline, until
     every owner has stepped. Raises RuntimeError if an owner steps again while this rank is still reading.
     """
-    yield from engine_of(model).full_parameters()
+    yield from _protocol_of(model).full_parameters()
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -111,4 +121,4 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def events(model: nn.Module) -> list[Any]:
     """What this rank did since the last call: a list of `odc_triton.base.events.Event`, oldest first."""
-    return engine_of(model).events.drain()
+    return _protocol_of(model).events.drain()

@@ -85,7 +85,7 @@ class Engine:
         self.state = MinibatchState(rank=self.rank, signs=signs, meetings=meetings, publication=self.publication)
         self.events = self.state.events
         self.units: list[Unit] = []
-        self.parameters: list[ShardedParameter] = []
+        self.parameters: list[ShardedParameter] = []  # under use_odc: fsdp2.unit.BridgedUnit, which has what is used here
         self.prefetch = Prefetch()
         self.passes = Passes(
             self.state,
@@ -247,23 +247,23 @@ class Engine:
                 "a minibatch can't begin: an optimizer step has begun and not ended. Don't run it in step(closure); "
                 "and after a step that raised, start again from the last checkpoint"
             )
+        for unit in self.units:
+            unit.check_places()
         if torch.are_deterministic_algorithms_enabled() and not self.exact:
             raise RuntimeError(
                 "torch.use_deterministic_algorithms(True) came after fully_shard, and this model's gradients are added "
                 "in the order of their arrival: set it before, or give fully_shard(model, exact=True)"
             )
-        for unit in self.units:
-            unit.check_places()
         self._refuse_added()
         for parameter in self.parameters:
             parameter.follow_requires_grad()
-        if self.state.phase is Phase.LANDED and any(p.sharded.grad is not None for p in self.parameters):
+        if self.state.phase is Phase.LANDED and any(p.landing.has_gradient for p in self.parameters):
             self._warn_once(
                 "dropped",
                 f"the gradients of minibatch {self.state.number} are dropped: no optimizer step followed it. "
                 f"Put all microbatches of a step into one minibatch.",
             )
-        if self.heap.rank == 0 and any(parameter.spec.is_scalar for parameter in self.trainable()):
+        if self.heap.rank == 0 and any(parameter.is_scalar for parameter in self.trainable()):
             # Every rank of the replica reads a scalar's gradient from here; a slow one may not have yet.
             self.meetings.wait_until(
                 f"the scalars' gradients of minibatch {self.state.number} to be taken",
@@ -276,7 +276,7 @@ class Engine:
         clear_gradients(self.trainable(), self.streams.first)
         for parameter in self.parameters:
             parameter.landing.check_memory(parameter.name)
-        if self.replicas.count == 1:  # else what was written by hand needs an exchange: publish(model)
+        if not self._exchanges:  # else what was written by hand needs an exchange: publish(model)
             copy_masters(self.parameters, self.streams.first)
         self.drain("clearing gradients and publishing before a minibatch")
 
@@ -365,8 +365,8 @@ class Engine:
 
     def _refuse_added(self) -> None:
         """Raises for parameters that came after fully_shard: each rank would train its own copy of them."""
-        known = {id(each) for parameter in self.parameters for each in (parameter.sharded, parameter.leaf)}
         for root in [unit.module for unit in self.units if unit.is_root]:
+            known = {id(each) for parameter in self.parameters for each in (parameter.sharded, parameter.leaf)}
             for name, value in root.named_parameters():
                 if value.requires_grad and id(value) not in known and id(value) not in self.ignored:
                     raise RuntimeError(
@@ -423,8 +423,7 @@ class Engine:
 
     def _drop_gradients(self) -> None:
         for parameter in self.trainable():
-            parameter.sharded.grad = None
-            parameter.landing.dirty = True
+            parameter.landing.drop()
         self._stay_outside()
 
     def _stay_outside(self) -> None:
@@ -435,6 +434,11 @@ class Engine:
     def drain(self, purpose: str) -> None:
         """Waits until this rank's device has done what was enqueued; peers are told next."""
         self.streams.drain(purpose)
+
+    @property
+    def _exchanges(self) -> bool:
+        """Whether each replica publishes only its parts of the shards, so that publishing needs all of them."""
+        return self.replicas.count > 1 and any(parameter.is_split for parameter in self.parameters)
 
     @property
     def is_open(self) -> bool:
@@ -456,7 +460,7 @@ class Engine:
         with self.events.span("publish", microbatch=-1):
             for parameter in self.parameters:
                 parameter.landing.check_memory(parameter.name)
-            if self.replicas.count == 1:
+            if not self._exchanges:
                 copy_masters(self.parameters, self.streams.first)
             else:
                 with self._together():
@@ -467,7 +471,7 @@ class Engine:
     def _copy_between_replicas(self, parameters: list[ShardedParameter]) -> None:
         copy_masters(parameters, self.streams.first)
         self.drain("publishing the own part of the parameters")
-        self.replicas.gather_parts([each.storage.compute_parts() for each in parameters if not each.spec.is_scalar])
+        self.replicas.gather_parts([each.storage.compute_parts() for each in parameters if each.is_split])
 
     def full_parameters(self, some: list[ShardedParameter] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, a copy of the whole tensor in the compute dtype), one at a time, of all or `some`; no other rank
@@ -476,13 +480,13 @@ class Engine:
         for parameter in self.parameters if some is None else some:
             if not self.state.is_open:
                 self.publication.wait_readable()
-            value = parameter.storage.read()
+            wholes = parameter.wholes()
             self.drain("reading whole parameters")
             if not self.state.is_open:
                 self.publication.check_not_torn()
             if self.publication.number != published:
                 raise RuntimeError("the parameters were stepped or published during this walk: start a new one")
-            yield parameter.name, value
+            yield from wholes
 
     # ------------------------------------------------------------------ optimizers
 

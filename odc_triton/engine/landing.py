@@ -60,6 +60,16 @@ class Landing:
         self._landed: DTensor | None = None
         self.touched = self.dirty = False
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether the optimizer has one to take."""
+        return self.sharded.grad is not None
+
+    def drop(self) -> None:
+        """The minibatch failed: there is no gradient, and what some rank may have added is zeroed next."""
+        self.sharded.grad = None
+        self.dirty = True
+
     def expect_gradient(self) -> None:
         """Inside a minibatch: using `p.grad` raises."""
         if self.sharded.grad is None and self.sharded.requires_grad:
@@ -69,6 +79,11 @@ class Landing:
         """The minibatch ends. Returns whether `p.grad` was assigned inside it; that value is dropped."""
         given, self.sharded.grad = self.sharded.grad, None
         return given is not None and given is not self._pending
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gradient that the optimizer gets."""
+        return self._storage.master.dtype
 
     @cached_property
     def _pending(self) -> PendingGradient:

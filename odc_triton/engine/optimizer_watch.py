@@ -111,7 +111,7 @@ class OptimizerWatch:
 
 
 def _steps(optimizer: torch.optim.Optimizer, engine: Stepped) -> bool:
-    mine = {id(parameter.sharded) for parameter in engine.parameters}
+    mine = {id(each) for parameter in engine.parameters for each in parameter.optimized}
     return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
 

@@ -249,6 +249,28 @@ class ShardedParameter:
             self._accumulator.add(rows, self.storage.target, name=self.name, waited=self._report)
 
     @property
+    def optimized(self) -> tuple[nn.Parameter, ...]:
+        """What optimizers hold of it."""
+        return (self.sharded,)
+
+    @property
+    def is_scalar(self) -> bool:
+        return self.spec.is_scalar
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each replica steps and publishes its part of a shard, not all of it."""
+        return not self.spec.is_scalar
+
+    def to_publish(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(own part to read, master), to be copied after each step."""
+        return self.storage.to_publish()
+
+    def wholes(self) -> list[tuple[str, torch.Tensor]]:
+        """[(name, a copy of the whole tensor in the compute dtype)]."""
+        return [(self.name, self.storage.read())]
+
+    @property
     def trains(self) -> bool:
         """Whether it has a gradient, as decided when it was sharded."""
         return self.storage.gradient_shard is not None

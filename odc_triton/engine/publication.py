@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -83,7 +84,7 @@ def _by_kind(rows: Iterable[tuple[torch.Tensor, ...]]) -> list[tuple[list[torch.
 @torch.no_grad()
 def copy_masters(parameters: Sequence[ShardedParameter], streams: Streams) -> None:
     """Makes all masters readable: casts if the copy to read has another dtype, nothing if it is the master itself."""
-    for compute, masters in _by_kind(filter(None, (parameter.storage.to_publish() for parameter in parameters))):
+    for compute, masters in _by_kind(chain.from_iterable(parameter.to_publish() for parameter in parameters)):
         streams.compute(partial(torch._foreach_copy_, compute, masters))
 
 
@@ -103,16 +104,16 @@ def land_gradients(
     """
     sums = [parameter.landing.own_sum() for parameter in parameters]
     if replicas.count > 1:
-        replicas.sum_parts([p.storage.gradient_parts() for p in parameters if not p.spec.is_scalar])
-        replicas.sum_whole([own for p, own in zip(parameters, sums, strict=True) if p.spec.is_scalar])
+        replicas.sum_parts([p.storage.gradient_parts() for p in parameters if p.is_split])
+        replicas.sum_whole([own for p, own in zip(parameters, sums, strict=True) if not p.is_split])
     gradients = [p.landing.own_gradient(own) for p, own in zip(parameters, sums, strict=True)]
     if divisor != 1:
         for (own,) in _by_kind((gradient,) for gradient in gradients):
             streams.compute(partial(torch._foreach_div_, own, divisor))
     casts = []
     for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient.dtype != parameter.storage.master.dtype:
-            cast = torch.empty_like(gradient, dtype=parameter.storage.master.dtype)
+        if gradient.dtype != parameter.landing.dtype:
+            cast = torch.empty_like(gradient, dtype=parameter.landing.dtype)
             casts.append((cast, gradient))
             gradient = cast
         parameter.landing.land(gradient)

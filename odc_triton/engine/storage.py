@@ -133,14 +133,14 @@ class Storage:
         start, stop = self.master_rows
         return self.as_dtensor(whole if self.spec.is_scalar else whole[start:stop])
 
-    def to_publish(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(own part to read, master) if the first is a copy of the second, to be refreshed after each step.
+    def to_publish(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """[(own part to read, master)] if the first is a copy of the second, to be refreshed after each step.
 
-        None if they are the same memory, or if another rank publishes: a scalar's copy is rank 0's.
+        Empty if they are the same memory, or if another rank publishes: a scalar's copy is rank 0's.
         """
         if not self.spec.has_own_master or (self.spec.is_scalar and self._rank != 0):
-            return None
-        return self._part_of(self._compute_shard), self.master
+            return []
+        return [(self._part_of(self._compute_shard), self.master)]
 
     @cached_property
     def compute_peers(self) -> PeerShards:

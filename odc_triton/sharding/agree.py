@@ -12,6 +12,7 @@ import uuid
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -33,8 +34,25 @@ from ..comm.process_group import start_process_group
 from ..nn.tuned import Tuned
 from .backend import Backend, backend_of
 
-AGREEING = "fully_shard: the same model on every rank"
-PEERS = "fully_shard: GPUs that reach each other"
+AGREEING = "the same model on every rank"
+PEERS = "GPUs that reach each other"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Agreed:
+    """What ranks know of each other once their plans agree. `token`: a secret name for what they open, made by rank 0.
+
+    `devices`: of this replica's ranks, by `device_id`; `indices`: these devices' numbers in each rank's process.
+    """
+
+    token: str
+    devices: list[str | None]
+    indices: list[int | None]
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether two ranks share a device, or number theirs alike."""
+        return min(len(set(self.devices)), len(set(self.indices))) < len(self.devices)
 
 
 def open_meetings(grid: Grid, timeout: timedelta) -> Meetings:
@@ -86,22 +104,35 @@ def patient_meetings(grid: Grid, timeout: timedelta) -> Iterator[Meetings]:
         heap.close()
 
 
+def open_heap(meetings: Meetings, grid: Grid, device: Backend, plan: Plan, agreed: Agreed) -> SymmetricHeap:
+    """The memory of `plan` that this replica's ranks share; from then on meetings know who is alive. Collective."""
+    heap = device.open_heap(
+        plan,
+        grid.shard_mesh,
+        token=f"{agreed.token}-{grid.replica}",
+        timeout_s=meetings.timeout_s,
+        shared=agreed.shares_device,
+    )
+    here = agreed.devices[heap.rank]
+    heap.near = frozenset(rank for rank, theirs in enumerate(agreed.devices) if theirs == here)
+    show_life(meetings, grid, heap, agreed.token)
+    return heap
+
+
 @contextmanager
-def refusing(meetings: Meetings, purpose: str) -> Iterator[None]:
-    """Around work before the meeting `purpose`: tells an error to the ranks that wait there."""
+def refusing(meetings: Meetings, purpose: str, *, call: str = "fully_shard") -> Iterator[None]:
+    """Around work before the meeting `purpose` of `call`: tells an error to the ranks that wait there."""
     try:
         yield
     except Exception as error:
-        meetings.tell(purpose, {"refused": describe(error)})
+        meetings.tell(f"{call}: {purpose}", {"refused": describe(error)})
         raise
 
 
 def agree_on_plan(
-    meetings: Meetings, grid: Grid, plan: Plan, options: dict[str, Any], device: Backend
-) -> tuple[str, list[str | None], list[int | None]]:
-    """All ranks compare their plans. Returns a secret name for the heaps, made by rank 0, and the names of this
-    replica's devices and their numbers in each rank's process.
-    """
+    meetings: Meetings, grid: Grid, plan: Plan, options: dict[str, Any], device: Backend, *, call: str = "fully_shard"
+) -> Agreed:
+    """All ranks compare their plans. `call`: who asks, for messages. Raises RanksDiffer with the first difference."""
     digest, lines = plan.fingerprint(options)
     mine = {
         "token": uuid.uuid4().hex,
@@ -109,53 +140,59 @@ def agree_on_plan(
         "index": device.device_index(),
         "host": host_name(),
     }
-    messages = meetings.meet(AGREEING, {"digest": digest, **mine})
-    _raise_refusal(messages)
+    messages = meetings.meet(f"{call}: {AGREEING}", {"digest": digest, **mine})
+    _raise_refusal(messages, call)
     different = [rank for rank, theirs in enumerate(messages) if theirs["digest"] != digest]
     disagree = len({theirs["digest"] for theirs in messages}) > 1
     if disagree:
-        details = meetings.meet("fully_shard: the first difference", {"lines": lines})
+        details = meetings.meet(f"{call}: the first difference", {"lines": lines})
         rank = (different or [0])[0]
         raise RanksDiffer(
-            f"fully_shard: rank {meetings.rank} and rank {rank} differ: "
+            f"{call}: rank {meetings.rank} and rank {rank} differ: "
             f"{first_difference(lines, details[rank]['lines'])}. All ranks must build the same model and options."
         )
     together = messages[grid.first : grid.first + grid.shards]
     hosts = [theirs["host"] for theirs in together]
     if len(set(hosts)) > 1:
         raise RanksDiffer(
-            f"fully_shard: ranks {grid.first} to {grid.first + grid.shards - 1} must share memory but are on several "
+            f"{call}: ranks {grid.first} to {grid.first + grid.shards - 1} must share memory but are on several "
             f'hosts or in several network namespaces: {hosts}. Give a mesh ("replicate", "shard") whose second '
             f"dimension stays within a host"
         )
-    return messages[0]["token"], [theirs["device"] for theirs in together], [theirs["index"] for theirs in together]
+    return Agreed(
+        token=messages[0]["token"],
+        devices=[theirs["device"] for theirs in together],
+        indices=[theirs["index"] for theirs in together],
+    )
 
 
-def compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned) -> None:
+def compare_surroundings(
+    meetings: Meetings, problem: str | None, tuned: Tuned, *, call: str = "fully_shard"
+) -> None:
     """Raises on all ranks, before anything is allocated: RuntimeError if one of them sees devices that can't be peers,
     RanksDiffer if they read different tables.
 
     A container may hide from one rank what another sees, so they exchange it.
     """
-    messages = meetings.meet(PEERS, {"problem": problem, "tuned": tuned.digest})
-    _raise_refusal(messages)
+    messages = meetings.meet(f"{call}: {PEERS}", {"problem": problem, "tuned": tuned.digest})
+    _raise_refusal(messages, call)
     for rank, theirs in enumerate(messages):
         if theirs["problem"] is not None:
-            raise RuntimeError(f"fully_shard: rank {rank} finds that {theirs['problem']}")
+            raise RuntimeError(f"{call}: rank {rank} finds that {theirs['problem']}")
     different = [rank for rank, theirs in enumerate(messages) if theirs["tuned"] != messages[0]["tuned"]]
     if different:
         raise RanksDiffer(
-            f"fully_shard: ranks {different} and rank 0 read different tuned tables: give all ranks the same ODC_TUNED "
+            f"{call}: ranks {different} and rank 0 read different tuned tables: give all ranks the same ODC_TUNED "
             f"folder, or ODC_TUNED=off"
         )
     if tuned.unused is not None and meetings.rank == 0:
         warnings.warn(tuned.unused, stacklevel=4)
 
 
-def _raise_refusal(messages: list[dict[str, Any]]) -> None:
+def _raise_refusal(messages: list[dict[str, Any]], call: str) -> None:
     for rank, theirs in enumerate(messages):
         if "refused" in theirs:
-            raise RanksDiffer(f"fully_shard: rank {rank} could not shard its model: {theirs['refused']}")
+            raise RanksDiffer(f"{call}: rank {rank} could not shard its model: {theirs['refused']}")
 
 
 _DIMENSIONS = ("replicate", "shard")

@@ -37,12 +37,13 @@ from ..nn.tuned import load as load_tuned
 from .agree import (
     AGREEING,
     PEERS,
+    Agreed,
     agree_on_plan,
     compare_surroundings,
     default_mesh,
+    open_heap,
     open_meetings,
     refusing,
-    show_life,
 )
 from .backend import Backend, backend_of
 from .collect import SHARDABLE_DTYPES, Description, describe, dtype_name
@@ -69,9 +70,7 @@ class _Agreement:
     """What all ranks know before anything is allocated."""
 
     plan: Plan
-    token: str  # a secret name for what these ranks open
-    devices: list[str | None]  # of this replica's ranks
-    shares_device: bool  # two of them share one, or number theirs alike
+    agreed: Agreed
     tables: list[tuple[Entry, ...]]  # how operators run, by parameter
     on_demand: set[int]  # slots of the parameters that are never whole
 
@@ -171,10 +170,10 @@ def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
         "backend": device.name,
     }
     options |= {"world": grid.world, "replicas": grid.replicas}
-    token, devices, indices = agree_on_plan(meetings, grid, plan, options, device)
+    agreed = agree_on_plan(meetings, grid, plan, options, device)
     with refusing(meetings, PEERS):
-        problem = device.unusable_peers(devices)
-        tuned = load_tuned(device.place(devices), default_folder())
+        problem = device.unusable_peers(agreed.devices)
+        tuned = load_tuned(device.place(agreed.devices), default_folder())
         tables = [tuned.table(spec.compute_dtype) for spec in described.specs]
         on_demand = described.read_on_demand(device.mesh_device, tables)
     compare_surroundings(meetings, problem, tuned)
@@ -182,9 +181,7 @@ def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
         warn_of_untuned(device.name, tuned)
     return _Agreement(
         plan=plan,
-        token=token,
-        devices=devices,
-        shares_device=min(len(set(devices)), len(set(indices))) < grid.shards,
+        agreed=agreed,
         tables=tables,
         on_demand=on_demand,
     )
@@ -193,13 +190,7 @@ def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
 def _allocate(job: _Job, module: nn.Module, described: Description, agreement: _Agreement) -> _Shards:
     """Opens the heap and fills it with rank 0's values. Drops the tensors that `described` found on the way."""
     grid, device, meetings, plan = job.grid, job.device, job.meetings, agreement.plan
-    token = f"{agreement.token}-{grid.replica}"
-    heap = device.open_heap(
-        plan, grid.shard_mesh, token=token, timeout_s=meetings.timeout_s, shared=agreement.shares_device
-    )
-    here = agreement.devices[heap.rank]
-    heap.near = frozenset(rank for rank, theirs in enumerate(agreement.devices) if theirs == here)
-    show_life(meetings, grid, heap, agreement.token)
+    heap = open_heap(meetings, grid, device, plan, agreement.agreed)
     replicas = Replicas(grid, meetings, heap.device)
     streams = device.streams()
     accumulator = device.accumulator(heap, streams, meetings.timeout_s)
@@ -223,7 +214,7 @@ def _allocate(job: _Job, module: nn.Module, described: Description, agreement: _
         for slot, (spec, compute, gradient, (whole, gathered), table) in enumerate(places)
     ]
     found = described.found
-    write_initial_values(module, found, parameters, meetings, replicas, token=f"{token}-initial", heap=heap)
+    write_initial_values(module, found, parameters, meetings, replicas, token=f"{agreement.agreed.token}-{grid.replica}-initial", heap=heap)
     _warn_of_low_precision_masters(plan, grid.rank)
     return _Shards(heap=heap, replicas=replicas, streams=streams, parameters=parameters)
 

@@ -1,0 +1,272 @@
+"""`use_odc`: a model of torch's own `fully_shard` trains by on-demand communication.
+
+FSDP2 stays as it is: its parameters, its order of gathers, its mixed precision. Its hooks for custom communication are
+given a gather that reads the owners' memory, and a reduce-scatter that adds to it. At a minibatch's end `p.grad` is the
+owners' sum.
+"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..comm.grid import Grid, grid_of
+from ..comm.layout import Plan, place_regions
+from ..comm.replicas import Replicas
+from ..engine.engine import Engine
+from ..engine.state import NoSplits
+from ..engine.streams import Streams
+from ..nn.tuned import Tuned
+from ..sharding.agree import (
+    AGREEING,
+    PEERS,
+    agree_on_plan,
+    compare_surroundings,
+    open_heap,
+    open_meetings,
+    refusing,
+)
+from ..sharding.backend import Backend, backend_of
+from .found import FoundUnit, find_units, fsdp_modules, mesh_of, refuse_accumulation
+from .unit import BridgedUnit, Zeros
+
+Module = TypeVar("Module", bound=nn.Module)
+_CALL = "use_odc"
+
+
+def use_odc(
+    model: Module,
+    *,
+    divide_factor: float | None = None,
+    timeout: timedelta = timedelta(minutes=30),
+    backend: str = "auto",
+) -> Module:
+    """Makes a model of torch's `fully_shard` train by on-demand communication, and returns it. Collective.
+
+    Call it after `fully_shard` and after the values are loaded, and put the microbatches of a step into
+    `with odc_triton.minibatch(model):`. The model stays an FSDPModule, so optimizers, clipping, checkpoints and
+    `full_tensor()` work outside of a minibatch as before. Rank 0 prints what was found.
+
+    divide_factor: what gradients are divided by. By default what `set_gradient_divide_factor` said, else FSDP2's
+        default, the number of ranks; with `minibatch(model, tokens=…)` 1.
+    timeout: how late a live rank may be at a meeting; a dead rank is named within seconds.
+    backend: as in `odc_triton.fully_shard`.
+
+    It takes memory besides FSDP2's: on each rank a copy of its shards in the dtype that modules compute in, and the
+    sums of its gradients in fp32, which take the place of FSDP2's.
+
+    Raises TypeError for a model that torch's `fully_shard` has not sharded, NotImplementedError or ValueError with the
+    remedy for options that can't be combined with it, RanksDiffer if the ranks differ, DeadlineExceeded if one does
+    not come.
+    """
+    _check_options(model, divide_factor, timeout)
+    mesh = mesh_of(model)
+    device, grid = backend_of(backend, mesh), grid_of(mesh)
+    meetings = open_meetings(grid, timeout)
+    with refusing(meetings, AGREEING, call=_CALL):
+        units = find_units(model)
+        plan = _plan(units, grid, device)
+        device.check(list(plan.parameters))
+        factor = _divide_factor(units, divide_factor)
+    options = {"divide_factor": factor, "timeout": str(timeout), "backend": device.name, "world": grid.world}
+    agreed = agree_on_plan(meetings, grid, plan, options, device, call=_CALL)
+    with refusing(meetings, PEERS, call=_CALL):
+        problem = device.unusable_peers(agreed.devices)
+    compare_surroundings(meetings, problem, Tuned(), call=_CALL)
+    heap = open_heap(meetings, grid, device, plan, agreed)
+    engine = Engine(
+        grid=grid,
+        heap=heap,
+        signs=meetings.signs,
+        replicas=Replicas(grid, meetings, heap.device),
+        streams=device.streams(),
+        meetings=meetings,
+        adds_by_kernel=device.adds_by_kernel,
+        exact=False,
+        debug=False,
+    )
+    engine.divide_factor, engine.splits = factor, _NoSplits()
+    # On FSDP2's own streams, which it orders and waits for.
+    accumulator, zeros = device.accumulator(heap, Streams(), meetings.timeout_s), Zeros()
+    for slot, (unit, compute, gradient) in enumerate(zip(units, plan.compute, plan.gradient, strict=True)):
+        bridged = BridgedUnit(
+            unit,
+            slot=slot,
+            compute=compute,
+            gradient=gradient,
+            heap=heap,
+            accumulator=accumulator,
+            engine=engine,
+            zeros=zeros,
+        )
+        bridged.connect()
+        engine.parameters.append(bridged)
+    engine.units.append(FsdpModules(model, engine))
+    engine.publish()
+    with refusing(meetings, "connected", call=_CALL):
+        for bridged in engine.parameters:
+            bridged.check_layout()
+    compare_surroundings(meetings, None, Tuned(), call=_CALL)
+    model._odc_engine = engine
+    if grid.rank == 0:
+        print(_summary(units, plan, grid, device), file=sys.stderr)
+    return model
+
+
+class FsdpModules:
+    """A bridged model as its engine sees a unit: whole parameters come and go by FSDP2's own hooks.
+
+    Hooks on its modules report forwards and backwards.
+    """
+
+    is_root = False
+
+    def __init__(self, model: FSDPModule, engine: Engine) -> None:
+        self.module, self._engine = model, engine
+        self._bridged = list(engine.parameters)
+        self._has_run = False  # before its first forward FSDP2 has no state to reset
+        self._modules = fsdp_modules(model)
+        found = {id(module): bridged.found for bridged in self._bridged for module in bridged.found.modules}
+        for module in self._modules:
+            self._watch(module, found.get(id(module)))
+
+    def _watch(self, module: FSDPModule, found: FoundUnit | None) -> None:
+        passes, running = self._engine.passes, []
+
+        @torch.compiler.disable
+        def before(module: Any, args: Any) -> None:
+            if found is not None and found.accumulates_here:
+                refuse_accumulation(found.name)
+            if found is not None and found.all_reduces:  # set_requires_gradient_sync(True) turns it on, too
+                module.set_requires_all_reduce(False, recurse=False)
+            passes.forward_begins()
+            self._has_run |= module is self.module
+            running.append(module)
+
+        @torch.compiler.disable
+        def after(module: Any, args: Any, output: Any) -> None:
+            if not running:  # `before` raised
+                return
+            running.pop()
+            error = sys.exc_info()[1] if output is None else None
+            if error is None:
+                passes.watch_backward(output, None)
+            passes.forward_ends(error)
+
+        module.register_forward_pre_hook(before, prepend=True)
+        module.register_forward_hook(after, prepend=True, always_call=True)
+
+    def check_places(self) -> None:
+        """Raises for what changed since `use_odc` and can't be combined with it."""
+        if torch.are_deterministic_algorithms_enabled():
+            raise RuntimeError(
+                "torch.use_deterministic_algorithms(True), and gradients of a model of torch's fully_shard are added in "
+                "the order of their arrival: for exact sums shard it by odc_triton.fully_shard(model, exact=True)"
+            )
+        for bridged in self._bridged:
+            found = bridged.found
+            if found.accumulates_here:
+                refuse_accumulation(found.name)
+            if found.trained and found.divide_factor != 1:
+                raise RuntimeError(
+                    f"set_gradient_divide_factor({found.divide_factor}) after use_odc: give it to use_odc, divide_factor=…"
+                )
+            if not found.uses(bridged.gather, bridged.reduce):
+                raise RuntimeError(
+                    f"unit {found.name!r} communicates in another way since use_odc: leave out set_custom_all_gather and "
+                    f"set_custom_reduce_scatter"
+                )
+
+    def expire(self) -> None:
+        """Makes FSDP2 gather again what it kept whole."""
+        for module in self._modules:
+            module.reshard()
+
+    def reset(self) -> None:
+        """Ends the minibatch for FSDP2, also one that failed in the middle of a pass."""
+        if self._has_run and hasattr(self.module, "reset_iter_state"):  # from torch 2.13 on
+            self.module.reset_iter_state()
+        self.expire()
+
+    def make_whole(self) -> None:
+        """FSDP2 does."""
+
+    def make_sharded(self) -> None:
+        """FSDP2 does."""
+
+    def let_go(self) -> None:
+        """FSDP2 does."""
+
+
+class _NoSplits(NoSplits):
+    def check(self, plan: Any) -> None:
+        if plan is not None:
+            raise NotImplementedError(
+                "this minibatch splits sequences, and the model is one of torch's fully_shard: shard it by "
+                "odc_triton.fully_shard and call enable_split, or deal whole sequences"
+            )
+
+
+def _check_options(model: Any, divide_factor: Any, timeout: Any) -> None:
+    if sys.platform != "linux":
+        raise OSError(f"odc-triton shares memory between ranks by Linux's memfd and does not run on {sys.platform}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"use_odc takes an nn.Module, not a {type(model).__name__}")
+    if getattr(model, "_odc_engine", None) is not None:
+        raise ValueError(f"{type(model).__name__} trains by on-demand communication already: call use_odc once")
+    if divide_factor is not None and not (isinstance(divide_factor, (int, float)) and divide_factor > 0):
+        raise ValueError(f"divide_factor is {divide_factor!r}; it must be a positive number")
+    if not isinstance(timeout, timedelta) or timeout <= timedelta():
+        raise ValueError(f"timeout is {timeout!r}; it must be a positive timedelta")
+
+
+def _divide_factor(units: list[FoundUnit], given: float | None) -> float | None:
+    """`given`, or what all units were told. Raises ValueError if they were told different things."""
+    told = {unit.divide_factor for unit in units if unit.trained}
+    if given is None and len(told) > 1:
+        raise ValueError(f"units have different gradient divide factors, {sorted(map(str, told))}: give divide_factor")
+    return float(given) if given is not None else next(iter(told), None)
+
+
+def _plan(units: list[FoundUnit], grid: Grid, device: Backend) -> Plan:
+    """All units' compute shards, then their gradient shards, in the heap."""
+
+    def place(shards: list[tuple[int, str, int]], offset: int) -> tuple[list[Any], int]:
+        wholes = [((elements * grid.shards,), dtype, itemsize) for elements, dtype, itemsize in shards]
+        return place_regions(wholes, world=grid.shards, apart=device.apart, offset_bytes=offset)
+
+    read = [(sum(p.padded * p.compute_dtype.itemsize for p in unit.parameters), "uint8", 1) for unit in units]
+    trained = [unit for unit in units if unit.trained]
+    added = [
+        (sum(p.padded for p in unit.trained), str(unit.reduce_dtype).removeprefix("torch."), unit.reduce_dtype.itemsize)
+        for unit in trained
+    ]
+    compute, compute_bytes = place(read, 0)
+    gradient, size_bytes = place(added, compute_bytes)
+    left = iter(gradient)
+    return Plan(
+        world=grid.shards,
+        parameters=tuple(spec for unit in units for spec in unit.specs()),
+        compute=tuple(compute),
+        gradient=tuple(next(left) if unit.trained else None for unit in units),
+        size_bytes=size_bytes,
+        compute_bytes=compute_bytes,
+        gradient_bytes=size_bytes - compute_bytes,
+    )
+
+
+def _summary(units: list[FoundUnit], plan: Plan, grid: Grid, device: Backend) -> str:
+    trained = sum(p.sharded.numel() for unit in units for p in unit.trained)
+    every = sum(p.sharded.numel() for unit in units for p in unit.parameters)
+    share = 1 if device.apart else grid.shards  # else the plan is of all ranks' memory
+    ranks = f"{grid.shards} ranks" + (f", {grid.replicas} replicas" if grid.replicas > 1 else "")
+    return (
+        f"use_odc: {len(units)} units, {len(plan.parameters)} parameters, {every:,} elements ({trained:,} train), on {ranks}. "
+        f"On each rank besides FSDP2's: {plan.compute_bytes // share:,} bytes to read, "
+        f"{plan.gradient_bytes // share:,} bytes for gradients"
+    )

@@ -1,0 +1,264 @@
+"""What torch's `fully_shard` made of a model: its units, and how it lays out a unit's shard.
+
+torch has public hooks for the communication, and nothing public that says which parameters a unit has, in which order,
+or which options it was given. So this file reads FSDP2's state. It never writes it, and nothing else reads it.
+
+A unit's shard is flat: its parameters' shards one after another, each padded to the first rank's. What is gathered
+holds all parameters, in the dtypes that modules compute in; what is reduced holds those that train, in one dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+
+from ..comm.layout import ParameterSpec, rows_per_rank
+
+_DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FoundParameter:
+    """A parameter of a unit. `sharded`: the DTensor that optimizers hold; `compute_dtype`: what modules see."""
+
+    name: str
+    sharded: nn.Parameter
+    compute_dtype: torch.dtype
+
+    @property
+    def shard_dim(self) -> int:
+        """The dimension that ranks split."""
+        return self.sharded.placements[-1].dim
+
+    @cached_property
+    def padded(self) -> int:
+        """Elements of each rank's shard, with padding: those of the first rank's."""
+        world = self.sharded.device_mesh.size(-1)
+        shape = list(self.sharded.shape)
+        shape[self.shard_dim] = rows_per_rank(shape[self.shard_dim], world)
+        return math.prod(shape)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's rows, as they are now."""
+        return self.sharded.detach().to_local()
+
+    def as_dtensor(self, local: torch.Tensor) -> DTensor:
+        """This rank's part of a tensor, flat and maybe padded, as a DTensor split like the parameter."""
+        shape = self.local.shape
+        return DTensor.from_local(
+            local[: shape.numel()].view(shape),
+            self.sharded.device_mesh,
+            self.sharded.placements,
+            run_check=False,
+            shape=self.sharded.shape,
+            stride=self.sharded.stride(),
+        )
+
+    def joined(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole tensor from all ranks' flat, padded shards: a new one."""
+        shape, dim = list(self.sharded.shape), self.shard_dim
+        shape[dim] = rows_per_rank(shape[dim], len(shards))
+        whole = torch.cat([shard.view(shape) for shard in shards], dim=dim)
+        return whole.narrow(dim, 0, self.sharded.shape[dim]).contiguous()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FoundUnit:
+    """Parameters that FSDP2 gathers and reduces together. `modules`: those that were given to one `fully_shard`."""
+
+    name: str
+    modules: tuple[FSDPModule, ...]
+    parameters: list[FoundParameter]
+    group: Any = field(repr=False)  # torch's FSDPParamGroup
+
+    @cached_property
+    def trained(self) -> list[FoundParameter]:
+        return [each for each in self.parameters if each.sharded.requires_grad]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """What owners sum gradients in: fp32, or the parameters' own dtype if that is wider; None if nothing trains."""
+        if not self.trained:
+            return None
+        wanted = self.group.mp_policy.reduce_dtype or self.trained[0].sharded.dtype
+        return torch.promote_types(wanted, torch.float32)
+
+    @property
+    def divide_factor(self) -> float | None:
+        """What `set_gradient_divide_factor` said."""
+        return self.group.gradient_divide_factor
+
+    @property
+    def accumulates_here(self) -> bool:
+        """Whether gradients stay on this rank, as after `set_requires_gradient_sync(False)`."""
+        return not self.group.reduce_grads
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether each backward sums over replicas."""
+        return self.group.all_reduce_grads
+
+    def uses(self, gather: Any, reduce: Any) -> bool:
+        """Whether it still communicates by these."""
+        return self.group._all_gather_comm is gather and self.group._reduce_scatter_comm is reduce
+
+    def specs(self) -> Iterator[ParameterSpec]:
+        """The parameters, as all ranks must agree on them."""
+        trained = set(map(id, self.trained))
+        for each in self.parameters:
+            yield ParameterSpec(
+                names=(each.name,),
+                shape=tuple(each.sharded.shape),
+                master_dtype=_name(each.sharded.dtype),
+                compute_dtype=_name(each.compute_dtype),
+                reduce_dtype=_name(self.reduce_dtype) if id(each) in trained else None,
+                unit=self.name,
+            )
+
+    def check(self) -> None:
+        """Raises NotImplementedError or ValueError, with the remedy, for what can't train by on-demand communication."""
+        group = self.group
+        if group._all_reduce_hook is not None:
+            raise NotImplementedError(
+                f"unit {self.name!r} has an all-reduce hook (set_all_reduce_hook), which would see zeros: change p.grad "
+                f"after the minibatch, before the optimizer step, instead"
+            )
+        for comm in (group._all_gather_comm, group._reduce_scatter_comm):
+            if type(comm).__name__ not in _DEFAULT_COMMS:
+                raise NotImplementedError(
+                    f"unit {self.name!r} communicates by {type(comm).__name__}: leave out set_custom_all_gather, "
+                    f"set_custom_reduce_scatter, set_allocate_memory_from_process_group_for_comm and "
+                    f"set_symm_mem_for_comm"
+                )
+        if self.accumulates_here:
+            refuse_accumulation(self.name)
+        for each in self.parameters:
+            _check_parameter(each, group)
+        if len({each.sharded.dtype for each in self.trained}) > 1:
+            raise ValueError(f"unit {self.name!r} trains parameters of several dtypes, which FSDP2 can't reduce together")
+
+
+def refuse_accumulation(unit: str) -> None:
+    """Raises for `set_requires_gradient_sync(False)`."""
+    raise NotImplementedError(
+        f"set_requires_gradient_sync(False) on unit {unit!r} (no_sync, or accelerate's accumulate) keeps whole gradients "
+        f"on this rank: leave it out. Inside a minibatch every backward adds to the owners' shards, and nothing meets"
+    )
+
+
+def _check_parameter(found: FoundParameter, group: Any) -> None:
+    sharded, name = found.sharded, found.name
+    if sharded.is_meta:
+        raise ValueError(f"{name} is on the meta device: call to_empty(device=…) and write its values before use_odc")
+    if type(group.offload_policy).__name__ != "OffloadPolicy":
+        raise NotImplementedError(f"{name} is offloaded to the CPU: leave out offload_policy")
+    local = sharded.to_local()
+    if hasattr(local, "fsdp_pre_all_gather"):
+        raise NotImplementedError(
+            f"{name} is a {type(local).__name__}, which FSDP2 converts before it gathers (fp8): gather in bf16, "
+            f"MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        )
+    if sharded.requires_grad and not found.compute_dtype.is_floating_point:
+        raise NotImplementedError(f"{name} trains and is {found.compute_dtype}")
+
+
+def find_units(model: nn.Module) -> list[FoundUnit]:
+    """The units of a model of torch's `fully_shard`, in the order of its modules. Raises TypeError for another model,
+    RuntimeError for a torch that keeps its state elsewhere.
+    """
+    modules = fsdp_modules(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+    units: dict[int, FoundUnit] = {}
+    try:
+        for module in modules:
+            groups = _groups(module)
+            if len(groups) > 1:
+                raise NotImplementedError(
+                    f"{names[id(module)] or 'the root'} has parameters on several meshes (expert parallelism by "
+                    f"shard_placement_fn), which can't be combined with on-demand communication"
+                )
+            for group in groups:
+                if id(group) not in units:
+                    together = tuple(getattr(group, "modules", (module,)))
+                    unit = ", ".join(names[id(each)] for each in together)
+                    units[id(group)] = FoundUnit(
+                        name=unit, modules=together, parameters=_parameters(group, parameters), group=group
+                    )
+        for unit in units.values():
+            unit.check()
+    except AttributeError as error:
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps FSDP2's state elsewhere ({error}): use_odc knows torch 2.11 to 2.15"
+        ) from error
+    return list(units.values())
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """All modules that torch's `fully_shard` was called on, with sharded parameters. Raises TypeError if there is none."""
+    if not isinstance(model, FSDPModule):
+        raise TypeError(
+            f"{type(model).__name__} is not sharded by torch's fully_shard: call it on the model (units first, then the "
+            f"root), or shard by odc_triton.fully_shard"
+        )
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.reshard()  # a root stays whole after an evaluation
+    return modules
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh:
+    """The mesh of all parameters. Raises TypeError for a model that FSDP2 has not sharded, NotImplementedError for
+    meshes that can't be served.
+    """
+    fsdp_modules(model)
+    sharded = {name: each for name, each in model.named_parameters() if isinstance(each, DTensor)}
+    for name, each in sharded.items():
+        mesh, placements = each.device_mesh, each.placements
+        if mesh.ndim > 2 or not isinstance(placements[-1], Shard) or not all(p.is_replicate() for p in placements[:-1]):
+            raise NotImplementedError(
+                f"{name} is split as {placements} over a mesh of dimensions {mesh.mesh_dim_names or mesh.ndim}: give "
+                f"fully_shard a mesh of one dimension, or of two, replicate and shard. Tensor and expert parallelism "
+                f"can't be combined with on-demand communication"
+            )
+        if mesh.ndim == 2 and mesh.size(-1) == 1:
+            raise NotImplementedError(
+                f"{name} is replicated over {mesh.size(0)} ranks and split over one: shard over at least two ranks, or "
+                f"use DistributedDataParallel"
+            )
+    meshes = list(dict.fromkeys(each.device_mesh for each in sharded.values()))
+    if not meshes:
+        raise ValueError(f"{type(model).__name__} has no sharded parameter")
+    if len(meshes) > 1:
+        raise NotImplementedError(f"the model's parameters are on {len(meshes)} meshes, {meshes}: give all units one")
+    return meshes[0]
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # from torch 2.13 on
+    return list(several) if several is not None else [each for each in (state._fsdp_param_group,) if each is not None]
+
+
+def _parameters(group: Any, names: dict[int, str]) -> list[FoundParameter]:
+    found = []
+    for each in group.fsdp_params:
+        sharded, wanted = each.sharded_param, group.mp_policy.param_dtype
+        dtype = wanted if wanted is not None and sharded.is_floating_point() else sharded.dtype
+        name = names.get(id(sharded), "a parameter that the model does not have any more")
+        found.append(FoundParameter(name=name, sharded=sharded, compute_dtype=dtype))
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
