@@ -1,0 +1,91 @@
+"""Models of torch's own `fully_shard` train under `use_odc` as plain torch trains them in one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import ranks
+from tests.support.bridged import DEALS, bridged, plain
+
+STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`replicas`: groups of ranks that each hold the model (HSDP)."""
+
+    name: str
+    transform: str = ""
+    layout: str = "blocks"
+    world: int = 3
+    kind: str = "sgd"
+    replicas: int = 1
+    backend: str = "auto"
+    options: dict[str, Any] = field(default_factory=dict)
+    evaluates: bool = False
+    slow: bool = False
+
+    def __str__(self) -> str:
+        words = [self.name, self.transform, self.layout, f"{self.world} ranks", self.kind, self.backend]
+        words += [f"{self.replicas} replicas"] * (self.replicas > 1) + [f"{k}={v}" for k, v in self.options.items()]
+        return ", ".join(word for word in words if word)
+
+
+RESHARD, KEEP = {"reshard_after_forward": True}, {"reshard_after_forward": False}
+CASES = [
+    Case(name="qwen2", layout="titan", evaluates=True),
+    Case(name="qwen2", layout="titan", world=2, kind="adamw"),
+    Case(name="branches"),
+    Case(name="qwen2", transform="frozen", world=4, replicas=2),
+    Case(name="qwen2", transform="lora", world=2, kind="adamw"),
+    Case(name="gpt2-tied", layout="root", world=2),
+    Case(name="qwen2", layout="titan", world=1, evaluates=True),
+    Case(name="qwen2", transform="checkpointing", backend="cpu-apart", options=RESHARD),
+    Case(name="branches", backend="cpu-interpreter", world=2),
+    # The rest of the matrix.
+    Case(name="qwen2", transform="checkpointing", world=2, kind="adamw", slow=True),
+    Case(name="qwen2", transform="frozen", layout="titan", kind="adamw", slow=True),
+    Case(name="qwen2", transform="lora", layout="blocks", slow=True),
+    Case(name="qwen2", transform="lora", layout="blocks", world=1, slow=True),
+    Case(name="qwen2", layout="titan", options=RESHARD, slow=True),
+    Case(name="qwen2", layout="titan", options=KEEP, evaluates=True, slow=True),
+    Case(name="qwen2", options=KEEP, kind="adamw", world=2, slow=True),
+    Case(name="qwen2", layout="columns", world=2, slow=True),
+    Case(name="qwen2", layout="columns", world=4, replicas=2, kind="adamw", slow=True),
+    Case(name="gpt2-tied", layout="root", kind="adamw", slow=True),
+    Case(name="gpt2-tied", layout="root", world=1, kind="adamw", slow=True),
+    Case(name="branches", world=4, replicas=2, kind="adamw", evaluates=True, slow=True),
+    Case(name="branches", world=1, slow=True),
+    Case(name="qwen3-moe", world=2, slow=True),
+    Case(name="qwen3-moe", kind="adamw", backend="cpu-apart", slow=True),
+    Case(name="qwen2", transform="lora", kind="adamw", backend="cpu-apart", slow=True),
+    Case(name="branches", world=4, replicas=2, backend="cpu-apart", slow=True),
+]
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=[pytest.mark.slow] * c.slow) for c in CASES])
+def test_as_plain_torch(case: Case) -> None:
+    count = sum(map(len, DEALS[case.world]))
+    wanted, wanted_norms = plain(case.name, case.transform, case.kind, STEPS, count)
+    results = ranks.run(
+        bridged,
+        case.world,
+        *(case.name, case.transform, case.kind, STEPS, case.layout, case.replicas),
+        *(case.backend, case.options, case.evaluates),
+    )
+    weights, norms, _ = results[0]
+    assert norms == pytest.approx(wanted_norms, rel=1e-5)
+    if case.kind == "sgd":  # every element: fp32 sums of other order, ten times
+        for name, weight in wanted.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    # AdamW turns rounding into steps where a gradient is all but 0, so by norm.
+    difference = sum((weights[name] - weight).square().sum() for name, weight in wanted.items()).sqrt()
+    assert difference <= 1e-5 * sum(weight.square().sum() for weight in wanted.values()).sqrt()
+    evaluated = [losses for _, _, losses in results]
+    assert [len(losses) for losses in evaluated] == [STEPS * (rank + 1) * case.evaluates for rank in range(case.world)]
+    for rank, losses in enumerate(evaluated):
+        assert losses == [loss for loss in evaluated[0] for _ in range(rank + 1)]

@@ -1,0 +1,209 @@
+"""Models of torch's own `fully_shard` under `use_odc`: how they are sharded, and what plain torch makes of them."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.models import CASES, build, microbatches
+
+SIZES = [5, 17, 3, 9, 11, 2]  # of one minibatch's microbatches, all ranks together
+DEALS = {1: [[0, 1, 2, 3]], 2: [[0, 1, 2], [3]], 3: [[0, 1, 2], [3], []], 4: [[0, 1, 2], [3], [], [4, 5]]}
+
+
+class Branches(nn.Module):
+    """One branch for each parity of the batch's size: a microbatch leaves the other without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Branch() for _ in range(2))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class _Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ways = nn.ModuleDict({"odd": nn.Linear(6, 6), "even": nn.Linear(6, 6)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.ways["odd" if len(x) % 2 else "even"](x)) + x
+
+
+def _blocks(model: nn.Module, **options: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks if isinstance(model, Branches) else _body(model).layers:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def _body(model: nn.Module) -> nn.Module:
+    return model.get_base_model().model if hasattr(model, "get_base_model") else model.model
+
+
+def _titan(model: nn.Module, **options: Any) -> None:
+    """torchtitan's and accelerate's units: the embedding apart, the last norm together with the head."""
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model.model.embed_tokens, **options)
+    for block in model.model.layers:
+        fully_shard(block, **options)
+    fully_shard([model.model.norm, model.lm_head], **options)
+    fully_shard(model, **options)
+
+
+def _root(model: nn.Module, **options: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, **options)
+
+
+def _columns(model: nn.Module, **options: Any) -> None:
+    """Matrices whose columns can be split evenly are split so."""
+    from torch.distributed.tensor import Shard
+
+    def place(parameter: nn.Parameter) -> Shard | None:
+        return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 4 == 0 else None
+
+    _blocks(model, shard_placement_fn=place, **options)
+
+
+LAYOUTS: dict[str, Callable[..., None]] = {"blocks": _blocks, "titan": _titan, "root": _root, "columns": _columns}
+
+
+def _checkpointing(model: nn.Module) -> None:
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _frozen(model: nn.Module) -> None:
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].mlp.requires_grad_(False)
+
+
+def _lora(model: nn.Module, base: torch.dtype = torch.float32) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    adapted = get_peft_model(model.to(base), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:  # else A has no gradient at first
+            nn.init.normal_(parameter, std=0.1)
+    return adapted
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module | None]] = {
+    "": lambda model: None,
+    "checkpointing": _checkpointing,
+    "frozen": _frozen,
+    "lora": _lora,
+    "lora, bf16 base": functools.partial(_lora, base=torch.bfloat16),
+}
+
+
+def made(name: str, transform: str) -> nn.Module:
+    if name == "branches":
+        torch.manual_seed(0)
+        return Branches()
+    model = build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # names of transformers that peft uses, too
+        return TRANSFORMS[transform](model) or model
+
+
+def batches_of(name: str, step: int, count: int) -> list[tuple]:
+    if name == "branches":
+        generator = torch.Generator().manual_seed(step)
+        return [(torch.randn(size, 6, generator=generator),) for size in SIZES[:count]]
+    return microbatches(name, SIZES[:count], seed=step)
+
+
+def loss_of(name: str, model: nn.Module, batch: tuple) -> torch.Tensor:
+    return model(batch[0]).square().sum() if name == "branches" else CASES[name].loss(model, batch)
+
+
+def count_of(name: str, batch: tuple) -> int:
+    return len(batch[0]) if name == "branches" else CASES[name].count(batch)
+
+
+def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.SGD(trained, lr=0.1) if kind == "sgd" else torch.optim.AdamW(trained, lr=1e-3)
+
+
+@functools.cache
+def plain(name: str, transform: str, kind: str, steps: int, count: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights after `steps` of plain torch in this process, and gradient norms."""
+    torch.set_num_threads(1)
+    model = made(name, transform)
+    optimizer, norms = optimizer_of(model, kind), []
+    for step in range(steps):
+        batches = batches_of(name, step, count)
+        total = sum(count_of(name, batch) for batch in batches)
+        for batch in batches:
+            (loss_of(name, model, batch) / total).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {key: p.detach().clone() for key, p in model.named_parameters()}, norms
+
+
+def bridged(
+    rank: int,
+    world: int,
+    name: str,
+    transform: str,
+    kind: str,
+    steps: int,
+    layout: str,
+    replicas: int = 1,
+    backend: str = "auto",
+    options: dict[str, Any] | None = None,
+    evaluates: bool = False,
+) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+    """Whole weights after `steps` under `use_odc`, gradient norms, and losses of evaluations between the minibatches,
+    one more on each higher rank.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule
+
+    from odc_triton import full_parameters, minibatch, use_odc
+
+    model = made(name, transform)
+    mesh = init_device_mesh("cpu", (world,))
+    if replicas > 1:
+        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+    LAYOUTS[layout](model, mesh=mesh, **(options or {}))
+    assert use_odc(model, backend=backend) is model
+    optimizer, norms, losses = optimizer_of(model, kind), [], []
+    deal = DEALS[world]
+    for step in range(steps):
+        batches = batches_of(name, step, sum(map(len, deal)))
+        mine = [batches[index] for index in deal[rank]]
+        with minibatch(model, tokens=sum(count_of(name, batch) for batch in mine)) as mb:
+            for batch in mine:
+                (loss_of(name, model, batch) / mb.tokens).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        for _ in range(rank + 1 if evaluates else 0):
+            with torch.no_grad():
+                losses.append(loss_of(name, model, batches[0]).item())
+    read = dict(full_parameters(model))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    weights = {key: parameter.full_tensor().detach() for key, parameter in model.named_parameters()}
+    for key, weight in weights.items():
+        assert torch.equal(read[key], weight.to(read[key].dtype)), f"full_parameters differs in {key}"
+    return weights, norms, losses
