@@ -85,7 +85,7 @@ class Engine:
         self.state = MinibatchState(rank=self.rank, signs=signs, meetings=meetings, publication=self.publication)
         self.events = self.state.events
         self.units: list[Unit] = []
-        self.parameters: list[ShardedParameter] = []  # under use_odc: fsdp2.unit.BridgedUnit, which has what is used here
+        self.parameters: list[ShardedParameter] = []  # of a bridged model: its units, fsdp2/unit.py
         self.prefetch = Prefetch()
         self.passes = Passes(
             self.state,

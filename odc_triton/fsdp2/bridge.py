@@ -134,6 +134,7 @@ class FsdpModules:
         found = {id(module): bridged.found for bridged in self._bridged for module in bridged.found.modules}
         for module in self._modules:
             self._watch(module, found.get(id(module)))
+        model.register_load_state_dict_post_hook(self._loaded)
 
     def _watch(self, module: FSDPModule, found: FoundUnit | None) -> None:
         passes, running = self._engine.passes, []
@@ -161,12 +162,18 @@ class FsdpModules:
         module.register_forward_pre_hook(before, prepend=True)
         module.register_forward_hook(after, prepend=True, always_call=True)
 
+    def _loaded(self, module: Any, keys: Any) -> None:
+        """Publishes what load_state_dict wrote, once no rank is still reading the old values."""
+        self._engine.drain("what still reads the parameters")
+        self._engine.meet("load_state_dict", {})
+        self._engine.publish()
+
     def check_places(self) -> None:
         """Raises for what changed since `use_odc` and can't be combined with it."""
         if torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(
-                "torch.use_deterministic_algorithms(True), and gradients of a model of torch's fully_shard are added in "
-                "the order of their arrival: for exact sums shard it by odc_triton.fully_shard(model, exact=True)"
+                "torch.use_deterministic_algorithms(True), and gradients of a model of torch's fully_shard are added "
+                "in the order of their arrival: for exact sums shard it by odc_triton.fully_shard(model, exact=True)"
             )
         for bridged in self._bridged:
             found = bridged.found
@@ -174,11 +181,12 @@ class FsdpModules:
                 refuse_accumulation(found.name)
             if found.trained and found.divide_factor != 1:
                 raise RuntimeError(
-                    f"set_gradient_divide_factor({found.divide_factor}) after use_odc: give it to use_odc, divide_factor=…"
+                    f"set_gradient_divide_factor({found.divide_factor}) came after use_odc: give it to use_odc, "
+                    f"divide_factor=…"
                 )
             if not found.uses(bridged.gather, bridged.reduce):
                 raise RuntimeError(
-                    f"unit {found.name!r} communicates in another way since use_odc: leave out set_custom_all_gather and "
+                    f"unit {found.name} communicates in another way since use_odc: leave out set_custom_all_gather and "
                     f"set_custom_reduce_scatter"
                 )
 
@@ -189,6 +197,11 @@ class FsdpModules:
 
     def reset(self) -> None:
         """Ends the minibatch for FSDP2, also one that failed in the middle of a pass."""
+        for bridged in self._bridged:
+            for each in bridged.found.trained:
+                whole = self.module.get_parameter(each.name)
+                if whole is not each.sharded:  # its backward began and did not end: reset_iter_state forgets this
+                    whole.grad = None
         if self._has_run and hasattr(self.module, "reset_iter_state"):  # from torch 2.13 on
             self.module.reset_iter_state()
         self.expire()
@@ -266,7 +279,7 @@ def _summary(units: list[FoundUnit], plan: Plan, grid: Grid, device: Backend) ->
     share = 1 if device.apart else grid.shards  # else the plan is of all ranks' memory
     ranks = f"{grid.shards} ranks" + (f", {grid.replicas} replicas" if grid.replicas > 1 else "")
     return (
-        f"use_odc: {len(units)} units, {len(plan.parameters)} parameters, {every:,} elements ({trained:,} train), on {ranks}. "
-        f"On each rank besides FSDP2's: {plan.compute_bytes // share:,} bytes to read, "
+        f"use_odc: {len(units)} units, {len(plan.parameters)} parameters, {every:,} elements ({trained:,} train), on "
+        f"{ranks}. On each rank besides FSDP2's: {plan.compute_bytes // share:,} bytes to read, "
         f"{plan.gradient_bytes // share:,} bytes for gradients"
     )

@@ -126,17 +126,17 @@ class FoundUnit:
             )
 
     def check(self) -> None:
-        """Raises NotImplementedError or ValueError, with the remedy, for what can't train by on-demand communication."""
+        """Raises NotImplementedError or ValueError, with the remedy, for what can't be bridged."""
         group = self.group
         if group._all_reduce_hook is not None:
             raise NotImplementedError(
-                f"unit {self.name!r} has an all-reduce hook (set_all_reduce_hook), which would see zeros: change p.grad "
+                f"unit {self.name} has an all-reduce hook (set_all_reduce_hook), which would see zeros: change p.grad "
                 f"after the minibatch, before the optimizer step, instead"
             )
         for comm in (group._all_gather_comm, group._reduce_scatter_comm):
             if type(comm).__name__ not in _DEFAULT_COMMS:
                 raise NotImplementedError(
-                    f"unit {self.name!r} communicates by {type(comm).__name__}: leave out set_custom_all_gather, "
+                    f"unit {self.name} communicates by {type(comm).__name__}: leave out set_custom_all_gather, "
                     f"set_custom_reduce_scatter, set_allocate_memory_from_process_group_for_comm and "
                     f"set_symm_mem_for_comm"
                 )
@@ -145,13 +145,13 @@ class FoundUnit:
         for each in self.parameters:
             _check_parameter(each, group)
         if len({each.sharded.dtype for each in self.trained}) > 1:
-            raise ValueError(f"unit {self.name!r} trains parameters of several dtypes, which FSDP2 can't reduce together")
+            raise ValueError(f"unit {self.name} trains parameters of several dtypes, which FSDP2 can't reduce together")
 
 
 def refuse_accumulation(unit: str) -> None:
     """Raises for `set_requires_gradient_sync(False)`."""
     raise NotImplementedError(
-        f"set_requires_gradient_sync(False) on unit {unit!r} (no_sync, or accelerate's accumulate) keeps whole gradients "
+        f"set_requires_gradient_sync(False) on unit {unit} (no_sync, or accelerate's accumulate) keeps whole gradients "
         f"on this rank: leave it out. Inside a minibatch every backward adds to the owners' shards, and nothing meets"
     )
 
@@ -191,7 +191,7 @@ def find_units(model: nn.Module) -> list[FoundUnit]:
             for group in groups:
                 if id(group) not in units:
                     together = tuple(getattr(group, "modules", (module,)))
-                    unit = ", ".join(names[id(each)] for each in together)
+                    unit = ", ".join(names[id(each)] or "the root" for each in together)
                     units[id(group)] = FoundUnit(
                         name=unit, modules=together, parameters=_parameters(group, parameters), group=group
                     )
@@ -205,11 +205,11 @@ def find_units(model: nn.Module) -> list[FoundUnit]:
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """All modules that torch's `fully_shard` was called on, with sharded parameters. Raises TypeError if there is none."""
+    """The modules that torch's `fully_shard` was called on, resharded. Raises TypeError if the root is none of them."""
     if not isinstance(model, FSDPModule):
         raise TypeError(
-            f"{type(model).__name__} is not sharded by torch's fully_shard: call it on the model (units first, then the "
-            f"root), or shard by odc_triton.fully_shard"
+            f"{type(model).__name__} is not sharded by torch's fully_shard: call it on the model (units first, then "
+            f"the root), or shard by odc_triton.fully_shard"
         )
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in modules:

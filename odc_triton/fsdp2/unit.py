@@ -94,8 +94,8 @@ class BridgedUnit:
                 raise RuntimeError(f"{each.name} was {now} after use_odc: choose what trains before use_odc")
             if len(each.sharded._post_accumulate_grad_hooks or ()) > (id(each) in trained):
                 raise RuntimeError(
-                    f"{each.name} has a gradient hook, which would see no gradient (optimizer-in-backward registers such "
-                    f"hooks): step the optimizer after the minibatch instead"
+                    f"{each.name} has a gradient hook, which would see no gradient (optimizer-in-backward registers "
+                    f"such hooks): step the optimizer after the minibatch instead"
                 )
 
     def to_clear(self) -> torch.Tensor | None:
@@ -139,23 +139,23 @@ class BridgedUnit:
 
     @torch.no_grad()
     def read(self, output: torch.Tensor, own: torch.Tensor, world: int) -> None:
-        """Fills `output` with all owners' compute shards; `own`: this rank's, as FSDP2 has it, and maybe a part of it."""
+        """Fills `output` with all owners' compute shards. `own`: this rank's, as FSDP2 has it, maybe in `output`."""
         heap, engine = self._heap, self._engine
         if world != heap.world:
             raise RuntimeError(
-                f"unit {self.name!r} is gathered from {world} ranks instead of {heap.world}: call "
+                f"unit {self.name} is gathered from {world} ranks instead of {heap.world}: call "
                 f"set_reshard_after_forward(True), an int is not supported"
             )
         if own.nbytes != len(self.compute_shards[heap.rank]):
             raise RuntimeError(
-                f"FSDP2's shard of unit {self.name!r} has {own.nbytes} bytes and was expected to have "
+                f"FSDP2's shard of unit {self.name} has {own.nbytes} bytes and was expected to have "
                 f"{len(self.compute_shards[heap.rank])}: were parameters added or replaced after use_odc?"
             )
         if not engine.is_open and not engine.passes.in_forward:
             engine.publication.wait_readable()  # unshard() outside of a forward
         if self._versions() != self._published:
             raise RuntimeError(
-                f"parameters of unit {self.name!r} were written after they were published: call publish(model) on all "
+                f"parameters of unit {self.name} were written after they were published: call publish(model) on all "
                 f"ranks, outside of minibatches, after writing parameters by hand"
             )
         engine.streams.computes_here()
@@ -175,7 +175,7 @@ class BridgedUnit:
         own = self.compute_shards[self._heap.rank]
         if self._heap.world > 1 and not torch.equal(own, self.gather.sent.view(torch.uint8)):
             raise RuntimeError(
-                f"torch {torch.__version__} lays out the shard of unit {self.name!r} in another way than use_odc knows: "
+                f"torch {torch.__version__} lays out the shard of unit {self.name} in another way than use_odc knows: "
                 f"use_odc knows torch 2.11 to 2.15"
             )
         self._published, self.is_settled = self._versions(), True
@@ -186,15 +186,15 @@ class BridgedUnit:
             raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
         if gradient.numel() != len(self.gradient_shard) * self._heap.world:
             raise RuntimeError(
-                f"unit {self.name!r} got gradients of {gradient.numel()} elements instead of "
-                f"{len(self.gradient_shard) * self._heap.world}: some parameter had none. torch {torch.__version__} can't "
-                f"tell which (set_reduce_scatter_unused_params came with 2.13): use every parameter in each microbatch, "
-                f"for example by adding 0 * p.sum() to the loss, or update torch"
+                f"unit {self.name} got gradients of {gradient.numel()} elements instead of "
+                f"{len(self.gradient_shard) * self._heap.world}: some parameter had none, and torch "
+                f"{torch.__version__} can't tell which (set_reduce_scatter_unused_params came with 2.13). Use every "
+                f"parameter in each microbatch, for example by adding 0 * p.sum() to the loss, or update torch"
             )
         self.landing.touched = True
         self._engine.streams.computes_here()
         self._accumulator.add(
-            gradient, self.target, name=f"unit {self.name!r}", waited=lambda waits: self._engine.waited(self, waits)
+            gradient, self.target, name=f"unit {self.name}", waited=lambda waits: self._engine.waited(self, waits)
         )
 
     def _take_gradient(self, each: FoundParameter) -> Any:
@@ -211,8 +211,9 @@ class BridgedUnit:
         return take
 
     def _versions(self) -> list[int]:
-        """How often each master has been written."""
-        return [each.sharded._local_tensor._version for each in self.found.parameters]
+        """How often each master has been written: as a DTensor, or its local tensor."""
+        masters = (each.sharded for each in self.found.parameters)
+        return [tensor._version for sharded in masters for tensor in (sharded, sharded._local_tensor)]
 
 
 class UnitLanding:

@@ -166,9 +166,7 @@ def agree_on_plan(
     )
 
 
-def compare_surroundings(
-    meetings: Meetings, problem: str | None, tuned: Tuned, *, call: str = "fully_shard"
-) -> None:
+def compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned, *, call: str = "fully_shard") -> None:
     """Raises on all ranks, before anything is allocated: RuntimeError if one of them sees devices that can't be peers,
     RanksDiffer if they read different tables.
 

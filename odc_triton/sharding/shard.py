@@ -214,7 +214,8 @@ def _allocate(job: _Job, module: nn.Module, described: Description, agreement: _
         for slot, (spec, compute, gradient, (whole, gathered), table) in enumerate(places)
     ]
     found = described.found
-    write_initial_values(module, found, parameters, meetings, replicas, token=f"{agreement.agreed.token}-{grid.replica}-initial", heap=heap)
+    token = f"{agreement.agreed.token}-{grid.replica}-initial"
+    write_initial_values(module, found, parameters, meetings, replicas, token=token, heap=heap)
     _warn_of_low_precision_masters(plan, grid.rank)
     return _Shards(heap=heap, replicas=replicas, streams=streams, parameters=parameters)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.support.models import CASES, build, microbatches
 
-SIZES = [5, 17, 3, 9, 11, 2]  # of one minibatch's microbatches, all ranks together
+SIZES = [5, 17, 4, 9, 11, 2]  # of one minibatch's microbatches, all ranks together
 DEALS = {1: [[0, 1, 2, 3]], 2: [[0, 1, 2], [3]], 3: [[0, 1, 2], [3], []], 4: [[0, 1, 2], [3], [], [4, 5]]}
 
 
