@@ -130,6 +130,7 @@ class FsdpModules:
         self.module, self._engine = model, engine
         self._bridged = list(engine.parameters)
         self._has_run = False  # before its first forward FSDP2 has no state to reset
+        self._is_torn = False  # a pass began and did not end, and this torch can't reset FSDP2
         self._modules = fsdp_modules(model)
         found = {id(module): bridged.found for bridged in self._bridged for module in bridged.found.modules}
         for module in self._modules:
@@ -170,6 +171,11 @@ class FsdpModules:
 
     def check_places(self) -> None:
         """Raises for what changed since `use_odc` and can't be combined with it."""
+        if self._is_torn:
+            raise RuntimeError(
+                f"an earlier minibatch failed inside FSDP2, which torch {torch.__version__} can't reset (2.13 can): start "
+                f"again from the last checkpoint"
+            )
         if torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(
                 "torch.use_deterministic_algorithms(True), and gradients of a model of torch's fully_shard are added "
@@ -202,7 +208,9 @@ class FsdpModules:
                 whole = self.module.get_parameter(each.name)
                 if whole is not each.sharded:  # its backward began and did not end: reset_iter_state forgets this
                     whole.grad = None
-        if self._has_run and hasattr(self.module, "reset_iter_state"):  # from torch 2.13 on
+        if not hasattr(self.module, "reset_iter_state"):  # it came with torch 2.13
+            self._is_torn |= self._engine.state.failure is not None
+        elif self._has_run:
             self.module.reset_iter_state()
         self.expire()
 

@@ -28,11 +28,15 @@ _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoundParameter:
-    """A parameter of a unit. `sharded`: the DTensor that optimizers hold; `compute_dtype`: what modules see."""
+    """A parameter of a unit. `sharded`: the DTensor that optimizers hold; `compute_dtype`: what modules see.
+
+    `reduce_dtype`: what its gradient is summed in, according to its MixedPrecisionPolicy.
+    """
 
     name: str
     sharded: nn.Parameter
     compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype | None
 
     @property
     def shard_dim(self) -> int:
@@ -90,8 +94,7 @@ class FoundUnit:
         """What owners sum gradients in: fp32, or the parameters' own dtype if that is wider; None if nothing trains."""
         if not self.trained:
             return None
-        wanted = self.group.mp_policy.reduce_dtype or self.trained[0].sharded.dtype
-        return torch.promote_types(wanted, torch.float32)
+        return torch.promote_types(self.trained[0].reduce_dtype or self.trained[0].sharded.dtype, torch.float32)
 
     @property
     def divide_factor(self) -> float | None:
@@ -253,10 +256,17 @@ def _groups(module: FSDPModule) -> list[Any]:
 def _parameters(group: Any, names: dict[int, str]) -> list[FoundParameter]:
     found = []
     for each in group.fsdp_params:
-        sharded, wanted = each.sharded_param, group.mp_policy.param_dtype
-        dtype = wanted if wanted is not None and sharded.is_floating_point() else sharded.dtype
-        name = names.get(id(sharded), "a parameter that the model does not have any more")
-        found.append(FoundParameter(name=name, sharded=sharded, compute_dtype=dtype))
+        sharded = each.sharded_param
+        policy = each.mp_policy if hasattr(each, "mp_policy") else group.mp_policy  # each has one from torch 2.15 on
+        casts = policy.param_dtype is not None and sharded.is_floating_point()
+        found.append(
+            FoundParameter(
+                name=names.get(id(sharded), "a parameter that the model does not have any more"),
+                sharded=sharded,
+                compute_dtype=policy.param_dtype if casts else sharded.dtype,
+                reduce_dtype=policy.reduce_dtype,
+            )
+        )
     return found
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from tests.support import ranks
 from tests.support.bridged import DEALS, bridged, plain
@@ -69,6 +70,8 @@ CASES = [
 
 @pytest.mark.parametrize("case", [pytest.param(c, id=str(c), marks=[pytest.mark.slow] * c.slow) for c in CASES])
 def test_as_plain_torch(case: Case) -> None:
+    if case.name in ("branches", "qwen3-moe") and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        pytest.skip("before torch 2.13 FSDP2 does not say which parameters were used")
     count = sum(map(len, DEALS[case.world]))
     wanted, wanted_norms = plain(case.name, case.transform, case.kind, STEPS, count)
     results = ranks.run(

@@ -12,16 +12,17 @@ from torch import nn
 
 from tests.support.models import CASES, build, microbatches
 
+BRANCHES = ("branches", "both branches")
 SIZES = [5, 17, 4, 9, 11, 2]  # of one minibatch's microbatches, all ranks together
 DEALS = {1: [[0, 1, 2, 3]], 2: [[0, 1, 2], [3]], 3: [[0, 1, 2], [3], []], 4: [[0, 1, 2], [3], [], [4, 5]]}
 
 
 class Branches(nn.Module):
-    """One branch for each parity of the batch's size: a microbatch leaves the other without a gradient."""
+    """One branch for each parity of the batch's size, so a microbatch leaves the other without a gradient; or `both`."""
 
-    def __init__(self) -> None:
+    def __init__(self, both: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Branch() for _ in range(2))
+        self.blocks = nn.ModuleList(_Branch(both) for _ in range(2))
         self.head = nn.Linear(6, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -31,12 +32,14 @@ class Branches(nn.Module):
 
 
 class _Branch(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, both: bool) -> None:
         super().__init__()
+        self.both = both
         self.ways = nn.ModuleDict({"odd": nn.Linear(6, 6), "even": nn.Linear(6, 6)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.ways["odd" if len(x) % 2 else "even"](x)) + x
+        ways = ("odd", "even") if self.both else ("odd",) if len(x) % 2 else ("even",)
+        return torch.relu(sum(self.ways[way](x) for way in ways)) + x
 
 
 def _blocks(model: nn.Module, **options: Any) -> None:
@@ -112,9 +115,9 @@ TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module | None]] = {
 
 
 def made(name: str, transform: str) -> nn.Module:
-    if name == "branches":
+    if name in BRANCHES:
         torch.manual_seed(0)
-        return Branches()
+        return Branches(both=name == "both branches")
     model = build(name)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # names of transformers that peft uses, too
@@ -122,18 +125,18 @@ def made(name: str, transform: str) -> nn.Module:
 
 
 def batches_of(name: str, step: int, count: int) -> list[tuple]:
-    if name == "branches":
+    if name in BRANCHES:
         generator = torch.Generator().manual_seed(step)
         return [(torch.randn(size, 6, generator=generator),) for size in SIZES[:count]]
     return microbatches(name, SIZES[:count], seed=step)
 
 
 def loss_of(name: str, model: nn.Module, batch: tuple) -> torch.Tensor:
-    return model(batch[0]).square().sum() if name == "branches" else CASES[name].loss(model, batch)
+    return model(batch[0]).square().sum() if name in BRANCHES else CASES[name].loss(model, batch)
 
 
 def count_of(name: str, batch: tuple) -> int:
-    return len(batch[0]) if name == "branches" else CASES[name].count(batch)
+    return len(batch[0]) if name in BRANCHES else CASES[name].count(batch)
 
 
 def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
