@@ -29,6 +29,7 @@ from odc_triton.base.events import Event, EventLog
 from odc_triton.checkpoint.repeat import repeating
 from odc_triton.comm.layout import find_units
 from odc_triton.engine.api import engine_of, minibatch
+from odc_triton.fsdp2.bridge import use_odc
 from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.nn.replace import replace_layers
 from odc_triton.sequence.enable import enable_split
@@ -168,6 +169,12 @@ class _TimedReduceScatter(_Timed, ReduceScatter):
         )
 
 
+def shard_by_fsdp2(model: nn.Module, blocks: Sequence[nn.Module], setting: Setting, **options: Any) -> None:
+    """Block by block, then the rest."""
+    for part in (*blocks, model):
+        fsdp2_fully_shard(part, mesh=setting.mesh(), mp_policy=setting.policy, **options)
+
+
 class Fsdp2(Variant):
     """FSDP2 with its defaults: every layer gathers in forward and backward and reduces in backward.
 
@@ -179,9 +186,7 @@ class Fsdp2(Variant):
     reshard: ClassVar[bool | None] = None  # FSDP2's own default: all units but the root
 
     def shard(self, model: nn.Module) -> nn.Module:
-        mesh, policy = self.setting.mesh(), self.setting.policy
-        for part in (*self.blocks, model):
-            fsdp2_fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+        shard_by_fsdp2(model, self.blocks, self.setting, reshard_after_forward=self.reshard)
         for module in model.modules() if self.setting.device == "cpu" else ():
             if isinstance(module, FSDPModule):
                 module.set_custom_all_gather(_TimedAllGather(self))
@@ -258,6 +263,19 @@ class Odc(Variant):
 
     def events_log(self) -> EventLog:
         return engine_of(self.model).events
+
+
+class Bridged(Odc):
+    """A model of torch's own fully_shard, with its defaults, under use_odc."""
+
+    name = "FSDP2 + use_odc + LB-Mini"
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        shard_by_fsdp2(model, self.blocks, self.setting)
+        return use_odc(model, backend=self.setting.device)
+
+    def events_log(self) -> EventLog:
+        return self.model._odc_engine.events
 
 
 class OdcSplit(Odc):

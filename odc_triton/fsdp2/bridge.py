@@ -173,8 +173,8 @@ class FsdpModules:
         """Raises for what changed since `use_odc` and can't be combined with it."""
         if self._is_torn:
             raise RuntimeError(
-                f"an earlier minibatch failed inside FSDP2, which torch {torch.__version__} can't reset (2.13 can): start "
-                f"again from the last checkpoint"
+                f"an earlier minibatch failed inside FSDP2, which torch {torch.__version__} can't reset (2.13 can): "
+                f"start again from the last checkpoint"
             )
         if torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(

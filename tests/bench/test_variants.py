@@ -13,7 +13,18 @@ from bench import demo
 from bench.cut import cut
 from bench.demo import COLUMNS, WARM_UP, in_words, make_report, rows_of
 from bench.harness import Measured, Work, bootstrap_ratio, compare, deal
-from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, OdcSplit, Unsharded
+from bench.variants import (
+    Bridged,
+    Ddp,
+    Fsdp2,
+    Fsdp2Micro,
+    Fsdp2NoReshard,
+    LayerBarrier,
+    Odc,
+    OdcMicro,
+    OdcSplit,
+    Unsharded,
+)
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.base.events import Event
 from odc_triton.base.trace import meetings
@@ -28,7 +39,7 @@ CONFIG = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-ALL = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc)
+ALL = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc, Bridged)
 
 
 def _packs(seed: int) -> list[dict]:

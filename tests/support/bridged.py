@@ -18,7 +18,7 @@ DEALS = {1: [[0, 1, 2, 3]], 2: [[0, 1, 2], [3]], 3: [[0, 1, 2], [3], []], 4: [[0
 
 
 class Branches(nn.Module):
-    """One branch for each parity of the batch's size, so a microbatch leaves the other without a gradient; or `both`."""
+    """One branch for each parity of the batch's size, so a microbatch leaves the other without a gradient; or both."""
 
     def __init__(self, both: bool = False) -> None:
         super().__init__()
@@ -173,6 +173,7 @@ def bridged(
     backend: str = "auto",
     options: dict[str, Any] | None = None,
     evaluates: bool = False,
+    device: str = "cpu",
 ) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """Whole weights after `steps` under `use_odc`, gradient norms, and losses of evaluations between the minibatches,
     one more on each higher rank.
@@ -182,16 +183,16 @@ def bridged(
 
     from odc_triton import full_parameters, minibatch, use_odc
 
-    model = made(name, transform)
-    mesh = init_device_mesh("cpu", (world,))
+    model = made(name, transform).to(device)
+    mesh = init_device_mesh(device, (world,))
     if replicas > 1:
-        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
     LAYOUTS[layout](model, mesh=mesh, **(options or {}))
     assert use_odc(model, backend=backend) is model
     optimizer, norms, losses = optimizer_of(model, kind), [], []
     deal = DEALS[world]
     for step in range(steps):
-        batches = batches_of(name, step, sum(map(len, deal)))
+        batches = [tuple(part.to(device) for part in each) for each in batches_of(name, step, sum(map(len, deal)))]
         mine = [batches[index] for index in deal[rank]]
         with minibatch(model, tokens=sum(count_of(name, batch) for batch in mine)) as mb:
             for batch in mine:
@@ -202,11 +203,11 @@ def bridged(
         for _ in range(rank + 1 if evaluates else 0):
             with torch.no_grad():
                 losses.append(loss_of(name, model, batches[0]).item())
-    read = dict(full_parameters(model))
+    read = {key: value.cpu() for key, value in full_parameters(model)}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    weights = {key: parameter.full_tensor().detach() for key, parameter in model.named_parameters()}
+    weights = {key: parameter.full_tensor().detach().cpu() for key, parameter in model.named_parameters()}
     for key, weight in weights.items():
         assert torch.equal(read[key], weight.to(read[key].dtype)), f"full_parameters differs in {key}"
     return weights, norms, losses

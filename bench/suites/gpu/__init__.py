@@ -21,6 +21,7 @@ Later ones:
     step               240  a step of a model of Qwen2.5-1.5B's shape, profiled: where its time goes
     killed              90  one of two processes killed while it trains: the other names it, nothing is left
     split              150  pieces of sequences on two and three processes: parity, bf16, a death while a device waits
+    bridge              60  a model of torch's own fully_shard under use_odc, on one to three processes
     memcheck           240  compute-sanitizer over every kernel on small shapes, where that tool is present
     links              120  bench.suites.links, with two GPUs or more: gather, scatter, linear, wgrad between every two
     lengths            420  `odc-triton bench --lengths`, with two GPUs or more: FSDP2, DDP and ODC over NCCL

@@ -94,6 +94,7 @@ ON_A_GPU = Given(
         "four": Tests(files=("tests/gpu/test_four_processes.py",)),
         "killed": Tests(files=("tests/gpu/test_killed.py",)),
         "split": Tests(files=("tests/gpu/test_cuda_split.py",)),
+        "bridge": Tests(files=("tests/gpu/test_cuda_bridge.py",)),
     },
     training=Training(
         modules="",
@@ -139,6 +140,7 @@ REHEARSAL = Given(
         "split": Tests(
             files=("tests/sequence/test_parity.py",), marker=_ON_THE_CPU, words=("-k", "two-cpu-interpreter")
         ),
+        "bridge": Tests(files=("tests/fsdp2/test_parity.py",), marker=_ON_THE_CPU, words=("-k", "cpu-interpreter")),
     },
     training=Training(
         modules="email",
@@ -246,6 +248,7 @@ STAGES = (
     Stage("step", 240, _step),
     Stage("killed", 90, Here.tests),
     Stage("split", 150, Here.tests),
+    Stage("bridge", 60, Here.tests),
     Stage("memcheck", 240, _memcheck),
     Stage("links", 120, _links, gpus=2),
     Stage("lengths", 420, _lengths, gpus=2),
