@@ -159,6 +159,8 @@ class FsdpModules:
             if error is None:
                 passes.watch_backward(output, None)
             passes.forward_ends(error)
+            if error is not None and not (passes.in_forward or self._engine.is_open):
+                self.reset()  # a minibatch does it at its end
 
         module.register_forward_pre_hook(before, prepend=True)
         module.register_forward_hook(after, prepend=True, always_call=True)
