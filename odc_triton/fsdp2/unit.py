@@ -50,8 +50,7 @@ class BridgedUnit:
             self.gradient_shard = shards[heap.rank]
             self.target = Target(slot=slot, shards=shards, rank=heap.rank, near=heap.near)
         self.landing = UnitLanding(self)
-        self._published: list[int] = []  # the versions of the masters that the compute shard is a copy of
-        self.is_settled = False  # the layout is checked: from then on it gathers
+        self._differs: torch.Tensor | None = None  # bool []: the published shard from FSDP2's own, since last asked
         self.gather, self.reduce = _Gather(self), _Reduce(self, zeros)
 
     def connect(self) -> None:
@@ -109,7 +108,6 @@ class BridgedUnit:
         """(part of this rank's compute shard, master), to be copied after each step."""
         for module in self.found.modules:
             module.reshard()  # FSDP2 keeps a root whole after an evaluation: it would not be gathered again
-        self._published = self._versions()
         own = self.compute_shards[self._heap.rank]
         for each, offset in self._places():
             local, dtype = each.local.reshape(-1), each.compute_dtype
@@ -153,12 +151,10 @@ class BridgedUnit:
             )
         if not engine.is_open and not engine.passes.in_forward:
             engine.publication.wait_readable()  # unshard() outside of a forward
-        if self._versions() != self._published:
-            raise RuntimeError(
-                f"parameters of unit {self.name} were written after they were published: call publish(model) on all "
-                f"ranks, outside of minibatches, after writing parameters by hand"
-            )
         engine.streams.computes_here()
+        if not engine.is_open:  # a minibatch publishes at its entry
+            differs = (self.compute_shards[heap.rank] != own.view(torch.uint8)).any()
+            self._differs = differs if self._differs is None else self._differs | differs
         rows = output.view(torch.uint8).view(world, -1)
         for step in range(1, world):
             owner = (heap.rank + step) % world
@@ -168,17 +164,21 @@ class BridgedUnit:
 
     @torch.no_grad()
     def check_layout(self) -> None:
-        """Raises RuntimeError unless FSDP2 lays out its shard as the published one is laid out."""
-        self.gather.sent = None
-        self.found.modules[0].unshard()  # it also makes FSDP2 settle its shards, which may be written once
+        """After a publication: raises RuntimeError unless FSDP2 lays out its shard as the published one is laid out."""
+        self.found.modules[0].unshard()
         self.found.modules[0].reshard()
-        own = self.compute_shards[self._heap.rank]
-        if self._heap.world > 1 and not torch.equal(own, self.gather.sent.view(torch.uint8)):
+        if self.is_stale():
             raise RuntimeError(
                 f"torch {torch.__version__} lays out the shard of unit {self.name} in another way than use_odc knows: "
                 f"use_odc knows torch 2.11 to 2.15"
             )
-        self._published, self.is_settled = self._versions(), True
+
+    def is_stale(self) -> bool:
+        """Whether what was gathered outside of minibatches since the last call was published before FSDP2's parameters
+        changed. After a drain.
+        """
+        differs, self._differs = self._differs, None
+        return differs is not None and bool(differs)
 
     def add(self, gradient: torch.Tensor) -> None:
         """Adds a flat gradient, all owners' shards one after another, to the owners."""
@@ -209,11 +209,6 @@ class BridgedUnit:
             self.landing.expect_gradient(each)
 
         return take
-
-    def _versions(self) -> list[int]:
-        """How often each master has been written: as a DTensor, or its local tensor."""
-        masters = (each.sharded for each in self.found.parameters)
-        return [tensor._version for sharded in masters for tensor in (sharded, sharded._local_tensor)]
 
 
 class UnitLanding:
@@ -301,7 +296,6 @@ class _Gather:
 
     def __init__(self, unit: BridgedUnit) -> None:
         self._unit = unit
-        self.sent: torch.Tensor | None = None  # what FSDP2 had to send, when last asked
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -309,10 +303,7 @@ class _Gather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> None:
-        if self._unit.is_settled:
-            self._unit.read(output_tensor, input_tensor, group.size())
-        else:
-            self.sent = input_tensor.clone()
+        self._unit.read(output_tensor, input_tensor, group.size())
 
 
 class _Reduce:
