@@ -90,7 +90,7 @@ class FoundUnit:
         """What owners sum gradients in: fp32, or the parameters' own dtype if that is wider; None if nothing trains."""
         if not self.trained:
             return None
-        wanted = self.group.mp_policy.reduce_dtype or self.trained[0].sharded.dtype
+        wanted = self.group.fsdp_params[0].mp_policy.reduce_dtype or self.trained[0].sharded.dtype
         return torch.promote_types(wanted, torch.float32)
 
     @property
@@ -253,7 +253,7 @@ def _groups(module: FSDPModule) -> list[Any]:
 def _parameters(group: Any, names: dict[int, str]) -> list[FoundParameter]:
     found = []
     for each in group.fsdp_params:
-        sharded, wanted = each.sharded_param, group.mp_policy.param_dtype
+        sharded, wanted = each.sharded_param, each.mp_policy.param_dtype
         dtype = wanted if wanted is not None and sharded.is_floating_point() else sharded.dtype
         name = names.get(id(sharded), "a parameter that the model does not have any more")
         found.append(FoundParameter(name=name, sharded=sharded, compute_dtype=dtype))
