@@ -32,7 +32,7 @@ from ..sharding.agree import (
     refusing,
 )
 from ..sharding.backend import Backend, backend_of
-from .found import FoundUnit, find_units, fsdp_modules, mesh_of, refuse_accumulation
+from .found import FoundUnit, backward_is_cut, find_units, fsdp_modules, mesh_of, refuse_accumulation
 from .unit import BridgedUnit, Zeros
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -131,6 +131,7 @@ class FsdpModules:
         self._bridged = list(engine.parameters)
         self._has_run = False  # before its first forward FSDP2 has no state to reset
         self._modules = fsdp_modules(model)
+        self._names = {each.name for bridged in self._bridged for each in bridged.found.parameters}
         found = {id(module): bridged.found for bridged in self._bridged for module in bridged.found.modules}
         for module in self._modules:
             self._watch(module, found.get(id(module)))
@@ -138,10 +139,13 @@ class FsdpModules:
     def _watch(self, module: FSDPModule, found: FoundUnit | None) -> None:
         passes, running = self._engine.passes, []
 
-        @torch.compiler.disable
-        def before(module: Any, args: Any) -> None:
+        def check_sync() -> None:
             if found is not None and found.accumulates_here:
                 refuse_accumulation(found.name)
+
+        @torch.compiler.disable
+        def before(module: Any, args: Any) -> None:
+            check_sync()
             if found is not None and found.all_reduces:  # set_requires_gradient_sync(True) turns it on, too
                 module.set_requires_all_reduce(False, recurse=False)
             passes.forward_begins()
@@ -155,7 +159,7 @@ class FsdpModules:
             running.pop()
             error = sys.exc_info()[1] if output is None else None
             if error is None:
-                passes.watch_backward(output, None)
+                passes.watch_backward(output, check_sync)
             passes.forward_ends(error)
 
         module.register_forward_pre_hook(before, prepend=True)
@@ -163,6 +167,11 @@ class FsdpModules:
 
     def check_places(self) -> None:
         """Raises for what changed since `use_odc` and can't be combined with it."""
+        if backward_is_cut(self.module):
+            raise RuntimeError(
+                f"a backward of an earlier minibatch did not end, and FSDP2 of torch {torch.__version__} would lose "
+                f"gradients of the next: start again from the last checkpoint, or update to torch 2.13"
+            )
         if torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(
                 "torch.use_deterministic_algorithms(True), and gradients of a model of torch's fully_shard are added in "
@@ -189,6 +198,9 @@ class FsdpModules:
 
     def reset(self) -> None:
         """Ends the minibatch for FSDP2, also one that failed in the middle of a pass."""
+        for name, parameter in self.module.named_parameters():
+            if name in self._names:  # a backward that raised leaves the gradients of whole parameters behind
+                parameter.grad = None
         if self._has_run and hasattr(self.module, "reset_iter_state"):  # from torch 2.13 on
             self.module.reset_iter_state()
         self.expire()

@@ -138,14 +138,16 @@ class FoundUnit:
                 raise NotImplementedError(
                     f"unit {self.name!r} communicates by {type(comm).__name__}: leave out set_custom_all_gather, "
                     f"set_custom_reduce_scatter, set_allocate_memory_from_process_group_for_comm and "
-                    f"set_symm_mem_for_comm"
+                    f"set_symm_mem_for_comm, and call use_odc once, on the root"
                 )
         if self.accumulates_here:
             refuse_accumulation(self.name)
         for each in self.parameters:
             _check_parameter(each, group)
         if len({each.sharded.dtype for each in self.trained}) > 1:
-            raise ValueError(f"unit {self.name!r} trains parameters of several dtypes, which FSDP2 can't reduce together")
+            raise ValueError(
+                f"unit {self.name!r} trains parameters of several dtypes, which FSDP2 can't reduce together"
+            )
 
 
 def refuse_accumulation(unit: str) -> None:
@@ -215,6 +217,13 @@ def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     for module in modules:
         module.reshard()  # a root stays whole after an evaluation
     return modules
+
+
+def backward_is_cut(root: FSDPModule) -> bool:
+    """Whether a backward began and did not end, by an exception. FSDP2 takes the next one for its rest, unless
+    `reset_iter_state`, which came with torch 2.13, is called.
+    """
+    return root._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh:

@@ -211,8 +211,10 @@ class BridgedUnit:
         return take
 
     def _versions(self) -> list[int]:
-        """How often each master has been written."""
-        return [each.sharded._local_tensor._version for each in self.found.parameters]
+        """How often each master has been written: as a DTensor, and its local tensor by itself. No count sees what
+        `torch._foreach` operators or `dcp.load` write.
+        """
+        return [each.sharded._version + each.sharded._local_tensor._version for each in self.found.parameters]
 
 
 class UnitLanding:
