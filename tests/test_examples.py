@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tests.support import ranks
@@ -37,23 +42,84 @@ def _numbers(word: str, text: str) -> list[float]:
 # ------------------------------------------------------------------ from FSDP2
 
 
-def test_the_diff_turns_one_script_into_the_other(tmp_path: Path) -> None:
-    diff = EXAMPLES / "fsdp2_to_odc.diff"
-    changed = [line for line in diff.read_text().splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-    assert 0 < len(changed) <= 10
-    script = tmp_path / "odc.py"  # the name that the diff has for the result
-    script.write_text((EXAMPLES / "fsdp2.py").read_text())
-    subprocess.run(["git", "apply", "-p0", diff], cwd=tmp_path, check=True, timeout=60)
-    assert script.read_text() == (EXAMPLES / "odc.py").read_text()
-    assert diff.read_text().rstrip() in (EXAMPLES.parent / "docs" / "from_fsdp2.md").read_text()
+@pytest.mark.parametrize(
+    ("diff", "page", "new_lines"), [("fsdp2_to_odc", "from_fsdp2", 5), ("fsdp2_to_use_odc", "fsdp2_bridge", 6)]
+)
+def test_the_diff_turns_one_script_into_the_other(diff: str, page: str, new_lines: int, tmp_path: Path) -> None:
+    file = EXAMPLES / f"{diff}.diff"
+    lines = [line for line in file.read_text().splitlines() if line[:3] not in ("+++", "---")]
+    assert sum(line.startswith("+") for line in lines) == new_lines
+    assert sum(line.startswith("-") for line in lines) <= new_lines
+    name = diff.removeprefix("fsdp2_to_") + ".py"
+    (tmp_path / name).write_text((EXAMPLES / "fsdp2.py").read_text())
+    subprocess.run(["git", "apply", "-p0", file], cwd=tmp_path, check=True, timeout=60)
+    assert (tmp_path / name).read_text() == (EXAMPLES / name).read_text()
+    assert file.read_text().rstrip() in (EXAMPLES.parent / "docs" / f"{page}.md").read_text()
+
+
+def _run_forked(rank: int, world: int, example: str, *arguments: str) -> str:
+    """As `_run`, by a rank of tests.support.ranks: without torchrun, and without importing torch again."""
+    port = dist.distributed_c10d._get_default_store().underlying_store.port
+    dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= OFFLINE | {"OMP_NUM_THREADS": "1"}
+    sys.argv = [example, *arguments]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    return printed.getvalue()
+
+
+def _plain_fsdp2() -> tuple[list[float], nn.Module]:
+    """What examples/fsdp2.py computes, in one process and without sharding: each step's loss, and the model."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for step in range(5):
+        generator = torch.Generator().manual_seed(step)
+        sequences = [torch.randint(0, 256, (1, n), generator=generator) for n in (30, 7, 19, 64, 12, 25, 9, 41)]
+        summed = sum(
+            nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="sum") for ids in sequences
+        )
+        loss = summed / sum(ids.numel() - 1 for ids in sequences)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process reads what two saved
+@pytest.mark.parametrize(
+    ("example", "world"),
+    [
+        ("fsdp2.py", 2),
+        ("use_odc.py", 3),  # 3, 3 and 2 sequences
+        ("accelerate_fsdp2.py", 2),  # 3 and 5
+        ("torchtitan_loop.py", 2),  # 3 and 5
+    ],
+)
+def test_each_script_trains_as_a_plain_process(example: str, world: int, tmp_path: Path) -> None:
+    losses, model = _plain_fsdp2()
+    saved = [str(tmp_path)] if example.startswith("accelerate") else []
+    printed = ranks.run(_run_forked, world, example, *saved)
+    # The same update. Printed to 1e-6, and summed over ranks in another order.
+    torch.testing.assert_close(_numbers("loss", printed[0]), losses, rtol=0, atol=3e-6)
+    for folder in saved:
+        read = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
+        dcp.load(read, checkpoint_id=Path(folder, "pytorch_model_fsdp_0"), no_dist=True)
+        for name, value in model.named_parameters():
+            # Five AdamW steps amplify the rounding of sums in another order where a gradient is near zero.
+            assert (read["model"][name] - value).norm() <= 1e-5 * value.norm() + 1e-5, name
 
 
 @pytest.mark.slow
-def test_both_scripts_train_alike() -> None:
-    losses = [_numbers("loss", _run(script, 2)) for script in ("fsdp2.py", "odc.py")]
-    assert len(losses[0]) == 5
-    # The same update; printed to 1e-6, and summed over ranks in another order.
-    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=3e-6)
+@pytest.mark.parametrize("example", ["fsdp2.py", "odc.py", "use_odc.py", "accelerate_fsdp2.py", "torchtitan_loop.py"])
+def test_each_script_runs_as_its_first_line_says(example: str) -> None:
+    torch.testing.assert_close(_numbers("loss", _run(example, 2)), _plain_fsdp2()[0], rtol=0, atol=3e-6)
 
 
 # ------------------------------------------------------------------ GRPO

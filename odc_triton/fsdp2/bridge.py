@@ -140,10 +140,13 @@ class FsdpModules:
     def _watch(self, module: FSDPModule, found: FoundUnit | None) -> None:
         passes, running = self._engine.passes, []
 
-        @torch.compiler.disable
-        def before(module: Any, args: Any) -> None:
+        def check_sync() -> None:
             if found is not None and found.accumulates_here:
                 refuse_accumulation(found.name)
+
+        @torch.compiler.disable
+        def before(module: Any, args: Any) -> None:
+            check_sync()
             if found is not None and found.all_reduces:  # set_requires_gradient_sync(True) turns it on, too
                 module.set_requires_all_reduce(False, recurse=False)
             passes.forward_begins()
@@ -157,7 +160,7 @@ class FsdpModules:
             running.pop()
             error = sys.exc_info()[1] if output is None else None
             if error is None:
-                passes.watch_backward(output, None)
+                passes.watch_backward(output, check_sync)
             passes.forward_ends(error)
             if not (passes.in_forward or self._engine.is_open):
                 self._evaluated(error)

@@ -141,7 +141,7 @@ class FoundUnit:
                 raise NotImplementedError(
                     f"unit {self.name} communicates by {type(comm).__name__}: leave out set_custom_all_gather, "
                     f"set_custom_reduce_scatter, set_allocate_memory_from_process_group_for_comm and "
-                    f"set_symm_mem_for_comm"
+                    f"set_symm_mem_for_comm, and call use_odc once, on the root"
                 )
         if self.accumulates_here:
             refuse_accumulation(self.name)

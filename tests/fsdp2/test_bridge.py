@@ -314,6 +314,15 @@ def _no_sync(model: nn.Module) -> None:
         model(torch.ones(3, 6)).sum().backward()
 
 
+def _no_sync_in_the_backward(model: nn.Module) -> None:
+    from odc_triton import minibatch
+
+    with minibatch(model):
+        loss = model(torch.ones(3, 6)).sum()
+        model.set_requires_gradient_sync(False)
+        loss.backward()
+
+
 def _freeze(model: nn.Module) -> None:
     model.head.weight.requires_grad_(False)
     _train(model, [])
@@ -361,6 +370,7 @@ MISUSED = [
     (_clip_inside, "p.grad inside a minibatch"),
     (lambda model: model(torch.ones(3, 6)).sum().backward(), "backward outside of a minibatch: put it into `with"),
     (_no_sync, "Inside a minibatch every backward adds to the owners' shards"),
+    (_no_sync_in_the_backward, "set_requires_gradient_sync(False) on unit"),
     (_freeze, "head.weight was frozen after use_odc: choose what trains before use_odc"),
     (_gradient_hook, "head.weight has a gradient hook"),
     (_other_factor, "set_gradient_divide_factor(2.0) came after use_odc: give it to use_odc"),
