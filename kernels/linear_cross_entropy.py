@@ -287,7 +287,7 @@ def _rows_of(peers: PeerShards, part: _Part) -> PeerShards:
     rows = peers.shards[part.owner][part.start : part.stop]
     skipped_bytes = part.start * peers.row_elements * rows.element_size()
     table = peers.table[part.owner : part.owner + 1] + skipped_bytes
-    return PeerShards(table=table, shape=tuple(rows.shape), rank=0, dtype=rows.dtype)
+    return PeerShards(table=table, shape=tuple(rows.shape), rank=0, dtype=rows.dtype, exact=peers.exact)
 
 
 def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int) -> None:
@@ -348,7 +348,7 @@ def _check_gradients(
         if dh.dtype not in (h.dtype, torch.float32):
             raise ValueError(f"dh is {dh.dtype}; give h's {h.dtype}, or float32")
     if isinstance(gradient, PeerShards):
-        check_alike("the gradient", gradient, "weight", weight, shape=weight.shape, dtype=torch.float32)
+        check_alike("the gradient", gradient, "weight", weight, shape=weight.shape, dtype=gradient.sum_dtype)
 
 
 def linear_cross_entropy_ref(
