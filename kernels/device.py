@@ -12,9 +12,9 @@ home, as other additions are; the vendor does not promise it. So where an owner'
 `adds_in_bulk` is False unless ODC_BULK_REDUCTIONS=on; `off` disables bulk reductions everywhere. The default may change
 when `python -m bench.suites.links --loops 50`, which adds both ways at once and compares, has passed on several GPUs.
 
-[Note: exact sums] Where sums are exact, shards are int64, and trunc(value * factor) is added: integers have the same sum
-in any order. Only this file knows: a kernel takes `factor` and `largest` of `PeerShards.adding`, `largest` is None for
-fp32 shards, and the kernel passes both on to `sum_address` and `summand`. Bulk reductions take uint64 but not int64, so
+[Note: exact sums] Where sums are exact, shards are int64, and trunc(value * factor) is added: integers have the same
+sum in any order. Only this file knows how: a kernel takes `factor` and `largest` from `PeerShards.adding` and passes
+them to `sum_address` and `summand`; for fp32 shards `largest` is None. Bulk reductions take uint64 but not int64, so
 that is the type here; the bits of a sum are the same.
 
 [Note: alignment] An address loaded from a table has no known alignment. Without the hint, 2-byte loads are not joined
@@ -58,11 +58,7 @@ def peer_address(table, owner, dtype: tl.constexpr):
 @triton.jit
 def sum_address(table, owner, largest):
     """Pointer to the first element of `owner`'s gradient shard; see [Note: exact sums]."""
-    if largest is None:
-        address = peer_address(table, owner, tl.float32)
-    else:
-        address = peer_address(table, owner, tl.uint64)
-    return address
+    return peer_address(table, owner, tl.float32 if largest is None else tl.uint64)
 
 
 @triton.jit

@@ -82,9 +82,7 @@ def _of_memory() -> Iterator[Case]:
         for exact in (False, True):
             given = {"table": "*i64", "gradient": f"*{dtype}", "scale": "fp32", **sizes}
             yield Case(
-                **_adding(
-                    f"scatter {dtype}", exact=exact, signature=given, constants={"ALIGNED": True, "BLOCK": 2048}
-                ),
+                **_adding(f"scatter {dtype}", exact=exact, signature=given, constants={"ALIGNED": True, "BLOCK": 2048}),
                 kernel=scatter.scatter_kernel,
                 aligned=("table", "gradient", "rows_per_owner", "row_elements"),
                 flat=True,

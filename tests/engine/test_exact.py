@@ -278,10 +278,10 @@ class Times(nn.Module):
         return (self.weight * x).sum() * self.scalar
 
 
-def _failures(rank: int, world: int) -> dict[str, object]:
+def _failures(rank: int, world: int, backend: str) -> dict[str, object]:
     from odc_triton import MinibatchToRepeat, fully_shard, minibatch
 
-    model, said = fully_shard(Times(), exact=True), {}
+    model, said = fully_shard(Times(), backend=backend, exact=True), {}
 
     def one(size: float) -> object:
         try:
@@ -303,8 +303,9 @@ def _failures(rank: int, world: int) -> dict[str, object]:
     return said
 
 
-def test_failures_are_told_to_all_ranks() -> None:
-    for said in ranks.run(_failures, 2):
+@pytest.mark.parametrize("backend", ["cpu", "cpu-interpreter"])
+def test_failures_are_told_to_all_ranks(backend: str) -> None:
+    for said in ranks.run(_failures, 2, backend):
         assert said["first"] == ([2.0] * 5, 5.0)
         assert said["ten thousand times as much"] == (["scalar", "weight"], False, True)
         assert said["again"] == ([2e4] * 5, 5e4)

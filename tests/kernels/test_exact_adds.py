@@ -184,10 +184,10 @@ def test_as_plain_torch(world: int) -> None:
         return torch.randint(-3, 4, shape).float()
 
     g, dy, x, of_ids, ids = draw(11, 6), draw(9, 11), draw(9, 6), draw(40, 6), _ids(40, 11)
-    held = [torch.zeros(11, 6, dtype=torch.float64)]
+    held, no_bias = [torch.zeros(11, 6, dtype=torch.float64)], [torch.zeros(11)]
     for kernel, want in (
         (lambda w: scatter(gradient=g, peers=w, scale=0.5), scatter_ref(held, g, 0.5)),
-        (lambda w: wgrad(dy=dy, x=x, weight=w, scale=0.5, tile=TILE), wgrad_ref(dy, x, held, [x.new_zeros(11)], 0.5)[0]),
+        (lambda w: wgrad(dy=dy, x=x, weight=w, scale=0.5, tile=TILE), wgrad_ref(dy, x, held, no_bias, 0.5)[0]),
         (
             lambda w: embedding_grad(dy=of_ids, ids=ids, weight=w, scale=0.5, tile=GRAD_TILE),
             embedding_grad_ref(of_ids, ids, held, 0.5, None),
@@ -203,5 +203,5 @@ def test_sums_of_the_wrong_kind_are_refused(kernel: str, sizes: tuple, dtype: to
     """Integers without a factor, and a factor for fp32."""
     shapes, run = MAKE[kernel](torch.randn, *sizes)
     exact = _exact() if dtype == FP32 else None
-    with pytest.raises(ValueError, match="give .* of torch|summed in float32 .* or in int64|needs dtype"):
+    with pytest.raises(ValueError, match=r"give .* of torch|summed in float32 .* or in int64|needs dtype"):
         _added(run, [torch.zeros(shape, dtype=dtype) for shape in shapes], 2, exact=exact)
