@@ -1,7 +1,7 @@
 """An embedding whose table is on the peers: rows are read from their owners, and gradients added to them.
 
     y[t, :]     = W_o[id_t - o n, :]                             o = id_t // n
-    dW_o[i, :] += scale * sum_{t: id_t = o n + i} dy[t, :]       in fp32
+    dW_o[i, :] += scale * sum_{t: id_t = o n + i} dy[t, :]       in fp32, then added in fp32 or exactly (device.py)
 
 T tokens, N rows (the vocabulary) in all, n = ceil(N / R) of them per owner, K columns; R owners.
 

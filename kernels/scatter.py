@@ -1,6 +1,6 @@
 """Adds a local gradient into its owners' shards, or rows of numbers into one peer's memory.
 
-    shard_o[i, :] += scale * g[o n + i, :]        in fp32, atomically
+    shard_o[i, :] += scale * g[o n + i, :]        in fp32 or exactly (device.py), atomically
 
 N rows in all, n = ceil(N / R) per owner, K elements a row; R owners. One program adds BLOCK consecutive elements of
 one owner. A rank adds to the next rank's shard first and to its own last, so ranks add to different owners at any one

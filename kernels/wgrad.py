@@ -90,7 +90,7 @@ def wgrad_kernel(
 
 
 def of_integers(tile: WgradTile) -> WgradTile:
-    """The tile that exact sums take in the place of `tile`: integers need twice the registers and shared memory."""
+    """What exact sums take in the place of `tile`: integers need twice the registers and shared memory."""
     return replace(tile, k=max(tile.k // 2, 16))
 
 
@@ -109,7 +109,8 @@ def wgrad(
     [[3, 4], [0, 0]] to its own shard and [[6, 8]] to rank 1's; rank 1, with dy = [[0, 1, 1]] and x = [[1, 1]], adds
     [[0, 0], [1, 1]] and [[1, 1]]. In the end the shards have grown by [[3, 4], [1, 1]] and [[7, 9]].
 
-    dy: [T, N], x: [T, K], of one dtype (fp32, bf16, fp16), contiguous; T may be 0. Raises ValueError for anything
+    dy: [T, N], x: [T, K], of one dtype (fp32, bf16, fp16), contiguous; T may be 0. Exact sums take tiles of half the
+    columns. Raises ValueError for anything
     else, before a launch.
     """
     _check(dy, x, weight, bias)

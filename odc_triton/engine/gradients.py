@@ -50,7 +50,7 @@ class Target:
         add(self.shards[owner], at, rows)
 
     def begin_addition(self) -> None:
-        """To each element at most once, except by index: kernels sum what they add to one before that."""
+        """To each element at most once, except by index on the host. Each kernel adds to an element once."""
         if self.exact is not None:
             self.exact.additions += 1
 
