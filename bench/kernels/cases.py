@@ -49,13 +49,15 @@ def _bytes(dtype: str) -> int:
 
 def _adding(name: str, *, exact: bool, signature: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
     """These options of a kernel that adds to sums in fp32, or to exact ones."""
-    largest = ({"largest": "*i32"}, {}) if exact else ({}, {"largest": None})
-    return {
-        "name": f"exact {name}" if exact else name,
-        "signature": signature | {"factor": "fp32"} | largest[0],
-        "constants": constants | largest[1],
-        "reduces": True,
-    }
+    signature = {**signature, "factor": "fp32"}
+    if exact:
+        return {
+            "name": f"exact {name}",
+            "signature": {**signature, "largest": "*i32"},
+            "constants": constants,
+            "reduces": True,
+        }
+    return {"name": name, "signature": signature, "constants": {**constants, "largest": None}, "reduces": True}
 
 
 def _of_memory() -> Iterator[Case]:
