@@ -75,7 +75,8 @@ def add_to_peer(pointer, value, mask):
 
 @triton.jit
 def summand(value, factor, largest):
-    """What to add for a block of fp32 values: see [Note: exact sums]. Those outside of the shard must be 0.
+    """What to add for a block of fp32 values: see [Note: exact sums]. If all in the shard are finite, those outside of
+    it must be 0.
 
     `largest`, int32, of this rank, becomes at least the bits of all |value|. Bits are ordered as the numbers are, with
     infinity and NaN above all.
