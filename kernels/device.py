@@ -12,6 +12,11 @@ home, as other additions are; the vendor does not promise it. So where an owner'
 `adds_in_bulk` is False unless ODC_BULK_REDUCTIONS=on; `off` disables bulk reductions everywhere. The default may change
 when `python -m bench.suites.links --loops 50`, which adds both ways at once and compares, has passed on several GPUs.
 
+[Note: exact sums] Where sums are exact, shards are int64, and trunc(value * factor) is added: integers have the same
+sum in any order. Only this file knows how: a kernel takes `factor` and `largest` from `PeerShards.adding` and passes
+them to `sum_address` and `summand`; for fp32 shards `largest` is None. Bulk reductions take uint64 but not int64, so
+that is the type here; the bits of a sum are the same.
+
 [Note: alignment] An address loaded from a table has no known alignment. Without the hint, 2-byte loads are not joined
 into vectors and additions of 16-bit values become compare-and-swap loops. Hence `peer_address`, and shards aligned to
 16 bytes (peers.py checks it).
@@ -51,6 +56,12 @@ def peer_address(table, owner, dtype: tl.constexpr):
 
 
 @triton.jit
+def sum_address(table, owner, largest):
+    """Pointer to the first element of `owner`'s gradient shard; see [Note: exact sums]."""
+    return peer_address(table, owner, tl.float32 if largest is None else tl.uint64)
+
+
+@triton.jit
 def turn(index, rank, world):
     """The owner that `rank` visits in its `index`-th turn: ranks start after themselves, so at different owners."""
     return (rank + 1 + index) % world
@@ -58,22 +69,25 @@ def turn(index, rank, world):
 
 @triton.jit
 def add_to_peer(pointer, value, mask):
-    """Adds fp32 values into a peer's gradient shard; see [Note: orders]."""
+    """Adds what `summand` gives into a peer's gradient shard; see [Note: orders]."""
     tl.atomic_add(pointer, value, mask=mask, sem="relaxed", scope="sys")
 
 
 @triton.jit
-def add_exactly(pointer, value, mask, factor, largest):
-    """Adds trunc(value * factor) to integers, int64, of a peer's gradient shard; see [Note: orders].
+def summand(value, factor, largest):
+    """What to add for a block of fp32 values: see [Note: exact sums]. If all in the shard are finite, those outside of
+    it must be 0.
 
-    `largest`, int32, of this rank: the largest of the bits of all |value|, which are ordered as the numbers are, with
+    `largest`, int32, of this rank, becomes at least the bits of all |value|. Bits are ordered as the numbers are, with
     infinity and NaN above all.
     """
-    bits = tl.where(mask, tl.abs(value), 0.0).to(tl.int32, bitcast=True)
-    tl.atomic_max(largest, tl.max(bits, axis=0), sem="relaxed", scope="gpu")
-    scaled = value * factor
-    fits = tl.abs(scaled) < 2.0**62  # False for NaN; what does not fit shows in `largest`
-    tl.atomic_add(pointer, tl.where(fits, scaled, 0.0).to(tl.int64), mask=mask, sem="relaxed", scope="sys")
+    if largest is not None:
+        bits = tl.abs(value).to(tl.int32, bitcast=True)
+        tl.atomic_max(largest, tl.max(bits), sem="relaxed", scope="gpu")
+        scaled = value * factor
+        fits = tl.abs(scaled) < 2.0**62  # False for NaN; what does not fit shows in `largest`
+        value = tl.where(fits, scaled, 0.0).to(tl.int64).to(tl.uint64, bitcast=True)
+    return value
 
 
 @triton.jit

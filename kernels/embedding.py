@@ -1,7 +1,7 @@
 """An embedding whose table is on the peers: rows are read from their owners, and gradients added to them.
 
     y[t, :]     = W_o[id_t - o n, :]                             o = id_t // n
-    dW_o[i, :] += scale * sum_{t: id_t = o n + i} dy[t, :]       in fp32
+    dW_o[i, :] += scale * sum_{t: id_t = o n + i} dy[t, :]       in fp32, then added in fp32 or exactly (device.py)
 
 T tokens, N rows (the vocabulary) in all, n = ceil(N / R) of them per owner, K columns; R owners.
 
@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import TL_DTYPES, add_to_peer, peer_address
-from .peers import PeerShards, join
+from .device import TL_DTYPES, add_to_peer, peer_address, sum_address, summand
+from .peers import PeerShards, check_sums, join
 from .tiles import EMBEDDING, EMBEDDING_GRAD, EmbeddingGradTile, EmbeddingTile
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -63,10 +63,10 @@ def _trains(row, rows, padding):
 
 
 @triton.jit
-def _add_row(table, row, rows_per_owner, columns, k, value):
+def _add_row(table, row, rows_per_owner, columns, k, value, factor, largest):
     owner = row // rows_per_owner
-    target = peer_address(table, owner, tl.float32) + (row - owner * rows_per_owner) * columns
-    add_to_peer(target + k, value, k < columns)
+    target = sum_address(table, owner, largest) + (row - owner * rows_per_owner) * columns
+    add_to_peer(target + k, summand(value, factor, largest), k < columns)
 
 
 @triton.jit(do_not_specialize=["tokens", "shift", "rows", "rows_per_owner", "padding"])
@@ -85,6 +85,8 @@ def embedding_grad_kernel(
     rows_per_owner,
     columns,
     padding,
+    factor,
+    largest,
     SEGMENT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -106,7 +108,7 @@ def embedding_grad_kernel(
             acc += dy_TK.to(tl.float32)
         total = tl.sum(acc, axis=0)
         if end - begin <= SEGMENT:
-            _add_row(table, row, rows_per_owner, columns, k, total * scale)
+            _add_row(table, row, rows_per_owner, columns, k, total * scale, factor, largest)
         else:
             slot = 2 * (position // SEGMENT) + (position == begin).to(tl.int64)  # [Note: slots]
             tl.store(partial + slot * columns + k, total, mask=k < columns)
@@ -125,6 +127,8 @@ def embedding_grad_long_kernel(
     rows_per_owner,
     columns,
     padding,
+    factor,
+    largest,
     SEGMENT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -149,7 +153,7 @@ def embedding_grad_long_kernel(
                     mask=(piece < pieces)[:, None] & (k < columns)[None, :],
                     other=0.0,
                 )
-            _add_row(table, row, rows_per_owner, columns, k, tl.sum(acc, axis=0) * scale)
+            _add_row(table, row, rows_per_owner, columns, k, tl.sum(acc, axis=0) * scale, factor, largest)
 
 
 def embedding(*, ids: torch.Tensor, weight: PeerShards, out: torch.Tensor, tile: EmbeddingTile = EMBEDDING) -> None:
@@ -189,7 +193,7 @@ def embedding_grad(
     padding_idx: int | None = None,
     tile: EmbeddingGradTile = EMBEDDING_GRAD,
 ) -> None:
-    """Adds scale * the rows of `dy` [T, K] into the rows `ids` [T] of `weight` [N, K] (fp32 shards).
+    """Adds scale * the rows of `dy` [T, K] into the rows `ids` [T] of `weight` [N, K].
 
     Two ranks own two rows and one. ids = [2, 0, 2] and dy = [[1, 1], [2, 2], [3, 3]] add [2, 2] to row 0, on rank 0,
     and [4, 4] to row 2, on rank 1, in one addition.
@@ -201,8 +205,7 @@ def embedding_grad(
     """
     _check(ids, "dy", dy, weight)
     tokens, (rows, columns) = ids.shape[0], weight.shape
-    if weight.dtype != torch.float32:
-        raise ValueError(f"the shards are {weight.dtype}; gradients are summed in float32 (reduce_dtype=None)")
+    check_sums(weight)
     if padding_idx is not None and not 0 <= padding_idx < rows:
         raise ValueError(
             f"padding_idx is {padding_idx}; give None or one of 0..{rows - 1} (a negative one plus {rows})"
@@ -232,6 +235,7 @@ def embedding_grad(
         weight.rows_per_owner,
         columns,
         padding,
+        *weight.adding,
         **shape,
     )
     if segments:
@@ -247,6 +251,7 @@ def embedding_grad(
             weight.rows_per_owner,
             columns,
             padding,
+            *weight.adding,
             **shape,
         )
 
@@ -259,9 +264,8 @@ def _check(ids: torch.Tensor, name: str, value: torch.Tensor, weight: PeerShards
         raise ValueError(f"ids is {tuple(ids.shape)} in {ids.dtype}; give [T] in int64 or int32 (flatten batches)")
     if tuple(value.shape) != (ids.shape[0], weight.shape[1]):
         raise ValueError(f"{name} is {tuple(value.shape)}; give {(ids.shape[0], weight.shape[1])}")
-    for what, dtype in ((name, value.dtype), ("the weight", weight.dtype)):
-        if dtype not in _DTYPES:
-            raise ValueError(f"{what} is {dtype}; give float32, bfloat16 or float16")
+    if value.dtype not in _DTYPES:
+        raise ValueError(f"{name} is {value.dtype}; give float32, bfloat16 or float16")
     if not (ids.is_contiguous() and value.is_contiguous()):
         raise ValueError(f"ids has strides {ids.stride()} and {name} {value.stride()}; both must be contiguous")
     if not ids.device == value.device == weight.device:

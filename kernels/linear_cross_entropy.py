@@ -7,7 +7,7 @@
 
     dz[t, v]  = g_logp[t] (1[v = y_t] - p[t, v]) - g_entropy[t] p[t, v] (log p[t, v] + entropy[t])
     dh[t, k]  = logit_scale * sum_v dz[t, v] W[v, k]
-    dW_o[i, k] += logit_scale * sum_t dz[t, o n + i] h[t, k]      into the owner's fp32 gradient shard
+    dW_o[i, k] += logit_scale * sum_t dz[t, o n + i] h[t, k]      into the owner's gradient shard
 
 T tokens, D columns of h, V rows of W, n = ceil(V / R) of them per owner; R owners. It takes one chunk of one owner's
 rows at a time, own shard first, then that of rank + 1, ...: pulls it into a local buffer, multiplies it by the library
@@ -175,7 +175,7 @@ def linear_cross_entropy_grad(
     h = ln 2 it is added to the shards: [[0.347], [-0.173]] to rank 0's, [[-0.173]] to rank 1's. dh = [[1/2]].
 
     `output`: what `linear_cross_entropy` returned for the same arguments; g_logp, g_entropy: fp32 [T], the loss's
-    gradient with respect to its fields. gradient: [V, D] in fp32, to which other ranks may add at the same time, or a
+    gradient with respect to its fields. gradient: [V, D], to which other ranks may add at the same time, or a
     function that adds fp32 rows to an owner's from `start` on: `gradient(owner, start, rows)`. dh: [T, D] in h's dtype
     or in fp32, which saves a separate fp32 sum. A token whose `logp` is NaN has a NaN gradient. Raises ValueError as
     `linear_cross_entropy` does.
@@ -287,7 +287,7 @@ def _rows_of(peers: PeerShards, part: _Part) -> PeerShards:
     rows = peers.shards[part.owner][part.start : part.stop]
     skipped_bytes = part.start * peers.row_elements * rows.element_size()
     table = peers.table[part.owner : part.owner + 1] + skipped_bytes
-    return PeerShards(table=table, shape=tuple(rows.shape), rank=0, dtype=rows.dtype)
+    return PeerShards(table=table, shape=tuple(rows.shape), rank=0, dtype=rows.dtype, exact=peers.exact)
 
 
 def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int) -> None:
@@ -348,7 +348,7 @@ def _check_gradients(
         if dh.dtype not in (h.dtype, torch.float32):
             raise ValueError(f"dh is {dh.dtype}; give h's {h.dtype}, or float32")
     if isinstance(gradient, PeerShards):
-        check_alike("the gradient", gradient, "weight", weight, shape=weight.shape, dtype=torch.float32)
+        check_alike("the gradient", gradient, "weight", weight, shape=weight.shape, dtype=gradient.sum_dtype)
 
 
 def linear_cross_entropy_ref(

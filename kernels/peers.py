@@ -17,12 +17,25 @@ def rows_per_owner(rows: int, world: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExactAdds:
+    """How kernels add g to shards of integers: as trunc(g * factor), int64; `factor` is a power of two.
+
+    `largest`: int32 [1] on the kernels' device; becomes at least the bits of every |g| in fp32, also of NaN and
+    infinity. A g with |g * factor| >= 2^62 is not added, so look at `largest` before the sums are used.
+    """
+
+    factor: float
+    largest: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerShards:
     """The shards of one tensor [N, ...], split on dim 0 as `torch.chunk` splits: `rows_per_owner` each, the last fewer.
 
     `table`: int64 [world], on the device that the kernels run on; entry r is the address of owner r's first row.
     `shards`: the rows themselves, entry r of shape [rows of r, ...], contiguous; this also keeps their memory alive.
     Kernels alone don't need it. `near`: the owners whose memory is on the kernels' own device; None: all.
+    `exact`: of int64 shards, to which kernels add integers.
     """
 
     table: torch.Tensor
@@ -31,6 +44,7 @@ class PeerShards:
     dtype: torch.dtype
     shards: tuple[torch.Tensor, ...] = ()
     near: frozenset[int] | None = None
+    exact: ExactAdds | None = None
 
     @property
     def world(self) -> int:
@@ -59,6 +73,16 @@ class PeerShards:
     def far(self) -> list[int]:
         """The owners whose rows cross a link."""
         return [] if self.near is None else [owner for owner in range(self.world) if owner not in self.near]
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """What kernels can add to."""
+        return torch.float32 if self.exact is None else torch.int64
+
+    @property
+    def adding(self) -> tuple[float, torch.Tensor | None]:
+        """`factor` and `largest` of kernels that add."""
+        return (1.0, None) if self.exact is None else (self.exact.factor, self.exact.largest)
 
     @classmethod
     def of(
@@ -108,6 +132,15 @@ class PeerShards:
                     f"owner {owner}'s shard is at {shard.data_ptr():#x}; align it to {ALIGNMENT_BYTES} bytes"
                 )
         return peers
+
+
+def check_sums(shards: PeerShards) -> None:
+    """Raises ValueError unless kernels can add gradients to these shards."""
+    if shards.dtype != shards.sum_dtype:
+        raise ValueError(
+            f"the shards are {shards.dtype} with exact={shards.exact}; gradients are summed in float32 "
+            f"(reduce_dtype=None), or in int64 with `exact`"
+        )
 
 
 def check_bias(bias: PeerShards, weight: PeerShards) -> None:

@@ -146,7 +146,7 @@ def qkv_dx_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QkvGradients:
-    """Where gradients go: None for what needs none. The shards are fp32 and are added to; the tensors are overwritten.
+    """Where gradients go: None for what needs none. The shards are added to; the tensors are overwritten.
 
     wq [Hq D, K], wk and wv [Hkv D, K], bq, bk, bv: the owners' gradient shards, maybe over another number of owners
     than the weights. dx: [T, K] of x's dtype. q_norm and k_norm: fp32 [D], both or none.
@@ -289,10 +289,12 @@ def _check_out(
     for name in ("wq", "wk", "wv", "bq", "bk", "bv"):
         shards = getattr(out, name)
         weight = getattr(weights, f"w{name[1]}")
-        want = (weight.shape if name[0] == "w" else weight.shape[:1], torch.float32, weight.device)
-        if shards is not None and (shards.shape, shards.dtype, shards.device) != want:
+        if shards is None:
+            continue
+        want = (weight.shape if name[0] == "w" else weight.shape[:1], shards.sum_dtype, weight.device)
+        if (shards.shape, shards.dtype, shards.device) != want:
             raise ValueError(
-                f"out.{name} is {shards.shape} of {shards.dtype} on {shards.device}; give {want[0]} of float32 on "
+                f"out.{name} is {shards.shape} of {shards.dtype} on {shards.device}; give {want[0]} of {want[1]} on "
                 f"{want[2]}"
             )
 

@@ -1,6 +1,6 @@
 """Adds a local gradient into its owners' shards, or rows of numbers into one peer's memory.
 
-    shard_o[i, :] += scale * g[o n + i, :]        in fp32, atomically
+    shard_o[i, :] += scale * g[o n + i, :]        in fp32 or exactly (device.py), atomically
 
 N rows in all, n = ceil(N / R) per owner, K elements a row; R owners. One program adds BLOCK consecutive elements of
 one owner. A rank adds to the next rank's shard first and to its own last, so ranks add to different owners at any one
@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import add_exactly, add_to_peer, peer_address, turn
-from .peers import PeerShards
+from .device import add_to_peer, sum_address, summand, turn
+from .peers import PeerShards, check_sums
 
 
 @triton.jit(do_not_specialize=["rows", "rank"])
@@ -27,6 +27,8 @@ def scatter_kernel(
     row_elements,
     rank,
     world,
+    factor,
+    largest,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -35,23 +37,25 @@ def scatter_kernel(
     count = tl.minimum(tl.maximum(rows - first_row, 0), rows_per_owner) * row_elements
     start = tl.program_id(0).to(tl.int64) * BLOCK
     if start < count:
-        target = peer_address(table, owner, tl.float32)
+        target = sum_address(table, owner, largest)
         base = first_row * row_elements
         if ALIGNED:
             base = tl.multiple_of(base, 16)
         source = gradient + base
         offsets = start + tl.arange(0, BLOCK)
         if start + BLOCK <= count:  # without a mask, so that loads stay vectors
-            add_to_peer(target + offsets, tl.load(source + offsets).to(tl.float32) * scale, None)
+            value = tl.load(source + offsets).to(tl.float32) * scale
+            add_to_peer(target + offsets, summand(value, factor, largest), None)
         else:
             mask = offsets < count
-            add_to_peer(target + offsets, tl.load(source + offsets, mask=mask).to(tl.float32) * scale, mask)
+            value = tl.load(source + offsets, mask=mask, other=0.0).to(tl.float32) * scale
+            add_to_peer(target + offsets, summand(value, factor, largest), mask)
 
 
 def scatter(
     *, gradient: torch.Tensor, peers: PeerShards, scale: float = 1.0, block: int = 2048, num_warps: int = 4
 ) -> None:
-    """Adds scale * `gradient` [N, ...], in bf16, fp16 or fp32, into the fp32 shards of `peers`.
+    """Adds scale * `gradient` [N, ...], in bf16, fp16 or fp32, into the shards of `peers`.
 
     Two ranks own two rows and one of N = 3. Rank 0 adds [[1], [2], [3]] and rank 1 [[10], [20], [30]]. In any order of
     the additions, the shards have grown by [[11], [22]] and [[33]].
@@ -65,8 +69,7 @@ def scatter(
         )
     if gradient.device != peers.device:
         raise ValueError(f"gradient is on {gradient.device} and the shards' table on {peers.device}")
-    if peers.dtype != torch.float32:
-        raise ValueError(f"the shards are {peers.dtype}; gradients are summed in float32 (reduce_dtype=None)")
+    check_sums(peers)
     if gradient.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"gradient is {gradient.dtype}; give float32, bfloat16 or float16")
     elements = peers.rows_per_owner * peers.row_elements
@@ -81,6 +84,7 @@ def scatter(
         peers.row_elements,
         peers.rank,
         peers.world,
+        *peers.adding,
         ALIGNED=elements % 16 == 0,
         BLOCK=block,
         num_warps=num_warps,
@@ -111,60 +115,6 @@ def add_block(*, target: torch.Tensor, source: torch.Tensor, block: int = 2048, 
     if target.numel():
         grid = (triton.cdiv(target.numel(), block),)
         add_block_kernel[grid](target, source, target.numel(), BLOCK=block, num_warps=num_warps)
-
-
-@triton.jit
-def add_rows_exactly_kernel(
-    target, source, index, largest, factor, count, columns, HAS_INDEX: tl.constexpr, BLOCK: tl.constexpr
-):
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < count
-    places = offsets
-    if HAS_INDEX:
-        rows = tl.load(index + offsets // columns, mask=mask, other=0)
-        places = rows * columns + offsets % columns
-    add_exactly(target + places, tl.load(source + offsets, mask=mask).to(tl.float32), mask, factor, largest)
-
-
-def add_rows_exactly(
-    *,
-    target: torch.Tensor,
-    source: torch.Tensor,
-    factor: float,
-    largest: torch.Tensor,
-    index: torch.Tensor | None = None,
-    block: int = 1024,
-    num_warps: int = 4,
-) -> None:
-    """target[i] += trunc(factor * source[i]), or target[index[i]], atomically: int64 rows of a peer's gradient shard.
-
-    `target`: int64 [n, ...], contiguous. `source`: fp32, bf16 or fp16 [m, ...], contiguous; m = n without an `index`,
-    int64 [m], which may have rows more than once. `largest`: int32 [1], becomes at least the bits of the largest
-    |source| as an fp32 number. Integers are added in any order with the same result; what does not fit in 63 bits is
-    not added, and shows in `largest`. Raises ValueError for another shape, dtype or layout.
-    """
-    if target.dtype != torch.int64 or largest.dtype != torch.int32:
-        raise ValueError(f"target is {target.dtype} and largest {largest.dtype}; give int64 and int32")
-    if source.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"source is {source.dtype}; give float32, bfloat16 or float16")
-    if source.shape[1:] != target.shape[1:] or len(source) != (len(target) if index is None else len(index)):
-        rows = "no index" if index is None else f"an index of {len(index)}"
-        raise ValueError(f"target is {tuple(target.shape)} and source {tuple(source.shape)} with {rows}")
-    if not (target.is_contiguous() and source.is_contiguous()):
-        raise ValueError(f"target has strides {target.stride()} and source {source.stride()}; both must be contiguous")
-    if source.numel():
-        add_rows_exactly_kernel[(triton.cdiv(source.numel(), block),)](
-            target,
-            source,
-            target if index is None else index,
-            largest,
-            factor,
-            source.numel(),
-            source[0].numel(),
-            HAS_INDEX=index is not None,
-            BLOCK=block,
-            num_warps=num_warps,
-        )
 
 
 def scatter_ref(shards: list[torch.Tensor], gradient: torch.Tensor, scale: float) -> list[torch.Tensor]:

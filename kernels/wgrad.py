@@ -13,12 +13,14 @@ summed here and scattered later: beside a bulk reduction ptxas would make its ad
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
-from .device import add_to_peer, adds_in_bulk, architecture, dot, interpreting, peer_address, turn
-from .peers import PeerShards, check_bias
+from .device import add_to_peer, adds_in_bulk, architecture, dot, interpreting, sum_address, summand, turn
+from .peers import PeerShards, check_bias, check_sums
 from .scatter import scatter
 from .tiles import WgradTile, tile_of
 
@@ -36,6 +38,8 @@ def wgrad_kernel(
     columns,
     rank,
     world,
+    factor,
+    largest,
     HAS_BIAS: tl.constexpr,
     BULK: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -71,18 +75,23 @@ def wgrad_kernel(
             acc = dot(tl.trans(dy_TN), x_TK, acc, UPCAST)
             if HAS_BIAS:
                 acc_b += tl.sum(dy_TN.to(tl.float32), axis=0)
-        target = peer_address(w_table, owner, tl.float32)
-        acc *= scale
+        target = sum_address(w_table, owner, largest)
+        tile = summand(acc * scale, factor, largest)
         if BULK:
             descriptor = tl.make_tensor_descriptor(
                 target, shape=[owned, columns], strides=[columns, 1], block_shape=[BLOCK_N, BLOCK_K]
             )
-            descriptor.atomic_add([tile_n * BLOCK_N, tile_k * BLOCK_K], acc)
+            descriptor.atomic_add([tile_n * BLOCK_N, tile_k * BLOCK_K], tile)
         else:
             offsets = n.to(tl.int64)[:, None] * columns + k[None, :]
-            add_to_peer(target + offsets, acc, n_in[:, None] & k_in[None, :])
+            add_to_peer(target + offsets, tile, n_in[:, None] & k_in[None, :])
         if HAS_BIAS and tile_k == 0:
             tl.store(db + first_row + n, acc_b, mask=n_in)
+
+
+def of_integers(tile: WgradTile) -> WgradTile:
+    """What exact sums take in the place of `tile`: integers need twice the registers and shared memory."""
+    return replace(tile, k=max(tile.k // 2, 16))
 
 
 def wgrad(
@@ -94,13 +103,14 @@ def wgrad(
     scale: float = 1.0,
     tile: WgradTile | None = None,
 ) -> None:
-    """Adds scale * dyᵀ x into the fp32 shards of `weight` [N, K], and scale * sum(dy) into those of `bias` [N].
+    """Adds scale * dyᵀ x into the shards of `weight` [N, K], and scale * sum(dy) into those of `bias` [N].
 
     Two ranks own two rows and one of a weight [3, 2]. Rank 0, with dy = [[1, 0, 2]] and x = [[3, 4]], adds
     [[3, 4], [0, 0]] to its own shard and [[6, 8]] to rank 1's; rank 1, with dy = [[0, 1, 1]] and x = [[1, 1]], adds
     [[0, 0], [1, 1]] and [[1, 1]]. In the end the shards have grown by [[3, 4], [1, 1]] and [[7, 9]].
 
-    dy: [T, N], x: [T, K], of one dtype (fp32, bf16, fp16), contiguous; T may be 0. Raises ValueError for anything
+    dy: [T, N], x: [T, K], of one dtype (fp32, bf16, fp16), contiguous; T may be 0. Exact sums take tiles of half the
+    columns. Raises ValueError for anything
     else, before a launch.
     """
     _check(dy, x, weight, bias)
@@ -109,7 +119,9 @@ def wgrad(
         return
     arch = architecture(dy.device)
     tile = tile or tile_of("wgrad", element_bytes=dy.element_size(), arch=arch, tokens=tokens)
-    bulk = arch >= 90 and columns % 4 == 0 and adds_in_bulk(weight)  # rows are multiples of 16 bytes
+    if weight.exact is not None:
+        tile = of_integers(tile)
+    bulk = arch >= 90 and columns * weight.dtype.itemsize % 16 == 0 and adds_in_bulk(weight)
     if bulk:
         triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=dy.device))
     tiles = triton.cdiv(weight.rows_per_owner, tile.n) * triton.cdiv(columns, tile.k)
@@ -126,6 +138,7 @@ def wgrad(
         columns,
         weight.rank,
         weight.world,
+        *weight.adding,
         HAS_BIAS=bias is not None,
         BULK=bulk,
         UPCAST=interpreting(),
@@ -151,8 +164,7 @@ def _check(dy: torch.Tensor, x: torch.Tensor, weight: PeerShards, bias: PeerShar
         raise ValueError(f"dy has strides {dy.stride()} and x {x.stride()}; both must be contiguous")
     if not dy.device == x.device == weight.device:
         raise ValueError(f"dy is on {dy.device}, x on {x.device}, the weight's table on {weight.device}")
-    if weight.dtype != torch.float32:
-        raise ValueError(f"the shards are {weight.dtype}; gradients are summed in float32 (reduce_dtype=None)")
+    check_sums(weight)
     if weight.shape[1] == 0:
         raise ValueError(f"the weight is {weight.shape}: a layer without input features has no gradient")
     if bias is not None:

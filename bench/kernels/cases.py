@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import triton.language as tl
@@ -46,6 +47,19 @@ def _bytes(dtype: str) -> int:
     return TYPES[dtype].primitive_bitwidth // 8
 
 
+def _adding(name: str, *, exact: bool, signature: dict[str, str], constants: dict[str, Any]) -> dict[str, Any]:
+    """These options of a kernel that adds to sums in fp32, or to exact ones."""
+    signature = {**signature, "factor": "fp32"}
+    if exact:
+        return {
+            "name": f"exact {name}",
+            "signature": {**signature, "largest": "*i32"},
+            "constants": constants,
+            "reduces": True,
+        }
+    return {"name": name, "signature": signature, "constants": {**constants, "largest": None}, "reduces": True}
+
+
 def _of_memory() -> Iterator[Case]:
     sizes = {"rows": "i32", "rows_per_owner": "i32", "row_elements": "i32", "rank": "i32", "world": "i32"}
     for source, target in (("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "bf16"), ("fp16", "fp16")):
@@ -67,15 +81,14 @@ def _of_memory() -> Iterator[Case]:
             aligned=tuple(pieces),
         )
     for dtype in TYPES:
-        yield Case(
-            name=f"scatter {dtype}",
-            kernel=scatter.scatter_kernel,
-            signature={"table": "*i64", "gradient": f"*{dtype}", "scale": "fp32", **sizes},
-            constants={"ALIGNED": True, "BLOCK": 2048},
-            aligned=("table", "gradient", "rows_per_owner", "row_elements"),
-            reduces=True,
-            flat=True,
-        )
+        for exact in (False, True):
+            given = {"table": "*i64", "gradient": f"*{dtype}", "scale": "fp32", **sizes}
+            yield Case(
+                **_adding(f"scatter {dtype}", exact=exact, signature=given, constants={"ALIGNED": True, "BLOCK": 2048}),
+                kernel=scatter.scatter_kernel,
+                aligned=("table", "gradient", "rows_per_owner", "row_elements"),
+                flat=True,
+            )
         yield Case(
             name=f"add_block {dtype}",
             kernel=scatter.add_block_kernel,
@@ -85,17 +98,6 @@ def _of_memory() -> Iterator[Case]:
             reduces=True,
             flat=True,
         )
-        for word, has_index in (("", False), (" by index", True)):
-            yield Case(
-                name=f"add_rows_exactly {dtype}{word}",
-                kernel=scatter.add_rows_exactly_kernel,
-                signature={"target": "*i64", "source": f"*{dtype}", "index": "*i64", "largest": "*i32"}
-                | {"factor": "fp32", "count": "i32", "columns": "i32"},
-                constants={"HAS_INDEX": has_index, "BLOCK": 1024},
-                aligned=("target", "source", "index", "count", "columns"),
-                reduces=True,
-                flat=True,
-            )
 
 
 def _of_flags() -> Iterator[Case]:
@@ -124,12 +126,8 @@ def _of_embedding() -> Iterator[Case]:
     tile, grad_tile = embedding.EMBEDDING, embedding.EMBEDDING_GRAD
     runs = {"ids": "*i64", "begins": "*i64", "ends": "*i64", "table": "*i64", "partial": "*fp32"}
     sizes = {"scale": "fp32", "tokens": "i32", **_SIZES, "padding": "i32"}
-    grad = partial(
-        Case,
-        constants={"SEGMENT": grad_tile.segment, "BLOCK_T": grad_tile.t, "BLOCK_K": grad_tile.k},
-        num_warps=grad_tile.num_warps,
-        reduces=True,
-    )
+    blocks = {"SEGMENT": grad_tile.segment, "BLOCK_T": grad_tile.t, "BLOCK_K": grad_tile.k}
+    adding = partial(_adding, constants=blocks)
     for dtype in TYPES:
         yield Case(
             name=f"embedding {dtype}",
@@ -139,18 +137,21 @@ def _of_embedding() -> Iterator[Case]:
             aligned=("ids", "table", "out", "columns"),
             num_warps=tile.num_warps,
         )
-        yield grad(
-            name=f"embedding_grad {dtype}",
-            kernel=embedding.embedding_grad_kernel,
-            signature={"dy": f"*{dtype}", "order": "*i64", "shift": "i32", **runs, **sizes},
-            aligned=("dy", "order", *runs, "columns"),
+        for exact in (False, True):
+            given = {"dy": f"*{dtype}", "order": "*i64", "shift": "i32", **runs, **sizes}
+            yield Case(
+                **adding(f"embedding_grad {dtype}", exact=exact, signature=given),
+                kernel=embedding.embedding_grad_kernel,
+                aligned=("dy", "order", *runs, "columns"),
+                num_warps=grad_tile.num_warps,
+            )
+    for exact in (False, True):
+        yield Case(
+            **adding("embedding_grad_long", exact=exact, signature={**runs, **sizes}),
+            kernel=embedding.embedding_grad_long_kernel,
+            aligned=(*runs, "columns"),
+            num_warps=grad_tile.num_warps,
         )
-    yield grad(
-        name="embedding_grad_long",
-        kernel=embedding.embedding_grad_long_kernel,
-        signature={**runs, **sizes},
-        aligned=(*runs, "columns"),
-    )
 
 
 def _of_head() -> Iterator[Case]:
@@ -249,19 +250,22 @@ def _of_staged(dtype: str) -> Iterator[Case]:
 def _of_wgrad(dtype: str) -> Iterator[Case]:
     tile = tiles.WGRAD_FP32 if dtype == "fp32" else tiles.WGRAD
     data = {"dy": f"*{dtype}", "x": f"*{dtype}", "w_table": "*i64", "db": "*fp32"}
-    blocks = {"BLOCK_N": tile.n, "BLOCK_K": tile.k, "BLOCK_T": tile.t, "GROUP": tile.group}
-    for name, far in ((f"wgrad {dtype}", False), (f"wgrad {dtype} far", True)):
+    blocks = {"BLOCK_N": tile.n, "BLOCK_T": tile.t, "GROUP": tile.group}
+    for far, exact in product((False, True), repeat=2):
+        columns = (wgrad.of_integers(tile) if exact else tile).k
         yield Case(
-            name=name,
+            **_adding(
+                f"wgrad {dtype}{' far' if far else ''}",
+                exact=exact,
+                signature={**data, "scale": "fp32", **_MATRIX},
+                constants={"HAS_BIAS": True, "UPCAST": False, "BLOCK_K": columns, **blocks},
+            ),
             kernel=wgrad.wgrad_kernel,
-            signature={**data, "scale": "fp32", **_MATRIX},
-            constants={"HAS_BIAS": True, "UPCAST": False, **blocks},
             by_arch={"BULK": lambda arch, far=far: arch >= 90 and not far},
             aligned=(*data, *_ALIGNED_SIZES),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             matrix=dtype != "fp32",
-            reduces=True,
             far=far,
         )
 

@@ -187,7 +187,7 @@ def _read_reductions(code: Code, case: Case, ttir: str, ptx: str, sass: str) -> 
     if wrong or not written:
         code.faults.append(f"reduces by {', '.join(sorted(wrong)) or 'nothing'}")
     # Shapes that single additions are written for; a tile has two dimensions longer than 1.
-    shapes = re.findall(r"tt\.atomic_rmw .*tensor<([\dx]+)x(?:f32|f16|bf16)>", ttir)
+    shapes = re.findall(r"tt\.atomic_rmw .*tensor<([\dx]+)x(?:f32|f16|bf16|i64)>", ttir)
     if (
         code.arch in (90, 100)
         and not case.far

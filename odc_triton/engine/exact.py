@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from odc_kernels.peers import ExactAdds
+
 from ..nn.operand import add_rows
 
 _WANTED_BITS = 54  # of the bound; see [Note: how many bits]
@@ -39,21 +41,20 @@ Told = Sequence[int | None]  # additions to an element; k, where all |q| < 2^k; 
 class ExactSum:
     """One parameter's: `exponent`, and what this rank has added in this minibatch.
 
-    `is_guess`: no gradient but 0 has been seen yet.
+    `is_guess`: no gradient but 0 has been seen yet. `device`: where kernels run that add.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
         self.exponent = self.next_exponent = _WANTED_BITS - _GUESSED_BITS
         self.is_guess = True
-        self._largest: torch.Tensor | None = None  # int32 [1]: what kernels have seen, the bits of an fp32 number
+        self._largest = torch.zeros(1, dtype=torch.int32, device=device)  # what kernels have seen
         self.clear()
 
     def clear(self) -> None:
         """The next minibatch begins."""
         self.exponent = self.next_exponent
         self.additions, self._bits, self._is_finite = 0, _ZERO, True
-        if self._largest is not None:
-            self._largest.zero_()
+        self._largest.zero_()
 
     @torch.no_grad()
     def add(self, shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
@@ -68,20 +69,9 @@ class ExactSum:
             if (integers := self._integers(block)) is not None:
                 place.add_(integers)
 
-    @torch.no_grad()
-    def add_by_kernel(self, shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
-        """As `add`, on the device, while others may add too."""
-        from odc_kernels.scatter import add_rows_exactly  # here, as importing triton takes a second
-
-        if self._largest is None:
-            self._largest = torch.zeros(1, dtype=torch.int32, device=shard.device)
-        index = at if isinstance(at, torch.Tensor) else None
-        if index is not None:
-            self.additions += len(index)
-        target = shard if index is not None else shard[at : at + len(rows)]
-        add_rows_exactly(
-            target=target, source=rows.contiguous(), factor=2.0**self.exponent, largest=self._largest, index=index
-        )
+    def adds(self) -> ExactAdds:
+        """How kernels add in this minibatch, while others may add too."""
+        return ExactAdds(factor=2.0**self.exponent, largest=self._largest)
 
     def _integers(self, values: torch.Tensor) -> torch.Tensor | None:
         """trunc(values 2^e); None where one is not finite or too large, which `told` tells."""
@@ -102,8 +92,7 @@ class ExactSum:
 
     def told(self) -> Told:
         """After a drain."""
-        if self._largest is not None:
-            self._see(self._largest.view(torch.float32).item())
+        self._see(self._largest.view(torch.float32).item())
         return self.additions, self._bits if self._is_finite else None
 
     def value(self, shard: torch.Tensor, into: torch.Tensor) -> torch.Tensor:

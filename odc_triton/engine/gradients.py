@@ -6,7 +6,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch.profiler import record_function
@@ -48,20 +49,20 @@ class Target:
         add = add_rows if self.exact is None else self.exact.add
         add(self.shards[owner], at, rows)
 
-    def from_next(self) -> list[int]:
-        """The owners that hold rows, the next rank first, so that ranks add to different owners at any one time."""
-        world = len(self.shards)
-        order = ((self._rank + 1 + step) % world for step in range(world))
-        return [owner for owner in order if self.shards[owner].numel()]
-
     def begin_addition(self) -> None:
-        """To each element at most once, except by index."""
+        """To each element at most once, except by index on the host. Each kernel adds to an element once."""
         if self.exact is not None:
             self.exact.additions += 1
 
-    @cached_property
+    @property
     def peers(self) -> PeerShards:
-        """As kernels see it. Raises ValueError if the shards are not aligned, as in the CPU's joined heap."""
+        """As kernels see it in this minibatch. Raises ValueError if the shards are not aligned, as in the CPU's joined
+        heap.
+        """
+        return self._peers if self.exact is None else replace(self._peers, exact=self.exact.adds())
+
+    @cached_property
+    def _peers(self) -> PeerShards:
         shape = (sum(len(shard) for shard in self.shards), *self.shards[0].shape[1:])
         rank = self._rank if len(self.shards) > 1 else 0
         return PeerShards.of(self.shards, shape=shape, rank=rank, near=self._near)
@@ -161,23 +162,13 @@ class KernelAccumulator(Accumulator):
         self._streams = streams
 
     def add(self, gradient: torch.Tensor, target: Target, *, name: str, waited: Callable[[Waits], None]) -> None:
-        if target.exact is not None:
-            target.begin_addition()
-            self._streams.add(gradient.contiguous(), partial(self._add_exactly, target))
-            return
         from odc_kernels.scatter import scatter  # here, as importing triton takes a second
 
+        target.begin_addition()
         peers = target.peers
         self._streams.add(gradient.contiguous(), lambda gradient: scatter(gradient=gradient, peers=peers))
 
-    def _add_exactly(self, target: Target, gradient: torch.Tensor) -> None:
-        rows = gradient.split([len(shard) for shard in target.shards])
-        for owner in target.from_next():
-            target.exact.add_by_kernel(target.shards[owner], 0, rows[owner])
-
-    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards | AddRows:
+    def sink(self, target: Target, *, name: str, waited: Callable[[Waits], None]) -> PeerShards:
         self._streams.computes_here()  # the kernel that adds is launched on this stream
-        if target.exact is None:
-            return target.peers
         target.begin_addition()
-        return lambda owner, at, rows: target.exact.add_by_kernel(target.shards[owner], at, rows)
+        return target.peers

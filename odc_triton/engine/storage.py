@@ -46,7 +46,7 @@ class Storage:
             self.gradient_shard = shards[0 if spec.is_scalar else self._rank]
             self.gradient_part = self._part_of(self.gradient_shard)
             rows = [shards[0].view(1)] if spec.is_scalar else shards
-            self.exact = ExactSum() if spec.reduce_dtype == EXACT else None
+            self.exact = ExactSum(heap.device) if spec.reduce_dtype == EXACT else None
             self.target = Target(slot=slot, shards=rows, rank=self._rank, near=heap.near, exact=self.exact)
         self.rows = [
             (0, 1) if spec.is_scalar else shard_rows(spec.shape[0], self.world, owner) for owner in range(self.world)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -69,16 +70,25 @@ def test_ranks_read_each_other(world: int) -> None:
         assert words == [rank + 10 for rank in range(world)]
 
 
-def _contend(rank: int, world: int, one_gpu: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _contend(
+    rank: int, world: int, one_gpu: bool, exact: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Every rank adds small integers into the same shards at the same time, by every kernel that adds."""
     from odc_kernels.embedding import embedding_grad
-    from odc_kernels.peers import PeerShards
+    from odc_kernels.peers import ExactAdds, PeerShards
     from odc_kernels.scatter import scatter
     from odc_kernels.wgrad import wgrad
 
     heap = _open(rank, world, 12 * 2**20, one_gpu=one_gpu)
-    flat, matrix = _region((1001, 64)), _region((250, 256), offset_bytes=4 * 2**20)
-    words = _region((97, 64), offset_bytes=8 * 2**20)
+    dtype = "int64" if exact else "float32"
+    flat, matrix = _region((1001, 64), 0, dtype), _region((250, 256), 4 * 2**20, dtype)
+    words = _region((97, 64), 8 * 2**20, dtype)
+    largest = torch.zeros(1, dtype=torch.int32, device="cuda")
+    adds = ExactAdds(factor=2.0**20, largest=largest) if exact else None
+
+    def peers(shards: list[torch.Tensor], region: Region) -> PeerShards:
+        return replace(PeerShards.of(shards, shape=region.shape, rank=rank, near=heap.near), exact=adds)
+
     scattered = [heap.shard(flat, owner) for owner in range(world)]
     multiplied = [heap.shard(matrix, owner) for owner in range(world)]
     embedded = [heap.shard(words, owner) for owner in range(world)]
@@ -88,18 +98,17 @@ def _contend(rank: int, world: int, one_gpu: bool) -> tuple[torch.Tensor, torch.
     torch.cuda.synchronize()
     dist.barrier()
     for _ in range(ROUNDS):
-        scatter(gradient=gradient, peers=PeerShards.of(scattered, shape=flat.shape, rank=rank))
-        wgrad(
-            dy=dy.cuda().bfloat16(),
-            x=x.cuda().bfloat16(),
-            weight=PeerShards.of(multiplied, shape=matrix.shape, rank=rank, near=heap.near),
-        )
-        embedding_grad(dy=of_ids, ids=ids.cuda(), weight=PeerShards.of(embedded, shape=words.shape, rank=rank))
+        scatter(gradient=gradient, peers=peers(scattered, flat))
+        wgrad(dy=dy.cuda().bfloat16(), x=x.cuda().bfloat16(), weight=peers(multiplied, matrix))
+        embedding_grad(dy=of_ids, ids=ids.cuda(), weight=peers(embedded, words))
     torch.cuda.synchronize()
     dist.barrier()
     result = torch.cat(scattered).cpu(), torch.cat(multiplied).cpu(), torch.cat(embedded).cpu()
     dist.barrier()  # nobody's memory goes while it is still read
-    return result
+    if not exact:
+        return result
+    assert 6 <= largest.view(torch.float32).item() <= 500 * 3
+    return tuple((each.double() / 2**20).float() for each in result)
 
 
 def _tokens(rank: int) -> torch.Tensor:
@@ -112,16 +121,17 @@ def _integers(rows: int, columns: int, seed: int) -> torch.Tensor:
     return torch.randint(-3, 4, (rows, columns), generator=torch.Generator().manual_seed(seed)).float()
 
 
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 @ONE_GPU
-def test_additions_are_exact(world: int, one_gpu: bool) -> None:
-    # Integers below 2^24: sums are exact in any order, so a lost addition shows.
+def test_additions_are_exact(world: int, one_gpu: bool, exact: bool) -> None:
+    # Integers below 2^24: fp32 sums are exact in any order too, so a lost addition shows.
     scattered = (torch.arange(1001 * 64).view(1001, 64) % 7).float() * ROUNDS * world
     multiplied = sum(ROUNDS * _integers(64, 250, rank).T @ _integers(64, 256, rank + 10) for rank in range(world))
     embedded = torch.zeros(97, 64)
     for rank in range(world):
         embedded.index_add_(0, _tokens(rank), ROUNDS * _integers(500, 64, rank + 20))
-    for got_scattered, got_multiplied, got_embedded in ranks.run(_contend, world, one_gpu):
+    for got_scattered, got_multiplied, got_embedded in ranks.run(_contend, world, one_gpu, exact):
         assert torch.equal(got_scattered, scattered)
         assert torch.equal(got_multiplied, multiplied)
         assert torch.equal(got_embedded, embedded)

@@ -157,6 +157,6 @@ def test_scatter_past_two_to_the_31() -> None:
     row, gradient = torch.zeros(2**16), far(2**31 + 2**16, torch.bfloat16)
     gradient[2**31 :][:BLOCK] = 3.0
     table = torch.tensor([0, row.data_ptr()])
-    scatter_kernel[(1, 1)](table, gradient, 0.5, **SIZES, ALIGNED=True, BLOCK=BLOCK)
+    scatter_kernel[(1, 1)](table, gradient, 0.5, **SIZES, factor=1.0, largest=None, ALIGNED=True, BLOCK=BLOCK)
     assert torch.equal(row[:BLOCK], torch.full((BLOCK,), 1.5))
     assert not row[BLOCK:].any()

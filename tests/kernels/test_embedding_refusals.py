@@ -38,7 +38,7 @@ BOTH = [
         ({"out": ROWS.half()}, "out is torch.float16 and the weight torch.float32"),
         ({"out": ROWS.to("meta")}, "out on meta"),
         ({"weight": shards(torch.float64), "out": ROWS.double()}, "out is torch.float64; give float32"),
-        ({"weight": shards(torch.int32)}, "the weight is torch.int32; give float32"),
+        ({"weight": shards(torch.int32)}, "out is torch.float32 and the weight torch.int32"),
     ],
 )
 def test_embedding_refuses(change: dict, words: str) -> None:

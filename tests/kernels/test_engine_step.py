@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +15,8 @@ from tests.support import place  # isort: skip
 
 from bench.kernels.problem import DEVICE
 from odc_kernels.gather import gather
+from odc_kernels.peers import PeerShards
+from odc_kernels.wgrad import wgrad
 from odc_triton.comm.layout import shard_rows
 from tests.support import ranks
 
@@ -31,23 +36,36 @@ def _batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, 5, generator=generator), torch.randn(rows, 3, generator=generator)
 
 
-def _sharded(rank: int, world: int, choice: str) -> tuple[list[dict], dict]:
-    from odc_triton import full_parameters, fully_shard, minibatch, replace_layers
+def _sharded(rank: int, world: int, choice: str, exact: bool) -> tuple[list[dict], dict, set[bool]]:
+    """Gradient shards of each step, whole weights at the end, and whether `wgrad` added to exact sums."""
+    from odc_triton import full_parameters, fully_shard, minibatch, repeating, replace_layers
     from odc_triton.sharding.backend import InterpreterBackend
 
     InterpreterBackend.gathers_by_kernel = True
     model = _model()
     if choice != "gathered":
         replace_layers(model, roles=["linear"], choice=choice, verbose=False)
-    fully_shard(model, backend=BACKEND)
+    fully_shard(model, backend=BACKEND, exact=exact)
     if choice == "gathered":
         assert all(parameter.gathered._small for parameter in model._odc_engine.parameters), "by one launch"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gradients = []
+    gradients, seen = [], set()
+
+    def adds(*, weight: PeerShards, bias: PeerShards, **given: Any) -> None:
+        seen.update(peers.exact is not None for peers in (weight, bias))
+        wgrad(weight=weight, bias=bias, **given)
+
     for step in range(STEPS):
         x, y = (value.to(DEVICE) for value in _batch(step, rank))
-        with minibatch(model, tokens=len(x)) as mb:
-            (nn.functional.mse_loss(model(x), y, reduction="sum") / mb.tokens).backward()
+
+        def run(x: torch.Tensor = x, y: torch.Tensor = y) -> None:
+            with minibatch(model, tokens=len(x)) as mb:
+                (nn.functional.mse_loss(model(x), y, reduction="sum") / mb.tokens).backward()
+
+        with mock.patch("odc_kernels.wgrad.wgrad", adds):
+            repeating(run)
+        if exact:  # an element may have been added to once
+            assert {parameter.storage.exact.additions for parameter in model._odc_engine.parameters} == {1}
         gradients.append({name: p.grad.to_local().cpu().clone() for name, p in model.named_parameters()})
         optimizer.step()
     weights = dict(full_parameters(model))  # waits until every owner has stepped
@@ -55,16 +73,17 @@ def _sharded(rank: int, world: int, choice: str) -> tuple[list[dict], dict]:
         whole = torch.full(parameter.spec.shape, torch.nan, device=DEVICE)
         gather(peers=parameter.compute_peers, out=whole, block=64)
         assert torch.equal(whole, weights[parameter.name])
-    return gradients, {name: value.cpu() for name, value in weights.items()}
+    return gradients, {name: value.cpu() for name, value in weights.items()}, seen
 
 
 CHOICES = ["gathered", "triton/direct/fused", "triton/staged/split", "triton/staged/fused"]
-FAST = [*((3, choice) for choice in CHOICES), (1, "triton/staged/fused")]
-SLOW = [slow(world, choice) for world in (1, 2) for choice in CHOICES][:-1]
+FAST = [*((3, choice, False) for choice in CHOICES), (1, "triton/staged/fused", False)]
+SLOW = [slow(world, choice, False) for world in (1, 2) for choice in CHOICES][:-1]
+EXACT = [(3, "triton/direct/fused", True), *(slow(world, "triton/staged/fused", True) for world in (1, 2))]
 
 
-@pytest.mark.parametrize(("world", "choice"), [*FAST, *SLOW])
-def test_steps_equal_eager(world: int, choice: str) -> None:
+@pytest.mark.parametrize(("world", "choice", "exact"), [*FAST, *SLOW, *EXACT])
+def test_steps_equal_eager(world: int, choice: str, exact: bool) -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wanted = []
@@ -76,7 +95,8 @@ def test_steps_equal_eager(world: int, choice: str) -> None:
             (nn.functional.mse_loss(model(x), y, reduction="sum") / total).backward()
         wanted.append({name: p.grad.clone() for name, p in model.named_parameters()})
         optimizer.step()
-    for rank, (gradients, weights) in enumerate(ranks.run(_sharded, world, choice)):
+    for rank, (gradients, weights, seen) in enumerate(ranks.run(_sharded, world, choice, exact)):
+        assert seen == ({exact} if choice.endswith("fused") else set())
         # fp32 sums in another order: three steps of a small network.
         for step, (got, want) in enumerate(zip(gradients, wanted, strict=True)):
             for name, whole in want.items():

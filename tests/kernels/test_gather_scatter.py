@@ -9,8 +9,7 @@ from tests.support import place  # isort: skip
 
 from odc_kernels.gather import Pieces, gather, gather_pieces, gather_pieces_ref, gather_ref
 from odc_kernels.peers import PeerShards, join
-from odc_kernels.scatter import add_rows_exactly, scatter, scatter_ref
-from odc_triton.engine.exact import ExactSum
+from odc_kernels.scatter import scatter, scatter_ref
 from tests.support.place import split
 
 pytestmark = place.MARKS
@@ -73,40 +72,6 @@ def test_pieces_that_can_not_be_gathered() -> None:
     for out in (shard.double(), torch.zeros(8, 4), torch.zeros(64)[::2]):
         with pytest.raises(ValueError, match="flat"):
             gather_pieces(pieces=pieces, out=out)
-
-
-@pytest.mark.parametrize("by_index", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_are_added_exactly(dtype: torch.dtype, by_index: bool) -> None:
-    """The same integers, and the same largest, as on the host."""
-    rows, exact, largest = torch.randn(7, 30).to(dtype), ExactSum(), torch.zeros(1, dtype=torch.int32)
-    index = torch.tensor([4, 0, 4, 8, 1, 2, 3]) if by_index else None
-    shard = torch.randint(-(2**60), 2**60, (9, 30))
-    want, target = shard.clone(), shard if by_index else shard[1:8]
-    exact.add(want, 1 if index is None else index, rows)
-    given = {"target": target, "source": rows, "factor": 2.0**exact.exponent, "index": index, "block": 64}
-    add_rows_exactly(**given, largest=largest)
-    assert torch.equal(shard, want)
-    assert largest.view(torch.float32).item() == rows.abs().max().item()
-    for bad in (torch.inf, -torch.inf, torch.nan):
-        rows[3, 5] = bad
-        add_rows_exactly(**given, largest=largest.zero_())
-        assert not largest.view(torch.float32).isfinite()
-
-
-def test_rows_that_can_not_be_added_exactly() -> None:
-    target, source = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, 3)
-    given = {"factor": 1.0, "largest": torch.zeros(1, dtype=torch.int32)}
-    with pytest.raises(ValueError, match="give int64 and int32"):
-        add_rows_exactly(target=target.float(), source=source, **given)
-    with pytest.raises(ValueError, match=r"source is torch\.float64; give float32"):
-        add_rows_exactly(target=target, source=source.double(), **given)
-    with pytest.raises(ValueError, match=r"source \(3, 3\) with no index"):
-        add_rows_exactly(target=target, source=source[:3], **given)
-    with pytest.raises(ValueError, match="with an index of 2"):
-        add_rows_exactly(target=target, source=source, index=torch.tensor([0, 1]), **given)
-    with pytest.raises(ValueError, match="must be contiguous"):
-        add_rows_exactly(target=target, source=torch.zeros(3, 4).T, **given)
 
 
 def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:

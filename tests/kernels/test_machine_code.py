@@ -48,11 +48,12 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 IN_HGMMA = ("linear bf16", "linear_dx bf16", "wgrad bf16", "staged bf16")
 REDUCES_BY_FOUR = ("scatter bf16", "embedding_grad bf16")
+EXACT = {"exact wgrad bf16": "UTMAREDG.2D.ADD", "exact scatter bf16": "REDG.E.ADD.64.STRONG.SYS"}
 
 
 @pytest.mark.parametrize("cases", [_one_of_each, slow(_subset)])
 def test_machine_code_is_as_it_should_be(out: Path, cases: Callable[[], list[str]]) -> None:
-    names = [*cases(), *IN_HGMMA, *REDUCES_BY_FOUR, "linear fp32 T<=64"]
+    names = [*cases(), *IN_HGMMA, *REDUCES_BY_FOUR, *EXACT, "linear fp32 T<=64"]
     failed, codes = compiled(out, "--arch", "90", "--kernel", *names)
     assert not failed  # which a 32-bit product in an address is, too
     assert {name for name, _ in codes} >= set(names)
@@ -60,6 +61,8 @@ def test_machine_code_is_as_it_should_be(out: Path, cases: Callable[[], list[str
         assert "HGMMA" in codes[name, 90]["matrix"]
     assert codes["linear fp32 T<=64", 90]["matrix"] == "-"
     assert "UTMAREDG.2D.ADD" in codes["wgrad bf16", 90]["reduction"]
+    for name, reduction in EXACT.items():
+        assert codes[name, 90]["reduction"] == reduction
     for name in REDUCES_BY_FOUR:
         assert codes[name, 90]["reduction"] == "REDG.E.ADD.F32x4.FTZ.RN.STRONG.SYS"
 

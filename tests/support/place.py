@@ -33,19 +33,21 @@ def matrix(worlds: list[int], shapes: list[tuple], dtypes: list[torch.dtype], mi
 
 
 _CANARY = 64  # elements: a multiple of 16 bytes in any dtype
+_NUMBER = 7  # in canaries of integers
 guarded: list[torch.Tensor] = []
 """The memory of all shards that a test has split: conftest.py looks at it when the test ends."""
 
 
 def split(whole: torch.Tensor, world: int) -> list[torch.Tensor]:
     """As `peers.split`, with a canary before and after each shard: -0.0, which any addition but of -0.0 changes."""
-    shards = peers.split(whole, world)
+    shards, canary = peers.split(whole, world), -0.0 if whole.is_floating_point() else _NUMBER
     for owner, shard in enumerate(shards):
-        guarded.append(whole.new_full((shard.numel() + 2 * _CANARY,), -0.0))
+        guarded.append(whole.new_full((shard.numel() + 2 * _CANARY,), canary))
         shards[owner] = guarded[-1][_CANARY:-_CANARY].view(shard.shape).copy_(shard)
     return shards
 
 
 def is_intact(memory: torch.Tensor) -> bool:
     """Whether nothing was stored or added outside the shard in `memory`."""
-    return all(bool((end.signbit() & (end == 0)).all()) for end in (memory[:_CANARY], memory[-_CANARY:]))
+    ends = torch.cat((memory[:_CANARY], memory[-_CANARY:]))
+    return bool(((ends == 0) & ends.signbit() if ends.is_floating_point() else ends == _NUMBER).all())

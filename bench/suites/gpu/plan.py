@@ -67,6 +67,7 @@ ON_A_GPU = Given(
                 "tests/kernels/test_embedding.py",
                 "tests/kernels/test_linear_cross_entropy.py",
                 "tests/kernels/test_qkv.py",
+                "tests/kernels/test_exact_adds.py",
                 "tests/kernels/test_addresses.py",
                 "tests/kernels/test_flags.py",
                 "tests/kernels/test_refusals.py",
