@@ -128,7 +128,7 @@ def write_checkpoint(
             files = dcp.write_part(part, engine.rank, training_state.to_save(model, optimizer))
             files |= _write_json(part / f"random-{engine.rank}.json", random_state())
             if engine.rank == 0:
-                scales = {_SCALES: engine.scales()} if engine.exact else {}
+                scales = {_SCALES: engine.exact_sums().scales()} if engine.exact else {}
                 files |= _write_json(part / _STATE, state | scales)
             shared["files"] = {file: [entry.size_bytes, entry.sha256] for file, entry in files.items()}
         written = [theirs["files"] for theirs in shared.all]
@@ -193,7 +193,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
                 restore_random_state(json.loads(mine.read_bytes()))
             else:
                 seed_random_state(int(state.get("seed", 0)), engine.rank, saved.step)
-        engine.restore_scales(state.pop(_SCALES, {}))
+        engine.exact_sums().restore(state.pop(_SCALES, {}))
     publish(model)
     return state
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import time
 import warnings
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from ..comm.grid import Grid
 from ..comm.meeting import Meetings
 from ..comm.memory.heap import Signs, SymmetricHeap, Word
 from ..comm.replicas import Replicas
+from .entry import checked_tokens, compare_entries
 from .exact import ExactSums
 from .gradients import Waits
 from .optimizer_watch import Hyperparameters, OptimizerWatch
@@ -38,19 +38,6 @@ from .publication import Publication, clear_gradients, copy_masters, land_gradie
 from .state import MinibatchState, NoSplits, Phase
 from .streams import AllStreams, Streams
 from .unit import Prefetch, Unit
-
-
-def _checked_tokens(tokens: Any) -> int | None:
-    """`tokens` as an int: any integer of at least 0, from Python, numpy or a tensor of one element."""
-    if tokens is None:
-        return None
-    try:
-        count = -1 if isinstance(tokens, bool) else operator.index(tokens)
-    except TypeError:
-        count = -1
-    if count < 0:
-        raise ValueError(f"tokens is {tokens!r}; give this rank's number of target tokens, an int of at least 0")
-    return count
 
 
 def _waits_for_nobody(error: BaseException | None) -> bool:
@@ -146,20 +133,8 @@ class Engine:
 
     def exact_sums(self) -> ExactSums:
         """Of all parameters that train. Without `exact` there are none."""
-        sums = ((place, p.storage.exact) for place, p in enumerate(self.parameters) if self.exact and p.trains)
-        return ExactSums(dict(sums))
-
-    def scales(self) -> dict[str, list[int]]:
-        """The scales of exact sums, by parameter: for a checkpoint, as the bits of the next sums depend on them."""
-        exact = self.exact_sums()
-        return {p.name: exact.state(place) for place, p in enumerate(self.parameters) if p.trains}
-
-    def restore_scales(self, scales: dict[str, list[int]]) -> None:
-        """Takes what `scales` returned; other parameters keep what they have. The same on all ranks."""
-        exact = self.exact_sums()
-        for place, parameter in enumerate(self.parameters):
-            if self.exact and parameter.trains and parameter.name in scales:
-                exact.restore(place, scales[parameter.name])
+        trained = [(place, p) for place, p in enumerate(self.parameters) if self.exact and p.trains]
+        return ExactSums({place: p.storage.exact for place, p in trained}, {place: p.name for place, p in trained})
 
     def split_by(self, splits: Any) -> None:
         """From now on `splits` computes pieces of sequences with other ranks."""
@@ -185,7 +160,7 @@ class Engine:
             raise RuntimeError("an earlier meeting of this model's ranks failed; start again from the last checkpoint")
         error: BaseException | None = None
         try:
-            tokens = _checked_tokens(tokens)
+            tokens = checked_tokens(tokens)
             self.splits.check(split)
             self._prepare()
         except Exception as raised:
@@ -202,29 +177,11 @@ class Engine:
         messages = self._meet(f"enter minibatch {number}", message, error)
         self.state.number = number
         self._settle(messages, error)
-        given = [theirs["tokens"] for theirs in messages]
-        missing = [rank for rank, count in enumerate(given) if count is None]
-        if missing and len(missing) < self.world:
-            self._stay_outside()
-            raise RanksDiffer(f"tokens was given on some ranks but not on ranks {missing}; give it on all or on none")
-        if len(plans := {theirs["split"] for theirs in messages}) > 1:
-            self._stay_outside()
-            given = ", ".join(f"{theirs['split'] or 'none'} on rank {rank}" for rank, theirs in enumerate(messages))
-            raise RanksDiffer(
-                f"the ranks split sequences by {len(plans)} different plans ({given}): give all ranks' minibatch() the "
-                f"split of one sampler, with the same lengths, seed, cost and limits"
-            )
-        if len({theirs["scales"] for theirs in messages}) > 1:
-            self._stay_outside()
-            raise RanksDiffer(
-                "the scales of exact sums are not the same on all ranks: load one checkpoint on all of them"
-            )
         try:
-            self.hyperparameters.compare([theirs["stepped"] for theirs in messages], self.meet)
+            self._tokens = compare_entries(messages, self.hyperparameters, self.meet)
         except RanksDiffer:
             self._stay_outside()
             raise
-        self._tokens = None if missing else sum(given)
         self.exact_sums().clear()
         self.publication.agree(max(theirs["published"] for theirs in messages))
         self.passes.count, self.state.failure = 0, None

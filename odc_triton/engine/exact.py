@@ -122,8 +122,8 @@ class ExactSum:
 class ExactSums:
     """Those of all parameters of an engine that train, by their places in its list."""
 
-    def __init__(self, sums: dict[int, ExactSum]) -> None:
-        self._sums = sums
+    def __init__(self, sums: dict[int, ExactSum], names: dict[int, str]) -> None:
+        self._sums, self._names = sums, names
 
     def clear(self) -> None:
         for each in self._sums.values():
@@ -151,11 +151,16 @@ class ExactSums:
 
     def digest(self) -> str:
         """Of all exponents, for ranks to compare."""
-        return hashlib.sha256(repr([self.state(place) for place in sorted(self._sums)]).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(list(self.scales().values())).encode()).hexdigest()[:16]
 
-    def state(self, place: int) -> list[int]:
-        """For a checkpoint."""
-        return [self._sums[place].next_exponent, int(self._sums[place].is_guess)]
+    def scales(self) -> dict[str, list[int]]:
+        """By parameter: for a checkpoint, as the bits of the next sums depend on them."""
+        return {
+            self._names[place]: [each.next_exponent, int(each.is_guess)] for place, each in sorted(self._sums.items())
+        }
 
-    def restore(self, place: int, state: Sequence[int]) -> None:
-        self._sums[place].next_exponent, self._sums[place].is_guess = int(state[0]), bool(state[1])
+    def restore(self, scales: dict[str, list[int]]) -> None:
+        """Takes what `scales` returned; other parameters keep what they have. The same on all ranks."""
+        for place, each in self._sums.items():
+            if (scale := scales.get(self._names[place])) is not None:
+                each.next_exponent, each.is_guess = int(scale[0]), bool(scale[1])

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -198,6 +199,47 @@ def test_the_same_bits_in_every_run(name: str, world: int, transform: str, backe
     ]
     assert len({digest for digest, _ in found}) == 1
     assert len({repeated for _, repeated in found}) == 1  # once for the first minibatch's guesses, or never
+
+
+def _queued(rank: int, world: int, seed: int, steps: int) -> tuple[str, list[list[int]]]:
+    """Takes packs from a work queue, with random delays; a digest of all weights, and what this rank took."""
+    from odc_triton import fully_shard, minibatch, repeating
+    from odc_triton.balance import QueuedPacks
+    from odc_triton.checkpoint.repeat import Kept
+
+    case, model = CASES["qwen2"], fully_shard(build("qwen2"), exact=True)
+    counter, delay = dist.distributed_c10d._get_default_store(), random.Random(seed * 10 + rank)
+    optimizer, took = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), []
+    for step in range(steps):
+        batches = microbatches("qwen2", SIZES * 2, seed=step)
+        places = [[place] for place in range(len(batches))]
+        queued = QueuedPacks(places, key=f"step {step}", counter=counter, rank=rank, world=world)
+        kept = Kept(queued)
+
+        def run(batches: list = batches, kept: Kept = kept) -> None:
+            own = batches[rank::world]
+            with minibatch(model, tokens=sum(case.count(batch) for batch in own)) as mb:
+                for (place,) in kept:
+                    time.sleep(delay.random() * 0.02)
+                    (case.loss(model, batches[place]) / mb.tokens).backward()
+
+        repeating(run)
+        took.append(queued.taken)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _digest(model), took
+
+
+@pytest.mark.parametrize(
+    ("world", "runs", "steps"),
+    [(2, 2, 3), *(pytest.param(world, 20, 30, marks=pytest.mark.slow) for world in (2, 3, 4))],
+)
+def test_the_same_bits_whoever_takes_a_pack(world: int, runs: int, steps: int) -> None:
+    outcomes = [ranks.run(_queued, world, seed, steps) for seed in range(runs)]
+    assert len({digest for outcome in outcomes for digest, _ in outcome}) == 1
+    assert len({str([took for _, took in outcome]) for outcome in outcomes}) > 1, (
+        "each run dealt alike: nothing is shown"
+    )
 
 
 def _gradients(name: str, steps: int) -> list[dict[str, torch.Tensor]]:
