@@ -130,7 +130,8 @@ class Meetings:
                 broken = self.signs.seen(Word.BROKEN)
                 given_up = [rank for rank in ranks if broken[rank]]
                 if given_up and missing():
-                    self.require_alive(ranks, purpose, missing)  # a rank that died is to blame
+                    everyone = list(range(self.world))
+                    self.require_alive(everyone, purpose, lambda: everyone)  # a rank that died is to blame
                     raise RankLost(
                         given_up,
                         f"rank {self.rank} was waiting for '{purpose}': ranks {given_up} have given up. Start again "

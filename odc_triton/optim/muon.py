@@ -97,7 +97,7 @@ class Muon(torch.optim.Muon):
 
         room.orthogonalise(stepped.keys(), orthogonal, digest=self._digest(list(stepped)))
         for number, (p, group) in stepped.items():
-            lr = float(group["lr"])
+            lr = group["lr"].squeeze() if isinstance(group["lr"], torch.Tensor) else group["lr"]
             own = p.to_local().mul_(1 - lr * group["weight_decay"])
             own.add_(room.rows[number], alpha=-_adjust_lr(lr, group["adjust_lr_fn"], p.shape))
 
