@@ -21,7 +21,7 @@ import torch
 
 from ..balance.partition import balanced_partition
 from ..base.errors import RanksDiffer
-from ..comm.layout import first_difference, place_regions
+from ..comm.layout import Region, first_difference, place_regions
 from ..comm.memory.heap import Word
 from ..engine.engine import Engine
 from ..engine.parameter import ShardedParameter
@@ -33,6 +33,11 @@ def newton_schulz_cost(shape: tuple[int, ...]) -> float:
     """What one iteration on a matrix costs, in multiplications: X X^T, its square, and that times X."""
     low, high = sorted(map(float, shape))
     return low * low * (2 * high + low)
+
+
+def room_regions(shapes: Sequence[tuple[int, ...]], *, world: int, apart: bool) -> tuple[list[Region], int]:
+    """The regions of matrices of these shapes, and the bytes of the heap (`apart`: of one rank)."""
+    return place_regions([(shape, "bfloat16", torch.bfloat16.itemsize) for shape in shapes], world=world, apart=apart)
 
 
 class MatrixRoom:
@@ -53,8 +58,7 @@ class MatrixRoom:
                 difference = first_difference(lines, theirs["matrices"])
                 raise RanksDiffer(f"rank {engine.rank}'s and rank {rank}'s Muon hold other parameters: {difference}")
         heap, world = engine.heap, engine.heap.world
-        tensors = [(matrix.shape, "bfloat16", torch.bfloat16.itemsize) for matrix in matrices]
-        regions, size_bytes = place_regions(tensors, world=world, apart=heap.apart)
+        regions, size_bytes = room_regions([matrix.shape for matrix in matrices], world=world, apart=heap.apart)
         self._heap = heap.another(
             size_bytes=size_bytes,
             slots=0,

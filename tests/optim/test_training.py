@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from odc_triton.base.errors import OdcError
+from odc_triton.sharding.footprint import memory_plan
 from tests.support import ranks, slow
 from tests.support.models import CASES, build, microbatches
 from tests.support.recorded import give_gradients, sharded
@@ -45,8 +46,8 @@ def _on_one_process() -> list[float]:
     return losses
 
 
-def _train(rank: int, world: int, backend: str, together: bool, bf16: bool) -> tuple[list[float], list[int]]:
-    """Losses of all ranks, and the publications of each step."""
+def _train(rank: int, world: int, backend: str, together: bool, bf16: bool) -> tuple[list[float], list[int], tuple]:
+    """Losses of all ranks, the publications of each step, and the bytes of this rank's states and of the room."""
     from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
     from odc_triton.optim import Muon, Together
 
@@ -71,7 +72,10 @@ def _train(rank: int, world: int, backend: str, together: bool, bf16: bool) -> t
             optimizer.step()
             optimizer.zero_grad()
         published.append(model._odc_engine.publication.number - before)
-    return losses, published
+    values = [value for each in optimizers for state in each.state.values() for value in state.values()]
+    state_bytes = sum((value.to_local() if hasattr(value, "to_local") else value).nbytes for value in values)
+    heap = getattr(optimizers[0], "optimizers", optimizers)[0]._room._heap
+    return losses, published, (state_bytes, heap.size_bytes - heap._data_offset)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +85,17 @@ def _train(rank: int, world: int, backend: str, together: bool, bf16: bool) -> t
 def test_losses(world: int, backend: str, together: bool, bf16: bool) -> None:
     want = _on_one_process()
     assert want[-1] < 0.8 * want[0]
-    for losses, published in ranks.run(_train, world, backend, together, bf16):
+    results = ranks.run(_train, world, backend, together, bf16)
+    for losses, published, _ in results:
         # The gradients differ in their last bits, and Newton-Schulz in bf16 makes that 1e-3 of an update.
         torch.testing.assert_close(losses, want, rtol=0.01, atol=0)
         assert published == [1 if together else 2] * STEPS
+    plan, without = (
+        memory_plan(build("qwen2"), world, optimizer=each, backend="cpu" if backend == "cpu" else "cuda")
+        for each in ("muon", "adamw")
+    )
+    assert results[0][2] == (plan.optimizer_state_bytes, plan.job_shared_bytes - without.job_shared_bytes)
+    assert plan.muon_bytes == plan.shared_bytes - without.shared_bytes > 0
 
 
 # ------------------------------------------------------------------ a rank is gone
