@@ -184,17 +184,17 @@ def test_a_rank_that_raises_keeps_nobody_waiting() -> None:
         assert seconds < 10
 
 
-def _stopped(rank: int, world: int) -> tuple[str, list[int], str]:
+def _late(rank: int, world: int) -> tuple[str, list[int], str]:
     from odc_triton import fully_shard
     from odc_triton.optim import Muon
     from tests.support.recorded import Matrices
 
-    model = fully_shard(Matrices(), timeout=timedelta(seconds=1.5))
+    model = fully_shard(Matrices(), timeout=timedelta(seconds=1))
     optimizer = Muon(model.matrices())
     give_gradients(model, 0)
     optimizer.step()
     if rank == 1:
-        time.sleep(3)
+        time.sleep(2)
     try:
         optimizer.step()
     except OdcError as error:
@@ -203,6 +203,6 @@ def _stopped(rank: int, world: int) -> tuple[str, list[int], str]:
 
 
 def test_a_late_rank_is_named_at_the_deadline() -> None:
-    (kind, named, text), _ = ranks.run(_stopped, 2)
+    (kind, named, text), _ = ranks.run(_late, 2)
     assert (kind, named) == ("DeadlineExceeded", [1]), text
     assert "for rank 1 at 'the rows of Muon's step 1'" in text

@@ -47,9 +47,11 @@ def _groups(rank: int, world: int, folder: Path) -> tuple[list[tuple[str, set[st
     )
     fully_shard(model)
     names = {id(p): name.rpartition("layers.")[2] for name, p in model.named_parameters()}
+    optimizer = make_optimizer(model, options)
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
     groups = [
         (type(each).__name__, {names[id(p)] for group in each.param_groups for p in group["params"]})
-        for each in make_optimizer(model, options).optimizers
+        for each in optimizer.optimizers
     ]
     for p in vectors.parameters():
         p.requires_grad_(p.ndim == 1)
