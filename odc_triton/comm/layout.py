@@ -51,6 +51,11 @@ class ParameterSpec:
         return not self.shape
 
     @property
+    def is_block_matrix(self) -> bool:
+        """Whether it is a matrix of a block: what Muon is for. Embeddings and heads belong to the root."""
+        return len(self.shape) == 2 and self.unit != ""
+
+    @property
     def has_own_master(self) -> bool:
         """Whether the master is a separate copy, besides the compute shard.
 

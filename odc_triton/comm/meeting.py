@@ -121,6 +121,26 @@ class Meetings:
                     warn_at_s *= 2
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
 
+    def wait_for(self, purpose: str, missing: Callable[[], list[int]]) -> None:
+        """As `wait_until`, between meetings: raises RankLost too if a missing rank has given up."""
+
+        def missing_and_willing() -> list[int]:
+            ranks = missing()
+            if ranks:
+                broken = self.signs.seen(Word.BROKEN)
+                given_up = [rank for rank in ranks if broken[rank]]
+                if given_up and missing():
+                    everyone = list(range(self.world))
+                    self.require_alive(everyone, purpose, lambda: everyone)  # a rank that died is to blame
+                    raise RankLost(
+                        given_up,
+                        f"rank {self.rank} was waiting for '{purpose}': ranks {given_up} have given up. Start again "
+                        f"from the last checkpoint.",
+                    )
+            return ranks
+
+        self.wait_until(purpose, missing_and_willing)
+
     def at_fault(self, ranks: list[int]) -> list[int]:
         """The ranks for which these wait, directly or through others; those that wait for nobody, or in a circle,
         themselves.

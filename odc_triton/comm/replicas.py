@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..base.errors import OdcError, RankLost
+from ..base.errors import OdcError
 from .grid import Grid
 from .meeting import Meetings
 from .memory.heap import Word
@@ -81,7 +81,7 @@ class Replicas:
         """Sends every replica's own part to all others, once all of them have arrived."""
         self._gathers += 1
         self._meetings.signs.show(Word.GATHERS, self._gathers)
-        self._wait("the exchange between replicas after a step", self._yet_to_gather)
+        self._meetings.wait_for("the exchange between replicas after a step", self._yet_to_gather)
         for dtype, bucket, size in self._buckets(shards):
             mine = torch.zeros(size, dtype=dtype, device=self._device)
             own = ((at, pieces[self.index]) for at, pieces in bucket)
@@ -141,26 +141,9 @@ class Replicas:
         others = [rank for rank in self._grid.twins if rank != self._grid.rank]
         try:
             work = collective(*tensors, group=self._group, async_op=True, **options)
-            self._wait(purpose, lambda: [] if work.is_completed() else others)
+            self._meetings.wait_for(purpose, lambda: [] if work.is_completed() else others)
             work.wait()
         except OdcError:
             raise
         except RuntimeError as error:  # a connection of the process group broke
             self._meetings.lost(purpose, others, error)
-
-    def _wait(self, purpose: str, missing: Callable[[], list[int]]) -> None:
-        def missing_and_willing() -> list[int]:
-            ranks = missing()
-            if ranks:
-                broken = self._meetings.signs.seen(Word.BROKEN)
-                given_up = [rank for rank in ranks if broken[rank]]
-                if given_up and missing():
-                    self._meetings.require_alive(ranks, purpose, missing)  # a rank that died is to blame
-                    raise RankLost(
-                        given_up,
-                        f"rank {self._grid.rank} was waiting for '{purpose}': ranks {given_up} have given up. Start "
-                        f"again from the last checkpoint.",
-                    )
-            return ranks
-
-        self._meetings.wait_until(purpose, missing_and_willing)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..base.errors import (
     DeadlineExceeded,
@@ -84,7 +85,7 @@ class Engine:
         self.divide_factor: float | None = None  # set_gradient_divide_factor
         self._tokens: int | None = None
         self._step_start_s = 0.0
-        self._stepping = False  # an optimizer step is running
+        self._stepping: int | None = None  # the id of the optimizer whose step is running, the outermost
         self.ignored: dict[int, nn.Parameter] = {}  # what fully_shard was told to leave alone, by id
         self._warned: set[str] = set()
         self._scope = contextlib.ExitStack()
@@ -199,7 +200,7 @@ class Engine:
         """This rank's side of entering: gradient shards are zero, masters are published."""
         if self.passes.in_forward:
             raise RuntimeError("a minibatch can't begin inside a forward of the model")
-        if self._stepping:
+        if self._stepping is not None:
             raise RuntimeError(
                 "a minibatch can't begin: an optimizer step has begun and not ended. Don't run it in step(closure); "
                 "and after a step that raised, start again from the last checkpoint"
@@ -447,7 +448,7 @@ class Engine:
 
     # ------------------------------------------------------------------ optimizers
 
-    def step_begins(self) -> None:
+    def step_begins(self, optimizer: Optimizer) -> None:
         self.state.refuse_in_child("an optimizer step")
         if self.state.is_open:
             raise RuntimeError(
@@ -456,13 +457,17 @@ class Engine:
             )
         if self.state.is_broken:
             raise RuntimeError("the ranks have lost each other; this step would use partial gradients")
+        if self._stepping not in (None, id(optimizer)):  # an optimizer of others, which publishes when all have stepped
+            return
         self._step_start_s = time.monotonic()
-        self._stepping = True
+        self._stepping = id(optimizer)
         self.publication.announce()
 
-    def step_ends(self) -> None:
+    def step_ends(self, optimizer: Optimizer) -> None:
+        if self._stepping != id(optimizer):
+            return
         self.events.add("step", self._step_start_s, time.monotonic(), microbatch=-1)
-        self._stepping = False
+        self._stepping = None
         self.state.enter(Phase.READY)
         self.publish(stepped=True)
 

@@ -76,9 +76,9 @@ class Stepped(Protocol):
 
     def originals(self) -> Iterable[tuple[nn.Parameter, ShardedParameter]]: ...
 
-    def step_begins(self) -> None: ...
+    def step_begins(self, optimizer: Optimizer) -> None: ...
 
-    def step_ends(self) -> None: ...
+    def step_ends(self, optimizer: Optimizer) -> None: ...
 
 
 class OptimizerWatch:
@@ -93,14 +93,14 @@ class OptimizerWatch:
 
         def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (engine := watched()) is not None and _steps(optimizer, engine):
-                engine.step_begins()
+                engine.step_begins(optimizer)
                 engine.hyperparameters.note(optimizer)
             elif engine is not None:
                 _refuse_originals(optimizer, engine)
 
         def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (engine := watched()) is not None and _steps(optimizer, engine):
-                engine.step_ends()
+                engine.step_ends(optimizer)
 
         handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
         self._unhook = [weakref.finalize(engine, handle.remove) for handle in handles]

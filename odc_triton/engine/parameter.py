@@ -46,6 +46,12 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     )
 
 
+def parameter_of_shard(shard: torch.Tensor) -> ShardedParameter | None:
+    """The parameter of which optimizers see `shard`; None if it is not sharded. RuntimeError if its model is gone."""
+    handle = getattr(shard, "_odc_shard_of", None)
+    return None if handle is None else resolve(handle)
+
+
 class Listener(Protocol):
     """What hears of gradients that reach a sharded parameter: its engine."""
 
@@ -96,6 +102,7 @@ class ShardedParameter:
         self.storage = Storage(spec=spec, slot=slot, compute=compute, gradient=gradient, heap=heap, grid=grid)
         trains = gradient is not None
         self.sharded = nn.Parameter(self.storage.as_dtensor(self.storage.master), requires_grad=trains)
+        self.sharded._odc_shard_of = handle_of(self)
         self.landing = Landing(self.sharded, self.storage)
         self.gathered, self.staging, self._accumulator = gathered, staging, accumulator
         if not heap.apart:
@@ -201,9 +208,14 @@ class ShardedParameter:
 
         self._hook = self.leaf.register_post_accumulate_grad_hook(landed_in_leaf)
 
+    @property
+    def listener(self) -> Listener | None:
+        """Its engine; None if it does not train."""
+        return None if self._listener is None else self._listener()
+
     def gradient_comes(self) -> None:
         """Call before adding anything to the owners. Raises if no gradient is allowed now."""
-        if self._listener is not None and (listener := self._listener()) is not None:
+        if (listener := self.listener) is not None:
             listener.gradient_comes(self)
 
     def wants_gradient(self) -> bool:
@@ -233,7 +245,7 @@ class ShardedParameter:
         self.landing.expect_gradient()  # again, as zero_grad() inside a minibatch sets p.grad to None
 
     def _report(self, waits: Waits) -> None:
-        if waits and self._listener is not None and (listener := self._listener()) is not None:
+        if waits and (listener := self.listener) is not None:
             listener.waited(self, waits)
 
     def add_gradient(self, gradient: torch.Tensor | None) -> None:

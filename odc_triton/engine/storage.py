@@ -34,7 +34,7 @@ class Storage:
         self._rank, self.world = heap.rank, heap.world
         self.compute_shards = [heap.shard(compute, owner) for owner in range(self.world)]
         self._compute_shard = self.compute_shards[self._rank]
-        own = self._part_of(self._compute_shard)
+        own = self.part_of(self._compute_shard)
         if spec.has_own_master:
             shape = () if spec.is_scalar else own.shape
             self.master = torch.empty(shape, dtype=getattr(torch, spec.master_dtype), device=heap.device)
@@ -44,7 +44,7 @@ class Storage:
         if gradient is not None:
             shards = [heap.shard(gradient, owner) for owner in range(self.world)]
             self.gradient_shard = shards[0 if spec.is_scalar else self._rank]
-            self.gradient_part = self._part_of(self.gradient_shard)
+            self.gradient_part = self.part_of(self.gradient_shard)
             rows = [shards[0].view(1)] if spec.is_scalar else shards
             self.exact = ExactSum(heap.device) if spec.reduce_dtype == EXACT else None
             self.target = Target(slot=slot, shards=rows, rank=self._rank, near=heap.near, exact=self.exact)
@@ -81,24 +81,24 @@ class Storage:
         placements = [Replicate() if self.spec.is_scalar else each for each in self._grid.placements]
         return DTensor.from_local(local, self._grid.mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    def _parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
+    def parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Splits a shard of this rank by replica, as `torch.chunk` does: each has the master of its part."""
         replicas = self._grid.replicas
         return [shard[slice(*shard_rows(len(shard), replicas, replica))] for replica in range(replicas)]
 
-    def _part_of(self, shard: torch.Tensor) -> torch.Tensor:
+    def part_of(self, shard: torch.Tensor) -> torch.Tensor:
         """The rows that this rank has masters of. With one replica that is the whole shard."""
         if self.spec.is_scalar or self._grid.replicas == 1:
             return shard
-        return self._parts_of(shard)[self._grid.replica]
+        return self.parts_of(shard)[self._grid.replica]
 
     def gradient_parts(self) -> list[torch.Tensor]:
         """This rank's gradient shard by replica, to sum over replicas; not for a scalar."""
-        return self._parts_of(self.gradient_shard)
+        return self.parts_of(self.gradient_shard)
 
     def compute_parts(self) -> list[torch.Tensor]:
         """This rank's compute shard by replica, each of which publishes its part; not for a scalar."""
-        return self._parts_of(self._compute_shard)
+        return self.parts_of(self._compute_shard)
 
     @torch.no_grad()
     def fill(self, value: torch.Tensor) -> None:
@@ -140,7 +140,7 @@ class Storage:
         """
         if not self.spec.has_own_master or (self.spec.is_scalar and self._rank != 0):
             return []
-        return [(self._part_of(self._compute_shard), self.master)]
+        return [(self.part_of(self._compute_shard), self.master)]
 
     @cached_property
     def compute_peers(self) -> PeerShards:

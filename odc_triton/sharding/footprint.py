@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 SCHEMES = ("odc", "fsdp2", "fsdp2_no_reshard")
 BACKENDS = ("cpu", "cuda")
 # Per trainable parameter: tensors of the master's shape and dtype that are kept, and bytes of scalars.
-OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "none": (0, 0)}
+OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "muon": (1, 0), "none": (0, 0)}
 ROOT = ""  # the unit of every parameter outside all blocks, as in comm/layout.py
 
 
@@ -70,6 +70,8 @@ class MemoryPlan:
     tokens_per_microbatch: int
     split_bytes: int
     """Keys and values of `enable_split` that peers read, gradients that they add to, and flags."""
+    muon_bytes: int
+    """Rows of matrices that Muon reads whole and writes back, in bf16."""
     job_shared_bytes: int
     """Shared memory of the whole job, alignment included: on the CPU backend what PSS shows, counted once."""
 
@@ -78,7 +80,7 @@ class MemoryPlan:
         """This rank's part of the memory that peers read and add to; 0 for FSDP2."""
         if self.scheme != "odc":
             return 0
-        return self.compute_shard_bytes + self.gradient_shard_bytes + self.split_bytes
+        return self.compute_shard_bytes + self.gradient_shard_bytes + self.split_bytes + self.muon_bytes
 
     @property
     def persistent_private_bytes(self) -> int:
@@ -120,6 +122,7 @@ _ROWS = (
     ("gradient cast to the master's dtype", "gradient_cast_bytes"),
     ("optimizer states", "optimizer_state_bytes"),
     ("split sequences", "split_bytes"),
+    ("rows for Muon", "muon_bytes"),
     ("buffers", "buffer_bytes"),
     ("unsharded parameters, peak", "gathered_bytes"),
     ("whole gradients, peak", "transient_gradient_bytes"),
@@ -139,7 +142,8 @@ def side_by_side(*plans: MemoryPlan) -> str:
         return f"{getattr(plan, name) / 1e9:.3f}"
 
     rows = [["GB per rank", *(_title(plan) for plan in plans)]]
-    shown = [row for row in _ROWS if row[1] != "split_bytes" or any(plan.split_bytes for plan in plans)]
+    optional = ("split_bytes", "muon_bytes")
+    shown = [row for row in _ROWS if row[1] not in optional or any(getattr(plan, row[1]) for plan in plans)]
     rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in shown]
     return "\n".join(in_columns(rows, numbers=True))
 
@@ -171,8 +175,9 @@ def memory_plan(
     `scheme` is "odc" (this library), "fsdp2" (`fully_shard` with its defaults: blocks resharded after
     forward, the root not) or "fsdp2_no_reshard" (`reshard_after_forward=False`, gradients reduced on the last
     microbatch only). All three get the same units and dtypes; a `reduce_dtype` of None is fp32 for all
-    three, although FSDP2 itself reads it as the param_dtype. `optimizer` is "adamw", "sgd" (no momentum) or
-    "none". `backend` matters to ODC only: on "cpu" gathering is a view; on "cuda" the strategies `gathered`
+    three, although FSDP2 itself reads it as the param_dtype. `optimizer` is "adamw", "sgd" (no momentum), "muon" (for
+    the matrices of blocks, and AdamW for the rest) or "none". `backend` matters to ODC only: on "cpu" gathering is a
+    view; on "cuda" the strategies `gathered`
     and `split` run, except in layers of `replace_layers`: what these read from the owners themselves, an
     embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
     `activation_bytes_per_token`. `split_tokens`: what `enable_split` is given, `exact`: what `fully_shard` is; both for
@@ -207,7 +212,11 @@ def memory_plan(
     sizes, split = _Sizes(specs, world), _Sizes(specs, world, replicas)
     trained = [spec for spec in specs if spec.reduce_dtype is not None]
     trained_masters = split.shards(trained, "master_dtype")
-    state_tensors, scalar_bytes = OPTIMIZER_STATES[optimizer]
+    by_muon = [spec for spec in trained if optimizer == "muon" and spec.is_block_matrix]
+    others = [spec for spec in trained if not (optimizer == "muon" and spec.is_block_matrix)]
+    states = _state_bytes(split, "muon", by_muon)
+    states += _state_bytes(split, "adamw" if optimizer == "muon" else optimizer, others)
+    muon_bytes = 0
     if scheme == "odc":
         # On CUDA each rank allocates its own region, of the same size on all ranks, with every shard aligned in it.
         # On the CPU there is one mapping, in which the shards of a parameter are contiguous.
@@ -219,6 +228,13 @@ def memory_plan(
             if backend == "cuda"
             else make_plan(specs, world=world, itemsizes=sizes.itemsizes).size_bytes
         ) * replicas
+        if by_muon:
+            from ..optim.room import room_regions
+
+            shapes = [spec.shape for spec in by_muon]
+            _, joined_bytes = room_regions(shapes, world=world, apart=False)
+            muon_bytes = aligned(room_regions(shapes, world=world, apart=True)[1])
+            job_shared += (world * muon_bytes if backend == "cuda" else joined_bytes) * replicas
         master_shard = split.shards([spec for spec in specs if spec.has_own_master], "master_dtype")
         gradient_cast = split.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype")
         on_demand = _read_on_demand(model, backend)
@@ -245,7 +261,7 @@ def memory_plan(
         compute_shard_bytes=compute_shard,
         gradient_shard_bytes=gradient_shard,
         master_shard_bytes=master_shard,
-        optimizer_state_bytes=state_tensors * trained_masters + scalar_bytes * len(trained),
+        optimizer_state_bytes=states,
         gradient_cast_bytes=gradient_cast,
         buffer_bytes=sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
         gathered_bytes=gathered,
@@ -257,8 +273,14 @@ def memory_plan(
         ),
         tokens_per_microbatch=tokens_per_microbatch,
         split_bytes=split_bytes,
+        muon_bytes=muon_bytes,
         job_shared_bytes=job_shared + world * split_bytes,
     )
+
+
+def _state_bytes(sizes: _Sizes, optimizer: str, specs: Sequence[ParameterSpec]) -> int:
+    tensors, scalar_bytes = OPTIMIZER_STATES[optimizer]
+    return tensors * sizes.shards(specs, "master_dtype") + scalar_bytes * len(specs)
 
 
 def _split_bytes(model: nn.Module, dtype: str, tokens: int, world: int) -> int:

@@ -35,6 +35,7 @@ from ..engine.api import engine_of, minibatch
 from ..engine.engine import Engine
 from ..hf import summed_loss
 from ..sequence.enable import enable_split, split_forward
+from .optimizers import make_optimizer
 from .run_folder import require_same
 from .sft_options import SftOptions
 
@@ -175,11 +176,7 @@ class SftRun:
         self.engine = engine_of(model)
         self.identity = identity or options.identity(self.engine.world)
         self.state = RunState()
-        self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in model.parameters() if parameter.requires_grad],
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-        )
+        self.optimizer = make_optimizer(model, options)
         lengths = data.lengths.tolist()
         splits = options.split_sequences and self.engine.world > 1
         self.sampler = MinibatchSampler(

@@ -41,10 +41,13 @@ class SftOptions:
     )
     split_sequences: bool = option(False, "cut the longest samples over ranks: for few long samples per rank")
     split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")
-    lr: float = option(1e-5, "peak learning rate of AdamW")
+    optimizer: Literal["adamw", "sgd", "muon"] = option(
+        "adamw", "muon: the matrices of blocks by Muon, the rest by AdamW; sgd: without momentum"
+    )
+    lr: float = option(1e-5, "peak learning rate; Muon's is scaled to match AdamW's")
     warmup_steps: int = option(10, "steps of linear warm-up, before a cosine")
     lr_floor: float = option(0.1, "fraction of the peak that the cosine ends at")
-    weight_decay: float = option(0.0, "AdamW's weight decay")
+    weight_decay: float = option(0.0, "the optimizer's weight decay")
     clip_norm: float = option(1.0, "largest norm of the whole gradient; a larger one is scaled down")
     max_skipped: int = option(10, "steps to skip for a loss or gradient that is not finite; more are an error")
     lora_rank: int = option(0, "train low-rank adapters of this rank only (needs peft); 0: the whole model")

@@ -25,6 +25,8 @@ class Word(IntEnum):
     GATHERS = 8  # how many exchanges between replicas this rank has reached
     FAILED = 9  # the number of the plan of split sequences that this rank can't complete
     WAITS = 10  # the flag of split sequences that this rank waits for (sequence/room.py), 0: none
+    ROWS = 11  # the step of Muon whose rows this rank has written, and what of (optim/room.py)
+    RESULTS = 12  # the step of Muon whose matrices this rank has orthogonalised
 
 
 WORDS = len(Word)

@@ -1,0 +1,53 @@
+"""Several optimizers as one: for Muon, which takes matrices only, and what steps the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+
+class Together(Optimizer):
+    """One optimizer for schedules, trainers and checkpoints that take one: its groups and states are those of all.
+
+        optimizer = Together(Muon(matrices, lr=1e-3), torch.optim.AdamW(others, lr=1e-3))
+
+    A step steps each, in this order, and publishes the parameters once. `optimizers`: what it was made of; use only
+    this one from then on. Raises ValueError for no optimizer, or a parameter in two of them.
+    """
+
+    def __init__(self, *optimizers: Optimizer) -> None:
+        if not optimizers:
+            raise ValueError("Together was given no optimizer; give at least one")
+        super().__init__([group for each in optimizers for group in each.param_groups], {})
+        for each in optimizers:
+            self.state.update(each.state)
+        self.optimizers = optimizers
+        self._share()
+
+    def _share(self) -> None:
+        """Gives each optimizer its groups and all states: the same objects as here."""
+        groups = iter(self.param_groups)
+        for each in self.optimizers:
+            each.__setstate__({"state": self.state, "param_groups": [next(groups) for _ in each.param_groups]})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if hasattr(self, "optimizers"):
+            raise NotImplementedError("a group can't be added to Together: add it to an optimizer, and then make this")
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for each in self.optimizers:
+            each.step()
+        return loss

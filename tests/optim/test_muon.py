@@ -1,0 +1,229 @@
+"""Muon on shards against torch.optim.Muon on whole matrices: the same gradients give the same weights."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from odc_triton.base.errors import OdcError
+from odc_triton.optim.room import newton_schulz_cost
+from tests.support import ranks, recorded, slow
+from tests.support.recorded import MATRICES, give_gradients, plain, sharded, step_on
+
+STEPS = 20
+
+
+def _late(function: Callable, seconds: float) -> Callable:
+    def late(*arguments: object) -> object:
+        time.sleep(seconds)
+        return function(*arguments)
+
+    return late
+
+
+def _steps(rank: int, world: int, shape: tuple[int, ...], backend: str, options: dict) -> tuple[dict, list[int]]:
+    """The first rank is late with its rows and the last one with its matrices, so that a missing wait shows."""
+    from odc_triton.optim import muon
+
+    model, optimizer = sharded(shape, backend, **options)
+    if rank == world - 1:
+        muon._zeropower_via_newtonschulz = _late(muon._zeropower_via_newtonschulz, 0.003)
+    if rank == 0:
+        optimizer.optimizers[0]._step_all = _late(optimizer.optimizers[0]._step_all, 0.003)
+    weights = step_on(model, optimizer, range(STEPS))
+    return weights, optimizer.optimizers[0]._room.mine
+
+
+@pytest.mark.parametrize(
+    ("shape", "backend", "options"),
+    [
+        ((1,), "cpu", {}),
+        ((2,), "cpu-apart", {"nesterov": False, "momentum": 0.8}),
+        ((3,), "cpu", {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}),
+        ((4,), "cpu-apart", {}),
+        ((2, 2), "cpu", {}),
+        slow((2, 2), "cpu-apart", {}),
+        slow((2,), "cpu", {"lr": torch.tensor(0.02), "weight_decay": 0.0}),
+    ],
+)
+def test_the_same_gradients_give_the_same_weights(shape: tuple[int, ...], backend: str, options: dict) -> None:
+    want, results = plain(STEPS, **options), ranks.run(_steps, torch.Size(shape).numel(), shape, backend, options)
+    for got, _ in results:
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            # Rows are the same bits, and one rank multiplies whole matrices as one process does.
+            torch.testing.assert_close(got[name], value, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+    shards = shape[-1]
+    for replica in range(0, len(results), shards):  # each matrix has one rank in every replica, and all have work
+        dealt = [mine for _, mine in results[replica : replica + shards]]
+        assert sorted(number for mine in dealt for number in mine) == list(range(len(MATRICES)))
+        assert all(dealt)
+
+
+def _adding_a_group(rank: int, world: int) -> dict[str, torch.Tensor]:
+    from odc_triton import full_parameters
+    from odc_triton.optim import Muon
+
+    model, _ = sharded((world,), "cpu")
+    optimizer = Muon([model.tall])
+    for step in range(2):
+        give_gradients(model, step)
+        optimizer.step()
+        if step == 0:
+            optimizer.add_param_group({"params": [model.wide], "lr": 0.1})
+    return dict(full_parameters(model))
+
+
+def test_a_group_may_be_added() -> None:
+    model = recorded.Matrices()
+    optimizer = torch.optim.Muon([model.tall])
+    for step in range(2):
+        for name, gradient in recorded.gradients(step).items():
+            model.get_parameter(name).grad = gradient
+        optimizer.step()
+        if step == 0:
+            optimizer.add_param_group({"params": [model.wide], "lr": 0.1})
+    for got in ranks.run(_adding_a_group, 2):
+        for name in ("tall", "wide"):
+            torch.testing.assert_close(got[name], model.get_parameter(name).detach(), rtol=0, atol=0)  # as above
+
+
+def test_cost() -> None:
+    """By the multiplications of an iteration, counted one product at a time."""
+    for n, m in ((3, 7), (7, 3), (4, 4)):
+        low, high = min(n, m), max(n, m)
+        assert newton_schulz_cost((n, m)) == low * high * low + low * low * low + low * low * high
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def _save(rank: int, world: int, folder: Path, shape: tuple[int, ...]) -> None:
+    from odc_triton.checkpoint.steps import Checkpoints
+
+    model, optimizer = sharded(shape, "cpu")
+    step_on(model, optimizer, range(3))
+    Checkpoints(folder, keep=1).save(model=model, optimizer=optimizer, state={}, step=3)
+
+
+def _resume(rank: int, world: int, folder: Path, shape: tuple[int, ...]) -> tuple[dict, list]:
+    from odc_triton.checkpoint.steps import Checkpoints
+
+    model, optimizer = sharded(shape, "cpu-apart", seed=9, lr=0.5, nesterov=False)
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer)
+    groups = [{name: group[name] for name in ("lr", "weight_decay")} for group in optimizer.param_groups]
+    return step_on(model, optimizer, range(3, 6)), groups
+
+
+def _state_dict(rank: int, world: int) -> dict[str, torch.Tensor]:
+    """Through plain state dicts, from optimizers joined anew after a step, into new ones that have not stepped."""
+    from odc_triton.optim import Together
+
+    model, optimizer = sharded((world,), "cpu")
+    step_on(model, optimizer, range(1))
+    optimizer = Together(*optimizer.optimizers)
+    step_on(model, optimizer, range(1, 3))
+    saved = optimizer.state_dict(), {name: value.full_tensor() for name, value in model.state_dict().items()}
+    model, optimizer = sharded((world,), "cpu", seed=9, lr=0.5)
+    optimizer.load_state_dict(saved[0])
+    model.load_state_dict(saved[1])
+    return step_on(model, optimizer, range(3, 6))
+
+
+def test_resumed_on_other_ranks(tmp_path: Path) -> None:
+    want = plain(6)
+    ranks.run(_save, 2, tmp_path, (2,))
+    for shape in ((3,), (2, 2)):
+        for got, groups in ranks.run(_resume, torch.Size(shape).numel(), tmp_path, shape):
+            assert groups == [recorded.OPTIONS] * 2
+            for name, value in want.items():
+                torch.testing.assert_close(got[name], value, rtol=0, atol=0)  # the same bits, as above
+
+
+def test_resumed_from_a_state_dict() -> None:
+    want = plain(6)
+    for got in ranks.run(_state_dict, 2):
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=0, atol=0)  # the same bits, as above
+
+
+# ------------------------------------------------------------------ misuse
+
+
+def _refusals(rank: int, world: int) -> list[str]:
+    from odc_triton import fully_shard
+    from odc_triton.optim import Muon, Together
+
+    model, other = (fully_shard(recorded.Matrices()) for _ in range(2))
+    plain_model, said = recorded.Matrices(), []
+    two_models = Muon([model.tall, other.tall])
+    both = Together(Muon([model.wide]), torch.optim.AdamW([model.bias]))
+    for wrong in (
+        lambda: Muon(model.parameters()),
+        lambda: Muon([plain_model.tall]),
+        lambda: Muon([model.tall]).add_param_group({"params": [model.bias]}),
+        lambda: Muon([model.tall], lr=-1.0),
+        two_models.step,
+        lambda: both.add_param_group({"params": [model.tall]}),
+        lambda: Together(Muon([model.tall]), torch.optim.AdamW([model.tall])),
+        Together,
+    ):
+        try:
+            wrong()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_misuse_is_refused_by_name() -> None:
+    (said,) = ranks.run(_refusals, 1)
+    for text, words in zip(
+        said,
+        (
+            "ValueError: Muon only supports 2D parameters, and bias has the size [7]: give it to another optimizer",
+            "TypeError: a parameter of size [13, 6] was not sharded by odc_triton.fully_shard",
+            "ValueError: Muon only supports 2D parameters, and bias has the size [7]",
+            "ValueError: Learning rate should be >= 0 but is: -1.0",
+            "ValueError: tall and tall belong to two sharded models: make one Muon for each",
+            "NotImplementedError: a group can't be added to Together",
+            "ValueError: some parameters appear in more than one parameter group",
+            "ValueError: Together was given no optimizer",
+        ),
+        strict=True,
+    ):
+        assert text.startswith(words), text
+
+
+def _differing(rank: int, world: int, how: str) -> str:
+    from odc_triton.optim import Muon
+
+    model, _ = sharded((world,), "cpu")
+    matrices = [model.tall, model.wide] if how != "other matrices" or rank else [model.wide, model.tall]
+    optimizer = Muon(matrices, ns_steps=4 if how == "options" and rank == 1 else 5)
+    give_gradients(model, 0)
+    if how == "gradients" and rank == 1:
+        model.wide.grad = None
+    try:
+        optimizer.step()
+    except OdcError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("gradients", "other gradients"),
+        ("options", "other hyperparameters"),
+        ("other matrices", "hold other parameters: tall [13, 6]  against  wide [7, 10]"),
+    ],
+)
+def test_ranks_that_differ(how: str, words: str) -> None:
+    said = ranks.run(_differing, 2, how)
+    assert all(text.startswith("RanksDiffer: ") for text in said), said
+    assert words in said[1]
