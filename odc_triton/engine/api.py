@@ -21,7 +21,9 @@ def engine_of(module: nn.Module) -> Engine:
                 f"{type(module).__name__} was sharded by torch's fully_shard, and this call needs a model of "
                 f"odc_triton.fully_shard. use_odc makes minibatch, publish and full_parameters work on it"
             )
-        raise TypeError(f"{type(module).__name__} is not sharded: call fully_shard(model) first")
+        raise TypeError(
+            f"{type(module).__name__} is not sharded: call fully_shard(model) first, and give what it returns"
+        )
     return module._odc_engine
 
 

@@ -296,7 +296,7 @@ class Engine:
         self.heap.show(Word.LANDED, self.state.number + 1)
         self.state.enter(Phase.LANDED)
         counts = [theirs["microbatches"] for theirs in messages]
-        if self._tokens is None and len(set(counts)) > 1:
+        if self._tokens is None and self.divide_factor is None and len(set(counts)) > 1:
             self._warn_once(
                 "counts",
                 f"ranks ran {counts} microbatches in minibatch {self.state.number} and gradients are divided by the "

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ..comm.grid import Grid, grid_of
 from ..comm.layout import Plan, place_regions
@@ -132,6 +133,13 @@ class FsdpModules:
         self._has_run = False  # before its first forward FSDP2 has no state to reset
         self._is_torn = False  # a pass began and did not end, and this torch can't reset FSDP2
         self._modules = fsdp_modules(model)
+        trained = {id(each.sharded) for bridged in self._bridged for each in bridged.found.trained}
+        self._places = [
+            (module, name)
+            for module in model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(parameter) in trained
+        ]
         found = {id(module): bridged.found for bridged in self._bridged for module in bridged.found.modules}
         for module in self._modules:
             self._watch(module, found.get(id(module)))
@@ -219,15 +227,20 @@ class FsdpModules:
 
     def reset(self) -> None:
         """Ends the minibatch for FSDP2, also one that failed in the middle of a pass."""
-        for bridged in self._bridged:
-            for each in bridged.found.trained:
-                whole = self.module.get_parameter(each.name)
-                if whole is not each.sharded:  # its backward began and did not end: reset_iter_state forgets this
-                    whole.grad = None
+        for module, name in self._places:
+            if not isinstance(whole := getattr(module, name), DTensor):
+                whole.grad = (
+                    None  # its backward began and did not end, which reset_iter_state forgets before torch 2.15
+                )
         if not hasattr(self.module, "reset_iter_state"):  # it came with torch 2.13
             self._is_torn |= self._engine.state.failure is not None
         elif self._has_run:
-            self.module.reset_iter_state()
+            try:
+                self.module.reset_iter_state()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"use_odc was given a part of a model, {type(self.module).__name__}: give it the root"
+                ) from error
         self.expire()
 
     def make_whole(self) -> None:

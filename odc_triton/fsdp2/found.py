@@ -258,10 +258,15 @@ def _parameters(group: Any, names: dict[int, str]) -> list[FoundParameter]:
     for each in group.fsdp_params:
         sharded = each.sharded_param
         policy = each.mp_policy if hasattr(each, "mp_policy") else group.mp_policy  # each has one from torch 2.15 on
+        if id(sharded) not in names:
+            raise ValueError(
+                f"FSDP2 has a parameter of {list(sharded.shape)} that the model does not have any more: shard the "
+                f"model after changing it"
+            )
         casts = policy.param_dtype is not None and sharded.is_floating_point()
         found.append(
             FoundParameter(
-                name=names.get(id(sharded), "a parameter that the model does not have any more"),
+                name=names[id(sharded)],
                 sharded=sharded,
                 compute_dtype=policy.param_dtype if casts else sharded.dtype,
                 reduce_dtype=policy.reduce_dtype,
