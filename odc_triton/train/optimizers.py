@@ -1,6 +1,8 @@
-"""The optimizers that `--optimizer` names."""
+"""The optimizers that `--optimizer` names, and the learning-rate schedules that `--schedule` names."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -27,3 +29,30 @@ def make_optimizer(model: nn.Module, options: SftOptions) -> Optimizer:
         raise ValueError("optimizer is muon, and no block of the model has a matrix to train: use --optimizer adamw")
     muon = Muon(matrices, adjust_lr_fn="match_rms_adamw", **how)  # so that one learning rate serves both
     return Together(muon, torch.optim.AdamW(others, **how)) if others else muon
+
+
+def make_schedule(options: SftOptions, steps: int) -> Callable[[int], float]:
+    """The factor of the peak learning rate at a step, counted from 0, of `steps`: transformers' schedules.
+
+    Their warm-up begins with a step of factor 0, which would be lost: here it begins with their second one.
+    """
+    from transformers import optimization
+
+    warmup = {"num_warmup_steps": options.warmup_steps}
+    ends = {"num_training_steps": steps}
+    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # they are made for an optimizer, and only their factors are used
+    if options.schedule == "cosine":
+        made = optimization.get_cosine_with_min_lr_schedule_with_warmup(
+            unused, **warmup, **ends, min_lr_rate=options.lr_floor
+        )
+    elif options.schedule == "wsd":
+        decay = min(options.decay_steps or max(steps // 10, 1), max(steps - options.warmup_steps, 0))
+        made = optimization.get_wsd_schedule(
+            unused, **warmup, **ends, num_decay_steps=decay, min_lr_ratio=options.lr_floor
+        )
+    elif options.schedule == "linear":
+        made = optimization.get_linear_schedule_with_warmup(unused, **warmup, **ends)
+    else:
+        made = optimization.get_constant_schedule_with_warmup(unused, **warmup)
+    (factor,) = made.lr_lambdas
+    return lambda step: factor(step + (step < options.warmup_steps))

@@ -35,7 +35,7 @@ from ..engine.api import engine_of, minibatch
 from ..engine.engine import Engine
 from ..hf import summed_loss
 from ..sequence.enable import enable_split, split_forward
-from .optimizers import make_optimizer
+from .optimizers import make_optimizer, make_schedule
 from .run_folder import require_same
 from .sft_options import SftOptions
 
@@ -60,16 +60,6 @@ class RunState:
     def from_json(cls, saved: dict[str, Any]) -> RunState:
         """Raises TypeError unless the fields are those of `as_json`."""
         return cls(**saved)
-
-
-def warmup_cosine(step: int, *, steps: int, warmup_steps: int, floor: float) -> float:
-    """The factor of the peak learning rate at `step`, counted from 0, of `steps`; `floor` is reached at the end."""
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if steps <= warmup_steps:
-        return 1.0
-    progress = min((step - warmup_steps) / (steps - warmup_steps), 1.0)
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def own_gradients(parameters: Iterable[nn.Parameter], rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -197,6 +187,7 @@ class SftRun:
         self._target_counts = data.target_counts
         epochs = 1.0 if options.epochs is None else options.epochs
         self.steps = options.steps or max(round(epochs * len(self.sampler)), 1)
+        self._schedule = make_schedule(options, self.steps)
         self.stop: int | None = None  # the signal for which the ranks have agreed to stop
         self.save_is_due = False
         self.was_skipped = False  # the last step: the weights that it left unchanged may be the cause
@@ -330,9 +321,7 @@ class SftRun:
     def _step(self, agreed: Agreed, gradients: list[torch.Tensor]) -> float:
         """Takes the optimizer's step if all is finite; returns its learning rate."""
         options = self.options
-        lr = options.lr * warmup_cosine(
-            self.state.step, steps=self.steps, warmup_steps=options.warmup_steps, floor=options.lr_floor
-        )
+        lr = options.lr * self._schedule(self.state.step)
         if agreed.finite:
             for group in self.optimizer.param_groups:
                 group["lr"] = lr

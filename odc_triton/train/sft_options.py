@@ -45,8 +45,12 @@ class SftOptions:
         "adamw", "muon: the matrices of blocks by Muon, the rest by AdamW; sgd: without momentum"
     )
     lr: float = option(1e-5, "peak learning rate; Muon's is scaled to match AdamW's")
-    warmup_steps: int = option(10, "steps of linear warm-up, before a cosine")
-    lr_floor: float = option(0.1, "fraction of the peak that the cosine ends at")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
+        "cosine", "of the learning rate, after a linear warm-up; wsd: constant, then a cosine at the end"
+    )
+    warmup_steps: int = option(10, "steps of linear warm-up")
+    decay_steps: int = option(0, "steps of wsd's decay; 0: a tenth of all")
+    lr_floor: float = option(0.1, "fraction of the peak that cosine and wsd end at; linear ends at 0")
     weight_decay: float = option(0.0, "the optimizer's weight decay")
     clip_norm: float = option(1.0, "largest norm of the whole gradient; a larger one is scaled down")
     max_skipped: int = option(10, "steps to skip for a loss or gradient that is not finite; more are an error")
@@ -77,7 +81,7 @@ class SftOptions:
                 raise ValueError(f"{name} is {value}; it must be positive and finite")
         for name in (
             *("warmup_steps", "weight_decay", "checkpoint_every", "checkpoint_minutes", "eval_every"),
-            *("max_skipped", "lora_rank", "split_tokens"),
+            *("max_skipped", "lora_rank", "split_tokens", "decay_steps"),
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
@@ -111,6 +115,8 @@ class SftOptions:
             raise ValueError(
                 f"split_sequences goes with balance mini or queue; it is {self.balance}: leave one of them out"
             )
+        if self.decay_steps and self.schedule != "wsd":
+            raise ValueError(f"decay_steps is {self.decay_steps} and schedule is {self.schedule}: give --schedule wsd")
         if self.split_tokens and not self.split_sequences:
             raise ValueError(f"split_tokens is {self.split_tokens} without split_sequences: give --split-sequences")
         if self.lora_alpha is not None and not self.lora_rank:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import nn
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
-from odc_triton.train.run import warmup_cosine
+from odc_triton.train.optimizers import make_schedule
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
 from tests.support.sft_case import QWEN2, case, write_case
@@ -59,6 +59,13 @@ def train(rank: int, world: int, wanted: SftOptions, folder: Path) -> tuple[list
     return losses, dict(full_parameters(run.model)), run.state.sampler
 
 
+def _warmup_cosine(step: int, steps: int, warmup_steps: int) -> float:
+    """Down to a tenth."""
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps)))
+
+
 @pytest.fixture(scope="module")
 def of_plain_torch(folder: Path) -> tuple[list[float], dict]:
     """Losses and weights of plain torch, one sample a microbatch, eight a minibatch: the same samples."""
@@ -76,8 +83,7 @@ def of_plain_torch(folder: Path) -> tuple[list[float], dict]:
         samples = pack_collate([[data[index]] for pack in packs for index in pack])
         total = count_target_tokens(samples)
         for group in optimizer.param_groups:
-            factor = warmup_cosine(step, steps=wanted.steps, warmup_steps=wanted.warmup_steps, floor=0.1)
-            group["lr"] = wanted.lr * factor
+            group["lr"] = wanted.lr * _warmup_cosine(step, wanted.steps, wanted.warmup_steps)
         summed = 0.0
         for sample in samples:
             logits = model(input_ids=sample["input_ids"], use_cache=False).logits[0, :-1]
@@ -178,6 +184,7 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
         ({"replicas": 0}, "replicas is 0"),
         ({"checkpoint_every": -1}, "checkpoint_every is -1"),
         ({"resume": ""}, "resume is empty"),
+        ({"decay_steps": 5}, "decay_steps is 5 and schedule is cosine: give --schedule wsd"),
     ],
 )
 def test_bad_options(folder: Path, changes: dict, words: str) -> None:
@@ -185,14 +192,23 @@ def test_bad_options(folder: Path, changes: dict, words: str) -> None:
         options(folder, **changes)
 
 
-def test_schedule() -> None:
-    factors = [warmup_cosine(step, steps=110, warmup_steps=10, floor=0.1) for step in range(111)]
-    assert factors[0] == pytest.approx(0.1)
-    assert factors[9] == pytest.approx(1.0)
-    assert factors[60] == pytest.approx(0.55)
-    assert factors[110] == pytest.approx(0.1)
-    assert all(a >= b for a, b in itertools.pairwise(factors[10:]))
-    assert warmup_cosine(5, steps=5, warmup_steps=5, floor=0.0) == 1.0
+@pytest.mark.parametrize(
+    ("changes", "wanted"),  # factors at these steps of 110
+    [
+        ({}, {0: 0.1, 4: 0.5, 9: 1.0, 10: 1.0, 60: 0.55, 109: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 0.99))}),
+        ({"lr_floor": 0.0}, {0: 0.1, 9: 1.0, 60: 0.5}),
+        ({"schedule": "linear"}, {0: 0.1, 9: 1.0, 10: 1.0, 60: 0.5, 109: 0.01}),
+        ({"schedule": "constant"}, {0: 0.1, 9: 1.0, 60: 1.0, 109: 1.0}),
+        ({"schedule": "wsd"}, {9: 1.0, 98: 1.0, 99: 1.0, 109: 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 10 / 11))}),
+        ({"schedule": "wsd", "decay_steps": 40, "lr_floor": 0.0}, {69: 1.0, 70: 1.0, 90: 0.5}),
+        ({"schedule": "wsd", "decay_steps": 400, "warmup_steps": 0, "lr_floor": 0.0}, {0: 1.0, 55: 0.5}),
+        ({"warmup_steps": 0}, {0: 1.0, 55: 0.55}),
+        ({"warmup_steps": 110}, {0: 1 / 110, 109: 1.0}),
+    ],
+)
+def test_schedules(folder: Path, changes: dict, wanted: dict[int, float]) -> None:
+    factor = make_schedule(options(folder, **{"warmup_steps": 10} | changes), 110)
+    assert {step: factor(step) for step in wanted} == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
