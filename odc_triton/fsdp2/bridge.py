@@ -221,9 +221,7 @@ class FsdpModules:
                 )
 
     def expire(self) -> None:
-        """Makes FSDP2 gather again what it kept whole."""
-        for module in self._modules:
-            module.reshard()
+        """Publishing has resharded all units, so FSDP2 gathers them again."""
 
     def reset(self) -> None:
         """Ends the minibatch for FSDP2, also one that failed in the middle of a pass."""
@@ -241,7 +239,8 @@ class FsdpModules:
                 raise RuntimeError(
                     f"use_odc was given a part of a model, {type(self.module).__name__}: give it the root"
                 ) from error
-        self.expire()
+        for module in self._modules:
+            module.reshard()
 
     def make_whole(self) -> None:
         """FSDP2 does."""

@@ -190,9 +190,13 @@ def _loads(rank: int, world: int) -> list[str]:
         for parameter in (*masters, *other.parameters()):  # the root's whole ones are still those of the evaluation
             parameter.mul_(0.5)
         message = _error(lambda: model(x))
-        torch.distributed.barrier()
-        publish(model)
-        torch.testing.assert_close(model(x), other(x))
+        for _ in range(2):
+            torch.distributed.barrier()
+            publish(model)
+            torch.testing.assert_close(model(x), other(x))
+            torch.distributed.barrier()
+            for parameter in (*masters, *other.parameters()):
+                parameter.mul_(3)
     return message
 
 
