@@ -40,7 +40,7 @@ def make_schedule(options: SftOptions, steps: int) -> Callable[[int], float]:
 
     warmup = {"num_warmup_steps": options.warmup_steps}
     ends = {"num_training_steps": steps}
-    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # they are made for an optimizer, and only their factors are used
+    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # they are made for one, and only their factors are used
     if options.schedule == "cosine":
         made = optimization.get_cosine_with_min_lr_schedule_with_warmup(
             unused, **warmup, **ends, min_lr_rate=options.lr_floor
