@@ -155,7 +155,7 @@ class FsdpModules:
         @torch.compiler.disable
         def before(module: Any, args: Any) -> None:
             check_sync()
-            if found is not None and found.all_reduces:  # set_requires_gradient_sync(True) turns it on, too
+            if found is not None and found.all_reduces:  # also after set_requires_gradient_sync(True)
                 module.set_requires_all_reduce(False, recurse=False)
             passes.forward_begins()
             self._has_run |= module is self.module

@@ -59,7 +59,6 @@ class BridgedUnit:
             module.set_custom_all_gather(self.gather)
             module.set_custom_reduce_scatter(self.reduce)
             module.set_gradient_divide_factor(1.0)
-            module.set_requires_all_reduce(False, recurse=False)
             if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
                 module.set_reduce_scatter_unused_params(True, recurse=False)
         for each in self.found.trained:
