@@ -185,13 +185,7 @@ def find_units(model: nn.Module) -> list[FoundUnit]:
     units: dict[int, FoundUnit] = {}
     try:
         for module in modules:
-            groups = _groups(module)
-            if len(groups) > 1:
-                raise NotImplementedError(
-                    f"{names[id(module)] or 'the root'} has parameters on several meshes (expert parallelism by "
-                    f"shard_placement_fn), which can't be combined with on-demand communication"
-                )
-            for group in groups:
+            for group in _groups(module):
                 if id(group) not in units:
                     together = tuple(getattr(group, "modules", (module,)))
                     unit = ", ".join(names[id(each)] or "the root" for each in together)
@@ -243,7 +237,10 @@ def mesh_of(model: nn.Module) -> DeviceMesh:
     if not meshes:
         raise ValueError(f"{type(model).__name__} has no sharded parameter")
     if len(meshes) > 1:
-        raise NotImplementedError(f"the model's parameters are on {len(meshes)} meshes, {meshes}: give all units one")
+        raise NotImplementedError(
+            f"the model's parameters are on {len(meshes)} meshes, {meshes}, as for expert parallelism, which can't be "
+            f"combined with on-demand communication: give all units one"
+        )
     return meshes[0]
 
 

@@ -253,6 +253,35 @@ def _offloaded() -> nn.Module:
     return _model(offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
+def _float8() -> nn.Module:
+    """A tensor of which FSDP2 gathers something else."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        setattr(TwoTensor, name, lambda *words, **options: None)
+    model = made("both branches", "")
+    weight = model.head.weight.detach()
+    model.head.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    LAYOUTS["blocks"](model)
+    return model
+
+
+def _two_meshes() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = made("both branches", ""), init_device_mesh("cpu", (1, 2), mesh_dim_names=("other", "ep"))
+    fully_shard(model.blocks[0], mesh=mesh["ep"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
+def _own_allocator() -> nn.Module:
+    model = _model()
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    return model
+
+
 def _replicated_only() -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -278,6 +307,12 @@ REFUSED = [
     (_on_meta, "ValueError: head.weight is on the meta device: call to_empty"),
     (_two_factors, "ValueError: units have different gradient divide factors, ['3.0', 'None']: give divide_factor"),
     (_offloaded, "NotImplementedError: head.weight is offloaded to the CPU: leave out offload_policy"),
+    (_float8, "NotImplementedError: head.weight is a TwoTensor, which FSDP2 converts before it gathers (fp8)"),
+    (_two_meshes, "on 2 meshes"),
+    (
+        _own_allocator,
+        "leave out set_custom_all_gather, set_custom_reduce_scatter, set_allocate_memory_from_process_group",
+    ),
     (_replicated_only, "is replicated over 2 ranks and split over one: shard over at least two ranks"),
     (_tensor_parallel, "Tensor and expert parallelism can't be combined with on-demand communication"),
 ]
