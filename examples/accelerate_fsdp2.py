@@ -15,7 +15,7 @@ from odc_triton import minibatch, use_odc
 
 LENGTHS = [30, 7, 19, 64, 12, 25, 9, 41]  # tokens of one step's sequences, of all ranks together
 
-if not torch.cuda.is_available():  # accelerate heeds the plugin on GPUs only: it shall take the CPU's ranks for GPUs'
+if not torch.cuda.is_available():  # accelerate uses the plugin only on GPUs: here a CPU's ranks pass for GPUs'
     PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
 plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
 accelerator = Accelerator(fsdp_plugin=plugin)

@@ -27,6 +27,7 @@ from ..sharding.agree import (
     AGREEING,
     PEERS,
     agree_on_plan,
+    all_came,
     compare_surroundings,
     open_heap,
     open_meetings,
@@ -38,6 +39,7 @@ from .unit import BridgedUnit, Zeros
 
 Module = TypeVar("Module", bound=nn.Module)
 _CALL = "use_odc"
+_CONNECTED = "FSDP2's shards in shared memory"
 
 
 def use_odc(
@@ -92,31 +94,37 @@ def use_odc(
         debug=False,
     )
     engine.divide_factor, engine.splits = factor, _NoSplits()
+    _connect(units, plan, engine, device)
+    engine.units.append(FsdpModules(model, engine))
+    engine.publish()
+    with refusing(meetings, _CONNECTED, call=_CALL):
+        for bridged in engine.parameters:
+            bridged.check_layout()
+    all_came(meetings, _CONNECTED, call=_CALL)
+    model._odc_engine = engine
+    if grid.rank == 0:
+        print(_summary(units, plan, grid, device), file=sys.stderr)
+    return model
+
+
+def _connect(units: list[FoundUnit], plan: Plan, engine: Engine, device: Backend) -> None:
+    """Makes FSDP2 communicate through the heap: one of the engine's parameters for each unit."""
     # On FSDP2's own streams, which it orders and waits for.
-    accumulator, zeros = device.accumulator(heap, Streams(), meetings.timeout_s), Zeros()
+    accumulator = device.accumulator(engine.heap, Streams(), engine.meetings.timeout_s)
+    zeros = Zeros()
     for slot, (unit, compute, gradient) in enumerate(zip(units, plan.compute, plan.gradient, strict=True)):
         bridged = BridgedUnit(
             unit,
             slot=slot,
             compute=compute,
             gradient=gradient,
-            heap=heap,
+            heap=engine.heap,
             accumulator=accumulator,
             engine=engine,
             zeros=zeros,
         )
         bridged.connect()
         engine.parameters.append(bridged)
-    engine.units.append(FsdpModules(model, engine))
-    engine.publish()
-    with refusing(meetings, "connected", call=_CALL):
-        for bridged in engine.parameters:
-            bridged.check_layout()
-    compare_surroundings(meetings, None, Tuned(), call=_CALL)
-    model._odc_engine = engine
-    if grid.rank == 0:
-        print(_summary(units, plan, grid, device), file=sys.stderr)
-    return model
 
 
 class FsdpModules:

@@ -187,6 +187,11 @@ def compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned, 
         warnings.warn(tuned.unused, stacklevel=4)
 
 
+def all_came(meetings: Meetings, purpose: str, *, call: str) -> None:
+    """All ranks got this far. Raises RanksDiffer on all of them if one was `refusing`."""
+    _raise_refusal(meetings.meet(f"{call}: {purpose}", {}), call)
+
+
 def _raise_refusal(messages: list[dict[str, Any]], call: str) -> None:
     for rank, theirs in enumerate(messages):
         if "refused" in theirs:
