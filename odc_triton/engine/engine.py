@@ -73,7 +73,7 @@ class Engine:
         self.state = MinibatchState(rank=self.rank, signs=signs, meetings=meetings, publication=self.publication)
         self.events = self.state.events
         self.units: list[Unit] = []
-        self.parameters: list[ShardedParameter] = []  # of a bridged model: its units, fsdp2/unit.py
+        self.parameters: list[ShardedParameter] = []  # the protocol uses them as `Sharded`: sharded.py
         self.prefetch = Prefetch()
         self.passes = Passes(
             self.state,

@@ -19,7 +19,7 @@ import torch
 from ..comm.meeting import Meetings
 from ..comm.memory.heap import SymmetricHeap, Word
 from ..comm.replicas import Replicas
-from .parameter import ShardedParameter
+from .sharded import Sharded
 from .streams import Streams
 
 
@@ -82,23 +82,21 @@ def _by_kind(rows: Iterable[tuple[torch.Tensor, ...]]) -> list[tuple[list[torch.
 
 
 @torch.no_grad()
-def copy_masters(parameters: Sequence[ShardedParameter], streams: Streams) -> None:
+def copy_masters(parameters: Sequence[Sharded], streams: Streams) -> None:
     """Makes all masters readable: casts if the copy to read has another dtype, nothing if it is the master itself."""
     for compute, masters in _by_kind(chain.from_iterable(parameter.to_publish() for parameter in parameters)):
         streams.compute(partial(torch._foreach_copy_, compute, masters))
 
 
 @torch.no_grad()
-def clear_gradients(parameters: Sequence[ShardedParameter], streams: Streams) -> None:
+def clear_gradients(parameters: Sequence[Sharded], streams: Streams) -> None:
     """Zeroes this rank's gradient shards for the next minibatch."""
     for (shards,) in _by_kind((shard,) for p in parameters if (shard := p.to_clear()) is not None):
         streams.compute(partial(torch._foreach_zero_, shards))
 
 
 @torch.no_grad()
-def land_gradients(
-    parameters: Sequence[ShardedParameter], divisor: float, replicas: Replicas, streams: Streams
-) -> None:
+def land_gradients(parameters: Sequence[Sharded], divisor: float, replicas: Replicas, streams: Streams) -> None:
     """Hands the optimizer the landed gradients: summed over the replicas, divided by `divisor`, in their masters'
     dtypes.
     """

@@ -23,7 +23,7 @@ from .found import FoundParameter, FoundUnit
 
 
 class BridgedUnit:
-    """As the engine sees it: what a `ShardedParameter` is, for all parameters of a unit together."""
+    """As the engine sees it: `engine.sharded.Sharded`, for all parameters of a unit together."""
 
     is_scalar = False
     is_split = False  # each replica has all masters of a shard
@@ -211,7 +211,7 @@ class BridgedUnit:
 
 
 class UnitLanding:
-    """`p.grad` of a unit's parameters, as `engine.landing.Landing` for one."""
+    """`p.grad` of a unit's parameters: `engine.sharded.Lands`."""
 
     def __init__(self, unit: BridgedUnit) -> None:
         self._unit = unit

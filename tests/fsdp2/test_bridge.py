@@ -154,9 +154,11 @@ def test_a_dead_rank_is_named() -> None:
 def _comes_late(rank: int, world: int) -> None:
     import time
 
-    model = _bridged(timeout=timedelta(seconds=1))
+    model = _bridged()
+    _train(model, [])
+    model._odc_engine.meetings.timeout_s = 1.0  # the ranks may have started further apart
     if rank == 1:
-        time.sleep(2)
+        time.sleep(2.5)
     _train(model, [])
 
 
