@@ -118,7 +118,7 @@ class BridgedUnit:
 
     def wholes(self) -> list[tuple[str, torch.Tensor]]:
         """[(name, a copy of the whole tensor in the compute dtype)] of all parameters."""
-        shards = [shard.clone() for shard in self.compute_shards]
+        shards = self.compute_shards  # a clone of a part is aligned to its dtype
         return [
             (each.name, each.joined([s[offset : offset + size].clone().view(each.compute_dtype) for s in shards]))
             for each, offset in self._places()

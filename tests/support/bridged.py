@@ -211,3 +211,26 @@ def bridged(
     for key, weight in weights.items():
         assert torch.equal(read[key], weight.to(read[key].dtype)), f"full_parameters differs in {key}"
     return weights, norms, losses
+
+
+def sharded(**options: Any) -> nn.Module:
+    """A small model of torch's fully_shard."""
+    model = made("both branches", "")
+    LAYOUTS["blocks"](model, **options)
+    return model
+
+
+def under_odc(**options: Any) -> nn.Module:
+    """The same under `use_odc`."""
+    from odc_triton import use_odc
+
+    return use_odc(sharded(), **options)
+
+
+def train(model: nn.Module, batches: list[tuple], name: str = "both branches") -> None:
+    """One minibatch."""
+    from odc_triton import minibatch
+
+    with minibatch(model, tokens=sum(count_of(name, batch) for batch in batches)) as mb:
+        for batch in batches:
+            (loss_of(name, model, batch) / mb.tokens).backward()

@@ -1,0 +1,241 @@
+"""What `use_odc` refuses, and what a bridged model refuses: by name, with the remedy."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from torch import nn
+
+from tests.support import ranks
+from tests.support.bridged import LAYOUTS, Branches, made, sharded, train, under_odc
+from tests.support.refusals import caught
+
+
+def _hooked() -> nn.Module:
+    model = sharded()
+    model.blocks[0].set_all_reduce_hook(lambda gradient: None)
+    return model
+
+
+def _with_own_comm() -> nn.Module:
+    model = sharded()
+    model.blocks[1].set_custom_all_gather(object())
+    return model
+
+
+def _accumulating() -> nn.Module:
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    return model
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        model = Branches()
+    LAYOUTS["blocks"](model)
+    return model
+
+
+def _two_factors() -> nn.Module:
+    model = sharded()
+    model.set_gradient_divide_factor(3.0)
+    return model
+
+
+def _offloaded() -> nn.Module:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def _float8() -> nn.Module:
+    """A tensor of which FSDP2 gathers something else."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        setattr(TwoTensor, name, lambda *words, **options: None)
+    model = made("both branches", "")
+    weight = model.head.weight.detach()
+    model.head.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    LAYOUTS["blocks"](model)
+    return model
+
+
+def _two_meshes() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = made("both branches", ""), init_device_mesh("cpu", (1, 2), mesh_dim_names=("other", "ep"))
+    fully_shard(model.blocks[0], mesh=mesh["ep"])
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    return model
+
+
+def _own_allocator() -> nn.Module:
+    model = sharded()
+    model.set_allocate_memory_from_process_group_for_comm(True)
+    return model
+
+
+def _replicated_only() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+
+
+def _tensor_parallel() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh, model = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), Branches()
+    parallelize_module(model.blocks[0].ways["odd"], mesh["tp"], ColwiseParallel())
+    LAYOUTS["blocks"](model, mesh=mesh["dp"])
+    return model
+
+
+REFUSED = [
+    (lambda: nn.Linear(2, 2), "TypeError: Linear is not sharded by torch's fully_shard: call it on the model"),
+    (lambda: "model", "TypeError: use_odc takes an nn.Module, not a str"),
+    (_hooked, "NotImplementedError: unit blocks.0 has an all-reduce hook"),
+    (_with_own_comm, "NotImplementedError: unit blocks.1 communicates by object: leave out set_custom_all_gather"),
+    (_accumulating, "NotImplementedError: set_requires_gradient_sync(False) on unit the root"),
+    (_on_meta, "ValueError: head.weight is on the meta device: call to_empty"),
+    (_two_factors, "ValueError: units have different gradient divide factors, ['3.0', 'None']: give divide_factor"),
+    (_offloaded, "NotImplementedError: head.weight is offloaded to the CPU: leave out offload_policy"),
+    (_float8, "NotImplementedError: head.weight is a TwoTensor, which FSDP2 converts before it gathers (fp8)"),
+    (_two_meshes, "on 2 meshes"),
+    (
+        _own_allocator,
+        "leave out set_custom_all_gather, set_custom_reduce_scatter, set_allocate_memory_from_process_group",
+    ),
+    (_replicated_only, "is replicated over 2 ranks and split over one: shard over at least two ranks"),
+    (_tensor_parallel, "Tensor and expert parallelism can't be combined with on-demand communication"),
+]
+
+
+def _refusals(rank: int, world: int) -> list[str]:
+    from odc_triton import use_odc
+
+    return [caught(lambda make=make: use_odc(make(), timeout=timedelta(seconds=20))) for make, _ in REFUSED]
+
+
+def test_refused_by_name() -> None:
+    for messages in ranks.run(_refusals, 2):
+        for message, (_, wanted) in zip(messages, REFUSED, strict=True):
+            assert wanted in message
+
+
+def _step_inside(model: nn.Module) -> None:
+    from odc_triton import minibatch
+
+    with minibatch(model):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def _clip_inside(model: nn.Module) -> None:
+    from odc_triton import minibatch
+
+    with minibatch(model):
+        model(torch.ones(3, 6)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _no_sync(model: nn.Module) -> None:
+    from odc_triton import minibatch
+
+    with minibatch(model):
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(3, 6)).sum().backward()
+
+
+def _no_sync_in_the_backward(model: nn.Module) -> None:
+    from odc_triton import minibatch
+
+    with minibatch(model):
+        loss = model(torch.ones(3, 6)).sum()
+        model.set_requires_gradient_sync(False)
+        loss.backward()
+
+
+def _freeze(model: nn.Module) -> None:
+    model.head.weight.requires_grad_(False)
+    train(model, [])
+
+
+def _gradient_hook(model: nn.Module) -> None:
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    train(model, [])
+
+
+def _other_factor(model: nn.Module) -> None:
+    model.set_gradient_divide_factor(2.0)
+    train(model, [])
+
+
+def _deterministic(model: nn.Module) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        train(model, [])
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _split(model: nn.Module) -> None:
+    from odc_triton import minibatch
+
+    with minibatch(model, split=object()):
+        pass
+
+
+def _enable_split(model: nn.Module) -> None:
+    from odc_triton import enable_split
+
+    enable_split(model, tokens=64)
+
+
+def _again(model: nn.Module) -> None:
+    from odc_triton import use_odc
+
+    use_odc(model)
+
+
+MISUSED = [
+    (_step_inside, "optimizer step inside a minibatch"),
+    (_clip_inside, "p.grad inside a minibatch"),
+    (lambda model: model(torch.ones(3, 6)).sum().backward(), "backward outside of a minibatch: put it into `with"),
+    (_no_sync, "Inside a minibatch every backward adds to the owners' shards"),
+    (_no_sync_in_the_backward, "set_requires_gradient_sync(False) on unit"),
+    (_freeze, "head.weight was frozen after use_odc: choose what trains before use_odc"),
+    (_gradient_hook, "head.weight has a gradient hook"),
+    (_other_factor, "set_gradient_divide_factor(2.0) came after use_odc: give it to use_odc"),
+    (_deterministic, "for exact sums shard it by odc_triton.fully_shard(model, exact=True)"),
+    (_split, "this minibatch splits sequences, and the model is one of torch's fully_shard"),
+    (_enable_split, "needs a model of odc_triton.fully_shard"),
+    (_again, "ValueError: FSDPBranches trains by on-demand communication already: call use_odc once"),
+]
+
+
+def _misuses(rank: int, world: int) -> list[str]:
+    return [caught(lambda misuse=misuse: misuse(under_odc())) for misuse, _ in MISUSED]
+
+
+def test_misuse_says_what_to_do() -> None:
+    for messages in ranks.run(_misuses, 2):
+        for message, (_, wanted) in zip(messages, MISUSED, strict=True):
+            assert wanted in message
+
+
+def _differ(rank: int, world: int) -> str:
+    from odc_triton import use_odc
+
+    model = made("both branches", "")
+    model.head.weight.requires_grad_(rank == 0)
+    LAYOUTS["blocks"](model)
+    return caught(lambda: use_odc(model))
+
+
+def test_models_that_differ() -> None:
+    for message in ranks.run(_differ, 2):
+        assert message.startswith("RanksDiffer: use_odc: rank ")
+        assert '"head.weight"' in message
