@@ -32,7 +32,7 @@ from bench.harness import (
 from bench.provenance import about, save_json
 from bench.stdlib_corpus import build_corpus, write_text
 from bench.variants import Fsdp2, Fsdp2NoReshard, Odc, OdcSplit, Variant
-from odc_triton.base.report import TITLE, save_html, save_timeline, table
+from odc_triton.base.report import TITLE, Curves, save_html, save_timeline, table
 from odc_triton.base.trace import excerpt, idle_fraction, save_trace, timeline_text
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
@@ -236,7 +236,7 @@ def write_outputs(out: Path, report: dict, results: Sequence[Measured]) -> None:
         rows=rows_of(report),
         columns=COLUMNS,
         tracks=tracks,
-        losses=report["losses"],
+        curves=[Curves(title="Loss: equal curves mean equal updates", label="loss per token", values=report["losses"])],
         facts=facts,
     )
 

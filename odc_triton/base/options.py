@@ -49,7 +49,8 @@ def require_files(options: Any, *names: str, or_folders: bool = False) -> None:
 def add_arguments(parser: argparse.ArgumentParser, kind: type) -> None:
     """One `--name` per field of the dataclass `kind`, with its help (`metadata["help"]`), choices and default.
 
-    Fields may be int, float, str, bool (`--name/--no-name`), a Literal of strings, or one of these or None.
+    Fields may be int, float, str, bool (`--name/--no-name`), a Literal of strings, or one of these or None; or a tuple
+    of one of the first three, whose argument is repeated.
     """
     hints = typing.get_type_hints(kind)
     named = " ".join(action.metavar or action.dest for action in parser._get_positional_actions())
@@ -60,13 +61,18 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type) -> None:
         required = entry.default is MISSING and entry.default_factory is MISSING
         text = entry.metadata["help"]
         if not required:
-            text += " (default: none)" if entry.default is None else f" (default: {entry.default})"
+            text += " (default: none)" if entry.default in (None, ()) else f" (default: {entry.default})"
         settings: dict[str, Any] = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS}
         hint = _without_none(hints[entry.name])
         if hint is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **settings)
         elif typing.get_origin(hint) is typing.Literal:
             group.add_argument(flag, choices=typing.get_args(hint), required=required, **settings)
+        elif typing.get_origin(hint) is tuple:
+            part = typing.get_args(hint)[0]
+            group.add_argument(
+                flag, type=part, action="append", metavar=part.__name__.upper(), required=required, **settings
+            )
         else:
             group.add_argument(flag, type=hint, metavar=hint.__name__.upper(), required=required, **settings)
 
@@ -79,5 +85,5 @@ def _without_none(hint: Any) -> Any:
 
 def read_options(kind: type[Options], namespace: argparse.Namespace) -> Options:
     """The dataclass from parsed arguments; what was not given takes its default. Raises what its checks raise."""
-    given = vars(namespace)
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(namespace).items()}
     return kind(**{entry.name: given[entry.name] for entry in fields(kind) if entry.name in given})

@@ -12,6 +12,7 @@ import base64
 import io
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -199,21 +200,31 @@ def _png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def loss_figure(losses: Mapping[str, Sequence[float]]) -> Figure:
-    """Loss over minibatches, one curve per variant; earlier curves are wider, so that equal ones all show."""
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """One picture of values over minibatches. `values`: by curve, one value per minibatch; NaN leaves a gap."""
+
+    title: str
+    label: str  # of the values' axis
+    values: Mapping[str, Sequence[float]]
+
+
+def curve_figure(curves: Curves) -> Figure:
+    """All curves on one pair of axes; earlier curves are wider, so that equal ones all show."""
     figure, axes = _canvas(total=760, height=560)
-    for index, (name, values) in enumerate(losses.items()):
-        width = 1.2 + 1.3 * (len(losses) - 1 - index)
+    for index, (name, values) in enumerate(curves.values.items()):
+        width = 1.2 + 1.3 * (len(curves.values) - 1 - index)
         label = f"\u200b{name}"  # matplotlib hides labels that begin with an underscore
         axes.plot(range(1, len(values) + 1), values, color=CURVES[index % len(CURVES)], lw=width, label=label)
-    title = "Loss" if len(losses) == 1 else "Loss: equal curves mean equal updates"
-    axes.set_title(title, loc="left", color=INK, fontsize=12, weight="bold")
     axes.set_xlabel("minibatch", color=FAINT)
-    axes.set_ylabel("loss per token", color=FAINT)
+    plain = [
+        axes.set_title(curves.title, loc="left", color=INK, fontsize=12, weight="bold"),
+        axes.set_ylabel(curves.label, color=FAINT),
+    ]
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     names = axes.legend(loc="upper right", frameon=False, fontsize=9, labelcolor=INK)
-    for text in names.get_texts():
+    for text in (*plain, *names.get_texts()):
         text.set_parse_math(False)
     return figure
 
@@ -300,14 +311,14 @@ def save_html(
     rows: Sequence[Sequence[object]],
     columns: Sequence[str],
     tracks: Tracks,
-    losses: Mapping[str, Sequence[float]],
+    curves: Sequence[Curves],
     facts: Mapping[str, str],
 ) -> None:
-    """Writes one self-contained page: summary, table, timelines, loss curves, facts; nothing is loaded.
+    """Writes one self-contained page: summary, table, timelines, curves, facts; nothing is loaded.
 
     `summary`: text, with an empty line between paragraphs; `rows` and `columns` as for `table`; `tracks` as for
-    `timeline_figure`; `losses`: per variant one value per minibatch; `facts`: name to value (versions).
-    Of `rows`, `tracks`, `losses` and `facts`, empty ones are left out. All text is escaped. Errors as in
+    `timeline_figure`; `facts`: name to value (versions).
+    Of `rows`, `tracks`, `curves` and `facts`, empty ones are left out. All text is escaped. Errors as in
     `table`, `timeline_figure` and `write_file`.
     """
     body = [f"<h1>{escape(title)}</h1>"]
@@ -317,10 +328,10 @@ def save_html(
     if tracks:
         body.append("<h2>Timelines</h2>")
         body.append(_html_image(timeline_figure(tracks), _in_words(tracks)))
-    if losses:
-        body.append("<h2>Loss</h2>")
-        last = "; ".join(f"{name} ends at {values[-1]:.4g}" for name, values in losses.items() if len(values))
-        body.append(_html_image(loss_figure(losses), f"Loss curves. {last}"))
+    for each in curves:
+        body.append(f"<h2>{escape(each.title)}</h2>")
+        last = "; ".join(f"{name} ends at {values[-1]:.4g}" for name, values in each.values.items() if len(values))
+        body.append(_html_image(curve_figure(each), f"{each.title}. {last}"))
     if facts:
         pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
         body.append(f"<h2>How it was measured</h2>\n<dl>{pairs}</dl>")

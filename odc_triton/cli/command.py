@@ -156,8 +156,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 def _train_sft(ranks: int, wanted: SftOptions) -> int:
     with _importing():  # the check imports too
         from ..comm.launch import launch, warn_of_few_cores
-        from ..train.prepare import check_before_start
-        from ..train.sft import run_sft
+        from ..train.sft import check_before_start, run_sft
 
         check_before_start(wanted)
     warn_of_few_cores(ranks)

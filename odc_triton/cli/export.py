@@ -36,7 +36,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     from ..checkpoint.folder import load_checkpoint, read_state
     from ..checkpoint.steps import newest_in
     from ..sharding.shard import fully_shard
-    from ..train.prepare import add_adapters
+    from ..train.model import add_adapters
 
     path = Path(checkpoint)
     if not (path / ".metadata").exists():

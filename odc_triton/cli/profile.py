@@ -118,7 +118,7 @@ def _prepare(options: ProfileOptions) -> tuple[nn.Module, list[list[Pack]]]:
     from ..hf import enable_packing
     from ..sharding.agree import default_mesh
     from ..sharding.shard import fully_shard
-    from ..train.prepare import precision, replace
+    from ..train.model import precision, replace
 
     mesh = default_mesh(timedelta(minutes=30))
     torch.manual_seed(options.seed)

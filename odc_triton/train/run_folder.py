@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from ..data.store import contents
-from .sft_options import DEFAULTS
+from .grpo_options import GrpoOptions
+from .run_options import RunOptions
+from .sft_options import SftOptions
 
 # The names that `atomic_file` and `folder_aside` write under: with the process id and random digits.
 _UNFINISHED = re.compile(r"\..+\.\d+\.[0-9a-f]{8}(\.new|\.old)?")
@@ -86,8 +88,9 @@ class RunFolder:
             self._lock = None
 
 
-# Where samples came from; files may have moved, so the samples themselves are compared.
-_IN_THE_SAMPLES = {"data", "eval_data", "tokenizer"}
+_JOBS: dict[str, type[RunOptions]] = {"sft": SftOptions, "grpo": GrpoOptions}
+# Where the data came from; files may have moved, so the data itself is compared.
+_IN_THE_DATA = {"data", "eval_data", "tokenizer"}
 
 
 def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) -> None:
@@ -96,13 +99,15 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
     An option that `saved` lacks is newer than that run, which had its default. A position is counted in prepared
     samples, so `saved` has their digests; older runs have names of files in their folder instead.
     """
-    saved = DEFAULTS | saved
+    options = _JOBS[wanted.get("job", "sft")]
+    defaults = options.defaults()
+    saved = defaults | saved
     files = [where / "data" / name for name in saved.get("prepared", ())]
     if files and all(file.suffix == ".npz" and file.is_file() for file in files):
         saved["prepared"] = [contents(file) for file in files]
-    names = wanted.keys() | saved.keys() - DEFAULTS.keys()
+    names = wanted.keys() | saved.keys() - defaults.keys()
     if "prepared" in names:
-        names -= _IN_THE_SAMPLES
+        names -= _IN_THE_DATA
     missing = object()
     different = [name for name in sorted(names) if saved.get(name, missing) != wanted.get(name, missing)]
     if different:
@@ -113,6 +118,6 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
             for name in different
         )
         hint = ""
-        if "samples_per_step" in different:
-            hint = ". samples_per_step is --samples-per-rank times the number of ranks"
+        if (per_step := options.per_step()) in different:
+            hint = f". {per_step} is --{options.per_rank.replace('_', '-')} times the number of ranks"
         raise ValueError(f"the run in {where} had other options ({words}): give the same, or another --out{hint}")

@@ -2,38 +2,39 @@
 
 odc-triton train sft --data FILE --model FOLDER --out DIR --ranks 2
 torchrun --nproc-per-node 2 -m odc_triton.train.sft --data FILE --model FOLDER --out DIR
+
+Ranks take a while to start, and tokenising a large file takes longer. So `check_before_start` first checks what it can:
+the model, the data's first records, the folder to write to.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import signal
-import sys
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..base.errors import OfRanks
-from ..base.options import add_arguments, read_options
-from ..base.signals import STOPS, StopRequest, handling
-from ..checkpoint import load_pretrained_shards
-from ..checkpoint.steps import Checkpoints
-from ..comm.launch import Interrupted, die_with_parent, end_process, status_of
-from ..sharding.agree import default_mesh
-from ..sharding.shard import fully_shard
-from .metrics import Metrics, MetricsFile, Progress
-from .outcome import gather_events, save_model, write_report
-from .prepare import Prepared, build_model, precision, prepare
-from .run import SftRun, TooManySkipped
+from ..balance import CostModel
+from ..data.dataset import DataOptions, TokenizedDataset, encode_records, split_samples
+from ..data.prepared import prepare_data
+from ..data.records import DataError
+from ..data.sources import open_source
+from ..data.store import contents
+from ..data.tokenizer import TextEncoder
+from . import prepare as preparing
+from .job import OnMetrics, main_of, run_job, train
+from .metrics import Metrics
+from .prepare import Prepared, load_any_tokenizer, take_folder
+from .run_folder import RunFolder
 from .sft_options import SftOptions
+from .sft_run import Samples, SftRun
 
-OnMetrics = Callable[[Metrics], None]
+_TELL_S = 10.0
+_RECORDS = 16  # of each source, that are looked at before the start
 
 
 def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metrics:
@@ -46,211 +47,105 @@ def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metri
     Interrupted. Raises MinibatchFailed on all ranks for what a microbatch raised on any; RankLost and DeadlineExceeded,
     naming the rank; TooManySkipped; CheckpointFailed; ValueError and OSError for unusable input.
     """
-    timeout = timedelta(minutes=options.timeout_minutes)
-    mesh = default_mesh(timeout, replicas=options.replicas)
-    rank = mesh.get_rank()
-    prepared = prepare(options, mesh=mesh)
-    try:
-        model, cost = build_model(options, prepared, rank=rank)
-        exact = options.exact or None  # else as torch.use_deterministic_algorithms says
-        model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout, exact=exact)
-        torch.manual_seed(options.seed + rank)  # dropout differs between ranks
-        if options.model is not None:
-            load_pretrained_shards(model, options.model)
-        run = SftRun(options=options, model=model, data=prepared.data, cost=cost, identity=prepared.identity)
-        stop = StopSignal(run.engine.require_peers)
-        with handling(stop.hear, *STOPS):
-            try:
-                return _Loop(run, prepared, stop, on_metrics).run_to_the_end()
-            except BaseException as error:
-                lost = None if stop.signal is None else lost_within(error)
-                run.engine.give_up(lost or error)
-                if lost is not None and lost is not error:
-                    raise lost from error
-                raise
-    finally:
-        if prepared.folder is not None:
-            prepared.folder.release()
-
-
-def lost_within(error: BaseException) -> OfRanks | None:
-    """The loss of a peer that `error` came from: a signal's handler raises it anywhere, and torch may wrap it."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, OfRanks):
-        found = found.__cause__ or found.__context__
-    return found
-
-
-class StopSignal:
-    """The first SIGTERM or Ctrl-C, as `signal`. Another one, a second or more later, raises KeyboardInterrupt at once.
-
-    `check_peers`, given what they are needed for, raises if a peer is dead. It also runs when a signal comes: torchrun
-    sends SIGTERM to the survivors of a killed rank and gives them 30 s, and a microbatch may take longer.
-    """
-
-    def __init__(self, check_peers: Callable[[str], None]) -> None:
-        self._request = StopRequest()
-        self._check_peers = check_peers
-
-    @property
-    def signal(self) -> int | None:
-        return self._request.signal
-
-    def hear(self, number: int, _: object = None) -> None:
-        if self._request.hear(number) == "second":
-            raise KeyboardInterrupt(f"told to stop a second time, by {signal.Signals(number).name}")
-        self.look()
-
-    def look(self) -> None:
-        """After a signal, raises if a peer has died since."""
-        if self.signal is not None:
-            self._check_peers(f"its peers, after {signal.Signals(self.signal).name}")
-
-
-class _Loop:
-    """The steps of a run, and what happens between them."""
-
-    def __init__(self, run: SftRun, prepared: Prepared, stop: StopSignal, on_metrics: OnMetrics | None) -> None:
-        self.run, self.prepared, self.stop, self.on_metrics = run, prepared, stop, on_metrics
-        self.out = Path(run.options.out)
-        self.checkpoints = Checkpoints(self.out / "checkpoints", keep=run.options.keep)
-        self.saved_step = -1
-        self._saved_s = time.monotonic()
-        self._is_first = run.engine.rank == 0
-
-    def run_to_the_end(self) -> Metrics:
-        run = self.run
-        self._resume()
-        metrics: Metrics = {"step": run.state.step, "tokens": run.state.tokens}
-        file = MetricsFile(self.out / "metrics.jsonl", step=run.state.step) if self._is_first else None
-        with Progress(total=run.steps, done=run.state.step, shown=self._is_first) as progress:
-            while run.state.step < run.steps and run.stop is None:
-                metrics = run.train_step(
-                    stop=lambda: self.stop.signal, look=self.stop.look, save_by_clock=self._is_due_by_clock
-                )
-                if self._evaluates_now():
-                    metrics["eval_loss"] = run.evaluate(self.prepared.evaluation)
-                if file is not None:
-                    file.write(metrics)
-                progress.show(metrics)
-                if self._is_first and self.on_metrics is not None:
-                    self.on_metrics(metrics)
-                self._save_where_due()
-        if file is not None:
-            file.close()
-        if run.stop is not None and run.state.step < run.steps:
-            if self._is_first:
-                path = self.checkpoints.folder / f"step-{run.state.step:08d}"
-                saved = (
-                    f"saved in {path}"
-                    if self.saved_step == run.state.step
-                    else "not saved, because its weights are not finite or unchanged"
-                )
-                print(f"stopped after step {run.state.step} of {run.steps}, {saved}; continue with --resume auto")
-            raise Interrupted(run.stop)
-        if run.was_skipped and not run.is_sound():
-            raise TooManySkipped(
-                f"no model is written: {run.state.skipped} of {run.state.step} steps were skipped, and the weights are "
-                f"not finite or unchanged. Lower --lr, look at the data, or continue from an older checkpoint"
-            )
-        self._finish()
-        return metrics
-
-    def _resume(self) -> None:
-        run, resume = self.run, self.run.options.resume
-        path: str | None = None
-        if resume not in ("auto", "never"):
-            path = resume
-        elif resume == "auto" and self._is_first and self.prepared.goes_on:
-            newest = self.checkpoints.newest(fallback=True)
-            path = None if newest is None else str(newest)
-        path = run.engine.meet("find the checkpoint", {"path": path})[0]["path"]
-        if path is None:
-            return
-        saved = self.checkpoints.load(path, model=run.model, optimizer=run.optimizer)
-        run.resume(saved, where=Path(path).absolute().parent.parent)
-        self.saved_step = run.state.step
-        run.rested()
-        if self._is_first:
-            print(f"continuing after step {run.state.step} of {run.steps}, from {path}", flush=True)
-
-    def _evaluates_now(self) -> bool:
-        if self.prepared.evaluation is None:
-            return False
-        every, step = self.run.options.eval_every, self.run.state.step
-        return step == self.run.steps or (every > 0 and step % every == 0)
-
-    def _is_due_by_clock(self) -> bool:
-        minutes = self.run.options.checkpoint_minutes
-        return minutes > 0 and time.monotonic() - self._saved_s > 60 * minutes
-
-    def _save_where_due(self) -> None:
-        """Saves by steps and by the clock, at the end, and when the run is asked to stop.
-
-        A step may have been skipped because of the weights themselves. So after a skipped step nothing is saved by
-        steps or by the clock; at the end or on a stop only sound weights are saved, and no older checkpoint is removed.
-        """
-        run, options = self.run, self.run.options
-        by_steps = options.checkpoint_every > 0 and run.state.step % options.checkpoint_every == 0
-        last = options.checkpoints and run.state.step == run.steps
-        stops = run.stop is not None and run.state.step < run.steps
-        if run.was_skipped:
-            if (last or stops) and run.is_sound():
-                self._save(prune=False)
-        elif by_steps or last or stops or run.save_is_due:
-            self._save()
-
-    def _save(self, *, prune: bool = True) -> None:
-        run = self.run
-        step = run.state.step
-        self.checkpoints.save(model=run.model, optimizer=run.optimizer, state=run.position(), step=step, prune=prune)
-        self.saved_step, self._saved_s = step, time.monotonic()
-        run.rested()
-
-    def _finish(self) -> None:
-        run = self.run
-        events = gather_events(run)
-        if self._is_first:
-            written = write_report(self.out, run.options, events, ranks=run.engine.world)
-            folder = save_model(run, self.out, self.prepared.tokenizer)
-            print(
-                f"{run.state.step} steps done; {', '.join(written)}, metrics.jsonl and {folder.name}/ are in {self.out}"
-            )
-        run.engine.meet("the trained model is written", {})  # rank 0 has read the others' shards
+    return train(options, prepare, _start, on_metrics)
 
 
 def run_sft(options: SftOptions) -> Metrics:
     """`train_sft` in a process that the launcher started. A request to stop exits it with status 128 + the signal."""
-    try:
-        return train_sft(options)
-    except Interrupted as stop:
-        sys.stdout.flush()
-        sys.exit(128 + stop.signal)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    return run_job(train_sft, options)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """What every rank runs under `torchrun -m odc_triton.train.sft`."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
-    parser = argparse.ArgumentParser(prog="odc_triton.train.sft", description=SftOptions.__doc__)
-    add_arguments(parser, SftOptions)
-    try:
-        options = read_options(SftOptions, parser.parse_args(arguments))
-    except ValueError as error:
-        parser.error(str(error))
-    try:
-        record(run_sft)(options)  # so that torchrun's summary has the error
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        print(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(1)
+def _start(options: SftOptions, model: nn.Module, prepared: Prepared[Samples], cost: CostModel) -> SftRun:
+    return SftRun(
+        options=options,
+        model=model,
+        data=prepared.data,
+        evaluation=prepared.evaluation,
+        cost=cost,
+        identity=prepared.identity,
+    )
+
+
+def check_before_start(options: SftOptions) -> None:
+    """Raises OSError and ValueError for what would fail later in the run. Leaves nothing except the folder `out`."""
+    encoder = TextEncoder.of(load_any_tokenizer(options))
+    largest = 0
+    for name in (options.data, options.eval_data):
+        if name is not None:
+            head = encode_records(list(islice(open_source(name), _RECORDS)), encoder, options.token_cap)
+            largest = max(largest, *(max(ids, default=0) for ids, _ in head))
+    preparing.check_before_start(options, largest)
+
+
+def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
+    """Rank 0 takes the folder, reads and tokenises once; the others load what it wrote. Collective."""
+    world = mesh.size()
+    tokenizer = load_any_tokenizer(options)
+
+    def read(folder: RunFolder) -> dict[str, Any]:
+        # A sample's pieces may be on all ranks, each of at most --token-cap tokens.
+        longest = options.token_cap * (world if options.split_sequences else 1)
+        paths = _tokenize(options, tokenizer, folder, longest)
+        return {"prepared": [contents(path) for path in paths], "paths": [str(path) for path in paths]}
+
+    taken, folder = take_folder(options, read, mesh=mesh)
+    sets = [TokenizedDataset.load(Path(path)) for path in taken["paths"]]
+    largest = max(each.largest_token for each in sets)
+    learned, evaluation = sets[0], sets[1] if len(sets) > 1 else None
+    if options.eval_fraction:
+        learned, evaluation = split_samples(sets[0], options.eval_fraction, seed=options.seed)
+    if len(learned) < options.samples_per_rank * world:
+        raise ValueError(
+            f"{options.data} has {len(learned)} samples and one step takes {options.samples_per_rank} on each of "
+            f"{world} ranks: lower --samples-per-rank, or give more data"
+        )
+    return Prepared(
+        tokenizer=tokenizer,
+        data=learned,
+        evaluation=evaluation,
+        longest=int(learned.lengths.max()),
+        largest_token=largest,
+        identity=taken["identity"],
+        folder=folder,
+        goes_on=taken["goes_on"],
+    )
+
+
+def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder, longest: int) -> list[Path]:
+    """Prepares the samples; returns their files."""
+    paths = []
+    wanted = DataOptions(max_tokens=longest, too_long=options.too_long)
+    for source in (options.data, options.eval_data):
+        if source is not None:
+            try:
+                data = prepare_data(
+                    source,
+                    TextEncoder.of(tokenizer),
+                    wanted,
+                    folder=folder.file("data"),
+                    progress=_now_and_then(source),
+                )
+            except DataError as error:
+                if "max_tokens" in str(error):
+                    raise DataError(f"{error} (with --token-cap, --truncate and --drop-long)") from error
+                raise
+            print(f"{source}: {data.summary}", flush=True)
+            paths.append(data.path)
+    return paths
+
+
+def _now_and_then(source: str) -> Callable[[int, float], None]:
+    """Prints how far the preparation of `source` has got, every `_TELL_S` seconds."""
+    told_s = time.monotonic()
+
+    def tell(records: int, fraction: float) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s >= _TELL_S:
+            told_s = time.monotonic()
+            print(f"{source}: {records} records prepared, {fraction:.0%} of the data", flush=True)
+
+    return tell
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except SystemExit as end:
-        end_process(status_of(end))
-    end_process(0)
+    main_of(SftOptions, run_sft, "odc_triton.train.sft")

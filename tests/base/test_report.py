@@ -21,7 +21,7 @@ from matplotlib.image import imread
 
 from odc_triton.base.events import BUSY_KINDS, Event
 from odc_triton.base.files import write_file
-from odc_triton.base.report import COLOURS, loss_figure, save_html, save_timeline, table, timeline_figure
+from odc_triton.base.report import COLOURS, Curves, curve_figure, save_html, save_timeline, table, timeline_figure
 from odc_triton.base.trace import (
     STATES,
     UNRECORDED,
@@ -354,7 +354,9 @@ def test_html_is_one_valid_page_with_everything_escaped(tmp_path):
         rows=[(HOSTILE, 1.5)],
         columns=(f"head {HOSTILE}", "ratio"),
         tracks={HOSTILE: odc_like(1), "_b": odc_like(2)},
-        losses={HOSTILE: [3.0, 2.0], "_b": [3.0, float("nan")], "none": []},
+        curves=[
+            Curves(title=HOSTILE, label=HOSTILE, values={HOSTILE: [3.0, 2.0], "_b": [3.0, float("nan")], "none": []})
+        ],
         facts={f"fact {HOSTILE}": HOSTILE},
     )
     text = path.read_text(encoding="utf-8")
@@ -363,7 +365,7 @@ def test_html_is_one_valid_page_with_everything_escaped(tmp_path):
     assert page.tags["script"] == page.tags["link"] == 0
     assert page.tags["p"] == 2
     assert (page.tags["tr"], page.tags["th"], page.tags["td"], page.tags["dt"]) == (2, 2, 2, 1)
-    assert page.texts.count(HOSTILE) == 5  # title, heading, paragraph, cell, fact
+    assert page.texts.count(HOSTILE) == 6  # title, heading, paragraph, cell, heading of the curves, fact
     assert "5.00 s, 10.0% idle" in page.alts[0]
     assert not re.search(r"(?i)https?://|@import|url\(", text)
     assert len(page.sources) == 2
@@ -374,19 +376,20 @@ def test_html_is_one_valid_page_with_everything_escaped(tmp_path):
 
 
 def test_html_leaves_out_what_is_empty(tmp_path):
-    parts = {"rows": [], "columns": (), "tracks": {}, "losses": {}, "facts": {}}
+    parts = {"rows": [], "columns": (), "tracks": {}, "curves": [], "facts": {}}
     save_html(tmp_path / "r.html", title="t", summary="s", **parts)
     page = Page((tmp_path / "r.html").read_text())
     assert not {"img", "table", "dl", "h2"} & set(page.tags)
 
 
-def test_loss_figure_draws_every_value_and_name():
-    axes = loss_figure({"_a": [3.0, 2.0, 1.0], "$b": [3.0, 2.5]}).axes[0]
+def test_curve_figure_draws_every_value_and_name():
+    axes = curve_figure(
+        Curves(title="Loss $", label="per token", values={"_a": [3.0, 2.0, 1.0], "$b": [3.0, 2.5]})
+    ).axes[0]
     assert [line.get_ydata().tolist() for line in axes.lines] == [[3, 2, 1], [3, 2.5]]
     assert axes.lines[0].get_linewidth() > axes.lines[1].get_linewidth()
     assert [t.get_text().lstrip("\u200b") for t in axes.get_legend().get_texts()] == ["_a", "$b"]
-    assert axes.get_title(loc="left") == "Loss: equal curves mean equal updates"
-    assert loss_figure({"training": [3.0, 2.0]}).axes[0].get_title(loc="left") == "Loss"
+    assert (axes.get_title(loc="left"), axes.get_ylabel()) == ("Loss $", "per token")
 
 
 def test_write_file_replaces_whole_or_not_at_all(tmp_path, monkeypatch):

@@ -368,7 +368,7 @@ def test_a_scalars_gradient_is_taken_before_it_is_cleared(late: int) -> None:
 def _own_squares(rank: int, world: int) -> tuple[float, float]:
     """This rank's part of the squared norm, and the whole norm by torch."""
     from odc_triton import fully_shard, minibatch
-    from odc_triton.train.run import own_gradients, square_norm
+    from odc_triton.train.agreement import own_gradients, square_norm
 
     model = fully_shard(_Scaled(), backend="cpu")
     with minibatch(model, tokens=1):

@@ -56,9 +56,9 @@ class _Trigger:
 
 def _arm(fault: Fault) -> None:
     from odc_triton.checkpoint.steps import Checkpoints
-    from odc_triton.train import sft
+    from odc_triton.train import loop, sft
     from odc_triton.train.metrics import MetricsFile
-    from odc_triton.train.run import SftRun
+    from odc_triton.train.sft_run import SftRun
 
     trigger = _Trigger(fault)
 
@@ -114,9 +114,9 @@ def _arm(fault: Fault) -> None:
         trigger.armed = fault.phase == "export"
         return real_save_model(*given)
 
-    real_save_model = sft.save_model
-    sft.SftRun, sft.Checkpoints, sft.save_model = FaultyRun, FaultyCheckpoints, save_model
-    sft.MetricsFile = FaultyMetrics
+    real_save_model = loop.save_model
+    sft.SftRun = FaultyRun
+    loop.Checkpoints, loop.save_model, loop.MetricsFile = FaultyCheckpoints, save_model, FaultyMetrics
     if fault.phase in ("save", "load", "export"):
         sys.addaudithook(lambda event, _: trigger() if event in _FILE_EVENTS else None)
 

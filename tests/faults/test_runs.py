@@ -81,7 +81,7 @@ def _poisoned(
     """
     from odc_triton import full_parameters
     from odc_triton.train import sft
-    from odc_triton.train.run import SftRun
+    from odc_triton.train.sft_run import SftRun
 
     seen: list[dict] = []
     weights: list[torch.Tensor] = []
@@ -211,7 +211,7 @@ def test_no_space_for_metrics(tmp_path: Path) -> None:
 
 def test_the_first_request_is_remembered_and_a_second_one_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from odc_triton.base import signals
-    from odc_triton.train.sft import StopSignal
+    from odc_triton.train.loop import StopSignal
 
     before = signal.getsignal(signal.SIGTERM)
     asked: list[str] = []
@@ -233,7 +233,7 @@ def test_the_first_request_is_remembered_and_a_second_one_ends_at_once(monkeypat
 def test_a_lost_peer_is_named_though_torch_wraps_the_error() -> None:
     """The handler of SIGTERM raises in whatever runs, as DTensor's operators do in the optimizer's step."""
     from odc_triton import RankLost
-    from odc_triton.train.sft import lost_within
+    from odc_triton.train.loop import lost_within
 
     lost, wrapped = RankLost([1], "rank 1 died"), RuntimeError("Sharding propagation failed for aten.sqrt.default")
     wrapped.__cause__ = lost

@@ -18,6 +18,7 @@ from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.outcome import write_report
 from odc_triton.train.sft_options import SftOptions
+from odc_triton.train.sft_run import SftRun
 from tests.support import ranks
 from tests.support.sft_case import case, write_case
 
@@ -181,7 +182,7 @@ def test_a_report_without_matplotlib(folder: Path, tmp_path: Path, capsys: pytes
     event = Event(rank=0, kind="forward", start_s=0.0, end_s=1.0, minibatch=0, microbatch=0, label="")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, hidden, None)
-        written = write_report(tmp_path, case(folder, out=str(tmp_path)), [event], ranks=1)
+        written = write_report(tmp_path, SftRun, case(folder, out=str(tmp_path)), [event], ranks=1)
     assert written == ["report.html", "trace.json"]
     remedy = 'matplotlib is not installed; run: pip install "odc-triton[plot]"'
     assert f"report.html has no pictures, as {remedy}" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from odc_triton.sharding.agree import default_mesh
-from odc_triton.train import prepare
+from odc_triton.train import sft
 from odc_triton.train.run_folder import RunFolder
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
@@ -26,7 +26,7 @@ def _prepare(rank: int, world: int, wanted: SftOptions) -> tuple[int, list[str],
     """How many samples there are after a long preparation; and what the others learn of one in which rank 0 died."""
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=DEADLINE_S), dist.group.WORLD)
     mesh = default_mesh(timedelta(seconds=DEADLINE_S), "cpu", replicas=wanted.replicas)
-    tokenize = prepare._tokenize
+    tokenize = sft._tokenize
 
     def slowly(*given: object) -> list[Path]:
         time.sleep(1.5 * DEADLINE_S)
@@ -35,13 +35,13 @@ def _prepare(rank: int, world: int, wanted: SftOptions) -> tuple[int, list[str],
     def dies(*given: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    with mock.patch.object(prepare, "_tokenize", slowly):
-        prepared = prepare.prepare(wanted, mesh=mesh)
+    with mock.patch.object(sft, "_tokenize", slowly):
+        prepared = sft.prepare(wanted, mesh=mesh)
     if prepared.folder is not None:
         prepared.folder.release()
-    with mock.patch.object(prepare, "_tokenize", dies):
+    with mock.patch.object(sft, "_tokenize", dies):
         try:
-            prepare.prepare(wanted, mesh=mesh)
+            sft.prepare(wanted, mesh=mesh)
         except RuntimeError as error:
             return len(prepared.data), getattr(error, "ranks", []), str(error)
     return len(prepared.data), [], "no error"
@@ -62,10 +62,10 @@ def test_a_long_preparation_is_waited_for_and_a_death_in_it_has_a_name(tmp_path:
 def test_it_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(prepare, "_TELL_S", 0.0)
+    monkeypatch.setattr(sft, "_TELL_S", 0.0)
     wanted = case(write_case(tmp_path))
     folder = RunFolder(tmp_path / "run")
     folder.lock(resume="never")
-    prepare._tokenize(wanted, prepare.load_any_tokenizer(wanted), folder, longest=wanted.token_cap)
+    sft._tokenize(wanted, sft.load_any_tokenizer(wanted), folder, longest=wanted.token_cap)
     folder.release()
     assert f"{wanted.data}: 40 records prepared, 100% of the data" in capsys.readouterr().out

@@ -49,8 +49,8 @@ def _model() -> nn.Module:
 def train(rank: int, world: int, wanted: SftOptions, folder: Path) -> tuple[list[float], dict, dict]:
     from odc_triton import full_parameters
     from odc_triton.sharding.shard import fully_shard
-    from odc_triton.train.prepare import replace
-    from odc_triton.train.run import SftRun
+    from odc_triton.train.model import replace
+    from odc_triton.train.sft_run import SftRun
 
     model = _model()
     replace(model, wanted, rank)
@@ -127,7 +127,7 @@ def test_equals_plain_torch_however_samples_are_dealt(
 
 
 def test_a_head_that_cant_be_fused_is_named(folder: Path) -> None:
-    from odc_triton.train.prepare import replace
+    from odc_triton.train.model import replace
 
     model = _model()
     model.lm_head = nn.Linear(32, 300)
@@ -218,7 +218,7 @@ def test_schedules(folder: Path, changes: dict, wanted: dict[int, float]) -> Non
 def test_samples_that_the_model_cannot_take(folder: Path, config: dict, words: str) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from odc_triton.train.prepare import check_fit
+    from odc_triton.train.model import check_fit
 
     model = Qwen2ForCausalLM(Qwen2Config(**QWEN2 | config))
     data = TokenizedDataset.load(folder / "data.npz")

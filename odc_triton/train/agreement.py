@@ -1,0 +1,99 @@
+"""What the ranks tell each other once a step, when all gradients have landed: one meeting, no collective.
+
+So every rank knows the same numbers and makes the same decisions: whether the step is taken, whether a checkpoint is
+saved, whether the run stops. Gradients are clipped by these numbers too: torch's `clip_grad_norm_` reduces over gloo or
+NCCL, which do not say which peer is dead, and wait for a stopped one without a deadline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..engine.engine import Engine
+
+
+def own_gradients(parameters: Iterable[nn.Parameter], rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(this rank's gradients, those of them that count in the norm): replicated ones count on rank 0 only."""
+    local, counted = [], []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad
+        replicated = isinstance(gradient, DTensor) and all(place.is_replicate() for place in gradient.placements)
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        local.append(gradient)
+        if rank == 0 or not replicated:
+            counted.append(gradient)
+    return local, counted
+
+
+def square_norm(gradients: list[torch.Tensor]) -> float:
+    """Sum of squares of all elements: norms are in the gradients' dtype, their squares are summed in fp64."""
+    gradients = [each for each in gradients if each.numel()]
+    if not gradients:
+        return 0.0
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum().item()
+
+
+@torch.no_grad()
+def clip(gradients: list[torch.Tensor], *, norm: float, largest: float) -> None:
+    """Scales gradients in place so that the whole model's `norm` is at most `largest`, as `clip_grad_norm_` does."""
+    factor = largest / (norm + 1e-6)
+    if factor < 1 and gradients:
+        torch._foreach_mul_(gradients, factor)
+
+
+def whole_norm(squares: Iterable[float]) -> float:
+    """The norm from every rank's `square_norm`."""
+    return math.sqrt(sum(squares))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What one rank says after a minibatch."""
+
+    loss_sum: float
+    sums: tuple[float, ...] = ()  # other sums over its tokens
+    square_norm: float  # of its gradients
+    waited_s: float  # since the last agreement
+    passed_s: float
+    stop: int | None  # the signal that asked it to stop
+    save: bool  # its clock says that a checkpoint is due; rank 0's decides
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """What follows from all ranks' `Told`, the same on every rank."""
+
+    loss_sum: float
+    sums: list[float]
+    norm: float
+    idle: float  # share of the ranks' time, 0 to 1
+    stop: int | None
+    save: bool
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss_sum) and math.isfinite(self.norm)
+
+
+def agree(engine: Engine, told: Told) -> Agreed:
+    """Meets the other ranks. Raises RankLost and DeadlineExceeded."""
+    messages: list[dict[str, Any]] = engine.meet(f"sum up minibatch {engine.state.number}", vars(told))
+    passed_s = sum(each["passed_s"] for each in messages)
+    return Agreed(
+        loss_sum=sum(each["loss_sum"] for each in messages),
+        sums=[math.fsum(of_ranks) for of_ranks in zip(*(each["sums"] for each in messages), strict=True)],
+        norm=whole_norm(each["square_norm"] for each in messages),
+        idle=min(sum(each["waited_s"] for each in messages) / passed_s, 1.0) if passed_s else 0.0,
+        stop=next((each["stop"] for each in messages if each["stop"] is not None), None),
+        save=messages[0]["save"],
+    )

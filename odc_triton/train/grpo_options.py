@@ -1,0 +1,90 @@
+"""Options of GRPO. Imports no torch, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from ..base.options import REQUIRED, option
+from .run_options import RunOptions
+
+_FUNCTION = re.compile(r"[\w.]+:\w+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoOptions(RunOptions):
+    """Reinforcement learning by GRPO."""
+
+    data: str = option(
+        REQUIRED, "prompts: JSON lines with `prompt`, text or messages, and columns for the reward functions"
+    )
+    reward: tuple[str, ...] = option(
+        REQUIRED, "module:function of a reward f(prompts, completions, **columns) -> numbers; repeatable"
+    )
+    reward_weight: tuple[float, ...] = option((), "weight of each --reward, in their order; repeatable; 1 by default")
+    reward_timeout_s: float = option(60.0, "seconds that a reward function may take for one batch of completions")
+    steps: int | None = option(None, "steps, each with a rollout; by default one pass over the prompts")
+    prompts_per_rank: int = option(4, "prompts per rank and step, on average")
+    generations: int = option(8, "completions of each prompt")
+    max_new_tokens: int = option(512, "most tokens of a completion")
+    temperature: float = option(1.0, "of sampling")
+    decode_at_once: int = option(64, "completions that a rank decodes together")
+    engine: Literal["transformers", "vllm-server", "vllm-colocate"] = option(
+        "transformers", "what samples: the sharded model itself, or vLLM, which gets the weights before each rollout"
+    )
+    vllm_server: str | None = option(None, "address of a running vLLM server, such as http://127.0.0.1:8000")
+    importance_cap: float = option(2.0, "with vLLM: largest ratio of the policy's probability to the sampler's")
+    loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = option("dapo", "as TRL calls them; docs/grpo.md")
+    clip: float = option(0.2, "how far a ratio may fall below 1 before it is clipped")
+    clip_high: float | None = option(None, "how far it may rise above 1: by default --clip; cispo: its largest ratio")
+    kl: float = option(0.0, "weight of the divergence from the model at the start; 0: no reference model")
+    scale_rewards: Literal["group", "batch", "none"] = option("group", "whose standard deviation divides rewards")
+    iterations: int = option(1, "optimizer steps on each rollout")
+    mask_truncated: bool = option(False, "learn nothing from completions that were cut at --max-new-tokens")
+    drop_long: bool = option(False, "leave out prompts that don't fit --token-cap together with their completions")
+    pass_reward: float = option(1.0, "in evaluation, greedy, a prompt is passed with at least this reward")
+    lr: float = option(1e-6, "peak learning rate; Muon's is scaled to match AdamW's")
+
+    per_rank: ClassVar[str] = "prompts_per_rank"
+    free: ClassVar[frozenset[str]] = RunOptions.free | {"decode_at_once", "reward_timeout_s", "vllm_server"}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._require_positive("reward_timeout_s", "generations", "max_new_tokens", "temperature", "decode_at_once")
+        self._require_positive("importance_cap", "clip", "clip_high", "iterations")
+        self._require_not_negative("kl")
+        if not self.reward:
+            raise ValueError("reward is missing: give --reward module:function, as in --reward my_rewards:length")
+        for name in self.reward:
+            if not _FUNCTION.fullmatch(name):
+                raise ValueError(f"reward is {name!r}; give module:function, as in --reward my_rewards:length")
+        if self.reward_weight and len(self.reward_weight) != len(self.reward):
+            raise ValueError(
+                f"reward_weight is given {len(self.reward_weight)} times and reward {len(self.reward)} times: give one "
+                f"weight for each reward, or none"
+            )
+        if self.generations < 2 and self.scale_rewards != "batch":
+            raise ValueError(
+                f"generations is {self.generations}: a completion is compared with others of the same prompt, so give "
+                f"at least 2"
+            )
+        if self.loss == "cispo" and self.clip_high is None:
+            raise ValueError("loss is cispo and has no clip_high, its largest ratio: give --clip-high 5")
+
+    def _check_contradictions(self) -> None:
+        if self.split_sequences and self.loss == "gspo":
+            raise ValueError(
+                "loss is gspo, whose ratio is that of a whole sequence, and split_sequences has parts of it on several "
+                "ranks: leave one of them out"
+            )
+        if (self.vllm_server is not None) != (self.engine == "vllm-server"):
+            raise ValueError(
+                f"engine is {self.engine} and vllm_server is {self.vllm_server}: give --engine vllm-server and "
+                f"--vllm-server ADDRESS together"
+            )
+        super()._check_contradictions()
+
+    def identity(self, world: int) -> dict[str, Any]:
+        wanted = super().identity(world)
+        return {"job": "grpo", **wanted, "reward": list(self.reward), "reward_weight": list(self.reward_weight)}

@@ -1,0 +1,110 @@
+"""What every training job does around its steps: the mesh, the model sharded and loaded, signals, the process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from ..balance import CostModel
+from ..base.options import add_arguments, read_options
+from ..base.signals import STOPS, handling
+from ..checkpoint import load_pretrained_shards
+from ..comm.launch import Interrupted, die_with_parent, end_process, status_of
+from ..sharding.agree import default_mesh
+from ..sharding.shard import fully_shard
+from .loop import Loop, OnMetrics, StopSignal, lost_within
+from .metrics import Metrics
+from .model import build_model, precision
+from .prepare import Prepared
+from .run import Run
+from .run_options import RunOptions
+
+Options = TypeVar("Options", bound=RunOptions)
+
+
+class Prepare(Protocol):
+    """Takes the run's folder and reads its data. Collective."""
+
+    def __call__(self, options: Any, *, mesh: DeviceMesh) -> Prepared: ...
+
+
+Start = Callable[[Any, nn.Module, Prepared, CostModel], Run]
+
+
+def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMetrics | None) -> Metrics:
+    """A job on this rank, to its end: prepares, shards, and runs what `start` makes of it. Returns the last metrics."""
+    timeout = timedelta(minutes=options.timeout_minutes)
+    mesh = default_mesh(timeout, replicas=options.replicas)
+    rank = mesh.get_rank()
+    prepared = prepare(options, mesh=mesh)
+    try:
+        longest, largest_token = prepared.longest, prepared.largest_token
+        model, cost = build_model(options, prepared.tokenizer, longest=longest, largest_token=largest_token, rank=rank)
+        exact = options.exact or None  # else as torch.use_deterministic_algorithms says
+        model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout, exact=exact)
+        torch.manual_seed(options.seed + rank)  # dropout differs between ranks
+        if options.model is not None:
+            load_pretrained_shards(model, options.model)
+        run = start(options, model, prepared, cost)
+        stop = StopSignal(run.engine.require_peers)
+        with handling(stop.hear, *STOPS):
+            try:
+                return Loop(run, prepared, stop, on_metrics).run_to_the_end()
+            except BaseException as error:
+                lost = None if stop.signal is None else lost_within(error)
+                run.engine.give_up(lost or error)
+                if lost is not None and lost is not error:
+                    raise lost from error
+                raise
+            finally:
+                run.close()
+    finally:
+        if prepared.folder is not None:
+            prepared.folder.release()
+
+
+def run_job(job: Callable[[Options], Metrics], options: Options) -> Metrics:
+    """`job(options)` in a process that the launcher started. A request to stop exits it with 128 + the signal."""
+    try:
+        return job(options)
+    except Interrupted as stop:
+        sys.stdout.flush()
+        sys.exit(128 + stop.signal)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def main_of(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> None:
+    """What every rank runs under `torchrun -m NAME`: the options from the command line, the job, the exit status."""
+    try:
+        _main(kind, run, name)
+    except SystemExit as end:
+        end_process(status_of(end))
+    end_process(0)
+
+
+def _main(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+    parser = argparse.ArgumentParser(prog=name, description=kind.__doc__)
+    add_arguments(parser, kind)
+    try:
+        options = read_options(kind, parser.parse_args())
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        record(run)(options)  # so that torchrun's summary has the error
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        print(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)

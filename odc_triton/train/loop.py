@@ -1,0 +1,168 @@
+"""The steps of a training run and what happens between them: evaluation, metrics, checkpoints, stops, the end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ..base.errors import OfRanks
+from ..base.signals import StopRequest
+from ..checkpoint.steps import Checkpoints
+from ..comm.launch import Interrupted
+from .metrics import Metrics, MetricsFile, Progress
+from .outcome import gather_events, save_model, write_report
+from .prepare import Prepared
+from .run import Asked, Run, TooManySkipped
+
+OnMetrics = Callable[[Metrics], None]
+
+
+def lost_within(error: BaseException) -> OfRanks | None:
+    """The loss of a peer that `error` came from: a signal's handler raises it anywhere, and torch may wrap it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OfRanks):
+        found = found.__cause__ or found.__context__
+    return found
+
+
+class StopSignal:
+    """The first SIGTERM or Ctrl-C, as `signal`. Another one, a second or more later, raises KeyboardInterrupt at once.
+
+    `check_peers`, given what they are needed for, raises if a peer is dead. It also runs when a signal comes: torchrun
+    sends SIGTERM to the survivors of a killed rank and gives them 30 s, and a microbatch may take longer.
+    """
+
+    def __init__(self, check_peers: Callable[[str], None]) -> None:
+        self._request = StopRequest()
+        self._check_peers = check_peers
+
+    @property
+    def signal(self) -> int | None:
+        return self._request.signal
+
+    def hear(self, number: int, _: object = None) -> None:
+        if self._request.hear(number) == "second":
+            raise KeyboardInterrupt(f"told to stop a second time, by {signal.Signals(number).name}")
+        self.look()
+
+    def look(self) -> None:
+        """After a signal, raises if a peer has died since."""
+        if self.signal is not None:
+            self._check_peers(f"its peers, after {signal.Signals(self.signal).name}")
+
+
+class Loop:
+    """The steps of a run, and what happens between them."""
+
+    def __init__(self, run: Run, prepared: Prepared, stop: StopSignal, on_metrics: OnMetrics | None) -> None:
+        self.run, self.prepared, self.on_metrics = run, prepared, on_metrics
+        self.out = Path(run.options.out)
+        self.checkpoints = Checkpoints(self.out / "checkpoints", keep=run.options.keep)
+        self.saved_step = -1
+        self._saved_s = time.monotonic()
+        self._is_first = run.engine.rank == 0
+        run.asked = Asked(stop=lambda: stop.signal, look=stop.look, save=self._is_due_by_clock)
+
+    def run_to_the_end(self) -> Metrics:
+        run = self.run
+        self._resume()
+        metrics: Metrics = {"step": run.state.step, "tokens": run.state.tokens}
+        file = MetricsFile(self.out / "metrics.jsonl", step=run.state.step) if self._is_first else None
+        with Progress(total=run.steps, done=run.state.step, shown=self._is_first) as progress:
+            while run.state.step < run.steps and run.stop is None:
+                made = run.train_step()
+                if made is None:
+                    self._save_where_due()
+                    break
+                metrics = made
+                if self._evaluates_now():
+                    metrics |= run.evaluate()
+                if file is not None:
+                    file.write(metrics)
+                progress.show(metrics)
+                if self._is_first and self.on_metrics is not None:
+                    self.on_metrics(metrics)
+                self._save_where_due()
+        if file is not None:
+            file.close()
+        if run.stop is not None and run.state.step < run.steps:
+            if self._is_first:
+                path = self.checkpoints.folder / f"step-{run.state.step:08d}"
+                saved = (
+                    f"saved in {path}"
+                    if self.saved_step == run.state.step
+                    else "not saved, because its weights are not finite or unchanged"
+                )
+                print(f"stopped after step {run.state.step} of {run.steps}, {saved}; continue with --resume auto")
+            raise Interrupted(run.stop)
+        if run.was_skipped and not run.is_sound():
+            raise TooManySkipped(
+                f"no model is written: {run.state.skipped} of {run.state.step} steps were skipped, and the weights are "
+                f"not finite or unchanged. Lower --lr, look at the data, or continue from an older checkpoint"
+            )
+        self._finish()
+        return metrics
+
+    def _resume(self) -> None:
+        run, resume = self.run, self.run.options.resume
+        path: str | None = None
+        if resume not in ("auto", "never"):
+            path = resume
+        elif resume == "auto" and self._is_first and self.prepared.goes_on:
+            newest = self.checkpoints.newest(fallback=True)
+            path = None if newest is None else str(newest)
+        path = run.engine.meet("find the checkpoint", {"path": path})[0]["path"]
+        if path is None:
+            return
+        saved = self.checkpoints.load(path, model=run.model, optimizer=run.optimizer)
+        run.resume(saved, where=Path(path).absolute().parent.parent)
+        self.saved_step = run.state.step
+        run.rested()
+        if self._is_first:
+            print(f"continuing after step {run.state.step} of {run.steps}, from {path}", flush=True)
+
+    def _evaluates_now(self) -> bool:
+        if not self.run.evaluates:
+            return False
+        every, step = self.run.options.eval_every, self.run.state.step
+        return step == self.run.steps or (every > 0 and step % every == 0)
+
+    def _is_due_by_clock(self) -> bool:
+        minutes = self.run.options.checkpoint_minutes
+        return minutes > 0 and time.monotonic() - self._saved_s > 60 * minutes
+
+    def _save_where_due(self) -> None:
+        """Saves by steps and by the clock, at the end, and when the run is asked to stop.
+
+        A step may have been skipped because of the weights themselves. So after a skipped step nothing is saved by
+        steps or by the clock; at the end or on a stop only sound weights are saved, and no older checkpoint is removed.
+        """
+        run, options = self.run, self.run.options
+        by_steps = options.checkpoint_every > 0 and run.state.step % options.checkpoint_every == 0
+        last = options.checkpoints and run.state.step == run.steps
+        stops = run.stop is not None and run.state.step < run.steps and run.state.step > self.saved_step
+        if run.was_skipped:
+            if (last or stops) and run.is_sound():
+                self._save(prune=False)
+        elif by_steps or last or stops or run.save_is_due:
+            self._save()
+
+    def _save(self, *, prune: bool = True) -> None:
+        run = self.run
+        step = run.state.step
+        self.checkpoints.save(model=run.model, optimizer=run.optimizer, state=run.position(), step=step, prune=prune)
+        self.saved_step, self._saved_s = step, time.monotonic()
+        run.rested()
+
+    def _finish(self) -> None:
+        run = self.run
+        events = gather_events(run)
+        if self._is_first:
+            written = write_report(self.out, type(run), run.options, events, ranks=run.engine.world)
+            folder = save_model(run, self.out, self.prepared.tokenizer)
+            print(
+                f"{run.state.step} steps done; {', '.join(written)}, metrics.jsonl and {folder.name}/ are in {self.out}"
+            )
+        run.engine.meet("the trained model is written", {})  # rank 0 has read the others' shards

@@ -1,0 +1,120 @@
+"""The model that a job trains, as it is before `fully_shard`: packed, replaced layers, adapters by PEFT."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ..balance import CostModel
+from ..checkpoint import meta_causal_lm, with_adapter
+from ..hf import enable_packing
+from .run_options import RunOptions
+
+
+def build_model(
+    options: RunOptions, tokenizer: Any, *, longest: int, largest_token: int, rank: int
+) -> tuple[nn.Module, CostModel]:
+    """The model as it is before `fully_shard`, without weights, and what its samples cost.
+
+    `longest`: tokens of the longest sample. Raises ValueError for samples that the model can't take.
+    """
+    torch.manual_seed(options.seed)
+    model = meta_causal_lm(model=options.model, init=options.init)
+    name_special_tokens(model, tokenizer)
+    check_fit(model, longest, largest_token)
+    cost = CostModel.from_config(model.config.get_text_config())
+    enable_packing(model)
+    replace(model, options, rank)
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if options.lora_rank:
+        model = add_adapters(model, rank=options.lora_rank, alpha=options.lora_alpha, targets=options.lora_targets)
+    return model.train(), cost
+
+
+def name_special_tokens(model: nn.Module, tokenizer: Any) -> None:
+    """Gives the model's configs the tokenizer's special tokens that they lack: `generate` stops at the end token."""
+    for config in (model.config.get_text_config(), model.generation_config):
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if config is not None and getattr(config, name, None) is None:
+                setattr(config, name, getattr(tokenizer, name, None))
+
+
+def precision(dtype: str) -> MixedPrecisionPolicy | None:
+    """For "bf16", compute in bf16; masters and sums of gradients stay fp32."""
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16) if dtype == "bf16" else None
+
+
+class LayerOptions(Protocol):
+    """The options that training and profiling share."""
+
+    model: str | None
+    init: str | None
+    replace_layers: bool
+    fused_head: bool
+
+
+def replace(model: nn.Module, options: LayerOptions, rank: int) -> None:
+    """Replaces the layers that the options name. Raises ValueError for a head that can't be fused."""
+    from ..nn.replace import replace_layers
+
+    roles = ["attention", "embedding", "linear"] if options.replace_layers else []
+    if options.fused_head:
+        roles.append("head")
+    replaced = replace_layers(model, roles=roles, verbose=bool(roles) and rank == 0)
+    if options.fused_head and not replaced.swapped["head"]:
+        raise ValueError(
+            f"--fused-head: {options.model or options.init} has a head that can't be fused ("
+            f"{'; '.join(f'{name}: {why}' for name, why in replaced.left.items())}); leave it out"
+        )
+
+
+def check_fit(model: nn.Module, longest: int, largest_token: int) -> None:
+    """Raises ValueError for samples that the model can't take: unknown tokens, or too many for its positions."""
+    config = model.config.get_text_config()
+    if largest_token >= config.vocab_size:
+        raise ValueError(
+            f"the tokenizer made token {largest_token} and the model has only {config.vocab_size} (vocab_size): give "
+            f"the model's own --tokenizer, or a larger vocab_size in --init"
+        )
+    places = getattr(config, "max_position_embeddings", None)
+    if places is not None and longest > places:
+        raise ValueError(
+            f"the longest sample has {longest} tokens and the model takes at most {places} "
+            f"(max_position_embeddings): set --token-cap {places}, and --truncate to cut longer samples"
+        )
+
+
+def require_peft() -> Any:
+    """The peft package. Raises ImportError with the remedy."""
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError('--lora-rank needs peft; run: pip install "odc-triton[peft]"') from error
+    return peft
+
+
+def add_adapters(model: nn.Module, *, rank: int, alpha: float | None, targets: str) -> nn.Module:
+    """The transformers model inside PEFT's wrapper, with adapters; the rest is frozen.
+
+    `targets`: "all-linear", or names of layers with commas between. Raises ImportError without peft, ValueError for
+    names that no layer has.
+    """
+    peft = require_peft()
+    names = [name.strip() for name in targets.split(",") if name.strip()]
+    config = peft.LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        target_modules="all-linear" if names == ["all-linear"] else names,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        return with_adapter(model, config)
+    except ValueError as error:
+        linear = {name.rpartition(".")[2]: None for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+        raise ValueError(
+            f"--lora-targets {targets}: {error} This model's linear layers: {', '.join(linear)}"
+        ) from error

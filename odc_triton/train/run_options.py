@@ -1,0 +1,143 @@
+"""Options that every training job has. Imports no torch, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from ..base.options import REQUIRED, option, require_one_model, require_token_cap
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """A training run."""
+
+    data: str = option(REQUIRED, "what to train on")
+    out: str = option(REQUIRED, "folder for metrics, checkpoints, report and the trained model")
+    model: str | None = option(None, "a transformers causal LM: local folder or hub id")
+    init: str | None = option(None, "config.json of a model to start with random weights, instead of --model")
+    tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default the model's")
+    steps: int | None = option(None, "optimizer steps")
+    token_cap: int = option(4096, "most tokens in one pack, which is one microbatch")
+    eval_data: str | None = option(None, "what to evaluate on, in the same forms as --data")
+    eval_every: int = option(0, "steps between evaluations, besides the one at the end; 0: only at the end")
+    balance: Literal["mini", "queue", "micro", "global", "local"] = option(
+        "mini", "how samples are dealt to the ranks; queue: at run time, for ranks that are not equally fast"
+    )
+    split_sequences: bool = option(False, "cut the longest samples over ranks: for few long samples per rank")
+    split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")
+    optimizer: Literal["adamw", "sgd", "muon"] = option(
+        "adamw", "muon: the matrices of blocks by Muon, the rest by AdamW; sgd: without momentum"
+    )
+    lr: float = option(1e-5, "peak learning rate; Muon's is scaled to match AdamW's")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
+        "cosine", "of the learning rate, after a linear warm-up; wsd: constant, then a cosine at the end"
+    )
+    warmup_steps: int = option(10, "steps of linear warm-up")
+    decay_steps: int = option(0, "steps of wsd's decay; 0: a tenth of all")
+    lr_floor: float = option(0.1, "fraction of the peak that cosine and wsd end at; linear ends at 0")
+    weight_decay: float = option(0.0, "the optimizer's weight decay")
+    clip_norm: float = option(1.0, "largest norm of the whole gradient; a larger one is scaled down")
+    max_skipped: int = option(10, "steps to skip for a loss or gradient that is not finite; more are an error")
+    lora_rank: int = option(0, "train low-rank adapters of this rank only (needs peft); 0: the whole model")
+    lora_alpha: float | None = option(None, "adapters are scaled by alpha / rank; by default twice the rank")
+    lora_targets: str = option("all-linear", "layers with adapters: names separated by commas")
+    dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute; masters and sums of gradients are fp32")
+    exact: bool = option(False, "sum gradients exactly: the same bits in every run with the same ranks and packs")
+    gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, more time")
+    replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
+    fused_head: bool = option(False, "never compute whole logits: less memory, a little more time")
+    checkpoint_every: int = option(0, "steps between checkpoints; 0: none by steps")
+    checkpoint_minutes: float = option(0.0, "minutes between checkpoints; 0: none by time")
+    keep: int = option(2, "newest checkpoints to keep")
+    resume: str = option("never", "never, auto (continue the run in --out, if there is one), or a checkpoint folder")
+    replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
+    seed: int = option(0, "seed for the order of the data, dropout and random weights")
+    timeout_minutes: float = option(30.0, "minutes that a live rank may be late; a dead one is named in seconds")
+
+    # These affect neither what is learned nor when, so a resumed run may change them.
+    free: ClassVar[frozenset[str]] = frozenset(
+        (
+            *("out", "resume", "checkpoint_every", "checkpoint_minutes", "keep", "timeout_minutes", "max_skipped"),
+            *("eval_every", "gradient_checkpointing", "replicas", "split_sequences", "split_tokens"),
+        )
+    )
+    per_rank: ClassVar[str]  # the option that one step takes of on each rank, on average
+
+    def __post_init__(self) -> None:
+        require_one_model(self)
+        self._require_positive("steps", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep", "replicas")
+        self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every", "checkpoint_minutes")
+        self._require_not_negative("eval_every", "max_skipped", "lora_rank", "split_tokens", "decay_steps")
+        self._require_positive(self.per_rank)
+        require_token_cap(self)
+        if not 0 <= self.lr_floor <= 1:
+            raise ValueError(f"lr_floor is {self.lr_floor}; it must be between 0 and 1")
+        if self.init is not None and self.tokenizer is None:
+            raise ValueError("init has no tokenizer: give --tokenizer, a folder, a hub id or a tokenizer.json")
+        for name in ("data", "eval_data"):
+            given = getattr(self, name)
+            if given is not None and Path(given).suffix in (".jsonl", ".json") and not Path(given).exists():
+                raise ValueError(f"{name} is {given}: there is no such file")
+        if not self.resume:
+            raise ValueError("resume is empty; give never, auto or a checkpoint folder")
+        self._check_contradictions()
+
+    def _require_positive(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be positive and finite")
+
+    def _require_not_negative(self, *names: str) -> None:
+        for name in names:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
+
+    def _check_contradictions(self) -> None:
+        if self.eval_every and not self.evaluates:
+            raise ValueError(f"eval_every is {self.eval_every} and there is nothing to evaluate on: give --eval-data")
+        if self.split_sequences and self.balance not in ("mini", "queue"):
+            raise ValueError(
+                f"split_sequences goes with balance mini or queue; it is {self.balance}: leave one of them out"
+            )
+        if self.decay_steps and self.schedule != "wsd":
+            raise ValueError(f"decay_steps is {self.decay_steps} and schedule is {self.schedule}: give --schedule wsd")
+        if self.split_tokens and not self.split_sequences:
+            raise ValueError(f"split_tokens is {self.split_tokens} without split_sequences: give --split-sequences")
+        if self.lora_alpha is not None and not self.lora_rank:
+            raise ValueError(f"lora_alpha is {self.lora_alpha} and lora_rank is 0: give --lora-rank, or leave it out")
+        if self.lora_targets != "all-linear" and not self.lora_rank:
+            raise ValueError(
+                f"lora_targets is {self.lora_targets} and lora_rank is 0: give --lora-rank, or leave it out"
+            )
+        if self.lora_rank and (self.replace_layers or self.fused_head):
+            raise ValueError(
+                "lora_rank wraps the layers that replace_layers and fused_head replace: leave one or the other out"
+            )
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_data is not None
+
+    @property
+    def checkpoints(self) -> bool:
+        return self.checkpoint_every > 0 or self.checkpoint_minutes > 0
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The values of options not given."""
+        return {each.name: each.default for each in fields(cls) if each.default is not MISSING}
+
+    @classmethod
+    def per_step(cls) -> str:
+        """What the identity calls the samples of one step, those of all ranks."""
+        return cls.per_rank.replace("_per_rank", "_per_step")
+
+    def identity(self, world: int) -> dict[str, Any]:
+        """What a run must share with the one that it resumes; JSON."""
+        wanted = {name: value for name, value in asdict(self).items() if name not in self.free}
+        wanted[self.per_step()] = wanted.pop(self.per_rank) * world
+        return wanted

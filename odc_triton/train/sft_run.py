@@ -1,0 +1,215 @@
+"""Supervised fine-tuning on one rank: the samples of a step, and of an evaluation."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..balance import CostModel, MinibatchSampler, QueuedPacks, store_counter
+from ..balance.collate import Pack, PackedDataset, count_target_tokens, pack_collate, to_device
+from ..balance.pieces import Entry, SplitPlan
+from ..balance.queue import QUEUE, Counter, OwnCounter
+from ..balance.split import deal_split
+from ..balance.strategies import assign
+from ..checkpoint.repeat import Kept
+from ..data.dataset import SampleSubset, TokenizedDataset
+from ..engine.api import engine_of, minibatch
+from ..hf import summed_loss
+from ..sequence.enable import enable_split, split_forward
+from .metrics import Metrics
+from .run import Picture, Run, number
+from .run_options import RunOptions
+from .sft_options import SftOptions
+
+Samples = TokenizedDataset | SampleSubset
+
+
+class SftRun(Run):
+    """Supervised fine-tuning on `data`, packed."""
+
+    kind = "train sft"
+    title = "Supervised fine-tuning"
+    columns: ClassVar = {
+        "step": "step",
+        "loss": "loss",
+        "eval_loss": "evaluation",
+        "lr": "learning rate",
+        "grad_norm": "gradient norm",
+        "target_tokens_per_s": "targets per s",
+        "idle": "idle",
+    }
+    pictures = (Picture(title="Loss", label="loss per token", values={"loss": "training"}),)
+    options: SftOptions
+
+    def __init__(
+        self,
+        *,
+        options: SftOptions,
+        model: nn.Module,
+        data: Samples,
+        evaluation: Samples | None = None,
+        cost: CostModel | None = None,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        self.data, self.evaluation = data, evaluation
+        engine = engine_of(model)
+        lengths = data.lengths.tolist()
+        splits = options.split_sequences and engine.world > 1
+        self.sampler = MinibatchSampler(
+            lengths,
+            options.samples_per_rank,
+            options.token_cap,
+            balance=options.balance,
+            seed=options.seed,
+            rank=engine.rank,
+            world=engine.world,
+            cost=cost,
+            drop_last=True,
+            counter=shared_counter(options, engine.world) if options.balance == QUEUE else None,
+            split=splits and (options.split_tokens or True),
+        )
+        super().__init__(options=options, model=model, identity=identity, epoch_steps=len(self.sampler))
+        if splits:
+            self._enable_split(max(lengths))
+        self._target_counts = data.target_counts
+        self._epoch = iter(self.sampler)
+
+    def _enable_split(self, longest: int) -> None:
+        """Raises ValueError where the longest sample can't be cut."""
+        sampler = self.sampler
+        how = {"ranks": sampler.world, "token_cap": sampler.token_cap, "cost": sampler.cost}
+        deal_split([longest], tokens=sampler.split_tokens, **how)
+        enable_split(self.model, sampler.split_tokens)
+
+    # ------------------------------------------------------------------ a step
+
+    def next_packs(self) -> tuple[int, Iterable[Pack], SplitPlan | None]:
+        """The targets that this rank counts in the next minibatch, its packs, and the plan of their pieces. Starts a
+        new epoch when one ends.
+
+        With a queue, packs are taken during iteration, and each rank counts a part of the samples.
+        """
+        dealt = next(self._epoch, None)
+        if dealt is None:
+            self._epoch = iter(self.sampler)
+            dealt = next(self._epoch)
+        if isinstance(dealt, QueuedPacks):
+            return int(self._target_counts[dealt.own_part()].sum()), map(self._collated, dealt), dealt.split
+        packs = [self._collated(members) for members in dealt]
+        return count_target_tokens(packs), packs, dealt.split
+
+    def _collated(self, members: list[Entry]) -> Pack:
+        (pack,) = pack_collate([PackedDataset(self.data)[members]])
+        return pack
+
+    def train_step(self) -> Metrics:
+        start_s = time.monotonic()
+        loss_sum, tokens = self._minibatch()
+        lr = self.lr
+        agreed = self.update(loss_sum.item())
+        self.state.tokens += tokens
+        self.state.sampler = self.sampler.state_dict()
+        took_s = time.monotonic() - start_s
+        return self.stepped(
+            {
+                "epoch": self.state.sampler["epoch"] + self.state.sampler["minibatch"] / self.epoch_steps,
+                "loss": agreed.loss_sum / tokens,
+                "lr": lr,
+                "grad_norm": agreed.norm,
+                "tokens": self.state.tokens,
+                "target_tokens_per_s": tokens / took_s,
+                "idle": agreed.idle,
+                "seconds": took_s,
+            }
+        )
+
+    def _minibatch(self) -> tuple[torch.Tensor, int]:
+        """This rank's loss, summed over its targets, and the targets of all ranks; gradients have landed."""
+        device = self.engine.heap.device
+        problem: Exception | None = None
+        try:
+            counted, packs, split = self.next_packs()
+        except Exception as error:  # raised below, where the other ranks are told
+            counted, packs, split, problem = 0, [], None, error
+        packs = Kept(packs) if self.engine.exact else packs
+
+        def run() -> tuple[torch.Tensor, int]:
+            loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+            with minibatch(self.model, tokens=counted, split=split) as mb:
+                if problem is not None:
+                    raise problem
+                for pack in packs:
+                    self.asked.look()
+                    loss = summed_loss(self.model, to_device(pack, device))
+                    (loss / mb.tokens).backward()
+                    loss_sum += loss.detach()
+            return loss_sum, mb.tokens
+
+        return self.repeated(run)
+
+    # ------------------------------------------------------------------ evaluation
+
+    @property
+    def evaluates(self) -> bool:
+        return self.evaluation is not None
+
+    def evaluate(self) -> Metrics:
+        return {"eval_loss": self.mean_loss(self.evaluation)}
+
+    @torch.no_grad()
+    def mean_loss(self, data: Samples) -> float:
+        """Mean loss over all targets of `data`: no minibatch; each rank evaluates its share, then one meeting."""
+        lengths, device = data.lengths.tolist(), self.engine.heap.device
+        how = {"ranks": self.engine.world, "token_cap": self.options.token_cap, "cost": self.sampler.cost}
+        fit = [index for index, length in enumerate(lengths) if length <= self.options.token_cap]
+        loss_sum, targets = torch.zeros((), dtype=torch.float64, device=device), 0
+
+        def add(packs: Iterable[list[Entry]]) -> None:
+            nonlocal loss_sum, targets
+            for pack in packs:
+                (collated,) = pack_collate([PackedDataset(data)[pack]])
+                loss_sum += summed_loss(self.model, to_device(collated, device))
+                targets += count_target_tokens([collated])
+
+        self.model.eval()
+        try:
+            if fit:
+                mine = assign([lengths[index] for index in fit], balance="mini", **how)[self.engine.rank]
+                add([fit[at] for at in pack] for pack in mine)
+            for index in sorted(set(range(len(lengths))) - set(fit)):  # longer ones, cut over all ranks
+                deal = deal_split([lengths[index]], tokens=self.sampler.split_tokens, names=[index], **how)
+                with split_forward(self.model, deal.plan):
+                    add(deal.packs(self.engine.rank))
+        finally:
+            self.model.train()
+        told = {"loss_sum": loss_sum.item(), "targets": targets}
+        messages = self.engine.meet(f"evaluation after step {self.state.step}", told)
+        self.rested()
+        total = sum(each["loss_sum"] for each in messages)
+        return total / sum(each["targets"] for each in messages) if math.isfinite(total) else math.nan
+
+    @staticmethod
+    def in_words(metrics: list[Metrics], *, ranks: int) -> str:
+        first, last = metrics[0], metrics[-1]
+        return (
+            f"{last['step']} steps over {last['tokens']:,} target tokens on {ranks} "
+            f"rank{'s' if ranks > 1 else ''}: the loss went from {number(first['loss'])} to "
+            f"{number(last['loss'])}."
+        )
+
+    def resume(self, saved: dict[str, Any], where: Path) -> None:
+        super().resume(saved, where)
+        self.sampler.load_state_dict(self.state.sampler)
+        self._epoch = iter(self.sampler)
+
+
+def shared_counter(options: RunOptions, world: int) -> Counter:
+    """What the ranks of a queue share, with the run's deadline."""
+    return OwnCounter() if world == 1 else store_counter(timeout=timedelta(minutes=options.timeout_minutes))
