@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from .cost import CostModel
+from .deal import Dealer
 from .packing import checked_lengths
-from .pieces import MinibatchPacks
-from .queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
-from .split import SplitDeal, deal_split, readable_tokens
-from .strategies import BALANCES, Packs, assign, assign_one
+from .queue import QUEUE, Counter, QueuedPacks
+from .split import readable_tokens
+from .strategies import BALANCES, Packs
 
 
 class MinibatchSampler:
@@ -97,8 +96,15 @@ class MinibatchSampler:
                 token_cap=token_cap,
                 cost=self.cost,
             )
-        self._counter = counter
-        self._queues = 0
+        self.dealer = Dealer(
+            rank=self.rank,
+            world=self.world,
+            token_cap=token_cap,
+            balance=balance,
+            cost=self.cost,
+            split_tokens=self.split_tokens,
+            counter=counter,
+        )
         self.epoch = 0
         self.minibatch = 0
         if len(self) == 0:
@@ -125,14 +131,7 @@ class MinibatchSampler:
             # Before the yield: a state taken when the caller has trained on this minibatch counts it as done.
             self.epoch, self.minibatch = divmod(epoch * len(self) + index + 1, len(self))
             samples = self._samples(order, index)
-            if self.balance == QUEUE:
-                yield self._queued(samples)
-            elif self.split_tokens:
-                deal = self._split(samples)
-                yield MinibatchPacks.of(deal.packs(self.rank), deal.plan)
-            else:
-                own = assign_one([self.lengths[i] for i in samples], rank=self.rank, **self._how())
-                yield MinibatchPacks([samples[i] for i in members] for members in own)
+            yield self.dealer.own([self.lengths[i] for i in samples], samples)
 
     def assignment(self, epoch: int, minibatch: int) -> list[Packs]:
         """All ranks' packs of one minibatch: a list over ranks. Leaves the position alone.
@@ -145,7 +144,8 @@ class MinibatchSampler:
             raise ValueError(
                 f"epoch {epoch}, minibatch {minibatch}: give an epoch from 0 and a minibatch of 0 to {len(self) - 1}"
             )
-        return self._deal(self._order(epoch), minibatch)
+        samples = self._samples(self._order(epoch), minibatch)
+        return self.dealer.all([self.lengths[i] for i in samples], samples)
 
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of `epoch`; within the current epoch the position stays where it is."""
@@ -201,58 +201,6 @@ class MinibatchSampler:
     def _samples(self, order: list[int], minibatch: int) -> list[int]:
         start = minibatch * self.samples_per_minibatch
         return order[start : start + self.samples_per_minibatch]
-
-    def _queued(self, samples: list[int]) -> QueuedPacks:
-        if self._counter is None:
-            if self.world == 1:
-                self._counter = OwnCounter()
-            else:
-                from .counter import store_counter
-
-                self._counter = store_counter()
-        deal = self._split(samples, ride=False) if self.split_tokens else None
-        whole = [samples[i] for of_rank in deal.whole for i in of_rank] if deal else samples
-        packs = whole and queue_packs(
-            [self.lengths[i] for i in whole],
-            ranks=self.world,
-            token_cap=self.token_cap,
-            cost=self.cost,
-            preload=deal.waves_cost if deal else 0.0,
-        )
-        # Not by epoch and minibatch: those come again after load_state_dict, and a failed one leaves its key.
-        key = f"minibatch/{self._queues}"
-        self._queues += 1
-        return QueuedPacks(
-            [[whole[i] for i in members] for members in packs],
-            key=key,
-            counter=self._counter,
-            rank=self.rank,
-            world=self.world,
-            waves=deal and [deal.waves_of(rank) for rank in range(self.world)],
-            split=deal and deal.plan,
-        )
-
-    def _split(self, samples: list[int], *, ride: bool = True) -> SplitDeal:
-        return deal_split(
-            [self.lengths[i] for i in samples],
-            ranks=self.world,
-            token_cap=self.token_cap,
-            tokens=self.split_tokens,
-            cost=self.cost,
-            names=samples,
-            ride=ride,
-        )
-
-    def _how(self) -> dict[str, Any]:
-        return {"ranks": self.world, "token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}
-
-    def _deal(self, order: list[int], minibatch: int) -> list[Packs]:
-        samples = self._samples(order, minibatch)
-        if self.split_tokens:
-            deal = self._split(samples)
-            return [MinibatchPacks.of(deal.packs(rank), deal.plan) for rank in range(self.world)]
-        dealt = assign([self.lengths[i] for i in samples], **self._how())
-        return [[[samples[i] for i in members] for members in packs] for packs in dealt]
 
 
 def _from_environment(name: str, default: int) -> int:

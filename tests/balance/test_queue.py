@@ -215,7 +215,7 @@ def _steps(rank: int, world: int) -> tuple[dict[str, torch.Tensor], list[list[in
             for members in queued:
                 (summed(model, members) / mb.tokens).backward()
                 # Rank 0 is so slow that the others take all that it leaves.
-                while world > 1 and rank == 0 and own._counter.add(queued._key, 0) <= len(queued.packs):
+                while world > 1 and rank == 0 and own.dealer.counter.add(queued._key, 0) <= len(queued.packs):
                     time.sleep(0.005)
         optimizer.step()
         optimizer.zero_grad()

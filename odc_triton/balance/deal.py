@@ -1,0 +1,95 @@
+"""One minibatch dealt to the ranks: by LB-Mini or another strategy, cut over ranks, or for the work queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .cost import CostModel
+from .pieces import MinibatchPacks
+from .queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
+from .split import SplitDeal, deal_split
+from .strategies import Packs, assign, assign_one
+
+
+@dataclass(kw_only=True)
+class Dealer:
+    """How a rank gets its packs of minibatch after minibatch. Every rank computes the whole dealing by itself.
+
+    `balance` and `token_cap`: see `MinibatchSampler`; `split_tokens`: of each rank, the most tokens that others may
+    read, 0 where nothing is cut; `counter`: of a work queue, by default `store_counter()`, made when first needed.
+    """
+
+    rank: int
+    world: int
+    token_cap: int
+    balance: str
+    cost: CostModel
+    split_tokens: int = 0
+    counter: Counter | None = None
+    _queues: int = field(default=0, init=False)
+
+    def own(self, lengths: Sequence[int], names: Sequence[int]) -> MinibatchPacks | QueuedPacks:
+        """This rank's packs of samples of `lengths` tokens, called `names`; or the queue that all ranks take from."""
+        if self.balance == QUEUE:
+            return self._queued(lengths, names)
+        if self.split_tokens:
+            deal = self._split(lengths, names)
+            return MinibatchPacks.of(deal.packs(self.rank), deal.plan)
+        if not lengths:
+            return MinibatchPacks()
+        own = assign_one(lengths, rank=self.rank, ranks=self.world, **self._how())
+        return MinibatchPacks([names[i] for i in members] for members in own)
+
+    def all(self, lengths: Sequence[int], names: Sequence[int]) -> list[Packs]:
+        """All ranks' packs; not of a queue, whose dealing only the run knows."""
+        if self.split_tokens:
+            deal = self._split(lengths, names)
+            return [MinibatchPacks.of(deal.packs(rank), deal.plan) for rank in range(self.world)]
+        dealt = assign(lengths, ranks=self.world, **self._how())
+        return [[[names[i] for i in members] for members in packs] for packs in dealt]
+
+    def _how(self) -> dict:
+        return {"token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}
+
+    def _queued(self, lengths: Sequence[int], names: Sequence[int]) -> QueuedPacks:
+        if self.counter is None:
+            if self.world == 1:
+                self.counter = OwnCounter()
+            else:
+                from .counter import store_counter
+
+                self.counter = store_counter()
+        deal = self._split(lengths, range(len(lengths)), ride=False) if self.split_tokens and lengths else None
+        whole = [i for of_rank in deal.whole for i in of_rank] if deal else range(len(lengths))
+        packs = whole and queue_packs(
+            [lengths[i] for i in whole],
+            ranks=self.world,
+            token_cap=self.token_cap,
+            cost=self.cost,
+            preload=deal.waves_cost if deal else 0.0,
+        )
+        named = deal and deal.named(names)
+        # Not by epoch and minibatch: those come again after load_state_dict, and a failed one leaves its key.
+        key = f"minibatch/{self._queues}"
+        self._queues += 1
+        return QueuedPacks(
+            [[names[whole[i]] for i in members] for members in packs],
+            key=key,
+            counter=self.counter,
+            rank=self.rank,
+            world=self.world,
+            waves=named and [named.waves_of(rank) for rank in range(self.world)],
+            split=named and named.plan,
+        )
+
+    def _split(self, lengths: Sequence[int], names: Sequence[int], *, ride: bool = True) -> SplitDeal:
+        return deal_split(
+            lengths,
+            ranks=self.world,
+            token_cap=self.token_cap,
+            tokens=self.split_tokens,
+            cost=self.cost,
+            names=names,
+            ride=ride,
+        )
