@@ -61,6 +61,16 @@ def read_records(path: str | os.PathLike) -> Iterator[Record]:
 
     Raises DataError with file and line for one that is not usable, and for a file without any.
     """
+    name = os.fspath(path)
+    for number, where, value, end in read_lines(path):
+        yield _record(where, value, line=number, end=end, file=name)
+
+
+def read_lines(path: str | os.PathLike) -> Iterator[tuple[int, str, Any, int]]:
+    """(number from 1, how errors name it, JSON value, byte where it ends) of each line that is not blank.
+
+    Raises DataError as `read_records` does.
+    """
     end, empty = 0, True
     try:
         # A pipe would block here forever, and could not be read twice.
@@ -75,8 +85,7 @@ def read_records(path: str | os.PathLike) -> Iterator[Record]:
                 end += len(raw)
                 if raw.strip():
                     empty = False
-                    name = os.fspath(path)
-                    yield _record(where, _parse(where, raw, name), line=number, end=end, file=name)
+                    yield number, where, _parse(where, raw, os.fspath(path)), end
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     except ValueError as error:

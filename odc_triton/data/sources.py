@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .foreign import of_parquet
-from .records import DataError, Record, read_records, read_rows
+from .records import DataError, Record, read_lines, read_records, read_rows
 
 # What a hub id may look like; a name with a file's ending is taken for a file.
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -25,6 +25,9 @@ class Source(Protocol):
 
     def __iter__(self) -> Iterator[Record]:
         """All records, from the first. Raises DataError."""
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        """(how errors name it, what is there) of each record, not looked at. Raises DataError."""
 
     def total(self) -> int:
         """The last record's `end`: bytes of a file, rows of a table."""
@@ -43,6 +46,9 @@ class JsonLines:
     def __iter__(self) -> Iterator[Record]:
         return read_records(self.path)
 
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        return ((where, value) for _, where, value, _ in read_lines(self.path))
+
     def total(self) -> int:
         return os.path.getsize(self.path)
 
@@ -59,14 +65,17 @@ class JsonLines:
 class Rows:
     """Any table: an iterable of dicts that has a length and can be iterated more than once."""
 
-    def __init__(self, rows: Any, name: str, fingerprint: str | None = None) -> None:
-        self.rows, self.name, self._fingerprint = rows, name, fingerprint
+    def __init__(self, table: Any, name: str, fingerprint: str | None = None) -> None:
+        self.table, self.name, self._fingerprint = table, name, fingerprint
 
     def __iter__(self) -> Iterator[Record]:
-        return read_rows(self.rows, self.name)
+        return read_rows(self.table, self.name)
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        return ((f"{self.name}, row {number}", row) for number, row in enumerate(self.table))
 
     def total(self) -> int:
-        return len(self.rows)
+        return len(self.table)
 
     def fingerprint(self) -> str | None:
         return self._fingerprint

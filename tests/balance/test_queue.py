@@ -221,7 +221,7 @@ def _steps(rank: int, world: int) -> tuple[dict[str, torch.Tensor], list[list[in
         optimizer.zero_grad()
         taken.append(len(queued.taken))
         totals.append(mb.tokens)
-    store = own._counter._store if world > 1 else None
+    store = own.dealer.counter._store if world > 1 else None
     left = store is not None and store.check(["minibatch/0"])
     assert not left
     return {name: value.clone() for name, value in full_parameters(model)}, taken, totals
