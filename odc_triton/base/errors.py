@@ -81,6 +81,10 @@ class DeadlineExceeded(OfRanks, TimeoutError):
     """A live peer did not do in time what this rank waited for."""
 
 
+class RolloutFailed(OfRanks):
+    """Raised on every rank if sampling or scoring raised on some: no step is taken."""
+
+
 class RanksDiffer(OdcError, ValueError):
     """The ranks have different models or options; the message names the first difference."""
 

@@ -19,6 +19,7 @@ from ..base.signals import handling
 
 if TYPE_CHECKING:
     from ..simulate.predict import SimulateOptions
+    from ..train.grpo_options import GrpoOptions
     from ..train.sft_options import SftOptions
     from .bench import BenchOptions
     from .export import ExportOptions
@@ -140,6 +141,7 @@ def _bench(ranks: int, wanted: BenchOptions) -> int:
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
+    from ..train.grpo_options import GrpoOptions
     from ..train.sft_options import SftOptions
 
     train = commands.add_parser("train", help="train a model")
@@ -151,6 +153,14 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "machine; under torchrun use `torchrun -m odc_triton.train.sft` with the same options.",
     )
     _takes_ranks(sft, SftOptions, _train_sft)
+    grpo = jobs.add_parser(
+        "grpo",
+        help="reinforcement learning by GRPO",
+        description="Reinforcement learning of a transformers causal LM by GRPO: completions of your prompts, rewarded "
+        "by your functions. Starts the ranks on this machine; under torchrun use `torchrun -m odc_triton.train.grpo` "
+        "with the same options.",
+    )
+    _takes_ranks(grpo, GrpoOptions, _train_grpo)
 
 
 def _train_sft(ranks: int, wanted: SftOptions) -> int:
@@ -161,6 +171,17 @@ def _train_sft(ranks: int, wanted: SftOptions) -> int:
         check_before_start(wanted)
     warn_of_few_cores(ranks)
     launch(run_sft, wanted, ranks=ranks)
+    return 0
+
+
+def _train_grpo(ranks: int, wanted: GrpoOptions) -> int:
+    with _importing():
+        from ..comm.launch import launch, warn_of_few_cores
+        from ..train.grpo import check_before_start, run_grpo
+
+        check_before_start(wanted)
+    warn_of_few_cores(ranks)
+    launch(run_grpo, wanted, ranks=ranks)
     return 0
 
 

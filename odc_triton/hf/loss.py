@@ -60,6 +60,15 @@ def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
 
     Raises ValueError if `labels` is not [1, T].
     """
+    logits, targets = predictions(model, pack)
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def predictions(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """(logits [n, V], targets [n]) of the pack's n target tokens, in their order; see `summed_loss`.
+
+    The logits may be a fused head's, which `cross_entropy` and `odc_triton.log_probs` take.
+    """
     shifted = "shift_labels" in pack
     labels = pack["shift_labels" if shifted else "labels"]
     if labels.ndim != 2 or labels.shape[0] != 1:
@@ -73,4 +82,4 @@ def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
         logits = model(**inputs, logits_to_keep=positions).logits
     else:
         logits = model(**inputs).logits[:, positions]
-    return F.cross_entropy(logits[0].float(), labels[positions], reduction="sum")
+    return logits[0], labels[positions]

@@ -19,6 +19,9 @@ class GrpoOptions(RunOptions):
     data: str = option(
         REQUIRED, "prompts: JSON lines with `prompt`, text or messages, and columns for the reward functions"
     )
+    balance: Literal["mini", "queue"] = option(
+        "mini", "how completions are dealt to the ranks; queue: at run time, for ranks that are not equally fast"
+    )
     reward: tuple[str, ...] = option(
         REQUIRED, "module:function of a reward f(prompts, completions, **columns) -> numbers; repeatable"
     )
@@ -30,6 +33,9 @@ class GrpoOptions(RunOptions):
     max_new_tokens: int = option(512, "most tokens of a completion")
     temperature: float = option(1.0, "of sampling")
     decode_at_once: int = option(64, "completions that a rank decodes together")
+    hold_weights: bool = option(
+        False, "on a GPU: keep whole weights during a rollout, instead of gathering for each token"
+    )
     engine: Literal["transformers", "vllm-server", "vllm-colocate"] = option(
         "transformers", "what samples: the sharded model itself, or vLLM, which gets the weights before each rollout"
     )
@@ -47,7 +53,12 @@ class GrpoOptions(RunOptions):
     lr: float = option(1e-6, "peak learning rate; Muon's is scaled to match AdamW's")
 
     per_rank: ClassVar[str] = "prompts_per_rank"
-    free: ClassVar[frozenset[str]] = RunOptions.free | {"decode_at_once", "reward_timeout_s", "vllm_server"}
+    free: ClassVar[frozenset[str]] = RunOptions.free | {
+        "decode_at_once",
+        "hold_weights",
+        "reward_timeout_s",
+        "vllm_server",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,6 +88,11 @@ class GrpoOptions(RunOptions):
             raise ValueError(
                 "loss is gspo, whose ratio is that of a whole sequence, and split_sequences has parts of it on several "
                 "ranks: leave one of them out"
+            )
+        if self.split_sequences and self.kl:
+            raise ValueError(
+                f"kl is {self.kl}, and the reference model does not run on parts of sequences: leave --kl or "
+                f"--split-sequences out"
             )
         if (self.vllm_server is not None) != (self.engine == "vllm-server"):
             raise ValueError(

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -38,24 +39,22 @@ class Prepare(Protocol):
     def __call__(self, options: Any, *, mesh: DeviceMesh) -> Prepared: ...
 
 
-Start = Callable[[Any, nn.Module, Prepared, CostModel], Run]
+class Sharded(Protocol):
+    """The model that some options describe, sharded and loaded as the run's own, and what samples cost. Collective."""
+
+    def __call__(self, options: Any, *, frozen: bool = False) -> tuple[nn.Module, CostModel]: ...
+
+
+Start = Callable[[Any, Sharded, Prepared], Run]
 
 
 def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMetrics | None) -> Metrics:
     """A job on this rank, to its end: prepares, shards, and runs what `start` makes of it. Returns the last metrics."""
     timeout = timedelta(minutes=options.timeout_minutes)
     mesh = default_mesh(timeout, replicas=options.replicas)
-    rank = mesh.get_rank()
     prepared = prepare(options, mesh=mesh)
     try:
-        longest, largest_token = prepared.longest, prepared.largest_token
-        model, cost = build_model(options, prepared.tokenizer, longest=longest, largest_token=largest_token, rank=rank)
-        exact = options.exact or None  # else as torch.use_deterministic_algorithms says
-        model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout, exact=exact)
-        torch.manual_seed(options.seed + rank)  # dropout differs between ranks
-        if options.model is not None:
-            load_pretrained_shards(model, options.model)
-        run = start(options, model, prepared, cost)
+        run = start(options, partial(_sharded, prepared=prepared, mesh=mesh), prepared)
         stop = StopSignal(run.engine.require_peers)
         with handling(stop.hear, *STOPS):
             try:
@@ -71,6 +70,22 @@ def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMet
     finally:
         if prepared.folder is not None:
             prepared.folder.release()
+
+
+def _sharded(
+    options: RunOptions, *, frozen: bool = False, prepared: Prepared, mesh: DeviceMesh
+) -> tuple[nn.Module, CostModel]:
+    rank, timeout = mesh.get_rank(), timedelta(minutes=options.timeout_minutes)
+    longest, largest_token = prepared.longest, prepared.largest_token
+    model, cost = build_model(options, prepared.tokenizer, longest=longest, largest_token=largest_token, rank=rank)
+    if frozen:
+        model.requires_grad_(False)
+    exact = options.exact or None  # else as torch.use_deterministic_algorithms says
+    model = fully_shard(model, mesh=mesh, mp_policy=precision(options.dtype), timeout=timeout, exact=exact)
+    torch.manual_seed(options.seed + rank)  # dropout differs between ranks
+    if options.model is not None:
+        load_pretrained_shards(model, options.model)
+    return model, cost
 
 
 def run_job(job: Callable[[Options], Metrics], options: Options) -> Metrics:

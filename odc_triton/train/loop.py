@@ -81,7 +81,7 @@ class Loop:
                     metrics |= run.evaluate()
                 if file is not None:
                     file.write(metrics)
-                progress.show(metrics)
+                progress.show(run.shown(metrics))
                 if self._is_first and self.on_metrics is not None:
                     self.on_metrics(metrics)
                 self._save_where_due()

@@ -112,15 +112,8 @@ class Progress:
         pace = {"mininterval": _LOG_S, "file": _Lines(sys.stderr), "ncols": 0} if is_log else {}
         self._bar = tqdm(total=total, initial=done, unit="step", disable=not shown, **pace)
 
-    def show(self, metrics: Metrics) -> None:
+    def show(self, numbers: dict[str, str]) -> None:
         """Counts one more step and shows its numbers."""
-        numbers = {
-            "loss": f"{metrics['loss']:.4f}",
-            "targets/s": f"{metrics['target_tokens_per_s']:.0f}",
-            "idle": f"{metrics['idle']:.0%}",
-        }
-        if "eval_loss" in metrics:
-            numbers["eval"] = f"{metrics['eval_loss']:.4f}"
         self._bar.set_postfix(numbers, refresh=False)
         self._bar.update()
 

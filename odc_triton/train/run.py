@@ -7,11 +7,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
+from ..balance import store_counter
+from ..balance.queue import Counter, OwnCounter
 from ..base.errors import MinibatchToRepeat
 from ..base.events import Event, total_s
 from ..checkpoint.repeat import repeating
@@ -119,6 +122,10 @@ class Run(ABC):
     def evaluates(self) -> bool:
         """Whether there is held-out data."""
 
+    @abstractmethod
+    def shown(self, metrics: Metrics) -> dict[str, str]:
+        """What the progress bar shows of a step's metrics."""
+
     @staticmethod
     @abstractmethod
     def in_words(metrics: list[Metrics], *, ranks: int) -> str:
@@ -216,3 +223,8 @@ class Run(ABC):
 def number(value: float | None) -> str:
     """A metric in words."""
     return "no finite value" if value is None else f"{value:.4f}"
+
+
+def shared_counter(options: RunOptions, world: int) -> Counter:
+    """What the ranks of a queue share, with the run's deadline."""
+    return OwnCounter() if world == 1 else store_counter(timeout=timedelta(minutes=options.timeout_minutes))

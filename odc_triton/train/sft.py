@@ -15,10 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..balance import CostModel
 from ..data.dataset import DataOptions, TokenizedDataset, encode_records, split_samples
 from ..data.prepared import prepare_data
 from ..data.records import DataError
@@ -26,7 +24,7 @@ from ..data.sources import open_source
 from ..data.store import contents
 from ..data.tokenizer import TextEncoder
 from . import prepare as preparing
-from .job import OnMetrics, main_of, run_job, train
+from .job import OnMetrics, Sharded, main_of, run_job, train
 from .metrics import Metrics
 from .prepare import Prepared, load_any_tokenizer, take_folder
 from .run_folder import RunFolder
@@ -55,7 +53,8 @@ def run_sft(options: SftOptions) -> Metrics:
     return run_job(train_sft, options)
 
 
-def _start(options: SftOptions, model: nn.Module, prepared: Prepared[Samples], cost: CostModel) -> SftRun:
+def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[Samples]) -> SftRun:
+    model, cost = sharded(options)
     return SftRun(
         options=options,
         model=model,

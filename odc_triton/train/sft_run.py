@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..balance import CostModel, MinibatchSampler, QueuedPacks, store_counter
+from ..balance import CostModel, MinibatchSampler, QueuedPacks
 from ..balance.collate import Pack, PackedDataset, count_target_tokens, pack_collate, to_device
 from ..balance.pieces import Entry, SplitPlan
-from ..balance.queue import QUEUE, Counter, OwnCounter
+from ..balance.queue import QUEUE
 from ..balance.split import deal_split
 from ..balance.strategies import assign
 from ..checkpoint.repeat import Kept
@@ -24,8 +23,7 @@ from ..engine.api import engine_of, minibatch
 from ..hf import summed_loss
 from ..sequence.enable import enable_split, split_forward
 from .metrics import Metrics
-from .run import Picture, Run, number
-from .run_options import RunOptions
+from .run import Picture, Run, number, shared_counter
 from .sft_options import SftOptions
 
 Samples = TokenizedDataset | SampleSubset
@@ -195,6 +193,14 @@ class SftRun(Run):
         total = sum(each["loss_sum"] for each in messages)
         return total / sum(each["targets"] for each in messages) if math.isfinite(total) else math.nan
 
+    def shown(self, metrics: Metrics) -> dict[str, str]:
+        numbers = {
+            "loss": f"{metrics['loss']:.4f}",
+            "targets/s": f"{metrics['target_tokens_per_s']:.0f}",
+            "idle": f"{metrics['idle']:.0%}",
+        }
+        return numbers | ({"eval": f"{metrics['eval_loss']:.4f}"} if "eval_loss" in metrics else {})
+
     @staticmethod
     def in_words(metrics: list[Metrics], *, ranks: int) -> str:
         first, last = metrics[0], metrics[-1]
@@ -208,8 +214,3 @@ class SftRun(Run):
         super().resume(saved, where)
         self.sampler.load_state_dict(self.state.sampler)
         self._epoch = iter(self.sampler)
-
-
-def shared_counter(options: RunOptions, world: int) -> Counter:
-    """What the ranks of a queue share, with the run's deadline."""
-    return OwnCounter() if world == 1 else store_counter(timeout=timedelta(minutes=options.timeout_minutes))

@@ -1,0 +1,81 @@
+"""A task for reinforcement learning on a CPU: sort the digits of a number, 3 to 40 of them, mostly few.
+
+A completion is as long as its prompt, so lengths vary by nature, and its tail is heavy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from odc_triton.data.tokenizer import COMPLETION, END, PROMPT
+
+FEWEST, MOST = 3, 40
+CONFIG = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 16,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def digits(generator: random.Random) -> str:
+    """A number: lengths are log-normal, a median of 10 digits, one in eight over 20."""
+    length = round(math.exp(generator.gauss(math.log(10), 0.6)))
+    return "".join(generator.choice("0123456789") for _ in range(min(max(length, FEWEST), MOST)))
+
+
+def credit(completion: str, answer: str) -> float:
+    """1 for the exact answer; else up to a half, for the digits that are in their place, less for a wrong length."""
+    if completion == answer:
+        return 1.0
+    right = sum(a == b for a, b in zip(completion, answer, strict=False))
+    return 0.5 * right / max(len(completion), len(answer))
+
+
+def sorted_reward(
+    prompts: Sequence[str], completions: Sequence[str], answer: Sequence[str], **_: object
+) -> list[float]:
+    """Of the job's `--reward bench.sorting:sorted_reward`."""
+    return [credit(made, right) for made, right in zip(completions, answer, strict=True)]
+
+
+def random_reward(completions: Sequence[str], **_: object) -> list[float]:
+    """A control: says nothing about a completion, and depends on nothing else than its text and the moment."""
+    return [random.random() for _ in completions]
+
+
+def write_task(folder: Path, *, seed: int, taught: int, prompts: int, held_out: int) -> None:
+    """Writes sft.jsonl, prompts.jsonl, held_out.jsonl, config.json and tokenizer.json; no number is in two of them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = random.Random(f"sorting {seed}")
+    numbers: dict[str, None] = {}
+    while len(numbers) < taught + prompts + held_out:
+        numbers[digits(generator)] = None
+    rest = iter(numbers)
+    for name, count in (("held_out", held_out), ("sft", taught), ("prompts", prompts)):
+        answer = "completion" if name == "sft" else "answer"
+        pairs = ({"prompt": each, answer: "".join(sorted(each))} for _, each in zip(range(count), rest, strict=False))
+        lines = [json.dumps(pair) for pair in pairs]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    _tokenizer().save(str(folder / "tokenizer.json"))
+
+
+def _tokenizer():
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({str(digit): digit for digit in range(10)}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END, PROMPT, COMPLETION])
+    return tokenizer

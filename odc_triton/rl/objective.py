@@ -1,0 +1,116 @@
+"""GRPO's arithmetic, as TRL has it: rewards to advantages, log-probabilities to the terms of the loss.
+
+Groups in which all advantages are 0 contribute nothing without a divergence, so they need not be computed; but their
+completions count in the denominators as they would in TRL, so leaving them out changes no update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+LossType = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
+_EPSILON = 1e-4
+
+
+def advantages(rewards: Tensor, scale: Literal["group", "batch", "none"]) -> Tensor:
+    """[prompts, completions] -> the same: the reward above its group's mean, divided by a standard deviation.
+
+    `scale`: whose; "group", "batch" (all of the step), or "none". A NaN reward (no function applied) gives 0.
+    """
+    known = ~rewards.isnan()
+    counts = known.sum(1, keepdim=True).clamp(min=1)
+    values = rewards.nan_to_num()
+    centred = (values - values.sum(1, keepdim=True) / counts).masked_fill(~known, 0.0)
+    if scale == "group":
+        centred = centred / (_deviation(centred, counts) + _EPSILON)
+    elif scale == "batch":
+        batch = values[known] - values[known].mean()
+        centred = centred / (_deviation(batch[None], known.sum().view(1, 1)) + _EPSILON)
+    # A group whose rewards differ only by rounding has no variance.
+    same = (values - values.gather(1, known.int().argmax(1, keepdim=True))).masked_fill(~known, 0.0) == 0
+    return centred.masked_fill(same.all(1, keepdim=True), 0.0)
+
+
+def _deviation(centred: Tensor, counts: Tensor) -> Tensor:
+    """The sample's standard deviation of rows that are centred already."""
+    return (centred.square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Denominators:
+    """What a minibatch's loss is divided by, the same on every rank. tokens: learned, of all `rows` completions."""
+
+    tokens: int
+    rows: int
+    most_tokens: int  # that a completion may have
+
+    def weight(self, loss: LossType, tokens: int) -> float:
+        """The weight of each token's loss in a completion with `tokens` of them."""
+        if loss in ("dapo", "cispo"):
+            return 1 / max(self.tokens, 1)
+        if loss == "dr_grpo":
+            return 1 / (self.rows * self.most_tokens)
+        return 1 / (self.rows * max(tokens, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """The loss of TRL's `loss_type`, with ratios of whole sequences for "gspo" (`importance_sampling_level`).
+
+    `low` and `high`: how far a ratio may be below and above 1; for "cispo" `high` is the largest ratio itself.
+    """
+
+    loss: LossType
+    low: float
+    high: float
+    kl: float = 0.0
+
+    def __call__(self, logp: Tensor, tokens: TokenTerms) -> tuple[Tensor, dict[str, Tensor]]:
+        """The summed loss of the tokens of one pack, a scalar, and sums for the log; logp [n] is the policy's.
+
+        `loss`: of `weight`s; sums are over tokens: `ratio`, `clipped`, `kl`.
+        """
+        log_ratio = logp - tokens.old
+        if self.loss == "gspo":
+            log_ratio = _means(log_ratio, tokens.counts)
+        ratio = log_ratio.exp()
+        if self.loss == "cispo":
+            terms = -ratio.clamp(max=self.high).detach() * tokens.advantage * logp
+            clipped = (ratio > self.high) & (tokens.advantage > 0)
+        else:
+            bounded = ratio.clamp(1 - self.low, 1 + self.high)
+            terms = -torch.minimum(ratio * tokens.advantage, bounded * tokens.advantage)
+            clipped = ((ratio < 1 - self.low) & (tokens.advantage < 0)) | (
+                (ratio > 1 + self.high) & (tokens.advantage > 0)
+            )
+        if tokens.correction is not None:
+            terms = terms * tokens.correction
+        sums = {"ratio": ratio.detach().sum(), "clipped": clipped.sum()}
+        if tokens.reference is not None:
+            behind = tokens.reference - logp
+            divergence = behind.exp() - behind - 1
+            terms = terms + self.kl * divergence
+            sums["kl"] = divergence.detach().sum()
+        return (terms * tokens.weight).sum(), sums
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenTerms:
+    """What is known of the n learned tokens of one pack, [n] each. counts: of each document, together n."""
+
+    counts: Sequence[int]
+    advantage: Tensor
+    weight: Tensor
+    old: Tensor  # log-probabilities under the policy before the step
+    reference: Tensor | None = None  # and under the reference model
+    correction: Tensor | None = None  # importance weights, where another engine sampled
+
+
+def _means(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """Each value replaced by the mean of its document."""
+    return torch.cat([part.mean().expand(len(part)) for part in values.split(list(counts))]) if counts else values

@@ -1,0 +1,121 @@
+"""Prompts of reinforcement learning: text or messages, encoded as `train sft` encodes them, with their columns."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..data.records import DataError
+from ..data.sources import open_source
+from ..data.tokenizer import TextEncoder
+
+_NOT_COLUMNS = ("prompt", "completion", "completions", "prompts", "completion_ids")  # as in TRL
+_BATCH = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """ids: its tokens, with what the template writes before the assistant's turn. given: text, or messages."""
+
+    ids: list[int]
+    given: str | list[dict[str, Any]]
+    columns: dict[str, Any]
+
+
+class Prompts(Sequence[Prompt]):
+    """The prompts of one source. `columns`: the names of all their other fields, for reward functions."""
+
+    def __init__(self, prompts: list[Prompt], *, dropped: int = 0) -> None:
+        self._prompts, self.dropped = prompts, dropped
+        self.columns = sorted({name for each in prompts for name in each.columns})
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._prompts[index]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest."""
+        return max(len(each.ids) for each in self)
+
+    @property
+    def largest_token(self) -> int:
+        return max(max(each.ids) for each in self)
+
+    def digest(self) -> str:
+        """Of all tokens and columns: changes whenever what a run sees does."""
+        found = hashlib.sha256()
+        for each in self:
+            found.update(json.dumps([each.ids, each.columns], sort_keys=True, default=str).encode())
+        return found.hexdigest()[:32]
+
+
+def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool = False, first: int = 0) -> Prompts:
+    """The prompts of a JSON-lines file, or a data set's folder or hub id: records with `prompt`, text or messages.
+
+    `most_tokens`: of a prompt; longer ones are dropped if `drop_long`. `first`: how many to read, 0 for all.
+
+    Raises DataError with file and line for one that can't be used, and where none is left.
+    """
+    encoder = TextEncoder.of(tokenizer)
+    prompts, dropped = [], 0
+    for where, given, columns, ids in _encoded(name, tokenizer, encoder, first):
+        if len(ids) > most_tokens:
+            if not drop_long:
+                raise DataError(
+                    f"{where}: the prompt has {len(ids)} tokens, and {most_tokens} fit: --token-cap is for prompt and "
+                    f"completion together, so raise it, lower --max-new-tokens, or give --drop-long"
+                )
+            dropped += 1
+            continue
+        if not ids:
+            raise DataError(f"{where}: the prompt has no tokens; write at least one word")
+        prompts.append(Prompt(ids=ids, given=given, columns=columns))
+    if not prompts:
+        raise DataError(f"{name} has no prompt that fits: each of its {dropped} has more than {most_tokens} tokens")
+    return Prompts(prompts, dropped=dropped)
+
+
+def _encoded(name: str, tokenizer: Any, encoder: TextEncoder, first: int) -> Iterator[tuple[str, Any, dict, list[int]]]:
+    """(how errors name it, the prompt, its columns, its tokens) of each record."""
+    batch: list[tuple[str, Any, dict]] = []
+    for number, (where, row) in enumerate(open_source(name).rows()):
+        if first and number == first:
+            break
+        batch.append((where, _prompt_of(where, row), {k: v for k, v in row.items() if k not in _NOT_COLUMNS}))
+        if len(batch) == _BATCH:
+            yield from _encode(batch, tokenizer, encoder)
+            batch = []
+    yield from _encode(batch, tokenizer, encoder)
+
+
+def _encode(batch: list[tuple[str, Any, dict]], tokenizer: Any, encoder: TextEncoder) -> Iterator[tuple]:
+    texts = encoder.encode_batch([given for _, given, _ in batch if isinstance(given, str)])
+    plain = iter(texts)
+    for where, given, columns in batch:
+        if isinstance(given, str):
+            ids = [*encoder.before_prompt, *next(plain), *encoder.before_completion]
+        else:
+            try:
+                text = tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # the template's code may raise anything
+                raise DataError(f"{where}: the prompt's messages can't be rendered: {error}") from error
+            (ids,) = encoder.encode_batch([text])
+        yield where, given, columns, list(ids)
+
+
+def _prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
+    if not isinstance(row, dict) or row.get("prompt") is None:
+        has = ", ".join(map(repr, list(row)[:8])) if isinstance(row, dict) else f"a {type(row).__name__}"
+        raise DataError(f"{where}: needs 'prompt', text or messages; it has {has}")
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and "role" in m for m in prompt):
+        raise DataError(f"{where}: 'prompt' must be text, or a list of messages with 'role' and 'content'")
+    return [{name: value for name, value in message.items() if value is not None} for message in prompt]

@@ -1,0 +1,184 @@
+"""A rollout: the step's prompts, taken from a queue, sampled and scored; then every rank knows all completions.
+
+A rank takes a few prompts at a time, so ranks that drew long completions take fewer, and nobody waits per token. When
+the queue is empty there is one meeting, at which the ranks exchange what they sampled (kilobytes): after it all of them
+compute the same advantages and the same dealing. A rank that failed, or was asked to stop, empties the queue for all.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..balance.queue import Counter
+from ..base.errors import RolloutFailed, describe
+from ..base.events import Event
+from ..engine.engine import Engine
+from .generation import CompletionEngine, Request, Sampled, SamplingOptions
+from .prompts import Prompt
+from .rewards import Rewards
+
+_EMPTY = 1 << 40  # added to the queue's counter: nothing is left
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """One prompt of a step, with the seed of each of its completions."""
+
+    prompt: Prompt
+    seeds: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """All ranks' completions, the same on every rank, by slot. None if the ranks agreed to stop.
+
+    rewards: [functions, slots, completions], NaN where a function did not apply; totals: their weighted sum, [slots,
+    completions], NaN where none did. Seconds are means over ranks.
+    """
+
+    slots: list[Slot]
+    sampled: list[list[Sampled]]
+    rewards: Tensor
+    totals: Tensor
+    rollout_s: float
+    scoring_s: float
+
+
+@dataclass
+class _Own:
+    """What this rank sampled, as it tells the others."""
+
+    made: list[dict[str, Any]] = field(default_factory=list)
+    rollout_s: float = 0.0
+    scoring_s: float = 0.0
+
+
+class Sampler:
+    """Samples and scores, with the other ranks. `decode`: prompts that this rank decodes together."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        completions: CompletionEngine,
+        rewards: Rewards,
+        counter: Counter,
+        tokenizer: Any,
+        columns: Sequence[str],
+    ) -> None:
+        self.engine, self.completions, self.rewards, self.tokenizer = engine, completions, rewards, tokenizer
+        self._counter, self._columns, self._rollouts = counter, columns, 0
+
+    def roll_out(
+        self, slots: list[Slot], options: SamplingOptions, *, decode: int, stop: Callable[[], int | None]
+    ) -> Rollout | int:
+        """The rollout of `slots`, or the signal for which the ranks stop instead. Collective.
+
+        Raises RolloutFailed on all ranks for what sampling or a reward raised on any; RankLost, DeadlineExceeded.
+        """
+        key = f"rollout/{self._rollouts}"
+        self._rollouts += 1
+        own, error = _Own(), None
+        kept = [event for event in self.engine.events.drain() if event.kind == "wait"]
+        try:
+            while stop() is None and (taken := self._take(key, slots, decode)):
+                self._complete(taken, slots, options, own, stop)
+        except Exception as raised:  # raised below, where the other ranks are told
+            error = raised
+        if error is not None or stop() is not None:
+            self._counter.add(key, _EMPTY)
+        self._record(kept)
+        message = vars(own) | {"stop": stop(), "error": None if error is None else describe(error)}
+        messages = self.engine.meet("exchange the completions", message)
+        if self.engine.rank == 0:
+            self._counter.delete_key(key)
+        failed = {rank: theirs["error"] for rank, theirs in enumerate(messages) if theirs["error"] is not None}
+        if failed:
+            words = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+            raise RolloutFailed(list(failed), f"a rollout failed ({words})") from error
+        asked = next((theirs["stop"] for theirs in messages if theirs["stop"] is not None), None)
+        return self._joined(slots, messages) if asked is None else asked
+
+    def _take(self, key: str, slots: list[Slot], decode: int) -> list[int]:
+        """The places of the next prompts that nobody has, longest first; empty when all are taken."""
+        order = sorted(range(len(slots)), key=lambda place: -len(slots[place].prompt.ids))
+        start = (self._counter.add(key, 1) - 1) * decode
+        return order[start : start + decode]
+
+    def _complete(
+        self,
+        taken: list[int],
+        slots: list[Slot],
+        options: SamplingOptions,
+        own: _Own,
+        stop: Callable[[], int | None],
+    ) -> None:
+        chosen = [slots[place] for place in taken]
+        start_s = time.monotonic()
+        sampled = self.completions.generate([Request(ids=s.prompt.ids, seeds=s.seeds) for s in chosen], options)
+        sampled_s = time.monotonic()
+        own.rollout_s += sampled_s - start_s
+        if stop() is not None:
+            return
+        flat = [(slot, one) for slot, group in zip(chosen, sampled, strict=True) for one in group]
+        scores = self.rewards.score(
+            [slot.prompt.given for slot, _ in flat],
+            [self._completion(slot, one) for slot, one in flat],
+            [one.ids for _, one in flat],
+            {name: [slot.prompt.columns.get(name) for slot, _ in flat] for name in self._columns},
+        )
+        own.scoring_s += time.monotonic() - sampled_s
+        at = 0
+        for place, group in zip(taken, sampled, strict=True):
+            rewards = [of_function[at : at + len(group)] for of_function in scores]
+            at += len(group)
+            own.made.append({"slot": place, "rewards": rewards, "sampled": [_packed(one) for one in group]})
+
+    def _completion(self, slot: Slot, one: Sampled) -> Any:
+        """As reward functions get it: text, or for messages the assistant's."""
+        text = self.tokenizer.decode(one.ids, skip_special_tokens=True)
+        return text if isinstance(slot.prompt.given, str) else [{"role": "assistant", "content": text}]
+
+    def _record(self, kept: list[Event]) -> None:
+        """Leaves what this rank waited in its events, without the many forwards of decoding."""
+        kept += [event for event in self.engine.events.drain() if event.kind == "wait"]
+        for event in kept:
+            self.engine.events.add(event.kind, event.start_s, event.end_s, label=event.label)
+
+    def _joined(self, slots: list[Slot], messages: list[dict[str, Any]]) -> Rollout:
+        made = {each["slot"]: each for theirs in messages for each in theirs["made"]}
+        by_slot = [made[place] for place in range(len(slots))]
+        rewards = torch.tensor([each["rewards"] for each in by_slot], dtype=torch.float64).transpose(0, 1)
+        return Rollout(
+            slots=slots,
+            sampled=[[_unpacked(one) for one in each["sampled"]] for each in by_slot],
+            rewards=rewards,
+            totals=torch.tensor(self.rewards.total(rewards.flatten(1).tolist()), dtype=torch.float64).view(
+                rewards.shape[1:]
+            ),
+            rollout_s=sum(theirs["rollout_s"] for theirs in messages) / len(messages),
+            scoring_s=sum(theirs["scoring_s"] for theirs in messages) / len(messages),
+        )
+
+
+def _packed(one: Sampled) -> list[Any]:
+    ids = base64.b64encode(np.asarray(one.ids, dtype="<i4").tobytes()).decode()
+    logps = base64.b64encode(np.asarray(one.logps, dtype="<f4").tobytes()).decode()
+    return [ids, logps, one.ended]
+
+
+def _unpacked(sent: list[Any]) -> Sampled:
+    ids, logps, ended = sent
+    return Sampled(
+        ids=np.frombuffer(base64.b64decode(ids), dtype="<i4").tolist(),
+        logps=np.frombuffer(base64.b64decode(logps), dtype="<f4").tolist(),
+        ended=ended,
+    )

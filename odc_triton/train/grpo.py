@@ -1,0 +1,132 @@
+"""Reinforcement learning by GRPO with on-demand communication.
+
+odc-triton train grpo --data PROMPTS --reward MODULE:FUNCTION --model FOLDER --out DIR --ranks 2
+torchrun --nproc-per-node 2 -m odc_triton.train.grpo --data PROMPTS --reward MODULE:FUNCTION --model FOLDER --out DIR
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..rl.generation import CompletionEngine
+from ..rl.prompts import Prompts, read_prompts
+from ..rl.rewards import Rewards
+from ..rl.transformers_engine import TransformersEngine
+from . import prepare as preparing
+from .grpo_options import GrpoOptions
+from .grpo_run import GrpoRun
+from .job import OnMetrics, Sharded, main_of, run_job, train
+from .metrics import Metrics
+from .prepare import Prepared, load_any_tokenizer, take_folder
+from .run_folder import RunFolder
+
+_PROMPTS = 16  # of each source, that are looked at before the start
+
+
+def train_grpo(options: GrpoOptions, on_metrics: OnMetrics | None = None) -> Metrics:
+    """Runs to the end on this rank and returns the last metrics. Every rank of the job calls it.
+
+    Rank 0 writes and shows what `train_sft` does. A stop during a rollout gives the step up. Raises what `train_sft`
+    does, and RolloutFailed on all ranks for what sampling or a reward function raised on any.
+    """
+    return train(options, prepare, _start, on_metrics)
+
+
+def run_grpo(options: GrpoOptions) -> Metrics:
+    """`train_grpo` in a process that the launcher started. A request to stop exits it with status 128 + the signal."""
+    return run_job(train_grpo, options)
+
+
+def check_before_start(options: GrpoOptions) -> None:
+    """Raises OSError and ValueError for what would fail later in the run. Leaves nothing except the folder `out`."""
+    tokenizer = load_any_tokenizer(options)
+    largest = max(each.largest_token for each in _read(options, tokenizer, world=1, first=_PROMPTS) if each)
+    rewards = _rewards(options)
+    try:
+        rewards.check()
+    finally:
+        rewards.close()
+    preparing.check_before_start(options, largest)
+
+
+def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
+    """Rank 0 takes the folder; every rank reads the prompts. Collective."""
+    tokenizer, world = load_any_tokenizer(options), mesh.size()
+
+    def read(folder: RunFolder) -> dict[str, Any]:
+        found = _read(options, tokenizer, world=world)
+        for name, prompts in zip((options.data, options.eval_data), found, strict=True):
+            if prompts is not None:
+                left_out = f", {prompts.dropped} left out as too long" if prompts.dropped else ""
+                print(f"{name}: {len(prompts)} prompts, at most {prompts.longest} tokens{left_out}", flush=True)
+        return {"prepared": [each.digest() for each in found if each]}
+
+    taken, folder = take_folder(options, read, mesh=mesh)
+    prompts, evaluation = _read(options, tokenizer, world=world)
+    if [each.digest() for each in (prompts, evaluation) if each] != taken["identity"]["prepared"]:
+        raise ValueError(f"{options.data} is not the same here as on rank 0: give all ranks the same files")
+    if len(prompts) < options.prompts_per_rank * world:
+        raise ValueError(
+            f"{options.data} has {len(prompts)} prompts and one step takes {options.prompts_per_rank} on each of "
+            f"{world} ranks: lower --prompts-per-rank, or give more data"
+        )
+    both = [each for each in (prompts, evaluation) if each]
+    return Prepared(
+        tokenizer=tokenizer,
+        data=prompts,
+        evaluation=evaluation,
+        longest=max(each.longest for each in both) + options.max_new_tokens,
+        largest_token=max(*(each.largest_token for each in both), tokenizer.eos_token_id or 0),
+        identity=taken["identity"],
+        folder=folder,
+        goes_on=taken["goes_on"],
+    )
+
+
+def _read(options: GrpoOptions, tokenizer: Any, *, world: int, first: int = 0) -> tuple[Prompts, Prompts | None]:
+    cap = options.token_cap * (world if options.split_sequences else 1)
+    how = {"most_tokens": cap - options.max_new_tokens, "drop_long": options.drop_long, "first": first}
+    prompts = read_prompts(options.data, tokenizer, **how)
+    return prompts, read_prompts(options.eval_data, tokenizer, **how) if options.eval_data else None
+
+
+def _rewards(options: GrpoOptions) -> Rewards:
+    return Rewards(options.reward, weights=options.reward_weight or None, timeout_s=options.reward_timeout_s)
+
+
+def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) -> GrpoRun:
+    reference = sharded(replace(options, lora_rank=0, lora_alpha=None), frozen=True)[0] if options.kl else None
+    model, cost = sharded(options)
+    run: GrpoRun | None = None
+
+    def look() -> bool:
+        if run is not None:
+            run.asked.look()
+            return run.asked.stop() is not None
+        return False
+
+    run = GrpoRun(
+        options=options,
+        model=model,
+        reference=reference,
+        prompts=prepared.data,
+        evaluation=prepared.evaluation,
+        tokenizer=prepared.tokenizer,
+        completions=_engine(options, model, look),
+        rewards=_rewards(options),
+        cost=cost,
+        identity=prepared.identity,
+    )
+    return run
+
+
+def _engine(options: GrpoOptions, model: nn.Module, look: Any) -> CompletionEngine:
+    return TransformersEngine(model, look=look, hold=options.hold_weights)
+
+
+if __name__ == "__main__":
+    main_of(GrpoOptions, run_grpo, "odc_triton.train.grpo")

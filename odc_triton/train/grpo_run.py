@@ -1,0 +1,315 @@
+"""GRPO on one rank: a rollout, what is learned of it, and the updates."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..balance import CostModel
+from ..balance.deal import Dealer
+from ..balance.pieces import Entry, SplitPlan
+from ..balance.split import readable_tokens
+from ..checkpoint.repeat import Kept
+from ..engine.api import engine_of, minibatch
+from ..rl.generation import CompletionEngine, SamplingOptions
+from ..rl.learned import Correction, Learned
+from ..rl.objective import Objective
+from ..rl.prompts import Prompts
+from ..rl.rewards import Rewards
+from ..rl.rollout import Rollout, Sampler, Slot
+from ..rl.seeds import completion_seed, prompts_of_step
+from ..sequence.enable import enable_split
+from .grpo_options import GrpoOptions
+from .metrics import Metrics
+from .run import Picture, Run, number, shared_counter
+
+_SUMS = ("tokens", "entropy", "ratio", "clipped", "kl", "mismatch")  # over tokens, of all ranks
+
+
+class GrpoRun(Run):
+    """Reinforcement learning by GRPO: one step is a rollout and `iterations` updates."""
+
+    kind = "train grpo"
+    title = "Reinforcement learning by GRPO"
+    columns: ClassVar = {
+        "step": "step",
+        "reward": "reward",
+        "eval_pass": "held-out pass rate",
+        "loss": "loss",
+        "length": "tokens per completion",
+        "truncated": "cut",
+        "rollout_s": "rollout s",
+        "scoring_s": "scoring s",
+        "sync_s": "sync s",
+        "update_s": "update s",
+        "idle": "idle",
+    }
+    pictures = (
+        Picture(title="Reward", label="reward", values={"reward": "training", "eval_reward": "held out, greedy"}),
+        Picture(title="Pass rate of held-out prompts", label="share", values={"eval_pass": "greedy"}),
+        Picture(title="Length", label="tokens", values={"length": "mean", "length_max": "longest"}),
+        Picture(
+            title="Ratio of probabilities to those sampled from",
+            label="mean ratio",
+            values={"ratio": "of the policy", "mismatch": "of the engine"},
+        ),
+        Picture(title="Loss", label="loss", values={"loss": "training"}),
+    )
+    options: GrpoOptions
+
+    def __init__(
+        self,
+        *,
+        options: GrpoOptions,
+        model: nn.Module,
+        reference: nn.Module | None,
+        prompts: Prompts,
+        evaluation: Prompts | None,
+        tokenizer: Any,
+        completions: CompletionEngine,
+        rewards: Rewards,
+        cost: CostModel,
+        correction: Correction | None = None,
+        identity: dict[str, Any] | None = None,
+    ) -> None:
+        """`reference`: the model at the start, sharded, where there is a divergence to it. `completions` samples;
+        `correction`: the importance weights if it is not the policy.
+        """
+        engine = engine_of(model)
+        self.prompts, self.evaluation, self.reference = prompts, evaluation, reference
+        self.correction = correction
+        self.per_step = options.prompts_per_rank * engine.world
+        super().__init__(
+            options=options, model=model, identity=identity, epoch_steps=max(len(prompts) // self.per_step, 1)
+        )
+        counter = shared_counter(options, engine.world)
+        self.sampler = Sampler(
+            engine,
+            completions=completions,
+            rewards=rewards,
+            counter=counter,
+            tokenizer=tokenizer,
+            columns=prompts.columns,
+        )
+        self.dealer = Dealer(
+            rank=engine.rank,
+            world=engine.world,
+            token_cap=options.token_cap,
+            balance=options.balance,
+            cost=cost,
+            counter=counter,
+        )
+        if options.split_sequences and engine.world > 1:
+            longest = prompts.longest + options.max_new_tokens
+            self.dealer.split_tokens = options.split_tokens or readable_tokens(
+                [longest],
+                ranks=engine.world,
+                samples=self.per_step * options.generations,
+                token_cap=options.token_cap,
+                cost=cost,
+            )
+            enable_split(model, self.dealer.split_tokens)
+        self.end_tokens = end_tokens_of(model, tokenizer)
+        high = options.clip if options.clip_high is None else options.clip_high
+        self.objective = Objective(loss=options.loss, low=options.clip, high=high, kl=options.kl)
+
+    # ------------------------------------------------------------------ a step
+
+    def train_step(self) -> Metrics | None:
+        options, state = self.options, self.state
+        start_s = time.monotonic()
+        self.sampler.completions.sync(self.model)
+        synced_s = time.monotonic()
+        made = self._roll_out()
+        if isinstance(made, int):
+            self.stop = made
+            return None
+        batch = Learned.of(
+            made,
+            loss=options.loss,
+            scale=options.scale_rewards,
+            mask_truncated=options.mask_truncated,
+            most_tokens=options.max_new_tokens,
+            keep_all=self.reference is not None,
+        )
+        update_s, lr, loss = time.monotonic(), self.lr, 0.0
+        dealt = self.dealer.own(batch.lengths, range(len(batch.samples)))
+        packs = Kept(dealt)  # what is taken from a queue once is computed here again
+        for _ in range(options.iterations):
+            agreed = self.update(*self._minibatch(batch, packs, dealt.split))
+            loss += agreed.loss_sum / options.iterations
+            if self.was_skipped:
+                break
+        state.tokens += batch.tokens
+        end_s = time.monotonic()
+        return self.stepped(
+            {
+                "epoch": (state.step + 1) * self.per_step / len(self.prompts),
+                "loss": loss,
+                **self._of_rollout(made),
+                **self._of_update(agreed.sums),
+                "lr": lr,
+                "grad_norm": agreed.norm,
+                "tokens": state.tokens,
+                "target_tokens_per_s": batch.tokens / (end_s - start_s),
+                "idle": agreed.idle,
+                "sync_s": synced_s - start_s,
+                "rollout_s": made.rollout_s,
+                "scoring_s": made.scoring_s,
+                "update_s": end_s - update_s,
+                "seconds": end_s - start_s,
+            }
+        )
+
+    def _roll_out(self) -> Rollout | int:
+        options, step = self.options, self.state.step
+        chosen = prompts_of_step(len(self.prompts), step, per_step=self.per_step, seed=options.seed)
+        slots = [
+            Slot(
+                prompt=self.prompts[index],
+                seeds=[completion_seed(options.seed, step, place, n) for n in range(options.generations)],
+            )
+            for place, index in enumerate(chosen)
+        ]
+        return self.sampler.roll_out(
+            slots,
+            self._sampling(options.temperature),
+            decode=max(1, options.decode_at_once // options.generations),
+            stop=self.asked.stop,
+        )
+
+    def _sampling(self, temperature: float) -> SamplingOptions:
+        return SamplingOptions(
+            temperature=temperature, max_new_tokens=self.options.max_new_tokens, end_tokens=self.end_tokens
+        )
+
+    def _minibatch(
+        self, batch: Learned, packs: Iterable[list[Entry]], split: SplitPlan | None
+    ) -> tuple[float, list[float]]:
+        """This rank's part of the loss, and sums over its tokens, in the order of `_SUMS`; gradients have landed."""
+        device = self.engine.heap.device
+
+        def run() -> tuple[Tensor, Tensor]:
+            loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+            sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+            with minibatch(self.model, tokens=batch.tokens if self.engine.rank == 0 else 0, split=split):
+                for entries in packs:
+                    self.asked.look()
+                    loss, found = batch.loss(
+                        entries,
+                        model=self.model,
+                        reference=self.reference,
+                        objective=self.objective,
+                        temperature=self.options.temperature,
+                        correction=self.correction,
+                        device=device,
+                    )
+                    loss.backward()
+                    loss_sum += loss.detach()
+                    for place, name in enumerate(_SUMS):
+                        sums[place] += found.get(name, 0.0)
+            return loss_sum, sums
+
+        loss_sum, sums = self.repeated(run)
+        return loss_sum.item(), sums.tolist()
+
+    # ------------------------------------------------------------------ evaluation
+
+    @property
+    def evaluates(self) -> bool:
+        return self.evaluation is not None
+
+    def evaluate(self) -> Metrics:
+        """One greedy completion of each held-out prompt. Nothing, if the ranks are to stop."""
+        slots = [Slot(prompt=prompt, seeds=[0]) for prompt in self.evaluation]
+        self.sampler.completions.sync(self.model)
+        made = self.sampler.roll_out(
+            slots, self._sampling(0.0), decode=self.options.decode_at_once, stop=self.asked.stop
+        )
+        self.rested()
+        if isinstance(made, int):
+            self.stop = made
+            return {}
+        rewards = made.totals.flatten()
+        lengths = [len(one.ids) for (one,) in made.sampled]
+        return {
+            "eval_reward": rewards.nanmean().item(),
+            "eval_pass": (rewards >= self.options.pass_reward).double().mean().item(),
+            "eval_length": sum(lengths) / len(lengths),
+        }
+
+    # ------------------------------------------------------------------ numbers
+
+    def _of_rollout(self, made: Rollout) -> Metrics:
+        rewards = made.totals
+        flat = [one for group in made.sampled for one in group]
+        lengths = [len(one.ids) for one in flat]
+        metrics = {
+            "reward": rewards.nanmean().item(),
+            "reward_std": rewards[~rewards.isnan()].std(correction=0).item(),
+            "groups_learned": (rewards != rewards[:, :1]).any(1).double().mean().item(),
+            "length": sum(lengths) / len(lengths),
+            "length_max": max(lengths),
+            "truncated": sum(not one.ended for one in flat) / len(flat),
+        }
+        if len(self.sampler.rewards.names) > 1:
+            for name, scores in zip(self.sampler.rewards.names, made.rewards, strict=True):
+                metrics[f"rewards/{name}"] = scores.nanmean().item()
+        return metrics
+
+    def _of_update(self, sums: list[float]) -> Metrics:
+        """Means over the tokens that were computed."""
+        by_name = dict(zip(_SUMS, sums, strict=True))
+        tokens = by_name.pop("tokens")
+        if self.reference is None:
+            del by_name["kl"]
+        if self.correction is None:
+            del by_name["mismatch"]
+        return {name: value / tokens if tokens else math.nan for name, value in by_name.items()}
+
+    def shown(self, metrics: Metrics) -> dict[str, str]:
+        numbers = {
+            "reward": f"{metrics['reward']:.3f}",
+            "length": f"{metrics['length']:.0f}",
+            "rollout": f"{metrics['rollout_s']:.1f}s",
+            "update": f"{metrics['update_s']:.1f}s",
+        }
+        return numbers | ({"pass": f"{metrics['eval_pass']:.0%}"} if "eval_pass" in metrics else {})
+
+    @staticmethod
+    def in_words(metrics: list[Metrics], *, ranks: int) -> str:
+        first, last = metrics[0], metrics[-1]
+        seconds = {
+            name: sum(line[f"{name}_s"] for line in metrics) for name in ("rollout", "scoring", "sync", "update")
+        }
+        passed = [line["eval_pass"] for line in metrics if line.get("eval_pass") is not None]
+        return (
+            f"{last['step']} steps over {last['tokens']:,} sampled tokens on {ranks} rank{'s' if ranks > 1 else ''}: "
+            f"the mean reward went from {number(first['reward'])} to {number(last['reward'])}"
+            + (f", and {passed[-1]:.1%} of the held-out prompts pass" if passed else "")
+            + ". "
+            + ", ".join(f"{name} took {value:.0f} s" for name, value in seconds.items())
+            + "."
+        )
+
+    def close(self) -> None:
+        self.sampler.completions.close()
+        self.sampler.rewards.close()
+
+
+def end_tokens_of(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens at which a completion ends: the model's, and the tokenizer's. Raises ValueError if there is none."""
+    named = getattr(model.generation_config, "eos_token_id", None)
+    named = [*named] if isinstance(named, (list, tuple)) else [named]
+    found = {token for token in (*named, tokenizer.eos_token_id) if token is not None}
+    if not found:
+        raise ValueError(
+            "neither the model's generation_config.json nor the tokenizer names an end token (eos_token_id), so no "
+            "completion would end: add it to one of them"
+        )
+    return tuple(sorted(found))
