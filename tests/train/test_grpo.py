@@ -1,0 +1,114 @@
+"""GRPO's step on ranks against TRL's own loss on one process, with recorded completions, and the job as a whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from odc_triton.train.grpo_options import GrpoOptions
+from odc_triton.train.metrics import read_metrics
+from tests.support import ranks, slow
+from tests.support.grpo_case import Recorded, case, trl_advantages, trl_loss, vowels, write_prompts
+from tests.support.sft_case import VOCABULARY
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("grpo"))
+
+
+def train(rank: int, world: int, wanted: GrpoOptions, recorded: bool) -> dict:
+    """The job to its end; the last metrics."""
+    from odc_triton.train import grpo
+
+    if recorded:
+        grpo._engine = lambda *_: Recorded(VOCABULARY)
+    return grpo.train_grpo(wanted)
+
+
+def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses and final weights of the same job on one process: plain torch, SGD, TRL's advantages and loss."""
+    from transformers import AutoModelForCausalLM
+
+    from odc_triton.data.tokenizer import read_tokenizer
+    from odc_triton.rl.generation import Request, SamplingOptions
+    from odc_triton.rl.prompts import read_prompts
+    from odc_triton.rl.seeds import completion_seed, prompts_of_step
+
+    tokenizer = read_tokenizer(wanted.tokenizer)
+    prompts = read_prompts(wanted.data, tokenizer, most_tokens=wanted.token_cap * world)
+    model = AutoModelForCausalLM.from_pretrained(wanted.model)
+    reference = AutoModelForCausalLM.from_pretrained(wanted.model) if wanted.kl else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=wanted.lr)
+    per_step = wanted.prompts_per_rank * world
+    ends = (tokenizer.eos_token_id,)
+    options = SamplingOptions(temperature=1.0, max_new_tokens=wanted.max_new_tokens, end_tokens=ends)
+    losses = []
+    for step in range(wanted.steps):
+        chosen = [prompts[i] for i in prompts_of_step(len(prompts), step, per_step=per_step, seed=wanted.seed)]
+        rows, rewards = [], []
+        for place, prompt in enumerate(chosen):
+            seeds = [completion_seed(wanted.seed, step, place, n) for n in range(wanted.generations)]
+            (group,) = Recorded(VOCABULARY).generate([Request(ids=prompt.ids, seeds=seeds)], options)
+            texts = [tokenizer.decode(one.ids, skip_special_tokens=True) for one in group]
+            rewards.append(vowels(texts, [prompt.columns["wanted"]] * len(texts)))
+            rows += [(prompt.ids, one) for one in group]
+        gained = trl_advantages(torch.tensor(rewards, dtype=torch.float64), wanted.scale_rewards)
+        old, of_step = None, 0.0
+        for _ in range(wanted.iterations):
+            loss, found = trl_loss(model, rows, gained, wanted, old=old, reference=reference)
+            old = old or found
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), wanted.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            of_step += loss.item() / wanted.iterations
+        losses.append(of_step)
+    return losses, model.state_dict()
+
+
+CASES = {
+    "dapo": {},
+    "dapo of a queue, twice": {"balance": "queue", "iterations": 2, "clip": 0.01},
+    "dapo, split": {"split_sequences": True, "token_cap": 24, "split_tokens": 24},
+    "grpo by batch, masked": {"loss": "grpo", "scale_rewards": "batch", "mask_truncated": True},
+    "dr_grpo, no scale, kl": {"loss": "dr_grpo", "scale_rewards": "none", "kl": 0.1, "lr": 10.0},
+    "gspo twice, temperature": {"loss": "gspo", "iterations": 2, "clip": 0.001, "temperature": 0.7},
+    "cispo twice": {"loss": "cispo", "iterations": 2, "clip_high": 1.001},
+    "dapo, fused head": {"fused_head": True, "clip_high": 0.28},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("dapo", 2),
+        ("gspo twice, temperature", 2),
+        *(slow(name, world) for name in CASES for world in (1, 2, 3) if world > 1 or "split" not in name),
+    ],
+)
+def test_steps_are_trls(folder: Path, tmp_path: Path, name: str, world: int) -> None:
+    """Losses and weights after three steps of SGD."""
+    start = folder / "start"
+    if not start.exists():
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(3)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(start)
+    changes = {"init": None, "model": str(start), "optimizer": "sgd", "prompts_per_rank": 12 // world // 3 or 1}
+    wanted = case(folder, out=str(tmp_path / "out"), **changes | {"lr": 1.0} | CASES[name])
+    ranks.run(train, world, wanted, True)
+    losses, weights = plain(wanted, world)
+    found = read_metrics(tmp_path / "out" / "metrics.jsonl")
+    torch.testing.assert_close([line["loss"] for line in found], losses, rtol=1e-4, atol=2e-6)
+    made = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    first = load_file(start / "model.safetensors")
+    moved = sum((weights[n] - first[n]).square().sum() for n in made).sqrt()
+    apart = sum((weights[n] - made[n]).square().sum() for n in made).sqrt()
+    assert moved > 0.01, "the steps must change the weights for the comparison to say something"
+    assert apart / moved < 1e-4, "as a part of what the steps changed: additions in another order, fp32"
+    if "twice" in name:
+        assert all(line["clipped"] > 0 for line in found[1:])
