@@ -56,9 +56,9 @@ class _Failure:
     about: frozenset[int] | None = None
 
 
-def die_with_parent(parent_pid: int | None = None) -> None:
-    """Asks the kernel to kill this process when its parent, the launcher, ends. `parent_pid`: its pid at the start."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent_pid: int | None = None, number: int = signal.SIGKILL) -> None:
+    """Asks the kernel to send this process a signal when its parent ends. `parent_pid`: its pid at the start."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if parent_pid is not None and os.getppid() != parent_pid:  # it died before that call
         os._exit(1)
 
@@ -214,7 +214,7 @@ class _Job:
         known = any(failure.rank == rank for failure in self.failures)
         ours = self._failed_s is not None or self.stop.signal is not None  # by our SIGTERM or SIGKILL
         if not ended_well and not known and not (ours and process.exitcode in (-signal.SIGTERM, -signal.SIGKILL)):
-            self._fail(_Failure(rank=rank, text=_how_it_ended(process.exitcode)))
+            self._fail(_Failure(rank=rank, text=how_it_ended(process.exitcode)))
 
     def _fail(self, failure: _Failure) -> None:
         self.failures.append(failure)
@@ -239,7 +239,8 @@ class _Job:
             raise Interrupted(self.stop.signal)
 
 
-def _how_it_ended(exit_code: int) -> str:
+def how_it_ended(exit_code: int) -> str:
+    """Why a process ended that was not told to, by its exit code (minus a signal's number)."""
     if exit_code >= 0:
         return f"its process ended with status {exit_code}"
     name = signal.Signals(-exit_code).name

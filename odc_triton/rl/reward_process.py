@@ -1,0 +1,261 @@
+"""The process in which a rank's reward functions run: its handle in the rank, and what runs in it.
+
+The two talk over a socket pair. A message is its length and its content: pickled to the functions, JSON back, because
+a reward may execute what a model wrote, and then nothing that comes from there may be unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import math
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from ..comm.launch import die_with_parent, how_it_ended
+
+_LENGTH = struct.Struct("!Q")
+_END_S = 2.0  # for what the functions' modules do at exit
+_TRACE_LINES = 12
+_KEYWORDS = ("prompts", "completions", "completion_ids")
+_CODE = """
+import sys
+descriptor, parent, *sys.path[:] = sys.argv[1:]
+from odc_triton.rl.reward_process import serve
+serve(int(descriptor), int(parent))
+"""
+
+
+class ProcessEnded(Exception):
+    """The process is gone; the text says how it ended."""
+
+
+class RewardProcess:
+    """A new process that imports the functions `names`, each a "module:function", and calls them on request.
+
+    It is another program with its own session: it shares no memory, lock or file with the rank, and Ctrl-C does not
+    reach it. The kernel kills it when the thread that started it ends; what the functions started is killed with it.
+    What they print goes to stderr.
+
+    Raises ValueError if a function can't be imported, ProcessEnded, and TimeoutError after `timeout_s` seconds.
+    """
+
+    def __init__(self, names: list[str], *, timeout_s: float) -> None:
+        self._channel, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                # The folder that the job was started in, as `python -m` has it.
+                [sys.executable, "-u", "-c", _CODE, str(theirs.fileno()), str(os.getpid()), *sys.path, os.getcwd()],
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            problem = self._ask(json.dumps(names).encode(), time.monotonic() + timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        if problem:
+            self.close()
+            raise ValueError(problem)
+
+    def call(self, function: int, keywords: dict[str, Any], *, deadline: float) -> dict[str, Any]:
+        """Calls one of the functions. Returns {"rewards": list}, of a number, None, or the text of something else for
+        each sample; {"raised": error, "trace": its last lines}; or {"returned": text of what is no list}.
+
+        Raises ProcessEnded, and TimeoutError at `deadline`, a time of the monotonic clock. Then, and if anything else
+        interrupts it, the handle is of no more use: `kill`.
+        """
+        return self._ask(pickle.dumps((function, keywords)), deadline)
+
+    def _ask(self, message: bytes, deadline: float) -> Any:
+        try:
+            _send(self._channel, message, deadline)
+            return json.loads(_receive(self._channel, deadline))
+        except (EOFError, ConnectionError):
+            try:
+                raise ProcessEnded(how_it_ended(self._process.wait(_END_S))) from None
+            except subprocess.TimeoutExpired:
+                raise ProcessEnded("its process closed the socket to its rank") from None
+
+    def close(self) -> None:
+        """Ends the process and what its functions started, after what their modules do at exit."""
+        self._channel.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kills the process and what its functions started."""
+        self._channel.close()
+        self._process.kill()
+        self._process.wait()
+
+
+def _send(channel: socket.socket, message: bytes, deadline: float | None = None) -> None:
+    for part in (_LENGTH.pack(len(message)), message):
+        channel.settimeout(_left(deadline))
+        channel.sendall(part)
+
+
+def _receive(channel: socket.socket, deadline: float | None = None) -> bytes:
+    """The next message. Raises EOFError at the end, TimeoutError at `deadline`."""
+
+    def read(count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            channel.settimeout(_left(deadline))
+            part = channel.recv(min(count - len(parts), 2**20))
+            if not part:
+                raise EOFError
+            parts += part
+        return bytes(parts)
+
+    return read(_LENGTH.unpack(read(_LENGTH.size))[0])
+
+
+def _left(deadline: float | None) -> float | None:
+    if deadline is None:
+        return None
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return left
+
+
+def serve(descriptor: int, parent_pid: int) -> None:
+    """What the process runs: imports the functions, then calls them until its rank closes the channel."""
+    die_with_parent(parent_pid)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _start_undertaker()
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.set_inheritable(descriptor, False)  # not for what the functions start
+    channel = socket.socket(fileno=descriptor)
+    functions: list[Callable] = []
+    problem = None
+    for name in json.loads(_receive(channel)):
+        found = _find(name)
+        if isinstance(found, str):
+            problem = problem or found
+        else:
+            functions.append(found)
+    _send(channel, json.dumps(problem).encode())
+    events = _Events()
+    while True:
+        try:
+            message = _receive(channel)
+        except (EOFError, ConnectionError):
+            return
+        function, keywords = pickle.loads(message)
+        _send(channel, json.dumps(_call(functions[function], keywords, events)).encode())
+
+
+def _start_undertaker() -> None:
+    """Starts a process that kills what the functions started once this one is gone, however it ended."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    functions_pid = os.getpid()
+    if os.fork() == 0:
+        die_with_parent(functions_pid, signal.SIGTERM)
+        signal.sigwait([signal.SIGTERM])
+        os.killpg(0, signal.SIGKILL)
+
+
+def _find(name: str) -> Callable | str:
+    """The function `name`, or in words why there is none."""
+    module_name, _, path = name.partition(":")
+    try:
+        found = module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            return f"reward {name}: importing {module_name} needs {error.name}, which is not installed: install it"
+        return (
+            f"reward {name}: there is no module {error.name}: start the job in the folder that has it, or add that "
+            f"folder to PYTHONPATH"
+        )
+    except Exception as error:
+        return f"reward {name}: importing {module_name} raised {type(error).__name__}: {error}\n{_trace_of(error)}"
+    try:
+        for part in path.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        return f"reward {name}: {module} has no {path}: name one of its functions"
+    if not callable(found):
+        return f"reward {name}: {path} is a {type(found).__name__}, and a reward is a function"
+    try:
+        inspect.signature(found).bind_partial(**dict.fromkeys(_KEYWORDS))
+    except TypeError as error:
+        return (
+            f"reward {name}: {path} can't be called with the keywords {', '.join(_KEYWORDS)} ({error}): end its "
+            f"parameters with **columns"
+        )
+    except ValueError:  # written in C, without a signature
+        pass
+    return found
+
+
+class _Events:
+    """One event loop for all calls of asynchronous functions, as their clients keep connections in it."""
+
+    def __init__(self) -> None:
+        self._loop: Any = None
+
+    def result_of(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+        if self._loop is None:
+            import asyncio
+
+            self._loop = asyncio.new_event_loop()
+
+        async def wait() -> Any:
+            return await value
+
+        return self._loop.run_until_complete(wait())
+
+
+def _call(function: Callable, keywords: dict[str, Any], events: _Events) -> dict[str, Any]:
+    try:
+        returned = events.result_of(function(**keywords))
+        try:
+            rewards = list(returned)
+        except TypeError:
+            return {"returned": _short(returned)}
+        return {"rewards": [_plain(reward) for reward in rewards]}
+    except Exception as error:
+        return {"raised": f"{type(error).__name__}: {error}", "trace": _trace_of(error)}
+
+
+def _plain(reward: Any) -> float | str | None:
+    if reward is None:
+        return None
+    if isinstance(reward, (str, bytes)):
+        return _short(reward)
+    try:
+        number = float(reward)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return _short(reward)
+    return number if math.isfinite(number) else str(number)
+
+
+def _short(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.100}"
+
+
+def _trace_of(error: BaseException) -> str:
+    """The last lines of a traceback, without this file's own."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    lines = "".join(traceback.format_exception(type(error), error, frames)).splitlines()
+    return "\n".join(lines[-_TRACE_LINES:])

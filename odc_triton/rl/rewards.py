@@ -1,0 +1,207 @@
+"""Reward functions, with TRL's signature, called in a process of their own with a timeout."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .reward_process import ProcessEnded, RewardProcess
+
+_START_S = 300.0  # for importing the functions, which may load a model
+_PROMPT_CHARACTERS = 200
+_RESERVED = ("prompts", "completions", "completion_ids")
+
+
+class RewardFailed(RuntimeError):
+    """A reward function gave no rewards; the message names it, and the prompt if it can be found."""
+
+
+class RewardRaised(RewardFailed):
+    """A reward function raised an exception."""
+
+
+class RewardMiscounted(RewardFailed):
+    """A reward function returned another number of rewards than it was given completions."""
+
+
+class RewardNotANumber(RewardFailed):
+    """A reward is neither a finite number nor None."""
+
+
+class RewardTimedOut(RewardFailed):
+    """A reward function did not return in time."""
+
+
+class RewardProcessDied(RewardFailed):
+    """The process of the reward functions ended during a call."""
+
+
+class Rewards:
+    """Reward functions, each named "module:function", with TRL's signature, so that TRL's users can bring theirs:
+
+        def exact(prompts, completions, completion_ids, answer, **columns) -> list[float | None]:
+            return [float(text == right) for text, right in zip(completions, answer)]
+
+    They are called by keyword, with one entry for each completion: `prompts`, `completions` (strings, or lists of
+    messages), `completion_ids` (lists of tokens), and the dataset's other columns. A coroutine function is awaited.
+    None means that the function does not apply. TRL's `trainer_state`, `log_extra` and `log_metric` are not given.
+
+    All functions run in one process. The first call starts it, and it ends when this process does. If a function takes
+    more than `timeout_s` seconds for a batch, it is killed, and the next call starts it again. Call from one thread
+    that lives as long as this object, as the kernel ties the process to it. `weights`: of each function, by default 1.
+    """
+
+    def __init__(
+        self, names: Sequence[str], *, weights: Sequence[float] | None = None, timeout_s: float = 60.0
+    ) -> None:
+        self.names = list(names)
+        self.weights = [1.0] * len(self.names) if weights is None else [float(weight) for weight in weights]
+        self.timeout_s = timeout_s
+        self._process: RewardProcess | None = None
+        if not self.names:
+            raise ValueError("no reward function was named: give at least one module:function")
+        for name in self.names:
+            module, _, path = name.partition(":")
+            if not all(part.isidentifier() for part in [*module.split("."), *path.split(".")]):
+                raise ValueError(f"reward {name!r}: write it as module:function, such as my_rewards:exact")
+            if self.names.count(name) > 1:
+                raise ValueError(f"reward {name} is named {self.names.count(name)} times: name it once, with a weight")
+        if len(self.weights) != len(self.names):
+            raise ValueError(
+                f"{len(self.weights)} weights for {len(self.names)} rewards: give each reward one weight, or none any"
+            )
+        if not all(map(math.isfinite, self.weights)):
+            raise ValueError(f"the weights of rewards are {self.weights}: give finite numbers")
+        if not timeout_s > 0:
+            raise ValueError(f"the timeout of rewards is {timeout_s} s: give more than 0")
+
+    def check(self) -> None:
+        """Imports the functions, so that a job can fail before its ranks start; `close` when done.
+
+        Raises ValueError that names the module or function and what to do.
+        """
+        self._running()
+
+    def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]],
+        columns: Mapping[str, Sequence[Any]],
+    ) -> list[list[float]]:
+        """The reward of each function for each completion, [function][sample]; NaN where a function said None.
+
+        `columns`: as many values as completions for each of the dataset's other columns. Raises a subclass of
+        RewardFailed, after at most two timeouts: to name the prompt, a function that failed on the batch is called
+        again on one completion at a time. Raises ValueError for columns of other lengths or with reserved names.
+        """
+        batch = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
+        for name in columns:
+            if name in _RESERVED:
+                raise ValueError(f"the dataset has a column {name!r}, which is a reward's own parameter: rename it")
+        batch = {name: list(values) for name, values in {**batch, **columns}.items()}
+        for name, values in batch.items():
+            if len(values) != len(batch["prompts"]):
+                raise ValueError(
+                    f"{len(values)} values of {name} for {len(batch['prompts'])} prompts: give one for each completion"
+                )
+        if not batch["prompts"]:
+            return [[] for _ in self.names]
+        return [self._rewards_of(function, batch) for function in range(len(self.names))]
+
+    def total(self, scores: Sequence[Sequence[float]]) -> list[float]:
+        """The weighted sum over functions of what `score` returned, for each sample, as TRL sums before it normalises.
+
+        NaN only if no function applies.
+        """
+        return [
+            math.nan
+            if all(map(math.isnan, sample))
+            else sum(weight * score for weight, score in zip(self.weights, sample, strict=True) if score == score)
+            for sample in zip(*scores, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Ends the process, if there is one."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+
+    def _running(self) -> RewardProcess:
+        if self._process is None:
+            try:
+                self._process = RewardProcess(self.names, timeout_s=_START_S)
+            except ProcessEnded as end:
+                raise ValueError(f"while importing the rewards {', '.join(self.names)} {end}") from None
+            except TimeoutError:
+                raise ValueError(
+                    f"importing the rewards {', '.join(self.names)} took more than {_START_S:g} s: what takes long is "
+                    f"better done when a function is first called"
+                ) from None
+        return self._process
+
+    def _rewards_of(self, function: int, batch: dict[str, list]) -> list[float]:
+        reward, count = f"reward {self.names[function]}", len(batch["prompts"])
+        deadline = time.monotonic() + self.timeout_s
+        try:
+            answer = self._call(function, batch, deadline)
+        except TimeoutError:
+            raise RewardTimedOut(
+                f"{reward} did not return within its timeout of {self.timeout_s:g} s for {count} completions: make it "
+                f"faster, or give more time. {self._culprit(function, batch, time.monotonic() + self.timeout_s)}"
+            ) from None
+        except ProcessEnded as end:
+            raise RewardProcessDied(
+                f"in {reward} {end}. {self._culprit(function, batch, time.monotonic() + self.timeout_s)}"
+            ) from None
+        if "raised" in answer:
+            where = self._culprit(function, batch, deadline)
+            raise RewardRaised(f"{reward} raised {answer['raised']}. {where}\n{answer['trace']}")
+        if "returned" in answer:
+            raise RewardMiscounted(f"{reward} returned {answer['returned']}: return a list of {count} numbers")
+        rewards = answer["rewards"]
+        if len(rewards) != count:
+            raise RewardMiscounted(
+                f"{reward} returned {len(rewards)} rewards for {count} completions: return one for each"
+            )
+        for index, each in enumerate(rewards):
+            if isinstance(each, str):
+                raise RewardNotANumber(
+                    f"{reward} returned {each} for {_prompt(batch, index)}: return a finite number, or None where it "
+                    f"does not apply"
+                )
+        return [math.nan if each is None else each for each in rewards]
+
+    def _call(self, function: int, batch: dict[str, list], deadline: float) -> dict[str, Any]:
+        process = self._running()
+        try:
+            return process.call(function, batch, deadline=deadline)
+        except BaseException:  # its answer may still come, which is not that of the next call
+            self._process = None
+            process.kill()
+            raise
+
+    def _culprit(self, function: int, batch: dict[str, list], deadline: float) -> str:
+        """Which completion a function fails on, in words: calls it on one at a time until `deadline`."""
+        count = len(batch["prompts"])
+        if count == 1:
+            return f"It had {_prompt(batch, 0)}"
+        for index in range(count):
+            try:
+                one = {name: values[index : index + 1] for name, values in batch.items()}
+                answer = self._call(function, one, deadline)
+            except TimeoutError:
+                return f"Called on one completion at a time, it was at {_prompt(batch, index)} when time was up"
+            except ProcessEnded as end:
+                return f"Called on one completion at a time, {end} at {_prompt(batch, index)}"
+            if "raised" in answer:
+                return f"Called on one completion at a time, it raises at {_prompt(batch, index)}"
+        return f"On each of the {count} completions alone it returns"
+
+
+def _prompt(batch: dict[str, list], index: int) -> str:
+    prompts = batch["prompts"]
+    prompt = prompts[index] if isinstance(prompts[index], str) else repr(prompts[index])
+    return f"completion {index + 1} of {len(prompts)}, of the prompt {prompt[:_PROMPT_CHARACTERS]!r}"

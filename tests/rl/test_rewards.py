@@ -1,0 +1,300 @@
+"""Reward functions in their process: what they are given, and each way in which they can fail."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from odc_triton.rl.rewards import (
+    RewardFailed,
+    RewardMiscounted,
+    RewardNotANumber,
+    RewardProcessDied,
+    RewardRaised,
+    Rewards,
+    RewardTimedOut,
+)
+from tests.support import leftovers
+
+FUNCTIONS = """
+import os, pathlib, signal, subprocess, sys, time
+
+def exact(prompts, completions, completion_ids, answer, **columns):
+    return [float(text == right) for text, right in zip(completions, answer)]
+
+async def length(completions, **columns):
+    return [len(text) if len(text) else None for text in completions]
+
+def last_role(completions, **columns):
+    return [3.0 if messages[-1]["role"] == "assistant" else 0.0 for messages in completions]
+
+def tokens(completion_ids, **columns):
+    return [sum(ids) for ids in completion_ids]
+
+def prints(completions, **columns):
+    print("from the reward")
+    os.write(1, b"and lower down\\n")
+    return [0] * len(completions)
+
+def raises(prompts, **columns):
+    if any("bad" in prompt for prompt in prompts):
+        raise KeyError("no such answer")
+    return [1.0] * len(prompts)
+
+def raises_on_many(prompts, **columns):
+    return [1.0 / (len(prompts) == 1)] * len(prompts)
+
+def too_few(prompts, **columns):
+    return [1.0] * (len(prompts) - 1)
+
+def one_number(prompts, **columns):
+    return 1.5
+
+def not_a_number(prompts, **columns):
+    return [float("nan") if "bad" in prompt else 1.0 for prompt in prompts]
+
+def infinite(prompts, **columns):
+    return [float("inf") if "bad" in prompt else 1.0 for prompt in prompts]
+
+def text(prompts, **columns):
+    return ["1.0"] * len(prompts)
+
+def hangs(prompts, **columns):
+    started = subprocess.Popen(["sleep", "60"])
+    with pathlib.Path(__file__).with_name("started").open("a") as file:
+        print(started.pid, file=file)
+    while any("bad" in prompt for prompt in prompts):
+        time.sleep(0.01)
+    return [1.0] * len(prompts)
+
+def killed(prompts, **columns):
+    if any("bad" in prompt for prompt in prompts):
+        if os.fork() == 0:  # holds the socket
+            time.sleep(60)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [1.0] * len(prompts)
+
+def leaves(prompts, **columns):
+    sys.exit(3)
+
+def pid(prompts, **columns):
+    return [os.getpid()] * len(prompts)
+
+def positional(a, b):
+    return []
+
+number = 3
+builtin = dict
+"""
+
+
+@pytest.fixture(autouse=True)
+def _functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def rewards() -> Iterator[Callable[..., Rewards]]:
+    made: list[Rewards] = []
+
+    def make(*functions: str, timeout_s: float = 30, weights: list[float] | None = None) -> Rewards:
+        made.append(Rewards([f"my_rewards:{name}" for name in functions], weights=weights, timeout_s=timeout_s))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def _started(folder: Path) -> list[int]:
+    """The pids of what the functions in `folder` started."""
+    return [int(line) for line in (folder / "started").read_text().split()]
+
+
+def _assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while left := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+        assert time.monotonic() < deadline, f"processes {left} are still there"
+        time.sleep(0.02)
+
+
+PROMPTS = ["good", "a bad prompt, " + "x" * 300, "fine"]
+
+
+def _score(rewards: Rewards, prompts: list[str] = PROMPTS) -> list[list[float]]:
+    return rewards.score(prompts, ["" for _ in prompts], [[] for _ in prompts], {})
+
+
+def test_scores(rewards: Callable[..., Rewards]) -> None:
+    scored = rewards("exact", "length", "tokens", weights=[1, 0.5, 2])
+    scores = scored.score(["p"] * 3, ["4", "", "12"], [[1, 2], [], [5]], {"answer": ["4", "1", "1"], "more": [1, 2, 3]})
+    assert scores[0] == [1, 0, 0]
+    assert scores[1][::2] == [1, 2]
+    assert math.isnan(scores[1][1])
+    assert scores[2] == [3, 0, 5]
+    assert scored.total(scores) == [1 + 0.5 + 6, 0, 1 + 10]
+    assert math.isnan(scored.total([[math.nan]] * 3)[0])
+    assert scored.score([], [], [], {"answer": []}) == [[], [], []]
+
+
+def test_messages(rewards: Callable[..., Rewards]) -> None:
+    prompts = [[{"role": "user", "content": "2+2"}]]
+    assert rewards("last_role").score(prompts, [[{"role": "assistant", "content": "4"}]], [[7]], {}) == [[3]]
+
+
+def test_prints_do_not_break_the_channel(rewards: Callable[..., Rewards], capfd: pytest.CaptureFixture) -> None:
+    assert _score(rewards("prints")) == [[0, 0, 0]]
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "from the reward" in err
+    assert "and lower down" in err
+
+
+def test_megabytes_do_not_block(rewards: Callable[..., Rewards]) -> None:
+    """The socket holds less in both directions."""
+    count = 100_000
+    scores = rewards("length").score(["p" * 30] * count, ["c" * 100] * count, [[]] * count, {})
+    assert scores == [[100] * count]
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        ("raises", RewardRaised, ["KeyError: 'no such answer'", "one at a time, it raises at completion 2 of 3"]),
+        ("raises_on_many", RewardRaised, ["ZeroDivisionError", "On each of the 3 completions alone it returns"]),
+        ("too_few", RewardMiscounted, ["2 rewards for 3 completions"]),
+        ("one_number", RewardMiscounted, ["float 1.5", "list of 3 numbers"]),
+        ("not_a_number", RewardNotANumber, ["returned nan for completion 2 of 3", "a bad prompt"]),
+        ("infinite", RewardNotANumber, ["returned inf for completion 2 of 3"]),
+        ("text", RewardNotANumber, ["returned str '1.0' for completion 1 of 3"]),
+        ("builtin", RewardNotANumber, ["returned str 'prompts'"]),
+        ("exact", RewardRaised, ["missing 1 required positional argument: 'answer'"]),
+        ("killed", RewardProcessDied, ["killed by SIGKILL (out of memory?", "at completion 2 of 3"]),
+        ("leaves", RewardProcessDied, ["ended with status 3"]),
+        ("hangs", RewardTimedOut, ["timeout of 0.5 s for 3 completions", "it was at completion 2 of 3", "a bad"]),
+    ],
+)
+def test_failures(
+    rewards: Callable[..., Rewards], tmp_path: Path, function: str, error: type[RewardFailed], words: list[str]
+) -> None:
+    scored = rewards(function, "pid", timeout_s=0.5 if function == "hangs" else 30)
+    with pytest.raises(error) as raised:
+        _score(scored)
+    message = str(raised.value).replace("one completion at a time", "one at a time")
+    for each in [f"reward my_rewards:{function}", *words]:
+        assert each in message
+    assert "x" * 186 in message or "a bad" not in message
+    assert "x" * 187 not in message  # 200 characters
+    if error is RewardRaised:
+        assert "my_rewards.py" in message or function == "exact"  # the last lines of its traceback
+        assert "reward_process.py" not in message
+    if function in ("raises", "not_a_number", "killed", "hangs"):  # what was well before is so again
+        assert _score(scored, ["good"])[0] == [1]
+    if function == "hangs":
+        scored.close()
+        _assert_gone(_started(tmp_path))
+
+
+def test_a_failure_of_the_function_keeps_the_process(rewards: Callable[..., Rewards]) -> None:
+    scored = rewards("pid", "raises")
+    before = _score(scored, ["good"])[0]
+    with pytest.raises(RewardRaised):
+        _score(scored)
+    assert _score(scored, ["good"])[0] == before
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("my_rewards.exact", "write it as module:function"),
+        ("no_such_module:exact", "there is no module no_such_module: start the job in the folder that has it"),
+        ("my_rewards.deeper:exact", "there is no module my_rewards.deeper"),
+        ("my_rewards:exakt", "has no exakt: name one of its functions"),
+        ("my_rewards:number", "number is a int, and a reward is a function"),
+        ("my_rewards:positional", r"can't be called with the keywords .* end its parameters with \*\*columns"),
+        ("broken:exact", "importing broken raised ZeroDivisionError: division by zero"),
+        ("needs:exact", "importing needs needs no_such_package, which is not installed"),
+        ("leaving:exact", "while importing the rewards leaving:exact its process ended with status 4"),
+    ],
+)
+def test_check_refuses(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "broken.py").write_text("1 / 0")
+    (tmp_path / "needs.py").write_text("import no_such_package")
+    (tmp_path / "leaving.py").write_text("import sys; sys.exit(4)")
+    with pytest.raises(ValueError, match=words), closing(Rewards([name])) as rewards:
+        rewards.check()
+
+
+def test_refuses_options() -> None:
+    for arguments, words in [
+        ({"names": []}, "no reward"),
+        ({"names": ["a:f", "a:f"]}, "2 times"),
+        ({"names": ["a:f"], "weights": [1, 2]}, "2 weights for 1 rewards"),
+        ({"names": ["a:f"], "weights": [math.nan]}, "finite"),
+        ({"names": ["a:f"], "timeout_s": 0}, "timeout"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            Rewards(**arguments)
+    with pytest.raises(ValueError, match="a column 'prompts'"):
+        Rewards(["a:f"]).score(["p"], ["c"], [[1]], {"prompts": ["p"]})
+    with pytest.raises(ValueError, match="1 values of answer for 2 prompts"):
+        Rewards(["a:f"]).score(["p"] * 2, ["c"] * 2, [[1]] * 2, {"answer": ["4"]})
+
+
+_RANK = """
+import signal
+from odc_triton.rl.rewards import Rewards
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with Ctrl-C ignored
+rewards = Rewards(["my_rewards:pid", "my_rewards:hangs"])
+print(*rewards.score(["p"], ["c"], [[1]], {})[0], flush=True)
+rewards.score(["bad"], ["c"], [[1]], {})
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_the_process_ends_with_its_rank(tmp_path: Path, number: int) -> None:
+    """And so does what they started. As at a terminal, the signal goes to the whole group; only the rank reports it."""
+    environment = leftovers.environment()
+    environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
+    rank = subprocess.Popen(
+        [sys.executable, "-c", _RANK],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+    pid = int(float(rank.stdout.readline()))
+    while len(_started(tmp_path)) < 2:  # then the function is busy, and reads nothing from its rank
+        time.sleep(0.01)
+    os.killpg(rank.pid, number)
+    _, err = rank.communicate(timeout=20)
+    assert err.count("KeyboardInterrupt") == (number == signal.SIGINT)
+    _assert_gone([pid, *_started(tmp_path)])
+
+
+def test_the_process_shares_nothing_with_its_rank(rewards: Callable[..., Rewards], tmp_path: Path) -> None:
+    """Neither open files, also those that children inherit, nor mapped memory."""
+    mine = os.memfd_create("odc-heap-of-this-test", 0)
+    os.set_inheritable(mine, True)
+    scored = rewards("pid")
+    pid = int(_score(scored, ["p"])[0][0])
+    links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+    os.close(mine)
+    assert sum(link.startswith("socket:") for link in links) == 1
+    assert not [link for link in links if "odc-heap" in link]
+    assert "memfd:" not in Path(f"/proc/{pid}/maps").read_text()
+    scored.close()
+    assert not psutil.pid_exists(pid)
