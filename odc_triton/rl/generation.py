@@ -1,0 +1,63 @@
+"""What a GRPO job asks of an engine that samples completions: transformers in this process, or vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import nn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt, sampled `len(seeds)` times."""
+
+    ids: list[int]  # the prompt's tokens
+    seeds: list[int]  # of each completion, 63 bits: a function of (seed, step, prompt, generation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """One completion."""
+
+    ids: list[int]  # with the end token, if it ended
+    logps: list[float]  # of each of `ids` under the distribution sampled from (after temperature); NaN if not known
+    ended: bool  # by an end token; else cut at max_new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How completions are sampled: from the whole vocabulary."""
+
+    temperature: float  # 0: greedy
+    max_new_tokens: int
+    end_tokens: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"the temperature is {self.temperature}: give 0 (greedy) or more")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}: give at least 1")
+
+
+class GenerationFailed(RuntimeError):
+    """An engine gave no completions, or did not take the weights; the message says what was seen and what to do."""
+
+
+class CompletionEngine(Protocol):
+    """Samples completions of a rank's prompts. Every rank has one."""
+
+    samples_elsewhere: bool  # other weights or kernels than the policy's: the importance ratio must be corrected
+
+    def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
+        """[request][seed]. This rank alone: no other takes part."""
+        ...
+
+    def sync(self, model: nn.Module) -> None:
+        """Gives the engine the policy's current weights, before a rollout. Every rank calls it, outside a minibatch."""
+        ...
+
+    def close(self) -> None:
+        """Ends what the engine started."""
+        ...
