@@ -16,6 +16,10 @@ from .generation import GenerationFailed
 _SHOWN = 300  # characters of an answer that a message shows
 
 
+class Refused(GenerationFailed):
+    """The server answered with another status than 200."""
+
+
 class Server:
     """The server at `address`, such as http://127.0.0.1:8000. May be used by several threads at once.
 
@@ -65,7 +69,7 @@ class Server:
                 f"start it again, and go on from the last checkpoint"
             ) from None
         if status != 200:
-            raise GenerationFailed(
+            raise Refused(
                 f"the server at {self.address} refused {what} with status {status}: {_text(content)}: see its log"
             )
         if not content:

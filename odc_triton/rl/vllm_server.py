@@ -18,7 +18,7 @@ import socket
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import nn
 from ..base.errors import OfRanks, describe
 from ..engine.api import engine_of
 from .generation import GenerationFailed, Request, Sampled, SamplingOptions
-from .http import Server
+from .http import Refused, Server
 from .vllm_sampling import parameters, sampled
 from .weights import PolicyWeights
 
@@ -67,7 +67,10 @@ class VllmServer:
         Raises GenerationFailed that says how to start it. Warns if it does not say which log-probabilities it returns.
         """
         self._server.get("/health", timeout_s=_SHORT_S)
-        config = self._server.get("/server_info?config_format=json", timeout_s=_SHORT_S)
+        try:
+            config = self._server.get("/server_info?config_format=json", timeout_s=_SHORT_S)
+        except Refused as refusal:
+            raise GenerationFailed(f"{refusal}; {_START}") from None
         try:
             config = config["vllm_config"]
             transfer, mode = config["weight_transfer_config"], (config["model_config"] or {}).get("logprobs_mode")
@@ -100,11 +103,14 @@ class VllmServer:
         with ThreadPoolExecutor(max_workers=min(_TOGETHER, len(wanted))) as pool:
             futures = [pool.submit(self._complete, name, ids, seed, options) for ids, seed in wanted]
             try:
-                completions = iter([future.result() for future in futures])
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 self._server.abort()
                 raise
+        completions = (future.result() for future in futures)
         return [[next(completions) for _ in request.seeds] for request in requests]
 
     def _name(self) -> str:

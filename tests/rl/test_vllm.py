@@ -46,7 +46,16 @@ def with_faults(serving: SimpleNamespace) -> Iterator[Callable[..., str]]:
         return serving.address
 
     yield set_faults
-    usual = {"slow_s": 0, "choices": 1, "choice": {}, "body": "", "breaks_off": False, "missing_bytes": 0}
+    usual = {
+        "slow_s": 0,
+        "fast_seed": None,
+        "refuse": "",
+        "choices": 1,
+        "choice": {},
+        "body": "",
+        "breaks_off": False,
+        "missing_bytes": 0,
+    }
     server.post("/faults", {**usual, "mode": "processed_logprobs", "transfer": {"backend": "nccl"}}, timeout_s=10)
 
 
@@ -126,10 +135,11 @@ def test_ranks_sample_from_the_servers_copy_of_their_policy(folder: Path) -> Non
         ({"breaks_off": True}, "is not there for POST /v1/completions"),
         ({"missing_bytes": 5}, "is not there for POST /v1/completions"),
         ({"slow_s": 3}, "did not answer POST /v1/completions within 0.3 s"),
+        ({"slow_s": 3, "fast_seed": 8, "choices": 2}, "returned 2 completions"),  # the others are not waited for
     ],
 )
 def test_faults_of_completions(with_faults: Callable[..., str], faults: dict, words: str) -> None:
-    slow = "slow_s" in faults or "missing_bytes" in faults
+    slow = (faults.get("slow_s") and "fast_seed" not in faults) or "missing_bytes" in faults
     engine = VllmServer(with_faults(**faults), rank=0, timeout_s=0.3 if slow else 30)
     begin_s = time.monotonic()
     with pytest.raises(GenerationFailed, match=words):
@@ -161,6 +171,7 @@ def test_a_server_that_is_gone(folder: Path) -> None:
     ("faults", "words"),
     [
         ({"mode": "raw_logprobs"}, "returns raw_logprobs, not those after the temperature: start it with VLLM_SERVER"),
+        ({"refuse": "/server_info?config_format=json"}, "refused GET /server_info.* start it with VLLM_SERVER"),
         ({"transfer": None}, "takes no weights over NCCL"),
         ({"transfer": {"backend": "ipc"}}, "takes no weights over NCCL"),
     ],
@@ -200,7 +211,7 @@ def test_weights_that_do_not_arrive(folder: Path, faults: dict, words: str) -> N
     with vllm_serve(folder) as serving:
         Server(serving.address).post("/faults", faults, timeout_s=10)
         first, second = ranks.run(_does_not_send, 2, serving.address, 1.0 if "slow_update_s" in faults else 30.0)
-    assert first.startswith("GenerationFailed: ")
+    assert first.startswith(("Refused: ", "GenerationFailed: "))
     assert words in first
     assert second.startswith("WeightsNotSent: rank 0 did not send the weights for the vLLM server: ")
     assert words in second
