@@ -134,17 +134,17 @@ def test_ranks_sample_from_the_servers_copy_of_their_policy(folder: Path) -> Non
         ),
         ({"breaks_off": True}, "is not there for POST /v1/completions"),
         ({"missing_bytes": 5}, "is not there for POST /v1/completions"),
-        ({"slow_s": 3}, "did not answer POST /v1/completions within 0.3 s"),
-        ({"slow_s": 3, "fast_seed": 8, "choices": 2}, "returned 2 completions"),  # the others are not waited for
+        ({"slow_s": 30}, "did not answer POST /v1/completions within 0.3 s"),
+        ({"slow_s": 30, "fast_seed": 8, "choices": 2}, "returned 2 completions"),  # the others are not waited for
     ],
 )
 def test_faults_of_completions(with_faults: Callable[..., str], faults: dict, words: str) -> None:
-    slow = (faults.get("slow_s") and "fast_seed" not in faults) or "missing_bytes" in faults
-    engine = VllmServer(with_faults(**faults), rank=0, timeout_s=0.3 if slow else 30)
+    timeout_s = 0.3 if faults == {"slow_s": 30} else 60
+    engine = VllmServer(with_faults(**faults), rank=0, timeout_s=timeout_s)
     begin_s = time.monotonic()
     with pytest.raises(GenerationFailed, match=words):
         engine.generate(REQUESTS, OPTIONS)
-    assert time.monotonic() - begin_s < 2
+    assert time.monotonic() - begin_s < 20
 
 
 def test_an_unknown_log_probability_is_nan(with_faults: Callable[..., str]) -> None:
@@ -194,7 +194,7 @@ def _does_not_send(rank: int, world: int, address: str, timeout_s: float) -> str
     begin_s = time.monotonic()
     with pytest.raises(GenerationFailed) as raised:
         engine.sync(fully_shard(build("qwen2")))
-    assert time.monotonic() - begin_s < 10
+    assert time.monotonic() - begin_s < 40
     return f"{type(raised.value).__name__}: {raised.value}"
 
 
@@ -204,13 +204,13 @@ def _does_not_send(rank: int, world: int, address: str, timeout_s: float) -> str
         # The rank that sends still waits then for a connection that the server does not make.
         ({"refuse": "/init_weight_transfer_engine"}, "refused POST /init_weight_transfer_engine with status 500: "),
         ({"refuse": "/update_weights"}, """refused POST /update_weights with status 500: '{"error": "the weights do"""),
-        ({"slow_update_s": 20}, "the weights did not reach the server at http://127.0.0.1"),
+        ({"slow_update_s": 60}, "the weights did not reach the server at http://127.0.0.1"),
     ],
 )
 def test_weights_that_do_not_arrive(folder: Path, faults: dict, words: str) -> None:
     with vllm_serve(folder) as serving:
         Server(serving.address).post("/faults", faults, timeout_s=10)
-        first, second = ranks.run(_does_not_send, 2, serving.address, 1.0 if "slow_update_s" in faults else 30.0)
+        first, second = ranks.run(_does_not_send, 2, serving.address, 1.0 if "slow_update_s" in faults else 60.0)
     assert first.startswith(("Refused: ", "GenerationFailed: "))
     assert words in first
     assert second.startswith("WeightsNotSent: rank 0 did not send the weights for the vLLM server: ")
