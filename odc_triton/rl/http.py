@@ -90,16 +90,16 @@ class Server:
         try:
             connection.request(method, self._path + path, body, {"Content-Type": "application/json"})
             raw.settimeout(_left(deadline))
-            response = connection.getresponse()
-            parts = []
-            while True:
-                raw.settimeout(_left(deadline))
-                if not (part := response.read1(2**20)):
-                    break
-                parts.append(part)
-            if response.length:
-                raise http.client.IncompleteRead(b"", response.length)
-            return response.status, b"".join(parts)
+            with connection.getresponse() as response:
+                parts = []
+                while True:
+                    raw.settimeout(_left(deadline))
+                    if not (part := response.read1(2**20)):
+                        break
+                    parts.append(part)
+                if response.length:
+                    raise http.client.IncompleteRead(b"", response.length)
+                return response.status, b"".join(parts)
         finally:
             with self._lock:
                 self._open.discard(raw)
