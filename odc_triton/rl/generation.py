@@ -42,7 +42,7 @@ class SamplingOptions:
 
 
 class GenerationFailed(RuntimeError):
-    """An engine gave no completions, or did not take the weights; the message says what it saw, and what to do."""
+    """An engine gave no completions, or did not take the weights; the message says what was seen and what to do."""
 
 
 class CompletionEngine(Protocol):

@@ -168,7 +168,7 @@ def _start_undertaker() -> None:
     if os.fork() == 0:
         die_with_parent(functions_pid, signal.SIGTERM)
         signal.sigwait([signal.SIGTERM])
-        os.killpg(0, signal.SIGKILL)
+        os.killpg(functions_pid, signal.SIGKILL)  # by number: a session of its own, never the rank's
 
 
 def _find(name: str) -> Callable | str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from odc_triton.rl.reward_process import _receive
 from odc_triton.rl.rewards import (
     RewardFailed,
     RewardMiscounted,
@@ -183,13 +185,13 @@ def test_megabytes_do_not_block(rewards: Callable[..., Rewards]) -> None:
         ("exact", RewardRaised, ["missing 1 required positional argument: 'answer'"]),
         ("killed", RewardProcessDied, ["killed by SIGKILL (out of memory?", "at completion 2 of 3"]),
         ("leaves", RewardProcessDied, ["ended with status 3"]),
-        ("hangs", RewardTimedOut, ["timeout of 0.5 s for 3 completions", "it was at completion 2 of 3", "a bad"]),
+        ("hangs", RewardTimedOut, ["timeout of 0.8 s for 3 completions", "it was at completion 2 of 3", "a bad"]),
     ],
 )
 def test_failures(
     rewards: Callable[..., Rewards], tmp_path: Path, function: str, error: type[RewardFailed], words: list[str]
 ) -> None:
-    scored = rewards(function, "pid", timeout_s=0.5 if function == "hangs" else 30)
+    scored = rewards(function, "pid", timeout_s=0.8 if function == "hangs" else 30)
     with pytest.raises(error) as raised:
         _score(scored)
     message = str(raised.value).replace("one completion at a time", "one at a time")
@@ -235,6 +237,21 @@ def test_check_refuses(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "leaving.py").write_text("import sys; sys.exit(4)")
     with pytest.raises(ValueError, match=words), closing(Rewards([name])) as rewards:
         rewards.check()
+
+
+def test_finds_functions_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "only_here.py").write_text("def f(**columns): pass")
+    monkeypatch.chdir(tmp_path / "here")
+    with closing(Rewards(["only_here:f"])) as rewards:
+        rewards.check()
+
+
+def test_no_wait_after_the_deadline() -> None:
+    """As when a function failed late, and the prompt is to be found in what is left of its time."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(TimeoutError):
+        _receive(ours, time.monotonic() - 1)
 
 
 def test_refuses_options() -> None:

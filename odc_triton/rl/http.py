@@ -1,0 +1,116 @@
+"""JSON over HTTP to one server, each request with a deadline. Goes to that address only: no proxy, no redirect."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from .generation import GenerationFailed
+
+_SHOWN = 300  # characters of an answer that a message shows
+
+
+class Refused(GenerationFailed):
+    """The server answered with another status than 200."""
+
+
+class Server:
+    """The server at `address`, such as http://127.0.0.1:8000. May be used by several threads at once.
+
+    Requests raise GenerationFailed that names the address, the request, and what came instead of an answer.
+    """
+
+    def __init__(self, address: str) -> None:
+        parts = urlsplit(address)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.username:
+            raise ValueError(f"the server's address is {address!r}: write it as http://127.0.0.1:8000")
+        self.address = address.rstrip("/")
+        self.host = parts.hostname
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._path = parts.path.rstrip("/")
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+
+    def get(self, path: str, *, timeout_s: float) -> Any:
+        """What the server has at `path`."""
+        return self._ask("GET", path, None, timeout_s)
+
+    def post(self, path: str, content: Any = None, *, timeout_s: float) -> Any:
+        """What the server answers to `content`; None if it answers nothing."""
+        return self._ask("POST", path, json.dumps({} if content is None else content), timeout_s)
+
+    def abort(self) -> None:
+        """Ends the requests that other threads wait for."""
+        with self._lock:
+            for each in self._open:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def _ask(self, method: str, path: str, body: str | None, timeout_s: float) -> Any:
+        what = f"{method} {path}"
+        deadline = time.monotonic() + timeout_s
+        try:
+            status, content = self._exchange(method, path, body, deadline)
+        except TimeoutError:
+            raise GenerationFailed(
+                f"the server at {self.address} did not answer {what} within {timeout_s:g} s: see its log, or give more "
+                f"time"
+            ) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise GenerationFailed(
+                f"the server at {self.address} is not there for {what} ({type(error).__name__}: {error}): see its log, "
+                f"start it again, and go on from the last checkpoint"
+            ) from None
+        if status != 200:
+            raise Refused(
+                f"the server at {self.address} refused {what} with status {status}: {_text(content)}: see its log"
+            )
+        if not content:
+            return None
+        try:
+            return json.loads(content)
+        except ValueError:
+            raise GenerationFailed(
+                f"the server at {self.address} answered {what} with what is not JSON: {_text(content)}: is it vLLM's?"
+            ) from None
+
+    def _exchange(self, method: str, path: str, body: str | None, deadline: float) -> tuple[int, bytes]:
+        connection = self._kind(self.host, self.port, timeout=_left(deadline))
+        connection.connect()
+        raw = connection.sock
+        with self._lock:
+            self._open.add(raw)
+        try:
+            connection.request(method, self._path + path, body, {"Content-Type": "application/json"})
+            raw.settimeout(_left(deadline))
+            with connection.getresponse() as response:
+                parts = []
+                while True:
+                    raw.settimeout(_left(deadline))
+                    if not (part := response.read1(2**20)):
+                        break
+                    parts.append(part)
+                if response.length:
+                    raise http.client.IncompleteRead(b"", response.length)
+                return response.status, b"".join(parts)
+        finally:
+            with self._lock:
+                self._open.discard(raw)
+            connection.close()
+
+
+def _left(deadline: float) -> float:
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return left
+
+
+def _text(content: bytes) -> str:
+    return repr(content[:_SHOWN].decode(errors="replace"))

@@ -1,0 +1,83 @@
+"""Completions from a vLLM engine in each rank's process, on the GPU that it trains on.
+
+Written against vLLM's documentation (`LLM`, executor "external_launcher") and the way TRL 1.16 uses it, and tested with
+a stand-in of that interface; it has not run with vLLM itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .generation import GenerationFailed, Request, Sampled, SamplingOptions
+from .vllm_sampling import parameters, sampled
+from .weights import PolicyWeights
+
+
+class VllmColocate:
+    """A `CompletionEngine` of this rank alone: vLLM has the whole model of `folder` on this rank's GPU.
+
+    `memory`: the part of the GPU that vLLM takes, for weights and cache. `max_tokens`: of a prompt and its completion
+    together, by default what the model's config allows. Call it after the process group is made. Each rank reads the
+    policy for itself. Nothing that runs in this process can have a deadline; other ranks' waits for this one have.
+
+    Raises GenerationFailed if vLLM is not installed, or returns what it was not asked for.
+    """
+
+    samples_elsewhere = True
+
+    def __init__(self, folder: str | Path, *, rank: int, memory: float = 0.3, max_tokens: int | None = None) -> None:
+        if not 0 < memory < 1:
+            raise ValueError(f"vLLM's part of the GPU's memory is {memory}: give more than 0 and less than 1")
+        try:
+            import vllm
+        except ImportError as error:
+            raise GenerationFailed(f"vLLM can't be imported here ({error}): install it, 0.28 or newer") from None
+        self._llm = vllm.LLM(
+            model=str(folder),
+            tensor_parallel_size=1,
+            distributed_executor_backend="external_launcher",  # keeps the model in this process
+            gpu_memory_utilization=memory,
+            max_model_len=max_tokens,
+            seed=rank,
+            logprobs_mode="processed_logprobs",  # after the temperature
+        )
+
+    def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:
+        """One prompt for each completion, as each has its seed; vLLM keeps the prompt's part of the cache."""
+        from vllm import SamplingParams
+
+        wanted = [(request.ids, seed) for request in requests for seed in request.seeds]
+        if not wanted:
+            return [[] for _ in requests]
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": ids} for ids, _ in wanted],
+            sampling_params=[SamplingParams(**parameters(options, seed)) for _, seed in wanted],
+            use_tqdm=False,
+        )
+        if len(outputs) != len(wanted):
+            raise GenerationFailed(f"vLLM returned {len(outputs)} completions instead of {len(wanted)}")
+        completions = (_completion(output, options) for output in outputs)
+        return [[next(completions) for _ in request.seeds] for request in requests]
+
+    def sync(self, model: nn.Module) -> None:
+        """This rank alone: it reads the policy, in pieces, and the others take no part."""
+        theirs = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
+        for piece in PolicyWeights(model).pieces():
+            theirs.load_weights(piece)
+        if self._llm.reset_prefix_cache() is False:  # it is of the old weights
+            raise GenerationFailed("vLLM keeps its prefix cache: some of its requests have not ended")
+
+    def close(self) -> None:
+        """Frees the engine."""
+        self._llm = None
+
+
+def _completion(output: Any, options: SamplingOptions) -> Sampled:
+    (one,) = output.outputs
+    ids = list(one.token_ids)
+    logps = [of_token[token].logprob for token, of_token in zip(ids, one.logprobs or [], strict=False)]
+    return sampled(ids, logps, one.finish_reason, options)

@@ -1,0 +1,52 @@
+"""What both ways to vLLM share: a request's parameters, and what its answer must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .generation import GenerationFailed, Sampled, SamplingOptions
+
+
+def parameters(options: SamplingOptions, seed: int) -> dict[str, Any]:
+    """vLLM's sampling parameters. All that would cut the distribution is named, as a model's own generation config
+    would else be vLLM's default; and it is to stop at the job's end tokens, no others."""
+    return {
+        "n": 1,
+        "seed": seed,
+        "temperature": options.temperature,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "max_tokens": options.max_new_tokens,
+        "stop_token_ids": list(options.end_tokens),
+        "ignore_eos": True,
+        "logprobs": 0,  # of the sampled token alone
+    }
+
+
+def sampled(ids: Sequence[int], logps: Sequence[float | None], reason: str | None, options: SamplingOptions) -> Sampled:
+    """A completion as vLLM returned it. Raises GenerationFailed for one that these parameters can't give."""
+    problem = None
+    if not ids or not all(isinstance(each, int) and each >= 0 for each in ids):
+        problem = f"the tokens {list(ids)[:8]}"
+    elif len(ids) > options.max_new_tokens:
+        problem = f"{len(ids)} tokens, more than {options.max_new_tokens}"
+    elif len(logps) != len(ids):
+        problem = f"{len(logps)} log-probabilities of {len(ids)} tokens"
+    elif not all(each is None or (isinstance(each, float | int) and not each > 1e-3) for each in logps):
+        problem = f"log-probabilities of which one is {max(each for each in logps if each is not None)}"
+    elif reason not in ("stop", "length"):
+        problem = f"a completion that ended by {reason!r}"
+    elif any(each in options.end_tokens for each in ids[:-1]):
+        problem = "tokens after an end token"
+    elif reason == "stop" and ids[-1] not in options.end_tokens:
+        problem = f"a completion that stopped at token {ids[-1]}, which is not one of {list(options.end_tokens)}"
+    if problem is not None:
+        raise GenerationFailed(f"vLLM returned {problem}: is this version supported, and the model the policy's?")
+    known = [math.nan if each is None else float(each) for each in logps]
+    return Sampled(ids=list(ids), logps=known, ended=ids[-1] in options.end_tokens)
