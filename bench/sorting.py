@@ -1,19 +1,24 @@
 """A task for reinforcement learning on a CPU: sort the digits of a number, 3 to 40 of them, mostly few.
 
-A completion is as long as its prompt, so lengths vary by nature, and its tail is heavy.
+A completion is as long as its prompt, so lengths vary by nature, and its tail is heavy. The examples to be taught from
+are sorted up or down by chance, as if of mixed quality; the reward wants them up. So what is taught is how to sort, and
+what is rewarded is a choice: more examples can't make it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from odc_triton.data.tokenizer import COMPLETION, END, PROMPT
 
 FEWEST, MOST = 3, 40
+UP = 0.45
 CONFIG = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
@@ -34,12 +39,15 @@ def digits(generator: random.Random) -> str:
     return "".join(generator.choice("0123456789") for _ in range(min(max(length, FEWEST), MOST)))
 
 
+def in_order(number: str, *, down: bool = False) -> str:
+    return "".join(sorted(number, reverse=down))
+
+
 def credit(completion: str, answer: str) -> float:
-    """1 for the exact answer; else up to a half, for the digits that are in their place, less for a wrong length."""
+    """1 for the exact answer; else up to a half, for the share of it that is right before the first mistake."""
     if completion == answer:
         return 1.0
-    right = sum(a == b for a, b in zip(completion, answer, strict=False))
-    return 0.5 * right / max(len(completion), len(answer))
+    return 0.5 * len(os.path.commonprefix([completion, answer])) / len(answer)
 
 
 def sorted_reward(
@@ -55,7 +63,10 @@ def random_reward(completions: Sequence[str], **_: object) -> list[float]:
 
 
 def write_task(folder: Path, *, seed: int, taught: int, prompts: int, held_out: int) -> None:
-    """Writes sft.jsonl, prompts.jsonl, held_out.jsonl, config.json and tokenizer.json; no number is in two of them."""
+    """Writes sft.jsonl, prompts.jsonl, held_out.jsonl, config.json and tokenizer.json; no number is in two of them.
+
+    In sft.jsonl `UP` of the answers are sorted up, the others down.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     generator = random.Random(f"sorting {seed}")
     numbers: dict[str, None] = {}
@@ -63,10 +74,12 @@ def write_task(folder: Path, *, seed: int, taught: int, prompts: int, held_out: 
         numbers[digits(generator)] = None
     rest = iter(numbers)
     for name, count in (("held_out", held_out), ("sft", taught), ("prompts", prompts)):
-        answer = "completion" if name == "sft" else "answer"
-        pairs = ({"prompt": each, answer: "".join(sorted(each))} for _, each in zip(range(count), rest, strict=False))
-        lines = [json.dumps(pair) for pair in pairs]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        of_kind = list(islice(rest, count))
+        if name == "sft":
+            pairs = [{"prompt": n, "completion": in_order(n, down=generator.random() >= UP)} for n in of_kind]
+        else:
+            pairs = [{"prompt": number, "answer": in_order(number)} for number in of_kind]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     (folder / "config.json").write_text(json.dumps(CONFIG))
     _tokenizer().save(str(folder / "tokenizer.json"))
 

@@ -26,8 +26,8 @@ _LOOK_S = 0.5
 class TransformersEngine:
     """Samples from `model`, sharded.
 
-    `look`, called about twice a second, may raise; if it returns True, decoding stops. `hold`: keep whole weights during
-    a rollout, which on a GPU saves gathering them for each token.
+    `look`, called about twice a second, may raise; if it returns True, decoding stops. `hold`: keep whole weights
+    during a rollout, which on a GPU saves gathering them for each token.
     """
 
     samples_elsewhere = False

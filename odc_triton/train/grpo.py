@@ -6,16 +6,23 @@ torchrun --nproc-per-node 2 -m odc_triton.train.grpo --data PROMPTS --reward MOD
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..engine.api import engine_of
 from ..rl.generation import CompletionEngine
+from ..rl.importance import ImportanceOptions, importance_weights
+from ..rl.learned import Correction
 from ..rl.prompts import Prompts, read_prompts
 from ..rl.rewards import Rewards
 from ..rl.transformers_engine import TransformersEngine
+from ..rl.vllm_colocate import VllmColocate
+from ..rl.vllm_server import VllmServer
 from . import prepare as preparing
 from .grpo_options import GrpoOptions
 from .grpo_run import GrpoRun
@@ -44,7 +51,9 @@ def run_grpo(options: GrpoOptions) -> Metrics:
 def check_before_start(options: GrpoOptions) -> None:
     """Raises OSError and ValueError for what would fail later in the run. Leaves nothing except the folder `out`."""
     tokenizer = load_any_tokenizer(options)
-    largest = max(each.largest_token for each in _read(options, tokenizer, world=1, first=_PROMPTS) if each)
+    largest = max(each.largest_token for each in _read(options, tokenizer, first=_PROMPTS) if each)
+    if options.vllm_server is not None:
+        VllmServer(options.vllm_server, rank=0).check()
     rewards = _rewards(options)
     try:
         rewards.check()
@@ -58,7 +67,7 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
     tokenizer, world = load_any_tokenizer(options), mesh.size()
 
     def read(folder: RunFolder) -> dict[str, Any]:
-        found = _read(options, tokenizer, world=world)
+        found = _read(options, tokenizer)
         for name, prompts in zip((options.data, options.eval_data), found, strict=True):
             if prompts is not None:
                 left_out = f", {prompts.dropped} left out as too long" if prompts.dropped else ""
@@ -66,7 +75,7 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
         return {"prepared": [each.digest() for each in found if each]}
 
     taken, folder = take_folder(options, read, mesh=mesh)
-    prompts, evaluation = _read(options, tokenizer, world=world)
+    prompts, evaluation = _read(options, tokenizer)
     if [each.digest() for each in (prompts, evaluation) if each] != taken["identity"]["prepared"]:
         raise ValueError(f"{options.data} is not the same here as on rank 0: give all ranks the same files")
     if len(prompts) < options.prompts_per_rank * world:
@@ -87,9 +96,8 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
     )
 
 
-def _read(options: GrpoOptions, tokenizer: Any, *, world: int, first: int = 0) -> tuple[Prompts, Prompts | None]:
-    cap = options.token_cap * (world if options.split_sequences else 1)
-    how = {"most_tokens": cap - options.max_new_tokens, "drop_long": options.drop_long, "first": first}
+def _read(options: GrpoOptions, tokenizer: Any, *, first: int = 0) -> tuple[Prompts, Prompts | None]:
+    how = {"most_tokens": options.token_cap - options.max_new_tokens, "drop_long": options.drop_long, "first": first}
     prompts = read_prompts(options.data, tokenizer, **how)
     return prompts, read_prompts(options.eval_data, tokenizer, **how) if options.eval_data else None
 
@@ -109,6 +117,7 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
             return run.asked.stop() is not None
         return False
 
+    completions = _engine(options, model, look)
     run = GrpoRun(
         options=options,
         model=model,
@@ -116,7 +125,8 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
         prompts=prepared.data,
         evaluation=prepared.evaluation,
         tokenizer=prepared.tokenizer,
-        completions=_engine(options, model, look),
+        completions=completions,
+        correction=_correction(options) if completions.samples_elsewhere else None,
         rewards=_rewards(options),
         cost=cost,
         identity=prepared.identity,
@@ -124,8 +134,22 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
     return run
 
 
-def _engine(options: GrpoOptions, model: nn.Module, look: Any) -> CompletionEngine:
+def _engine(options: GrpoOptions, model: nn.Module, look: Callable[[], bool]) -> CompletionEngine:
+    rank = engine_of(model).rank
+    if options.vllm_server is not None:
+        return VllmServer(options.vllm_server, rank=rank, sync_timeout_s=60 * options.timeout_minutes)
+    if options.engine == "vllm-colocate":
+        return VllmColocate(options.model, rank=rank, memory=options.vllm_memory, max_tokens=options.token_cap)
     return TransformersEngine(model, look=look, hold=options.hold_weights)
+
+
+def _correction(options: GrpoOptions) -> Correction:
+    how = ImportanceOptions(mode=options.importance, most=options.importance_cap)
+
+    def weights(old: Tensor, sampled: Tensor, counts: Sequence[int]) -> Tensor:
+        return importance_weights(old, sampled, torch.tensor(counts, device=old.device), how).weights
+
+    return weights
 
 
 if __name__ == "__main__":

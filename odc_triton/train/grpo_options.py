@@ -40,7 +40,11 @@ class GrpoOptions(RunOptions):
         "transformers", "what samples: the sharded model itself, or vLLM, which gets the weights before each rollout"
     )
     vllm_server: str | None = option(None, "address of a running vLLM server, such as http://127.0.0.1:8000")
-    importance_cap: float = option(2.0, "with vLLM: largest ratio of the policy's probability to the sampler's")
+    vllm_memory: float = option(0.3, "with vllm-colocate: the part of a GPU's memory that vLLM takes")
+    importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = option(
+        "sequence_mask", "with vLLM: whose ratio of the policy's to vLLM's probability corrects the loss, and how"
+    )
+    importance_cap: float = option(3.0, "with vLLM: the largest such ratio; above it, it is cut, or the loss is 0")
     loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = option("dapo", "as TRL calls them; docs/grpo.md")
     clip: float = option(0.2, "how far a ratio may fall below 1 before it is clipped")
     clip_high: float | None = option(None, "how far it may rise above 1: by default --clip; cispo: its largest ratio")
@@ -58,11 +62,14 @@ class GrpoOptions(RunOptions):
         "hold_weights",
         "reward_timeout_s",
         "vllm_server",
+        "vllm_memory",
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_positive("reward_timeout_s", "generations", "max_new_tokens", "temperature", "decode_at_once")
+        if not 0 < self.vllm_memory < 1:
+            raise ValueError(f"vllm_memory is {self.vllm_memory}; it must be between 0 and 1")
         self._require_positive("importance_cap", "clip", "clip_high", "iterations")
         self._require_not_negative("kl")
         if not self.reward:
@@ -94,6 +101,13 @@ class GrpoOptions(RunOptions):
                 f"kl is {self.kl}, and the reference model does not run on parts of sequences: leave --kl or "
                 f"--split-sequences out"
             )
+        if self.split_sequences and self.engine != "transformers" and self.importance.startswith("sequence"):
+            raise ValueError(
+                f"importance is {self.importance}, the ratio of a whole sequence, and split_sequences has parts of it "
+                f"on several ranks: give --importance token_truncate, or leave --split-sequences out"
+            )
+        if self.engine == "vllm-colocate" and self.model is None:
+            raise ValueError("engine is vllm-colocate, which loads the model's folder itself: give --model")
         if (self.vllm_server is not None) != (self.engine == "vllm-server"):
             raise ValueError(
                 f"engine is {self.engine} and vllm_server is {self.vllm_server}: give --engine vllm-server and "

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from odc_triton.balance import CostModel
+from odc_triton.balance.split import deal_split
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from tests.support import ranks, slow
@@ -29,10 +32,11 @@ def train(rank: int, world: int, wanted: GrpoOptions, recorded: bool) -> dict:
     return grpo.train_grpo(wanted)
 
 
-def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and final weights of the same job on one process: plain torch, SGD, TRL's advantages and loss."""
-    from transformers import AutoModelForCausalLM
+def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch.Tensor], list[list[int]]]:
+    """The losses and final weights of the same job on one process: plain torch, SGD, TRL's advantages and loss.
 
+    Also the lengths of each step's completions, with their prompts.
+    """
     from odc_triton.data.tokenizer import read_tokenizer
     from odc_triton.rl.generation import Request, SamplingOptions
     from odc_triton.rl.prompts import read_prompts
@@ -46,7 +50,7 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
     per_step = wanted.prompts_per_rank * world
     ends = (tokenizer.eos_token_id,)
     options = SamplingOptions(temperature=1.0, max_new_tokens=wanted.max_new_tokens, end_tokens=ends)
-    losses = []
+    losses, lengths = [], []
     for step in range(wanted.steps):
         chosen = [prompts[i] for i in prompts_of_step(len(prompts), step, per_step=per_step, seed=wanted.seed)]
         rows, rewards = [], []
@@ -67,13 +71,22 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
             optimizer.zero_grad()
             of_step += loss.item() / wanted.iterations
         losses.append(of_step)
-    return losses, model.state_dict()
+        lengths.append([len(prompt) + len(one.ids) for prompt, one in rows])
+    return losses, model.state_dict(), lengths
 
 
 CASES = {
     "dapo": {},
     "dapo of a queue, twice": {"balance": "queue", "iterations": 2, "clip": 0.01},
-    "dapo, split": {"split_sequences": True, "token_cap": 24, "split_tokens": 24},
+    "dapo, split": {
+        "split_sequences": True,
+        "token_cap": 240,
+        "split_tokens": 120,
+        "max_new_tokens": 150,
+        "seed": 3,
+        "generations": 2,
+        "prompts_per_rank": 1,
+    },
     "grpo by batch, masked": {"loss": "grpo", "scale_rewards": "batch", "mask_truncated": True},
     "dr_grpo, no scale, kl": {"loss": "dr_grpo", "scale_rewards": "none", "kl": 0.1, "lr": 10.0},
     "gspo twice, temperature": {"loss": "gspo", "iterations": 2, "clip": 0.001, "temperature": 0.7},
@@ -94,14 +107,16 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, name: str, world: int) -> 
     """Losses and weights after three steps of SGD."""
     start = folder / "start"
     if not start.exists():
-        from transformers import AutoConfig, AutoModelForCausalLM
-
         torch.manual_seed(3)
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(start)
     changes = {"init": None, "model": str(start), "optimizer": "sgd", "prompts_per_rank": 12 // world // 3 or 1}
     wanted = case(folder, out=str(tmp_path / "out"), **changes | {"lr": 1.0} | CASES[name])
     ranks.run(train, world, wanted, True)
-    losses, weights = plain(wanted, world)
+    losses, weights, lengths = plain(wanted, world)
+    if wanted.split_sequences:
+        cost = CostModel.from_config(AutoConfig.from_pretrained(start))
+        how = {"ranks": world, "token_cap": wanted.token_cap, "tokens": wanted.split_tokens, "cost": cost}
+        assert any(deal_split(of_step, **how).plan for of_step in lengths), "no sample would be cut"
     found = read_metrics(tmp_path / "out" / "metrics.jsonl")
     torch.testing.assert_close([line["loss"] for line in found], losses, rtol=1e-4, atol=2e-6)
     made = load_file(tmp_path / "out" / "model" / "model.safetensors")
