@@ -96,11 +96,11 @@ class Sampler:
         if error is not None or stop() is not None:
             self._counter.add(key, _EMPTY)
         self._record(kept)
-        message = vars(own) | {"stop": stop(), "error": None if error is None else describe(error)}
+        message = vars(own) | {"stop": stop(), "failed": None if error is None else describe(error)}
         messages = self.engine.meet("exchange the completions", message)
         if self.engine.rank == 0:
             self._counter.delete_key(key)
-        failed = {rank: theirs["error"] for rank, theirs in enumerate(messages) if theirs["error"] is not None}
+        failed = {rank: theirs["failed"] for rank, theirs in enumerate(messages) if theirs["failed"] is not None}
         if failed:
             words = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
             raise RolloutFailed(list(failed), f"a rollout failed ({words})") from error

@@ -1,0 +1,237 @@
+"""The job of GRPO with completions that it samples itself: stopping, resuming, lost ranks, rewards that fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from odc_triton.train.grpo_options import GrpoOptions
+from odc_triton.train.metrics import read_metrics
+from tests.support import ranks, slow
+from tests.support.grpo_case import case, write_prompts
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("grpo"))
+
+
+def options(folder: Path, out: Path, **changes: Any) -> GrpoOptions:
+    return case(
+        folder, out=str(out), **{"steps": STEPS, "lr": 1e-3, "prompts_per_rank": 2, "decode_at_once": 3} | changes
+    )
+
+
+def train(rank: int, world: int, wanted: GrpoOptions, fault: str | None, at: int = 1) -> str:
+    """The job on one rank; how it ended. `fault`: what happens to the last rank in step `at`, counted from 0."""
+    from odc_triton.comm.launch import Interrupted
+    from odc_triton.train import grpo
+
+    if fault is not None and rank == world - 1:
+        _arm(fault, at)
+    try:
+        grpo.train_grpo(wanted)
+    except Interrupted as wish:
+        return f"stopped by {wish.signal.name}"
+    return "ended"
+
+
+def _arm(fault: str, at: int) -> None:
+    """`fault`: "kill" or "stop", and the phase: rollout, scoring or update."""
+    from odc_triton.rl.rewards import Rewards
+    from odc_triton.rl.transformers_engine import TransformersEngine
+    from odc_triton.train import grpo
+    from odc_triton.train.grpo_run import GrpoRun
+
+    what, phase = fault.split()
+    runs: list[GrpoRun] = []
+
+    def striking(method: Callable) -> Callable:
+        def struck(*given: Any, **named: Any) -> Any:
+            if runs[0].state.step == at:
+                os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGTERM)
+            return method(*given, **named)
+
+        return struck
+
+    class Noted(GrpoRun):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            runs.append(self)
+
+    grpo.GrpoRun = Noted
+    if phase == "rollout":
+        TransformersEngine.generate = striking(TransformersEngine.generate)
+    elif phase == "scoring":
+        Rewards.score = striking(Rewards.score)
+    else:
+        Noted._minibatch = striking(GrpoRun._minibatch)
+
+
+def lines(out: Path) -> list[dict]:
+    found = read_metrics(out / "metrics.jsonl")
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The metrics of a run on two ranks that nothing disturbed, with an evaluation at its end."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    wanted = options(folder, out, eval_data=str(folder / "held_out.jsonl"))
+    assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
+    report = (out / "report.html").read_text()
+    for words in ("Reward", "Length", "Ratio of probabilities", "rollout took", "held-out prompts pass"):
+        assert words in report, words
+    return lines(out)
+
+
+def same(found: list[dict], wanted: list[dict], *names: str) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        for name in names:
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (one["step"], name)
+
+
+def test_a_line_has_all_that_a_step_did(whole: list[dict]) -> None:
+    wanted = {
+        "reward",
+        "reward_std",
+        "groups_learned",
+        "length",
+        "length_max",
+        "truncated",
+        "ratio",
+        "clipped",
+        "entropy",
+    }
+    wanted |= {"loss", "lr", "grad_norm", "tokens", "idle", "rollout_s", "scoring_s", "sync_s", "update_s", "seconds"}
+    assert all(wanted <= line.keys() for line in whole)
+    assert all(abs(line["ratio"] - 1) < 1e-5 for line in whole), "one update on each rollout, by the policy itself"
+    assert {"eval_pass", "eval_reward"} <= whole[-1].keys()
+
+
+@pytest.mark.parametrize("world", [1, slow(3)])
+def test_completions_depend_on_no_rank(folder: Path, tmp_path: Path, whole: list[dict], world: int) -> None:
+    """Three ranks take other prompts than two or one; the update is the same up to rounding."""
+    wanted = options(folder, tmp_path / "out", prompts_per_rank=4 // world, steps=STEPS)
+    if world == 3:  # four prompts can't be three ranks' equal parts
+        wanted = replace(wanted, prompts_per_rank=4)
+        ranks.run(train, 3, replace(wanted, out=str(tmp_path / "three")), None)
+        ranks.run(train, 1, replace(wanted, prompts_per_rank=12), None)
+        same(lines(tmp_path / "three"), lines(tmp_path / "out"), "reward", "length", "loss")
+        return
+    assert ranks.run(train, world, wanted, None) == ["ended"] * world
+    same(lines(tmp_path / "out"), whole, "reward", "length", "loss", "grad_norm")
+
+
+@pytest.mark.parametrize("phase", ["rollout", slow("scoring"), slow("update")])
+def test_a_stopped_run_goes_on_as_if_it_never_was(folder: Path, tmp_path: Path, whole: list[dict], phase: str) -> None:
+    wanted = options(folder, tmp_path / "out", resume="auto", eval_data=str(folder / "held_out.jsonl"))
+    assert set(ranks.run(train, 2, wanted, f"stop {phase}", 2)) == {"stopped by SIGTERM"}
+    done = lines(tmp_path / "out")
+    assert len(done) == (3 if phase == "update" else 2), "a rollout that was stopped is no step"
+    assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
+    same(lines(tmp_path / "out"), whole, "reward", "length", "loss", "grad_norm")
+
+
+@pytest.mark.parametrize("phase", [slow("rollout"), "scoring", slow("update")])
+def test_a_lost_rank_is_named_and_the_run_goes_on(folder: Path, tmp_path: Path, whole: list[dict], phase: str) -> None:
+    wanted = options(folder, tmp_path / "out", checkpoint_every=1, eval_data=str(folder / "held_out.jsonl"))
+    with ranks.start(train, 2, wanted, f"kill {phase}", 2) as job:
+        first, second = job.join(60)
+    assert second.signal == signal.SIGKILL
+    assert first.error_type in ("RankLost", "MinibatchFailed"), first.error
+    assert "rank 1 died" in first.error
+    assert ranks.run(train, 2, replace(wanted, resume="auto"), None) == ["ended"] * 2
+    same(lines(tmp_path / "out"), whole, "reward", "length", "loss", "grad_norm")
+
+
+def raising(prompts: list[str], completions: list[str], **_: object) -> list[float]:
+    raise KeyError(f"nothing known of {len(completions)}")
+
+
+def not_a_number(completions: list[str], **_: object) -> list[float]:
+    return [float("nan")] * len(completions)
+
+
+def one_too_few(completions: list[str], **_: object) -> list[float]:
+    return [0.0] * (len(completions) - 1)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("raising", "raised KeyError: 'nothing known of"),
+        slow("not_a_number", "return a finite number, or None"),
+        slow("one_too_few", "return one for each"),
+    ],
+)
+def test_a_reward_that_fails_ends_the_run_on_all_ranks(folder: Path, tmp_path: Path, function: str, words: str) -> None:
+    name = f"tests.train.test_grpo_job:{function}"
+    with ranks.start(train, 2, options(folder, tmp_path / "out", reward=(name,)), None) as job:
+        for outcome in job.join(60):
+            assert outcome.error_type == "RolloutFailed", outcome.error
+            assert words in outcome.error
+            assert name in outcome.error
+    assert read_metrics(tmp_path / "out" / "metrics.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"reward": ("vowels",)}, "give module:function"),
+        ({"reward": ("a:b", "a:c"), "reward_weight": (1.0,)}, "one weight for each reward"),
+        ({"generations": 1}, "at least 2"),
+        ({"loss": "cispo"}, "give --clip-high 5"),
+        ({"loss": "gspo", "split_sequences": True}, "a whole sequence"),
+        ({"kl": 0.1, "split_sequences": True}, "leave --kl or --split-sequences out"),
+        ({"engine": "vllm-server"}, "--vllm-server ADDRESS together"),
+        ({"engine": "vllm-colocate"}, "give --model"),
+        ({"temperature": 0.0}, "temperature is 0.0; it must be positive"),
+        ({"vllm_memory": 1.5}, "between 0 and 1"),
+    ],
+)
+def test_options_that_can_not_be(folder: Path, tmp_path: Path, changes: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        options(folder, tmp_path / "out", **changes)
+
+
+def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
+    """What can be seen without ranks is said without them."""
+    from odc_triton.train.grpo import check_before_start
+
+    check_before_start(options(folder, tmp_path / "out"))
+    with pytest.raises(ValueError, match="no_such_module"):
+        check_before_start(options(folder, tmp_path / "out", reward=("no_such_module:f",)))
+    with pytest.raises(ValueError, match=r"line 1: the prompt has .* tokens, and 3 fit.*--max-new-tokens"):
+        check_before_start(options(folder, tmp_path / "out", token_cap=15))
+    with pytest.raises(ValueError, match="has no prompt that fits"):
+        check_before_start(options(folder, tmp_path / "out", token_cap=15, drop_long=True))
+    (tmp_path / "no.jsonl").write_text(json.dumps({"question": "why"}) + "\n")
+    with pytest.raises(ValueError, match="needs 'prompt', text or messages; it has 'question'"):
+        check_before_start(options(folder, tmp_path / "out", data=str(tmp_path / "no.jsonl")))
+
+
+def test_too_few_prompts(folder: Path, tmp_path: Path) -> None:
+    with ranks.start(train, 1, options(folder, tmp_path / "out", prompts_per_rank=13), None) as job:
+        (outcome,) = job.join(60)
+    assert "12 prompts and one step takes 13" in outcome.error
+
+
+def test_lora_learns_the_adapters_only(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    wanted = options(folder, tmp_path / "out", lora_rank=4, kl=0.05, steps=2, lr=1e-2)
+    assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
+    found = lines(tmp_path / "out")
+    assert found[0]["kl"] == pytest.approx(0.0, abs=1e-6), "adapters start as the reference"
+    assert found[1]["kl"] > 1e-6
+    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists()
