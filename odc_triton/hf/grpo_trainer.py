@@ -52,6 +52,7 @@ _GET_TRL = 'pip install "odc-triton[trl]"'
 
 try:
     import trl
+    from accelerate.utils import gather_object
     from trl import GRPOConfig, GRPOTrainer
 except ImportError as error:
     raise ImportError(f"ODCGRPOTrainer needs TRL {_TRL}*: {_GET_TRL}") from error
@@ -224,29 +225,22 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         first = ids.shape[1] - logits_to_keep
         scored = masks.clone()
         scored[:, :first] = False
-        rows = scored.any(1).nonzero().flatten().tolist()
+        rows = scored.any(1).nonzero().flatten()
         labels = ids.masked_fill(~scored, IGNORED)
-        logps, entropies, places = [], [], []
-        lengths = [int(masks[row].sum()) for row in rows]
+        lengths = masks[rows].sum(1).tolist()
         # In a minibatch the rows are one pack already.
         cap = sum(lengths) if isinstance(self.accelerator, Alone) else max([*lengths, self._token_cap or 0])
-        packs = best_fit_decreasing(lengths, token_cap=cap) if rows else []
-        for pack in packs:
-            taken = [rows[index] for index in pack]
+        logps, entropies = torch.zeros(2, len(ids), logits_to_keep, device=input_ids.device)
+        for pack in best_fit_decreasing(lengths, token_cap=cap) if lengths else []:
+            taken = rows[pack]
             samples = [{"input_ids": ids[row][masks[row]], "labels": labels[row][masks[row]]} for row in taken]
             logits, targets = predictions(model, to_device(pack_collate([samples])[0], input_ids.device))
             found = log_probs(logits.float() / self.temperature, targets)
-            logps.append(found.logp)
-            entropies.append(found.entropy)
-            places += [(row, column) for row in taken for column in scored[row, first:].nonzero().flatten().tolist()]
-        # Indices by column: two tensors, made once.
-        where = tuple(torch.tensor(places, dtype=torch.int64).view(-1, 2).T.to(input_ids.device))
-
-        def spread(values: list[Tensor]) -> Tensor:
-            empty = torch.zeros(len(ids), logits_to_keep, device=input_ids.device)
-            return empty.index_put(where, torch.cat(values)) if values else empty
-
-        return spread(logps), spread(entropies).detach() if compute_entropy else None, None
+            place, column = scored[taken, first:].nonzero(as_tuple=True)  # in the pack's order
+            where = taken[place].to(input_ids.device), column.to(input_ids.device)
+            logps = logps.index_put(where, found.logp)
+            entropies = entropies.index_put(where, found.entropy.detach())
+        return logps, entropies if compute_entropy else None, None
 
     # ------------------------------------------------------------------ a step
 
@@ -268,8 +262,6 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
 
     def _deal(self, rows: list[Row]) -> DealtRows:
         """All ranks' rows, dealt by length. Collective: ranks exchange their rows."""
-        from accelerate.utils import gather_object
-
         cost = CostModel.from_config(self.model.config.get_text_config())
         ranks = {"rank": self._engine.rank, "ranks": self._engine.world}
         return deal(gather_object(rows), **ranks, token_cap=self._token_cap, cost=cost)
