@@ -258,6 +258,19 @@ def test_trl(tmp_path: Path) -> None:
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "2").config.hidden_size == 64
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
+def test_trl_grpo(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for world in (1, 2):  # ranks sample by their own random numbers, so the runs differ
+        printed = _run("grpo_trl.py", world, str(tmp_path / str(world)))
+        start, end = map(float, re.findall(r"reward ([\d.]+) -> ([\d.]+);", printed)[0])
+        assert start < 0.55  # half of the words are even
+        assert end > start + 0.15
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / str(world)).config.hidden_size == 64
+
+
 # ------------------------------------------------------------------ the notebook
 
 

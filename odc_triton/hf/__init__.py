@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from .attention import packed_attention as packed_attention
     from .attention import packed_mask as packed_mask
     from .enable import enable_packing as enable_packing
+    from .grpo_trainer import ODCGRPOTrainer as ODCGRPOTrainer
     from .loss import model_inputs as model_inputs
     from .loss import summed_loss as summed_loss
     from .trainer import ODCTrainer as ODCTrainer
 
 _HOME = {
+    "ODCGRPOTrainer": "grpo_trainer",
     "ODCTrainer": "trainer",
     "PackingUnsupported": "attention",
     "enable_packing": "enable",
@@ -28,3 +30,4 @@ _HOME = {
     "summed_loss": "loss",
 }
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)
+__all__.remove("ODCGRPOTrainer")  # it needs TRL, an optional package

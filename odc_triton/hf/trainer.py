@@ -1,20 +1,12 @@
 """`ODCTrainer`: transformers' Trainer, whose step is one minibatch of this rank's packs.
 
 What Trainer calls a batch is here a list of any number of packs, which may be empty; so gradient accumulation has
-nothing left to do. Everything else, schedules, callbacks, logging, saving, is Trainer's own, and nothing is patched.
-
-[Note: who counts the ranks] Trainer gets its rank and the number of ranks from accelerate. Without GPUs accelerate
-takes each process to be alone, unless the arguments have `use_cpu`: every rank would then be rank 0, and write. So it
-is set whenever the model is on the CPU.
-
-[Note: what accelerate wraps] Trainer has accelerate prepare the model, which puts DistributedDataParallel around it on
-several ranks. With `evaluation_mode` accelerate does not, and from 1.14 on it leaves a prepared model alone.
+nothing left to do. Everything else, schedules, callbacks, logging, saving, is Trainer's own: sharded_trainer.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,48 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
-from transformers.utils import is_accelerate_available
 
 from ..balance import CostModel, MinibatchSampler
 from ..balance.collate import PackedDataset, count_target_tokens, pack_collate
-from ..checkpoint import save_pretrained
-from ..checkpoint.dcp import METADATA
-from ..checkpoint.folder import load_checkpoint, write_checkpoint
 from ..checkpoint.repeat import repeating
-from ..engine.api import engine_of, minibatch
-from ..nn.operand import is_sharded
+from ..engine.api import minibatch
 from .enable import ATTENTION_NAME
 from .loss import summed_loss
+from .sharded_trainer import ShardedTrainer
 
-SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, see checkpoint/folder.py
-SAMPLER = "odc_sampler.json"  # in checkpoints whose SHARDS is only torch.distributed.checkpoint's
-
-_ACCELERATE = "1.14.0"
-
-# Fields of TrainingArguments that are refused where they are set, and what to do instead.
-_REFUSED = {
-    "fsdp": "the model is sharded already: leave it out",
-    "deepspeed": "the model is sharded already: leave it out",
-    "parallelism_config": "the model is sharded over data-parallel ranks: leave it out",
-    "fp16": "gradients are summed unscaled: give fully_shard an mp_policy with param_dtype=torch.bfloat16",
-    "bf16": "give fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) instead",
-    "fp16_full_eval": "evaluation is in the dtype of fully_shard's mp_policy: leave it out",
-    "bf16_full_eval": "evaluation is in the dtype of fully_shard's mp_policy: leave it out",
-    "torch_compile": "compile the model's blocks instead, before or after fully_shard",
-    "full_determinism": "gradients are added in the order of their arrival: give fully_shard exact=True",
-    "auto_find_batch_size": "a minibatch that fails fails on all ranks: give the sampler a smaller token_cap",
-    "label_smoothing_factor": "override compute_loss, which returns a pack's loss",
-    "use_liger_kernel": "apply it to the model before fully_shard",
-    "save_on_each_node": "rank 0 writes for all nodes, into a folder that they share: leave it out",
-    "torch_empty_cache_steps": "empty the cache in a callback",
-}
-# Optimizers that step inside of the backward, where `p.grad` is None.
-_STEP_IN_BACKWARD = ("lomo", "layerwise")
+SAMPLER = "odc_sampler.json"  # in checkpoints whose odc/ is only torch.distributed.checkpoint's
 
 
 class PackLoader(DataLoader):
@@ -76,7 +39,7 @@ class PackLoader(DataLoader):
         self.batch_sampler.set_epoch(epoch)
 
 
-class ODCTrainer(Trainer):
+class ODCTrainer(ShardedTrainer):
     """transformers' Trainer on a model of `fully_shard`.
 
         enable_packing(model)
@@ -113,32 +76,15 @@ class ODCTrainer(Trainer):
         split: bool = False,
         **trainer: Any,
     ) -> None:
-        if not is_accelerate_available(_ACCELERATE):
-            raise ImportError(f'ODCTrainer needs accelerate {_ACCELERATE} or newer: pip install "odc-triton[trainer]"')
-        _check_model(model)
-        _check_arguments(args, trainer, exact=engine_of(model).exact)
+        _check_given(trainer)
+        super().__init__(model, args, **trainer)
         self._sampler = sampler
         self._target_tokens = 0
-        self._engine = engine_of(model)
         self._split_tokens = self._engine.splits.tokens if split else 0
         if split and not self._split_tokens:
             raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")
         if split and sampler is not None:
             raise ValueError("split=True with a sampler: give MinibatchSampler(…, split=True) instead")
-        args = TrainingArguments("tmp_trainer") if args is None else args  # as Trainer has it
-        if self._engine.heap.device.type == "cpu" and not args.use_cpu:  # see [Note: who counts the ranks]
-            args.use_cpu = True
-            vars(args).pop("_setup_devices", None)
-            _ = args.device  # which asks accelerate anew
-        super().__init__(model=model, args=args, **trainer)
-        if self.args.world_size != self._engine.world:
-            raise ValueError(
-                f"accelerate counts {self.args.world_size} processes, and the model has {self._engine.world} ranks: "
-                f"start them with torchrun, which sets RANK, WORLD_SIZE and LOCAL_RANK, before TrainingArguments"
-            )
-        for name in ("fsdp", "deepspeed"):  # accelerate's launcher asks for them by the environment
-            if getattr(self, f"is_{name}_enabled"):
-                raise ValueError(f"accelerate was started with {name}: {_REFUSED[name]} of its configuration")
 
     # ------------------------------------------------------------------ data
 
@@ -210,10 +156,6 @@ class ODCTrainer(Trainer):
 
     # ------------------------------------------------------------------ a step
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
-        """The model itself, see [Note: what accelerate wraps]."""
-        return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-
     def training_step(
         self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]], num_items_in_batch: Any = None
     ) -> Tensor:
@@ -224,9 +166,7 @@ class ODCTrainer(Trainer):
                 f"a batch is a {type(inputs).__name__} and not a list of packs: leave get_train_dataloader as it is, "
                 f"or return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
             )
-        model.train()
-        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers have two modes
-            self.optimizer.train()
+        self._set_training(model)
         run = partial(self._minibatch, model, inputs)
         loss_sum, mb = repeating(run) if self._engine.exact else run()
         told = self._engine.meet(f"sum up minibatch {mb.index}", {"loss_sum": loss_sum.item()})
@@ -255,10 +195,6 @@ class ODCTrainer(Trainer):
         if return_outputs:  # Trainer's own evaluation, of padded batches
             return super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
         return summed_loss(model, inputs) / num_items_in_batch
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Those of all packs, by Trainer's estimate."""
@@ -312,92 +248,18 @@ class ODCTrainer(Trainer):
             num_samples=len(dataloader.dataset),
         )
 
-    # ------------------------------------------------------------------ saving and resuming
+    # ------------------------------------------------------------------ resuming
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a folder for plain transformers, in the compute dtype. Every rank calls it; rank 0 writes."""
-        super().save_model(output_dir, _internal_call)
-        self._engine.meetings.meet("ODCTrainer.save_model", {})  # until then rank 0 reads the others' shards
+    def _loop_state(self) -> dict[str, Any]:
+        return {"sampler": self._sampler.state_dict(minibatches_done=self.state.global_step)}
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if self.args.should_save:
-            folder = Path(output_dir or self.args.output_dir)
-            made = folder / ".model"
-            save_pretrained(self.model, made, self.processing_class, overwrite=True)
-            for file in made.iterdir():  # checkpoints may lie beside it
-                os.replace(file, folder / file.name)
-            made.rmdir()
-            torch.save(self.args, folder / TRAINING_ARGS_NAME)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        step = self.state.global_step
-        write_checkpoint(
-            Path(output_dir, SHARDS),
-            model=self.model,
-            optimizer=self._plain_optimizer,
-            state={"sampler": self._sampler.state_dict(minibatches_done=step)},
-            step=step,
-        )
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
-
-    @property
-    def _plain_optimizer(self) -> torch.optim.Optimizer:
-        return getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._load_shards(resume_from_checkpoint, None)
-
-    def _load_best_model(self) -> None:
-        self._load_from_checkpoint(self.state.best_model_checkpoint)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        state = self._load_shards(checkpoint, self._plain_optimizer)
-        position = state.get("sampler") or json.loads(Path(checkpoint, SAMPLER).read_text())
+    def _load_loop_state(self, state: dict[str, Any], checkpoint: Path) -> None:
+        position = state.get("sampler") or json.loads((checkpoint / SAMPLER).read_text())
         # Trainer skips the minibatches of the epoch by itself.
         self._sampler.load_state_dict(position | {"minibatch": 0})
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
-
-    def _load_shards(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Reads the model and, if given, the optimizer; returns the rest of what was saved."""
-        shards = Path(checkpoint, SHARDS)
-        if not (shards / METADATA).exists():
-            raise ValueError(
-                f"{checkpoint} has no complete {SHARDS}/ folder: ODCTrainer did not write it, or wrote it with "
-                f"save_only_model, or was interrupted. Resume from another one."
-            )
-        return load_checkpoint(shards, model=self.model, optimizer=optimizer)
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"model is a {type(model).__name__}; give the transformers model that fully_shard returned, not wrapped"
-        )
-    if not is_sharded(model):
-        raise ValueError(
-            f"{type(model).__name__} is not sharded: call odc_triton.hf.enable_packing(model), then "
-            f"odc_triton.fully_shard(model), before the trainer"
-        )
-
-
-def _check_arguments(args: TrainingArguments | None, trainer: dict[str, Any], *, exact: bool) -> None:
-    for name, instead in _REFUSED.items():
-        if (value := getattr(args, name, None)) and not (exact and name == "full_determinism"):
-            raise ValueError(f"TrainingArguments has {name}={value!r}: {instead}")
-    if args is not None:
-        if args.gradient_accumulation_steps != 1:
-            raise ValueError(
-                f"gradient_accumulation_steps is {args.gradient_accumulation_steps}; set 1: a step has as many "
-                f"microbatches as this rank has packs. per_device_train_batch_size is its samples per rank"
-            )
-        optim = getattr(args.optim, "value", args.optim)
-        if any(word in optim for word in _STEP_IN_BACKWARD):
-            raise ValueError(f"optim is {optim!r}, which steps inside of the backward: choose adamw_torch")
-        if args.save_only_model and args.load_best_model_at_end:
-            raise ValueError("load_best_model_at_end needs the masters in checkpoints: leave save_only_model out")
+def _check_given(trainer: dict[str, Any]) -> None:
     if trainer.get("compute_loss_func") is not None:
         raise ValueError("compute_loss_func is given: override compute_loss instead, which returns a pack's loss")
     collator = trainer.get("data_collator")

@@ -1,0 +1,114 @@
+"""A GRPO minibatch as rows, one a completion, that can be dealt to ranks and packs; and back as TRL's padded batch.
+
+TRL prepares a batch of tensors padded to its longest row: `prompt_ids` and `prompt_mask` [B, P], padded on the left;
+`completion_ids` and `completion_mask` [B, C], padded on the right; and per completion or per token what the loss needs.
+A masked completion (`mask_truncated_completions`) has no token here, and stays a row that the normalisers count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ..balance import CostModel, assign_one
+
+_PROMPT, _COMPLETION = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
+# What padding is; 0 where it is not said. TRL sums the logarithms of this one over padding too.
+_PADDING = {"importance_sampling_ratio": 1.0}
+
+Row = dict[str, Tensor]
+"""`prompt_ids` [p] and `completion_ids` [c], without padding; others [c], or a scalar for the whole completion."""
+
+
+def rows_of(batch: Mapping[str, Any]) -> tuple[list[Row], dict[str, Tensor]]:
+    """The rows of TRL's batch, and what is of the batch as a whole: its tensors without dimensions.
+
+    [B, 1], a ratio of a whole completion, is repeated for each of its tokens: the loss is the same.
+
+    Raises ValueError for an entry that is no tensor of rows, such as images, and for a row without a prompt.
+    """
+    prompt_masks, masks = (batch[name].bool().cpu() for name in ("prompt_mask", "completion_mask"))
+    shared: dict[str, Tensor] = {}
+    rows: list[Row] = [{} for _ in masks]
+    for name, value in batch.items():
+        if name in ("prompt_mask", "completion_mask") or value is None:
+            continue
+        if isinstance(value, Tensor) and value.ndim == 0:
+            shared[name] = value
+            continue
+        width = masks.shape[1] if name != "prompt_ids" else prompt_masks.shape[1]
+        if not isinstance(value, Tensor) or len(value) != len(rows) or list(value.shape[1:]) not in ([], [1], [width]):
+            raise ValueError(
+                f"the batch has {name}, a {_described(value)}: only text is supported, {len(rows)} rows with a number "
+                f"for a completion or for each of its {masks.shape[1]} tokens"
+            )
+        value = value.detach().cpu()
+        for row, taken, mask, prompt_mask in zip(rows, value, masks, prompt_masks, strict=True):
+            if name == "prompt_ids":
+                row[name] = taken[prompt_mask]
+            else:
+                row[name] = taken.expand(len(mask))[mask] if taken.ndim else taken.clone()  # not its column's storage
+    for index, row in enumerate(rows):
+        if not len(row["prompt_ids"]):
+            raise ValueError(f"row {index} has an empty prompt: its completion's first token has no predictor")
+    return rows, shared
+
+
+def batch_of(rows: Sequence[Row], shared: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """TRL's padded batch of these rows, on `device`; the inverse of `rows_of`."""
+    batch = dict(shared)
+    for name, first in rows[0].items():
+        values = [row[name] for row in rows]
+        if not first.ndim:
+            batch[name] = torch.stack(values)
+        else:
+            side = "left" if name == "prompt_ids" else "right"
+            filled = _PADDING.get(name, 0)
+            batch[name] = pad_sequence(values, batch_first=True, padding_value=filled, padding_side=side)
+    for (ids, mask), side in ((_PROMPT, "left"), (_COMPLETION, "right")):
+        ones = [torch.ones_like(row[ids]) for row in rows]
+        batch[mask] = pad_sequence(ones, batch_first=True, padding_side=side)
+    return {name: value.to(device) for name, value in batch.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DealtRows:
+    """This rank's packs of a minibatch, and what all ranks' rows add up to."""
+
+    packs: list[list[Row]]
+    all_rows: int
+
+    @property
+    def tokens(self) -> int:
+        """Of this rank's rows, those that the loss counts."""
+        return sum(map(counted, self.packs))
+
+
+def deal(rows: Sequence[Row], *, rank: int, ranks: int, token_cap: int | None, cost: CostModel) -> DealtRows:
+    """Deals all ranks' `rows`, in the same order on each, by LB-Mini: a rank may get any number of rows and packs.
+
+    `token_cap`: the most tokens of a pack, by default those of the longest row. Raises ValueError for a longer row.
+    """
+    lengths = [row_tokens(row) for row in rows]
+    cap = max(lengths) if token_cap is None else token_cap
+    packs = assign_one(lengths, rank=rank, ranks=ranks, token_cap=cap, balance="mini", cost=cost)
+    return DealtRows(packs=[[rows[index] for index in pack] for pack in packs], all_rows=len(rows))
+
+
+def row_tokens(row: Row) -> int:
+    """Tokens that the model is given for a row; 1 for one without a completion, which needs no forward."""
+    return len(row["prompt_ids"]) + len(row["completion_ids"]) if len(row["completion_ids"]) else 1
+
+
+def counted(rows: Sequence[Row]) -> int:
+    """Tokens that the loss counts: completions without what tools and environments wrote."""
+    return sum(int(row["tool_mask"].sum()) if "tool_mask" in row else len(row["completion_ids"]) for row in rows)
+
+
+def _described(value: Any) -> str:
+    return f"tensor of {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

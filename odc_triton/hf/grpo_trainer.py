@@ -1,0 +1,310 @@
+"""`ODCGRPOTrainer`: TRL's GRPOTrainer, whose step is one minibatch of this rank's packs.
+
+TRL prepares as it does: it samples completions, scores them, computes advantages and old and reference
+log-probabilities, with its own collectives, outside of minibatches. Then all ranks' completions are dealt to ranks and
+packs by their lengths, and TRL's own loss runs on one pack after another.
+
+[Note: normalisers] `minibatch` sums gradients over ranks, and TRL's loss divides what it has summed. Of a pack with n
+of the N rows of all ranks, and t of their T counted tokens:
+
+| loss | TRL divides the pack's sum by | so a pack's loss is multiplied by |
+|---|---|---|
+| dapo, cispo, vespo | the generation batch's counted tokens / processes: for `Alone`, one | 1 |
+| grpo, sapo, luspo, dr_grpo | n | n / N |
+| bnpo | t | t / T |
+
+Each is then TRL's for one process and microbatch that has all rows.
+
+[Note: the reference] TRL would hold a whole reference model on every rank. While TRL's constructor runs, `beta` is 0,
+so it makes none; then one is made on the meta device, sharded, and filled by rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..balance import CostModel
+from ..balance.collate import pack_collate, to_device
+from ..balance.packing import best_fit_decreasing
+from ..checkpoint import load_pretrained_shards, meta_causal_lm
+from ..checkpoint.repeat import repeating
+from ..data.records import IGNORED
+from ..engine.api import full_parameters, minibatch
+from ..nn.head import log_probs
+from ..sharding.shard import fully_shard
+from .enable import enable_packing, is_packed
+from .grpo_metrics import Alone, PackMetrics, merged
+from .grpo_rows import DealtRows, Row, batch_of, counted, deal, rows_of
+from .loss import predictions
+from .sharded_trainer import ShardedTrainer
+
+_TRL = "1.16."
+_GET_TRL = 'pip install "odc-triton[trl]"'
+
+try:
+    import trl
+    from accelerate.utils import gather_object
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    raise ImportError(f"ODCGRPOTrainer needs TRL {_TRL}*: {_GET_TRL}") from error
+
+_BY_ROWS = ("grpo", "sapo", "luspo", "dr_grpo")
+
+
+class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
+    """TRL's GRPOTrainer on a model of `fully_shard`.
+
+        enable_packing(model)
+        model = fully_shard(model)
+        ODCGRPOTrainer(model, reward_funcs=reward, args=GRPOConfig(..., bf16=False), train_dataset=prompts).train()
+
+    Give it the sharded model, on every rank, and TRL's other arguments. One step takes world *
+    `per_device_train_batch_size` completions, dealt to the ranks by length, and its loss is TRL's over all of them:
+    see [Note: normalisers]. Metrics are those of all ranks. Options whose loss is no sum over completions or tokens
+    (entropy bonus, top_entropy_quantile, a router's auxiliary loss) are refused, and so are images and PEFT's adapters.
+
+    Completions are sampled in evaluation mode, outside of minibatches, so ranks may decode different numbers of tokens.
+    With vLLM, weights are sent whole. With `beta`, a reference model is loaded from the folder or hub id that the model
+    came from, and sharded. Checkpoints are as ODCTrainer's.
+
+    token_cap: the most tokens of a pack; by default those of the minibatch's longest completion with its prompt.
+    trainer: other arguments of GRPOTrainer.
+
+    Raises ValueError or TypeError for a model that is not sharded and packed and for arguments that can't be kept,
+    ImportError for another TRL.
+    """
+
+    refused: ClassVar[Mapping[str, str]] = ShardedTrainer.refused | {
+        "bf16": "TRL sets it by default. Set bf16=False, and give fully_shard "
+        "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+        "entropy_coef": "the bonus is a mean over a microbatch's tokens, and packs differ: set 0",
+        "use_adaptive_entropy": "the bonus is a mean over a microbatch's tokens, and packs differ: leave it out",
+        "cast_lm_head_to_fp32": "it replaces the head of a model that is sharded already: leave it out, the "
+        "log-probabilities are in fp32",
+        "sync_ref_model": "it would write into the reference's shards: leave it out",
+        "use_transformers_continuous_batching": "its attention would replace that of enable_packing: leave it out",
+    }
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        *,
+        token_cap: int | None = None,
+        **trainer: Any,
+    ) -> None:
+        if not trl.__version__.startswith(_TRL):
+            raise ImportError(f"ODCGRPOTrainer is written for TRL {_TRL}*, and {trl.__version__} is here: {_GET_TRL}")
+        if not isinstance(args, GRPOConfig):
+            raise TypeError(
+                f"args is a {type(args).__name__}; give a trl.GRPOConfig with bf16=False, TRL's default is True"
+            )
+        if token_cap is not None and token_cap < 1:
+            raise ValueError(f"token_cap is {token_cap}: give the most tokens that a pack may hold, 1 or more")
+        for name in ("peft_config", "quantization_config"):
+            if trainer.get(name) is not None:
+                raise ValueError(
+                    f"{name} is given, but the model is sharded already: leave it out, adapters are refused"
+                )
+        self._token_cap = token_cap
+        beta, args.beta = args.beta, 0.0  # see [Note: the reference]
+        try:
+            super().__init__(model, args, reward_funcs=reward_funcs, **trainer)
+        finally:
+            args.beta = beta
+        self._check_batch()
+        self.beta = beta
+        if beta:
+            self.ref_model = self._sharded_reference()
+        if self.use_vllm:
+            self.vllm_generation._iter_named_params = self._whole_parameters
+
+    def _check_arguments(self, args: GRPOConfig) -> None:
+        super()._check_arguments(args)
+        if args.top_entropy_quantile != 1.0:
+            raise ValueError(
+                f"{type(args).__name__} has top_entropy_quantile={args.top_entropy_quantile}: the quantile is that "
+                f"of a microbatch's tokens on all ranks, and packs differ: set 1.0"
+            )
+
+    def _check_batch(self) -> None:
+        """What is known only once TRL has looked at model and tokenizer."""
+        if self.aux_loss_enabled:
+            raise ValueError(
+                f"the model's auxiliary loss has router_aux_loss_coef {self.router_aux_loss_coef}, and is a mean over "
+                f"a microbatch's tokens: set router_aux_loss_coef=0.0 in GRPOConfig"
+            )
+        if self._is_vlm:
+            raise TypeError(f"processing_class is a {type(self.processing_class).__name__}; give a tokenizer, for text")
+        if not is_packed(self.model):
+            raise ValueError(
+                "the model's attention does not keep a pack's documents apart: call enable_packing(model) "
+                "before fully_shard"
+            )
+        args = self.args
+        wanted = args.per_device_train_batch_size * self._engine.world * args.steps_per_generation
+        if args.generation_batch_size != wanted:
+            raise ValueError(
+                f"GRPOConfig has generation_batch_size {args.generation_batch_size}, and {self._engine.world} ranks "
+                f"with per_device_train_batch_size {args.per_device_train_batch_size} and steps_per_generation "
+                f"{args.steps_per_generation} make {wanted}: it was made before torchrun's variables were there, or on "
+                f"CPUs without use_cpu=True"
+            )
+
+    def _sharded_reference(self) -> nn.Module:
+        source = self.model.config._name_or_path
+        if not source:
+            raise ValueError(
+                f"beta is {self.args.beta}, and nothing says where the model came from, to load the reference model "
+                f"from: load it by from_pretrained, or set model.config._name_or_path to a folder or hub id"
+            )
+        reference = meta_causal_lm(model=source)
+        enable_packing(reference)
+        reference.requires_grad_(False)
+        grid = self._engine.grid
+        reference = fully_shard(
+            reference,
+            mesh=grid.mesh if grid.replicas == 1 else None,
+            mp_policy=self._engine.units[0].policy,
+            backend=self._engine.heap.device.type,
+            timeout=timedelta(seconds=self._engine.meetings.timeout_s),
+        )
+        load_pretrained_shards(reference, source)
+        return reference.eval()
+
+    def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """In the place of vLLM's `_iter_named_params`, which would yield shards. No rank waits for another."""
+        engine = self.vllm_generation
+        if engine.mode == "server" and not self.accelerator.is_main_process:
+            return  # only rank 0 sends
+        for name, value in full_parameters(self.model):
+            yield engine._fix_param_name_to_vllm(name), value
+
+    # ------------------------------------------------------------------ outside of minibatches
+
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's, in evaluation mode: a fused head has no logits in training."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            return super()._generate_single_turn(*args, **kwargs)
+        finally:
+            self.model.train(training)
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Log-probabilities of the last `logits_to_keep` tokens, and entropies if asked for, by packs without padding.
+
+        input_ids, attention_mask: [B, T]. Returns [B, logits_to_keep] in fp32, 0 where a token is masked. Serves the
+        loss, with gradients, and old and reference log-probabilities. `batch_size` is not needed: packs have a cap.
+
+        Raises ValueError for images.
+        """
+        if given := sorted(name for name, value in images.items() if value is not None):
+            raise ValueError(f"the batch has {', '.join(given)}: only text is supported")
+        ids, masks = input_ids.cpu(), attention_mask.bool().cpu()
+        first = ids.shape[1] - logits_to_keep
+        scored = masks.clone()
+        scored[:, :first] = False
+        rows = scored.any(1).nonzero().flatten()
+        labels = ids.masked_fill(~scored, IGNORED)
+        lengths = masks[rows].sum(1).tolist()
+        # In a minibatch the rows are one pack already.
+        cap = sum(lengths) if isinstance(self.accelerator, Alone) else max([*lengths, self._token_cap or 0])
+        logps, entropies = torch.zeros(2, len(ids), logits_to_keep, device=input_ids.device)
+        for pack in best_fit_decreasing(lengths, token_cap=cap) if lengths else []:
+            taken = rows[pack]
+            samples = [{"input_ids": ids[row][masks[row]], "labels": labels[row][masks[row]]} for row in taken]
+            logits, targets = predictions(model, to_device(pack_collate([samples])[0], input_ids.device))
+            found = log_probs(logits.float() / self.temperature, targets)
+            place, column = scored[taken, first:].nonzero(as_tuple=True)  # in the pack's order
+            where = taken[place].to(input_ids.device), column.to(input_ids.device)
+            logps = logps.index_put(where, found.logp)
+            entropies = entropies.index_put(where, found.entropy.detach())
+        return logps, entropies if compute_entropy else None, None
+
+    # ------------------------------------------------------------------ a step
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """One minibatch: forward and backward of this rank's packs. Returns the loss of all ranks' completions."""
+        started = time.perf_counter()
+        self._set_training(model)
+        rows, shared = rows_of(self._prepare_inputs(inputs))
+        dealt = self._deal(rows)
+        run = partial(self._minibatch, model, dealt, shared)
+        loss_sum, mb, told = repeating(run) if self._engine.exact else run()
+        told = self._engine.meet(f"sum up minibatch {mb.index}", told | {"loss_sum": loss_sum.item()})
+        metrics = self._metrics["train"]
+        for name, value in merged(told).items():
+            metrics[name].append(value)
+        self._step += 1
+        metrics["step_time"].append(time.perf_counter() - started)
+        return torch.tensor(sum(each["loss_sum"] for each in told), dtype=torch.float32, device=self.args.device)
+
+    def _deal(self, rows: list[Row]) -> DealtRows:
+        """All ranks' rows, dealt by length. Collective: ranks exchange their rows."""
+        cost = CostModel.from_config(self.model.config.get_text_config())
+        ranks = {"rank": self._engine.rank, "ranks": self._engine.world}
+        return deal(gather_object(rows), **ranks, token_cap=self._token_cap, cost=cost)
+
+    def _minibatch(
+        self, model: nn.Module, dealt: DealtRows, shared: Mapping[str, Tensor]
+    ) -> tuple[Tensor, minibatch, dict[str, Any]]:
+        """The loss of this rank's packs, as a part of that of all ranks, and their metrics; gradients have landed."""
+        device = self.args.device
+        loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+        with self._alone() as metrics, minibatch(model, tokens=dealt.tokens) as mb:
+            for rows in dealt.packs:
+                share = self._share(rows, all_rows=dealt.all_rows, all_tokens=mb.tokens)
+                loss = share * self.compute_loss(model, batch_of(rows, shared, device))
+                if loss.requires_grad:  # else no completion of this pack has a token
+                    loss.backward()
+                loss_sum += loss.detach()
+        return loss_sum, mb, metrics.told()
+
+    def _share(self, rows: list[Row], *, all_rows: int, all_tokens: int) -> float:
+        """What TRL's loss of a pack is multiplied by: [Note: normalisers]."""
+        if self.loss_type in _BY_ROWS:
+            return len(rows) / all_rows
+        if self.loss_type == "bnpo":
+            return counted(rows) / max(all_tokens, 1)
+        return 1.0
+
+    @contextmanager
+    def _alone(self) -> Iterator[PackMetrics]:
+        """While packs are computed, TRL's loss meets no other rank, and its metrics are kept to be merged."""
+        accelerator, metrics = self.accelerator, self._metrics["train"]
+        self.accelerator = alone = Alone(accelerator.device, is_main_process=accelerator.is_main_process)
+        self._metrics["train"] = kept = PackMetrics(alone)
+        try:
+            yield kept
+        finally:
+            self.accelerator, self._metrics["train"] = accelerator, metrics
+
+    # ------------------------------------------------------------------ resuming
+
+    def _loop_state(self) -> dict[str, Any]:
+        return {"grpo_step": self._step}
+
+    def _load_loop_state(self, state: dict[str, Any], checkpoint: Any) -> None:
+        """TRL itself would count from 0, and sample at other steps than the data change."""
+        self._step = state["grpo_step"]

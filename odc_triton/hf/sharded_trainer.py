@@ -1,0 +1,202 @@
+"""`ShardedTrainer`: what every Trainer on a sharded model needs, whatever its data and its step.
+
+The model, its arguments and its ranks are checked; accelerate wraps nothing; norms are whole; a checkpoint has masters
+and optimizer states, and each owner writes its own. A subclass has data and the step. Nothing is patched.
+
+[Note: who counts the ranks] Trainer gets its rank and the number of ranks from accelerate. Without GPUs accelerate
+takes each process to be alone, unless the arguments have `use_cpu`: every rank would then be rank 0, and write. So it
+is set whenever the model is on the CPU.
+
+[Note: what accelerate wraps] Trainer has accelerate prepare the model, which puts DistributedDataParallel around it on
+several ranks. With `evaluation_mode` accelerate does not, and from 1.14 on it leaves a prepared model alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.utils import is_accelerate_available
+
+from ..checkpoint import save_pretrained
+from ..checkpoint.dcp import METADATA
+from ..checkpoint.folder import load_checkpoint, write_checkpoint
+from ..engine.api import engine_of
+from ..nn.operand import is_sharded
+
+SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, see checkpoint/folder.py
+
+_ACCELERATE = "1.14.0"
+
+# Optimizers that step inside of the backward, where `p.grad` is None.
+_STEP_IN_BACKWARD = ("lomo", "layerwise")
+
+
+class ShardedTrainer(Trainer):
+    """transformers' Trainer on a model of `fully_shard`, for subclasses that also have data and a step.
+
+    In front of another Trainer it checks first: `class Mine(ShardedTrainer, GRPOTrainer)`. A subclass gives
+    `_loop_state` and `_load_loop_state`.
+
+    model: the sharded model, on every rank.
+    trainer: arguments of the next Trainer.
+
+    Raises ValueError or TypeError for a model that is not sharded and for arguments that can't be kept, ImportError for
+    an old accelerate.
+    """
+
+    # Fields of the arguments that are refused where they are set, and what to do instead.
+    refused: ClassVar[Mapping[str, str]] = {
+        "fsdp": "the model is sharded already: leave it out",
+        "deepspeed": "the model is sharded already: leave it out",
+        "parallelism_config": "the model is sharded over data-parallel ranks: leave it out",
+        "fp16": "gradients are summed unscaled: give fully_shard an mp_policy with param_dtype=torch.bfloat16",
+        "bf16": "give fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) instead",
+        "fp16_full_eval": "evaluation is in the dtype of fully_shard's mp_policy: leave it out",
+        "bf16_full_eval": "evaluation is in the dtype of fully_shard's mp_policy: leave it out",
+        "torch_compile": "compile the model's blocks instead, before or after fully_shard",
+        "full_determinism": "gradients are added in the order of their arrival: give fully_shard exact=True",
+        "auto_find_batch_size": "a minibatch that fails fails on all ranks: give the sampler a smaller token_cap",
+        "label_smoothing_factor": "override compute_loss, which returns a pack's loss",
+        "use_liger_kernel": "apply it to the model before fully_shard",
+        "save_on_each_node": "rank 0 writes for all nodes, into a folder that they share: leave it out",
+        "torch_empty_cache_steps": "empty the cache in a callback",
+    }
+
+    def __init__(self, model: PreTrainedModel, args: TrainingArguments | None = None, **trainer: Any) -> None:
+        if not is_accelerate_available(_ACCELERATE):
+            name = type(self).__name__
+            raise ImportError(f'{name} needs accelerate {_ACCELERATE} or newer: pip install "odc-triton[trainer]"')
+        _check_model(model)
+        self._engine = engine_of(model)
+        if args is not None:
+            self._check_arguments(args)
+        args = TrainingArguments("tmp_trainer") if args is None else args  # as Trainer has it
+        if self._engine.heap.device.type == "cpu" and not args.use_cpu:  # see [Note: who counts the ranks]
+            args.use_cpu = True
+            vars(args).pop("_setup_devices", None)
+            _ = args.device  # which asks accelerate anew
+        super().__init__(model=model, args=args, **trainer)
+        if self.args.world_size != self._engine.world:
+            raise ValueError(
+                f"accelerate counts {self.args.world_size} processes, and the model has {self._engine.world} ranks: "
+                f"start them with torchrun, which sets RANK, WORLD_SIZE and LOCAL_RANK, before "
+                f"{type(args).__name__}"
+            )
+        for name in ("fsdp", "deepspeed"):  # accelerate's launcher asks for them by the environment
+            if getattr(self, f"is_{name}_enabled"):
+                raise ValueError(f"accelerate was started with {name}: {self.refused[name]} of its configuration")
+
+    def _check_arguments(self, args: TrainingArguments) -> None:
+        for name, instead in self.refused.items():
+            if (value := getattr(args, name, None)) and not (self._engine.exact and name == "full_determinism"):
+                raise ValueError(f"{type(args).__name__} has {name}={value!r}: {instead}")
+        if args.gradient_accumulation_steps != 1:
+            raise ValueError(
+                f"gradient_accumulation_steps is {args.gradient_accumulation_steps}; set 1: a step has as many "
+                f"microbatches as this rank has packs. per_device_train_batch_size is its samples per rank"
+            )
+        optim = getattr(args.optim, "value", args.optim)
+        if any(word in optim for word in _STEP_IN_BACKWARD):
+            raise ValueError(f"optim is {optim!r}, which steps inside of the backward: choose adamw_torch")
+        if args.save_only_model and args.load_best_model_at_end:
+            raise ValueError("load_best_model_at_end needs the masters in checkpoints: leave save_only_model out")
+
+    # ------------------------------------------------------------------ a step
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: DataLoader | None = None) -> nn.Module:
+        """The model itself, see [Note: what accelerate wraps]."""
+        return self.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    def _set_training(self, model: nn.Module) -> None:
+        """Model and optimizer in training mode."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers have two modes
+            self.optimizer.train()
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    # ------------------------------------------------------------------ saving and resuming
+
+    def _loop_state(self) -> dict[str, Any]:
+        """What a checkpoint has besides model and optimizer: JSON, the same on every rank."""
+        raise NotImplementedError
+
+    def _load_loop_state(self, state: dict[str, Any], checkpoint: Path) -> None:
+        """Goes on from `_loop_state`'s; `checkpoint` is its folder."""
+        raise NotImplementedError
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes a folder for plain transformers, in the compute dtype. Every rank calls it; rank 0 writes."""
+        super().save_model(output_dir, _internal_call)
+        self._engine.meetings.meet("save_model", {})  # until then rank 0 reads the others' shards
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            made = folder / ".model"
+            save_pretrained(self.model, made, self.processing_class, overwrite=True)
+            for file in made.iterdir():  # checkpoints may lie beside it
+                os.replace(file, folder / file.name)
+            made.rmdir()
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        write_checkpoint(
+            Path(output_dir, SHARDS),
+            model=self.model,
+            optimizer=self._plain_optimizer,
+            state=self._loop_state(),
+            step=self.state.global_step,
+        )
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    @property
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # without accelerate's wrapper
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load_shards(resume_from_checkpoint, None)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = self._load_shards(checkpoint, self._plain_optimizer)
+        self._load_loop_state(state, Path(checkpoint))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+
+    def _load_shards(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+        """Reads the model and, if given, the optimizer; returns the rest of what was saved."""
+        shards = Path(checkpoint, SHARDS)
+        if not (shards / METADATA).exists():
+            raise ValueError(
+                f"{checkpoint} has no complete {SHARDS}/ folder: {type(self).__name__} did not write it, or wrote it "
+                f"with save_only_model, or was interrupted. Resume from another one."
+            )
+        return load_checkpoint(shards, model=self.model, optimizer=optimizer)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model is a {type(model).__name__}; give the transformers model that fully_shard returned, not wrapped"
+        )
+    if not is_sharded(model):
+        raise ValueError(
+            f"{type(model).__name__} is not sharded: call odc_triton.hf.enable_packing(model), then "
+            f"odc_triton.fully_shard(model), before the trainer"
+        )

@@ -1,0 +1,300 @@
+"""ODCGRPOTrainer on real ranks, against TRL's own GRPOTrainer on one process with the same completions."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import ranks, slow
+from tests.support import trl_case as case
+from tests.support.models import build
+from tests.support.trl_case import ROWS, STEPS, assert_alike
+
+# At the second update of the same completions ratios are not 1; so near to 1 some are clipped.
+TWICE = {"num_iterations": 2, "epsilon": 0.1}
+VLLM = {"use_vllm": True, "vllm_importance_sampling_clip_max": 1.01}
+LOSSES = ("dapo", "grpo", "bnpo", "dr_grpo", "luspo", "sapo", "vespo")
+
+
+def _saved(tmp_path: Path, seed: int = 0) -> str:
+    """A folder to load model and reference from."""
+    model = build("qwen2", seed)
+    model.save_pretrained(tmp_path / f"model-{seed}")
+    return str(tmp_path / f"model-{seed}")
+
+
+def _both(tmp_path: Path, world: int, start: str | None, **changes: Any) -> tuple[list[dict], dict[str, Any]]:
+    ours = {name: changes.pop(name) for name in ("fused", "token_cap", "exact") if name in changes}
+    (plain,) = ranks.run(case.plain_run, 1, str(tmp_path / "plain"), start, changes)
+    return ranks.run(case.odc_run, world, str(tmp_path / "odc"), start, changes | ours), plain
+
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "world", "changes"),
+    [
+        ("dapo", 2, TWICE | {"beta": 0.5}),
+        ("grpo", 2, {"mask_truncated_completions": True, "eval_strategy": "steps", "eval_steps": 2, "fused": True}),
+        *(slow(loss_type, world, TWICE) for loss_type in LOSSES for world in (1, 2)),
+        *(slow("cispo", world, TWICE | {"epsilon_high": 1.01}) for world in (1, 2)),  # the largest ratio
+        slow("grpo", 2, TWICE | {"importance_sampling_level": "sequence"}),  # GSPO
+        slow("luspo", 2, TWICE | {"importance_sampling_level": "sequence"}),
+        slow("dapo", 2, TWICE | {"delta": 1.001, "epsilon_high": 2e-3, "scale_rewards": "batch"}),
+        slow("bnpo", 2, TWICE | {"mask_truncated_completions": True, "off_policy_mask_threshold": 1e-6}),
+        slow("cispo", 2, TWICE | {"epsilon_high": 1.01, "token_cap": 64, "gradient_checkpointing": False}),
+        slow("dr_grpo", 1, {"steps_per_generation": 2, "epsilon": 1e-3}),
+        slow("vespo", 2, TWICE | {"scale_rewards": "none", "eval_strategy": "steps", "eval_steps": 1}),
+        slow("vespo", 2, TWICE | VLLM | {"vllm_importance_sampling_mode": "token_truncate"}),
+        slow("grpo", 2, VLLM | {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_mode": "colocate"}),
+        slow("bnpo", 2, TWICE | {"rollout": True, "off_policy_mask_threshold": 1e-3}),
+        slow("dapo", 2, TWICE | {"exact": True}),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_as_trl(tmp_path: Path, loss_type: str, world: int, changes: dict[str, Any]) -> None:
+    start = _saved(tmp_path) if "beta" in changes else None
+    results, plain = _both(tmp_path, world, start, loss_type=loss_type, **changes)
+    assert_alike(results, plain)
+    if loss_type == "dapo":
+        assert 0 < plain["logs"][1]["clip_ratio/region_mean"] < 1  # or clipping would not show
+    if "beta" in changes:
+        assert all("kl" in entry for entry in plain["logs"][:STEPS])
+        for name, weight in build("qwen2").named_parameters():  # the reference stays as it was
+            assert torch.equal(results[1]["reference"][name], weight), name
+    assert all(sum(rows) == ROWS for rows in zip(*(result["rows"] for result in results), strict=True))
+    if "mask_truncated_completions" in changes or "exact" in changes:
+        return  # a pack may have nothing to compute, or be computed once more
+    if world == 2:
+        assert all(mine != others for mine, others in zip(*(result["rows"] for result in results), strict=True))
+    for result in results:
+        assert result["forwards"] == sum(result["packs"])
+
+
+# ------------------------------------------------------------------ outside of minibatches
+
+
+def _sampled(rank: int, world: int, folder: str) -> list[list[int]] | None:
+    """Rank 0 samples, greedily, and rank 1 does not; then both train on what they sample."""
+    from odc_triton.hf import ODCGRPOTrainer
+
+    case.environment()
+    args = case.arguments(folder, ROWS // world, generation_kwargs={"do_sample": False}, max_steps=1)
+    trainer = ODCGRPOTrainer(case.sharded(fused=True), args=args, **case.given())
+    trainer.model.train()
+    prompts = [[5, 9, 3], [17, 40, 2, 8, 11], [6]]
+    found = trainer._generate_single_turn(prompts, None, {}, 1)[0] if rank == 0 else None
+    assert trainer.model.training
+    trainer.train()
+    return found
+
+
+def test_one_rank_samples_alone(tmp_path: Path) -> None:
+    found, _ = ranks.run(_sampled, 2, str(tmp_path))
+    model = build("qwen2").eval()
+    for prompt, completion in zip([[5, 9, 3], [17, 40, 2, 8, 11], [6]], found, strict=True):
+        ids = torch.tensor([prompt])
+        for _ in range(case.MAX_TOKENS):
+            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], 1)
+        want = ids[0, len(prompt) :].tolist()
+        assert completion == want[: want.index(case.END) + 1 if case.END in want else None]
+
+
+def _with_vllm(rank: int, world: int, folder: str, mode: str) -> dict[str, torch.Tensor]:
+    """What vLLM has been sent after a step."""
+    from odc_triton import full_parameters
+
+    received = case.receive_for_vllm()
+    trainer = case.odc_trainer(folder, world, use_vllm=True, vllm_mode=mode, vllm_importance_sampling_correction=False)
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    if mode == "server" and rank != 0:
+        assert list(trainer.vllm_generation._iter_named_params()) == []  # it does not read what it does not send
+        return received
+    for name, value in full_parameters(trainer.model):
+        assert torch.equal(received[name], value), name
+    return received
+
+
+@pytest.mark.parametrize("mode", ["server", slow("colocate")])
+def test_vllm_gets_whole_weights(tmp_path: Path, mode: str) -> None:
+    received, others = ranks.run(_with_vllm, 2, str(tmp_path), mode)
+    shapes = {name: value.shape for name, value in build("qwen2").named_parameters()}
+    assert {name: value.shape for name, value in received.items()} == shapes
+    assert others.keys() == (set() if mode == "server" else shapes.keys())
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+@pytest.mark.parametrize("world", [2, slow(1)])
+def test_resume(tmp_path: Path, world: int) -> None:
+    """On as many ranks and on fewer, at the end of the second update of the same completions."""
+    changes = TWICE | {"max_steps": 4}
+    saving = changes | {"save_strategy": "steps", "save_steps": 2}
+    whole = ranks.run(case.odc_run, 2, str(tmp_path / "whole"), None, saving)
+    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+    start = _saved(tmp_path, seed=9)  # other weights, to be overwritten
+    resumed = ranks.run(case.odc_run, world, str(tmp_path / str(world)), start, changes, checkpoint)
+    assert [entry["step"] for entry in resumed[0]["logs"]] == [1, 2, 3, 4, 4]
+    for got, want in zip(resumed[0]["logs"][:4], whole[0]["logs"], strict=False):
+        for name in want.keys() & {"loss", "grad_norm", "entropy", "clip_ratio/region_mean", "reward"}:
+            # Sums over ranks come in another order.
+            assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-6), name
+    for name, want in whole[0]["weights"].items():
+        torch.testing.assert_close(resumed[0]["weights"][name], want, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------ what is refused
+
+
+REFUSED = [
+    ({"bf16": True}, "GRPOConfig has bf16=True: TRL sets it by default. Set bf16=False"),
+    ({"entropy_coef": 0.1}, "GRPOConfig has entropy_coef=0.1: the bonus is a mean"),
+    ({"use_adaptive_entropy": True}, "use_adaptive_entropy=True"),
+    ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2: the quantile is that of a microbatch's tokens"),
+    ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: it replaces the head"),
+    ({"sync_ref_model": True}, "sync_ref_model=True: it would write into the reference's shards"),
+    ({"use_transformers_continuous_batching": True}, "its attention would replace that of enable_packing"),
+    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2; set 1"),
+    ({"beta": 0.1}, "nothing says where the model came from"),
+    ({"token_cap": 0}, "token_cap is 0: give the most tokens"),
+]
+
+
+def _refusals(rank: int, world: int, folder: str) -> None:
+    import peft
+    import transformers
+    import trl
+
+    from odc_triton import fully_shard
+    from odc_triton.hf import ODCGRPOTrainer
+
+    case.environment()
+    given, model = case.given(), case.sharded()
+    for changes, words in REFUSED:
+        own = {name: changes.pop(name) for name in ("token_cap",) if name in changes}
+        args = case.arguments(folder)  # TrainingArguments itself wants a GPU for bf16
+        for name, value in changes.items():
+            setattr(args, name, value)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            ODCGRPOTrainer(model, args=args, **given, **own)
+        assert args.beta == changes.get("beta", 0.0)
+    args = case.arguments(folder)
+    with pytest.raises(TypeError, match=r"args is a NoneType; give a trl\.GRPOConfig with bf16=False"):
+        ODCGRPOTrainer(model, **given)
+    with pytest.raises(TypeError, match="args is a TrainingArguments"):
+        ODCGRPOTrainer(model, args=transformers.TrainingArguments(folder, use_cpu=True), **given)
+    adapted = peft.get_peft_model(build("qwen2"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(
+        TypeError, match="model is a ODCPeftModel; give the transformers model that fully_shard returned"
+    ):
+        ODCGRPOTrainer(fully_shard(adapted), args=args, **given)
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM is not sharded"):
+        ODCGRPOTrainer(build("qwen2"), args=args, **given)
+    with pytest.raises(ValueError, match="peft_config is given, but the model is sharded already"):
+        ODCGRPOTrainer(model, args=args, peft_config=object(), **given)
+    with pytest.raises(ValueError, match="does not keep a pack's documents apart"):
+        ODCGRPOTrainer(fully_shard(build("qwen2")), args=args, **given)
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.001
+    with pytest.raises(ValueError, match=r"router_aux_loss_coef 0\.001, and is a mean"):
+        ODCGRPOTrainer(model, args=args, **given)
+    del model.config.output_router_logits
+    args.generation_batch_size = 64
+    with pytest.raises(ValueError, match=r"generation_batch_size 64, and 1 ranks .* make 8"):
+        ODCGRPOTrainer(model, args=args, **given)
+    trl.__version__ = "1.17.0"
+    with pytest.raises(ImportError, match=r"written for TRL 1.16.\*, and 1.17.0 is here"):
+        ODCGRPOTrainer(model, args=args, **given)
+
+
+def test_refused(tmp_path: Path) -> None:
+    ranks.run(_refusals, 1, str(tmp_path))
+
+
+def _all_masked(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """No completion ends, and all are masked: there is nothing to learn, and no gradient on any rank."""
+    case.END = 0
+    case.completion = lambda step, index: [5] * (1 + index % 3)
+    changes = {"mask_truncated_completions": True, "max_steps": 1}
+    return case.odc_run(rank, world, folder, None, changes)
+
+
+def test_nothing_to_learn(tmp_path: Path) -> None:
+    for result in ranks.run(_all_masked, 2, str(tmp_path)):
+        assert result["logs"][0]["loss"] == result["logs"][0]["grad_norm"] == 0
+        assert result["forwards"] == 0
+        for name, weight in build("qwen2").named_parameters():
+            assert torch.equal(result["weights"][name], weight), name
+
+
+def _failing(rank: int, world: int, folder: str, what: str) -> str:
+    """A step that fails on one rank, or on all; returns the error."""
+    from odc_triton.base.errors import MinibatchFailed
+
+    trainer = case.odc_trainer(folder, world, token_cap=10 if what == "cap" else None)
+    if what == "loss":
+        compute = trainer._compute_loss
+
+        def fails_on_rank_1(model: nn.Module, inputs: Any) -> torch.Tensor:
+            if rank == 1:
+                trainer.accelerator.pad_across_processes(inputs["advantages"])
+            return compute(model, inputs)
+
+        trainer._compute_loss = fails_on_rank_1
+    if what == "images":
+        prepare = trainer._prepare_inputs
+        trainer._prepare_inputs = lambda inputs: prepare(inputs) | {"pixel_values": torch.zeros(3, 4, 4)}
+    with pytest.raises((MinibatchFailed, ValueError)) as caught:
+        trainer.train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("loss", "rank 1: AttributeError: accelerator.pad_across_processes is not there in a minibatch"),
+        slow("cap", "over the token_cap of 10"),
+        slow("images", r"the batch has pixel_values, a tensor of \(3, 4, 4\): only text is supported"),
+    ],
+)
+def test_a_step_that_fails_fails_on_all_ranks(tmp_path: Path, what: str, words: str) -> None:
+    for text in ranks.run(_failing, 2, str(tmp_path), what):
+        assert re.search(words, text), text
+
+
+def _bad_reward(rank: int, world: int, folder: str) -> None:
+    def reward(**columns: Any) -> list[float]:
+        if rank == 1:
+            raise ValueError("no reward for this")
+        return case.reward(**columns)
+
+    trainer = case.odc_trainer(folder, world)
+    trainer.reward_funcs = [reward]
+    trainer.train()
+
+
+@pytest.mark.slow
+def test_no_rank_waits_for_one_whose_reward_raised(tmp_path: Path) -> None:
+    """The others wait in TRL's own collective, which ends with the process."""
+    with ranks.start(_bad_reward, 2, str(tmp_path)) as job:
+        first, second = job.join()
+    assert "Connection closed by peer" in first.error
+    assert "no reward for this" in second.error
+
+
+def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    import odc_triton.hf
+
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.delitem(sys.modules, "odc_triton.hf.grpo_trainer", raising=False)
+    assert "ODCGRPOTrainer" not in odc_triton.hf.__all__
+    with pytest.raises(ImportError, match=r'needs TRL 1.16.\*: pip install "odc-triton\[trl\]"'):
+        odc_triton.hf.ODCGRPOTrainer  # noqa: B018

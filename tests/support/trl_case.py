@@ -1,0 +1,254 @@
+"""GRPO by TRL's own trainer and by ODCGRPOTrainer, on the same completions: what both are given, what a run leaves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+from torch import nn
+
+from .models import build
+
+STEPS = 3
+ROWS = 8  # completions of a step
+END = 2
+MAX_TOKENS = 24
+
+
+def completion(step: int, index: int) -> list[int]:
+    """The tokens of the index-th completion that is sampled at a step: few or many, and some do not end."""
+    generator = torch.Generator().manual_seed(100 * step + index)
+    length = int(torch.randint(16, MAX_TOKENS, (), generator=generator)) if index % 8 == 5 else 1 + index % 3
+    ids = torch.randint(3, 97, (length,), generator=generator).tolist()
+    return [*ids, END] if index % 3 else ids
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(token % 2 for token in ids) / len(ids) - len(ids) / 100 for ids in completion_ids]
+
+
+def sampling_logps(ids: list[int]) -> list[float]:
+    """What a sampler says of a completion's tokens. Random weights give each of 97 words about 1/97."""
+    return [-4.6 + 0.01 * (token % 7) for token in ids]
+
+
+class Recorded:
+    """In front of either trainer: completions are not sampled but looked up."""
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], Any]:
+        if self.use_vllm:
+            self.vllm_generation.sync_weights()
+        first = self.accelerator.process_index * len(prompt_ids)
+        completions = [completion(self._step, first + i) for i in range(len(prompt_ids))]
+        return completions, [sampling_logps(ids) for ids in completions] if self.use_vllm else None
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, list[list[Any]]]:
+    """The same completions from a user's own loop, in which an environment wrote every third token."""
+    ids, _ = trainer._generate_single_turn(prompts)
+    return {
+        "prompt_ids": [trainer._tokenizer(prompt)["input_ids"] for prompt in prompts],
+        "completion_ids": ids,
+        "logprobs": [sampling_logps(each) for each in ids],
+        "env_mask": [[int(place % 3 != 1) for place in range(len(each))] for each in ids],
+    }
+
+
+def receive_for_vllm() -> dict[str, torch.Tensor]:
+    """Puts an engine in vLLM's place, in this process, that only receives weights; returns what it has, by name."""
+    from trl.generation.vllm_generation import VLLMGeneration
+    from trl.trainer import grpo_trainer
+
+    received: dict[str, torch.Tensor] = {}
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        received.update((name, value.detach().clone()) for name, value in weights)
+
+    def update_named_params(metadata: list[tuple[str, str, list[int]]], weights: Any) -> None:
+        load_weights(weights)
+        assert {name: shape for name, _, shape in metadata} == {n: list(v.shape) for n, v in received.items()}
+
+    class Receiver(VLLMGeneration):
+        def _init_vllm(self) -> None:
+            self.llm, self.vllm_client = MagicMock(), MagicMock()
+            self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights = load_weights
+            self.vllm_client.update_named_params = update_named_params
+
+    grpo_trainer.VLLMGeneration = Receiver
+    return received
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "<unknown>": 1, "<end>": END} | {f"w{i}": i for i in range(3, 97)}
+    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
+    plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<end>", pad_token="<pad>")
+
+
+def arguments(folder: str, rows: int = ROWS, **changes: Any) -> Any:
+    """A GRPOConfig; `rows`: completions per rank and step."""
+    from trl import GRPOConfig
+
+    wanted = {
+        "output_dir": folder,
+        "per_device_train_batch_size": rows,
+        "per_device_eval_batch_size": rows,
+        "num_generations": 4,
+        "max_completion_length": MAX_TOKENS,
+        "max_steps": STEPS,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.5,
+        "optim": "sgd",
+        "temperature": 0.8,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "bf16": False,
+        "use_cpu": True,
+    }
+    return GRPOConfig(**wanted | changes)
+
+
+def given(changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What both trainers are given besides model and arguments; takes out of `changes` what is not for these."""
+    from datasets import Dataset
+
+    prompts = [" ".join(f"w{3 + (7 * row + i) % 90}" for i in range(1 + 3 * row % 8)) for row in range(12)]
+    return {
+        "reward_funcs": [reward],
+        "train_dataset": Dataset.from_dict({"prompt": prompts}),
+        "eval_dataset": Dataset.from_dict(
+            {"prompt": prompts[:ROWS]}
+        ),  # or accelerate drops the last batch of some ranks
+        "processing_class": tokenizer(),
+        "rollout_func": rollout if changes and changes.pop("rollout", False) else None,
+    }
+
+
+def environment() -> None:
+    """As under torchrun, for accelerate, which then takes the group that there is; nothing is downloaded or told."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "HF_HUB_OFFLINE": "1", "CI": "1"}
+    os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1"}
+
+
+def model_of(start: str | None) -> nn.Module:
+    """The model, with random weights, or from the folder `start`."""
+    from transformers import AutoModelForCausalLM
+
+    if start is None:
+        return build("qwen2")
+    return AutoModelForCausalLM.from_pretrained(start, attn_implementation="eager")
+
+
+def sharded(start: str | None = None, *, fused: bool = False, **how: Any) -> nn.Module:
+    from odc_triton import fully_shard, replace_layers
+    from odc_triton.hf import enable_packing
+
+    model = model_of(start)
+    enable_packing(model)
+    if fused:
+        assert replace_layers(model, roles=["head"], verbose=False).swapped["head"]
+    return fully_shard(model, **how)
+
+
+def plain_run(rank: int, world: int, folder: str, start: str | None, changes: dict[str, Any]) -> dict[str, Any]:
+    """TRL's own trainer, on one process and a whole model."""
+    from trl import GRPOTrainer
+
+    class Plain(Recorded, GRPOTrainer):
+        pass
+
+    environment()
+    receive_for_vllm()
+    both = given(changes)
+    trainer = Plain(model_of(start), args=arguments(folder, **changes), **both)
+    start_weights = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+    trainer.train()
+    weights = {name: value.detach() for name, value in trainer.model.named_parameters()}
+    return {"logs": trainer.state.log_history, "weights": weights, "start": start_weights}
+
+
+def odc_trainer(folder: str, world: int, start: str | None = None, **changes: Any) -> Any:
+    """ODCGRPOTrainer on recorded completions; a step has ROWS of them whatever the world."""
+    from odc_triton.hf import ODCGRPOTrainer
+
+    class Ours(Recorded, ODCGRPOTrainer):
+        pass
+
+    environment()
+    own = {name: changes.pop(name) for name in ("token_cap",) if name in changes}
+    how = {name: changes.pop(name) for name in ("fused", "exact", "mp_policy") if name in changes}
+    both = given(changes) | own
+    return Ours(sharded(start, **how), args=arguments(folder, ROWS // world, **changes), **both)
+
+
+def odc_run(
+    rank: int, world: int, folder: str, start: str | None, changes: dict[str, Any], resume: str | None = None
+) -> dict[str, Any]:
+    from odc_triton.engine.api import engine_of
+    from odc_triton.nn.operand import is_sharded
+
+    receive_for_vllm()
+    trainer = odc_trainer(folder, world, start, **changes)
+    dealt, deal = [], trainer._deal
+    trainer._deal = lambda rows: dealt.append(deal(rows)) or dealt[-1]
+    forwards: list[bool] = []  # for each, whether it was in a minibatch
+    engine = engine_of(trainer.model)
+    trainer.model.register_forward_pre_hook(lambda *_: forwards.append(engine.is_open))
+    trainer.train(resume_from_checkpoint=resume)
+    if trainer.ref_model is not None:
+        assert is_sharded(trainer.ref_model)
+        assert not trainer.ref_model.training  # no dropout
+    return {
+        "logs": trainer.state.log_history,
+        "weights": _whole(trainer.model),
+        "reference": trainer.ref_model and _whole(trainer.ref_model),
+        "rows": [sum(map(len, each.packs)) for each in dealt],
+        "packs": [len(each.packs) for each in dealt],
+        "forwards": sum(forwards),
+    }
+
+
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    from odc_triton import full_parameters
+
+    return {name: value.clone() for name, value in full_parameters(model)}
+
+
+# Times; and means that TRL takes over ranks, whatever their numbers of tokens.
+_UNTOLD = ("step_time", "runtime", "per_second", "logp_difference/mean", "sampling_ratio/mean")
+
+
+def assert_alike(results: list[dict[str, Any]], plain: dict[str, Any], *, tolerance: float = 1e-5) -> None:
+    """The same losses, metrics and weights; sums come in another order, in packs and over ranks."""
+    for result in results:
+        assert len(result["logs"]) == len(plain["logs"])
+        for got, want in zip(result["logs"], plain["logs"], strict=True):
+            assert got.keys() == want.keys()
+            for name, value in want.items():
+                if value is None:
+                    assert got[name] is None, name
+                elif not name.endswith(_UNTOLD):
+                    # A loss may be a small difference of its terms, which are about 1.
+                    assert abs(got[name] - value) <= tolerance * max(abs(value), 1), (name, got[name], value)
+        assert result["weights"].keys() == plain["weights"].keys()
+        whole, moved, error = (
+            _norm(value - other[name] for name, value in plain["weights"].items())
+            for other in (dict.fromkeys(plain["weights"], 0.0), plain["start"], result["weights"])
+        )
+        assert moved > 1e-3 * whole
+        # Weights are rounded at every step, to 6e-8 of themselves.
+        assert error <= tolerance * moved + 1e-7 * whole
+        assert result["weights"].keys() == plain["weights"].keys()
+
+
+def _norm(tensors: Iterable[torch.Tensor]) -> float:
+    return float(sum(tensor.double().pow(2).sum() for tensor in tensors) ** 0.5)
