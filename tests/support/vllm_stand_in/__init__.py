@@ -157,7 +157,7 @@ def vllm_serve(folder: Path) -> Iterator[SimpleNamespace]:
     process.start()
     sender.close()
     try:
-        assert receiver.poll(60)
+        assert receiver.poll(120)
         yield SimpleNamespace(address=f"http://127.0.0.1:{receiver.recv()}", kill=process.kill)
     finally:
         process.kill()
