@@ -204,6 +204,7 @@ def _does_not_send(rank: int, world: int, address: str, timeout_s: float) -> str
         # The rank that sends still waits then for a connection that the server does not make.
         ({"refuse": "/init_weight_transfer_engine"}, "refused POST /init_weight_transfer_engine with status 500: "),
         ({"refuse": "/update_weights"}, """refused POST /update_weights with status 500: '{"error": "the weights do"""),
+        ({"keeps": True}, "keeps its prefix cache, as others use it"),
         ({"slow_update_s": 60}, "the weights did not reach the server at http://127.0.0.1"),
     ],
 )
@@ -249,6 +250,9 @@ def test_colocate(folder: Path) -> None:
             CASES["qwen2"].loss(model, microbatches("qwen2", [9], seed=step)[0]).backward()
         optimizer.step()
     assert engine.generate([], OPTIONS) == []
+    engine._llm.reset_prefix_cache = lambda: False
+    with pytest.raises(GenerationFailed, match="keeps its prefix cache"):
+        engine.sync(model)
     engine._llm.generate = lambda *_, **__: []
     with pytest.raises(GenerationFailed, match="returned 0 completions instead of 4"):
         engine.generate(REQUESTS, OPTIONS)

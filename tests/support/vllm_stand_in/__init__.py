@@ -51,7 +51,7 @@ class _Serving:
             "/start_weight_update": lambda: self.update(True),
             "/update_weights": lambda: self.receive(**content["update_info"]),
             "/finish_weight_update": lambda: self.update(False),
-            "/reset_prefix_cache": lambda: {"success": self.llm.reset_prefix_cache()},
+            "/reset_prefix_cache": lambda: {"success": self.llm.reset_prefix_cache() and "keeps" not in self.faults},
             "/v1/completions": lambda: self.complete(content),
             "/faults": lambda: self.faults.update(content) or {},
             "/recorded": self.recorded,
@@ -157,7 +157,7 @@ def vllm_serve(folder: Path) -> Iterator[SimpleNamespace]:
     process.start()
     sender.close()
     try:
-        assert receiver.poll(60)
+        assert receiver.poll(120)
         yield SimpleNamespace(address=f"http://127.0.0.1:{receiver.recv()}", kill=process.kill)
     finally:
         process.kill()
