@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 from collections.abc import Sequence
 from itertools import islice
@@ -47,7 +46,8 @@ def credit(completion: str, answer: str) -> float:
     """1 for the exact answer; else up to a half, for the share of it that is right before the first mistake."""
     if completion == answer:
         return 1.0
-    return 0.5 * len(os.path.commonprefix([completion, answer])) / len(answer)
+    wrong = (place for place, (made, right) in enumerate(zip(completion, answer, strict=False)) if made != right)
+    return 0.5 * next(wrong, min(len(completion), len(answer))) / len(answer)
 
 
 def sorted_reward(
