@@ -76,7 +76,9 @@ class TransformersEngine:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        units = [each for each in self.model.modules() if isinstance(each, ODCModule)] if self._holds else []
+        # The root's own at least: PEFT's `generate` never calls the root's forward.
+        modules = self.model.modules() if self._holds else [self.model]
+        units = [each for each in modules if isinstance(each, ODCModule)]
         try:
             for unit in units:
                 unit.unshard()
