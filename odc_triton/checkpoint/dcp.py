@@ -58,8 +58,7 @@ class _DigestedFile:
     """A binary file that is only appended to; knows the digest of what was written, and why a write failed."""
 
     def __init__(self, path: Path, is_dropped: Callable[[], bool]) -> None:
-        self._file = path.open("wb")
-        self._path, self._is_dropped = path, is_dropped
+        self._file, self._is_dropped = path.open("wb"), is_dropped
         self._digest = hashlib.sha256()
         self._size_bytes = 0
         self.problem: OSError | None = None
@@ -70,7 +69,6 @@ class _DigestedFile:
                 raise InterruptedError(errno.EINTR, "dropped, as the run ends")
             count = self._file.write(data)
         except OSError as error:  # torch.save raises its own error instead
-            error.filename = str(self._path)
             self.problem = error
             raise
         self._digest.update(data)
@@ -118,12 +116,13 @@ class DigestedFiles(FileSystem):
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
-        except BaseException:
+        except BaseException as raised:
             with contextlib.suppress(OSError):  # what is left in the buffer fails again
                 file.close()
-            if file.problem is not None:
-                raise file.problem from None
-            raise
+            problem = file.problem or raised
+            if isinstance(problem, OSError):
+                problem.filename = str(path)  # neither writing nor syncing names it
+            raise problem from None
         self.written[Path(path).name] = file.written()
 
 
@@ -154,12 +153,17 @@ class Part:
         one again, once the part is written. Copies from a GPU are only enqueued on its current stream.
         """
         state = self._planner.state_dict
-        held = {}
+        held: dict[str, torch.Tensor] = {}
+        names: dict[tuple[Any, ...], str] = {}  # tied parameters are held once
         for name, value in state.items():
             if not isinstance(value, torch.Tensor):
                 state[name] = copy.deepcopy(value)
                 continue
             local = (value.to_local() if isinstance(value, DTensor) else value).detach()
+            first = names.setdefault((local.data_ptr(), local.shape, local.dtype), name)
+            if first != name:
+                held[name] = held[first]
+                continue
             kept = memory.get(name)
             if kept is None or (kept.shape, kept.dtype) != (local.shape, local.dtype):
                 kept = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)

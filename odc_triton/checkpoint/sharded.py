@@ -58,7 +58,9 @@ def problem_of(error: BaseException) -> list[str]:
     return [type(error).__name__, _in_words(error)]
 
 
-def raise_together(problems: list[list[str] | None], purpose: str, error: BaseException | None = None) -> None:
+def raise_together(
+    problems: list[list[str] | None], purpose: str, error: BaseException | None = None, *, remedy: str = ""
+) -> None:
     """Raises the same error on all ranks if one of them has a problem. `problems`: by rank; `error`: this rank's."""
     found = {rank: problem for rank, problem in enumerate(problems) if problem is not None}
     if not found:
@@ -68,7 +70,7 @@ def raise_together(problems: list[list[str] | None], purpose: str, error: BaseEx
     if len(kinds) == 1 and (same := _KINDS.get(kinds.pop())) is not None:
         unique = list(dict.fromkeys(words for _, words in found.values()))
         raise same("; ".join(unique)) from error
-    raise CheckpointFailed(list(found), f"could not {purpose} ({text})") from error
+    raise CheckpointFailed(list(found), f"could not {purpose} ({text}){remedy}") from error
 
 
 def _in_words(error: BaseException) -> str:
