@@ -71,7 +71,7 @@ class BackgroundCheckpoints:
     """
 
     def __init__(self, checkpoints: Checkpoints, *, model: nn.Module) -> None:
-        """Collective: a meeting, after which rank 0's folder is ready for all ranks."""
+        """Rank 0 makes `checkpoints` before any rank saves: a meeting lies between."""
         self.checkpoints, self._model, self._engine = checkpoints, model, engine_of(model)
         self._memory: dict[str, torch.Tensor] = {}
         self._stage: Stage | None = None  # None: nothing is being saved. The same on all ranks
@@ -79,7 +79,6 @@ class BackgroundCheckpoints:
         self._work: _Work | None = None  # this rank's in this stage; None where it has none
         self._problem: list[str] | None = None  # of this rank, before its thread began
         self._final, self._prunes = Path(), False
-        self._engine.meet("open the checkpoints' folder", {})
 
     @property
     def is_idle(self) -> bool:
