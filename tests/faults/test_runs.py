@@ -44,11 +44,12 @@ def whole(folder: Path) -> tuple[SftOptions, list[float]]:
 @pytest.mark.parametrize(
     ("world", "told", "fault"),
     [
-        (3, False, Fault(rank=1, phase="lock", moment=5)),
-        (2, True, Fault(rank=0, phase="forward", moment=7)),
+        (3, False, Fault(rank=1, phase="lock", minibatch=4, moment=5)),
+        (2, True, Fault(rank=0, phase="forward", minibatch=4, moment=7)),
         (2, True, Fault(rank=0, phase="save", moment=9)),
+        (2, False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
         (2, False, Fault(rank=1, phase="load", moment=4)),
-        (2, False, Fault(rank=1, phase="step", signal=signal.SIGSTOP)),
+        (2, False, Fault(rank=1, phase="step", minibatch=4, signal=signal.SIGSTOP)),
     ],
     ids=lambda value: value.phase if isinstance(value, Fault) else None,
 )
@@ -59,7 +60,8 @@ def test_fixed_faults(
     wanted = replace(wanted, samples_per_rank=6 // world)
     result = run_trial(wanted, fault, world=world, told=told, folder=tmp_path / "trial", losses=losses)
     assert result.struck
-    assert result.resumed_at == 2 or fault.phase == "save"
+    # The save of step 4 waits for that of step 2; where the fault comes late it is finished before.
+    assert result.resumed_at == 2 or (result.resumed_at == 4 and fault.phase in ("save", "background", "step"))
 
 
 @pytest.mark.slow
