@@ -146,6 +146,7 @@ class Part:
             flat = self._planner.state_dict
             self._planner.state_dict = {name: value for name, value in flat.items() if _is_split(value)}
 
+    @torch.no_grad()  # so that to_local is quick
     def hold(self, memory: dict[str, torch.Tensor]) -> None:
         """Copies all values to the host, so that `write` may run in a thread while the state changes.
 
@@ -159,7 +160,7 @@ class Part:
             if not isinstance(value, torch.Tensor):
                 state[name] = copy.deepcopy(value)
                 continue
-            local = (value.to_local() if isinstance(value, DTensor) else value).detach()
+            local = value.to_local() if isinstance(value, DTensor) else value
             first = names.setdefault((local.data_ptr(), local.shape, local.dtype), name)
             if first != name:
                 held[name] = held[first]
