@@ -281,12 +281,14 @@ def test_closing_drops_what_is_not_written(alone: tuple, tmp_path: Path) -> None
     background.close()
 
 
-def test_closing_finishes_what_all_have_written(alone: tuple, tmp_path: Path) -> None:
-    model, optimizer, background = alone
+def _closed_while_finishing(rank: int, world: int, folder: Path) -> None:
+    model, optimizer = make(MODEL, bf16=False)
+    background = BackgroundCheckpoints(Checkpoints(folder, keep=1), model=model)
+    train(model, optimizer, MODEL, range(1))
     finish = Saving.finish
 
     def slowly(saving: Saving, *arguments: Any, **how: Any) -> None:
-        time.sleep(0.3)
+        time.sleep(0.5)
         finish(saving, *arguments, **how)
 
     with mock.patch.object(Saving, "finish", slowly):
@@ -295,9 +297,25 @@ def test_closing_finishes_what_all_have_written(alone: tuple, tmp_path: Path) ->
         settle(background, model)
         assert background.checkpoints.all() == []
         background.close()
-    (path,) = background.checkpoints.all()
+    assert writers() == []
+
+
+def test_closing_finishes_what_all_have_written(tmp_path: Path) -> None:
+    ranks.run(_closed_while_finishing, 2, tmp_path)
+    (path,) = Checkpoints(tmp_path, keep=1).all()
     verify(path)
     assert unfinished(tmp_path) == []
+
+
+def test_tied_parameters_are_held_once(tmp_path: Path) -> None:
+    model, optimizer = make("gpt2-tied", bf16=False)
+    background = BackgroundCheckpoints(Checkpoints(tmp_path, keep=1), model=model)
+    for step in (1, 2):  # the second finds memory
+        background.save(optimizer=optimizer, state={}, step=step)
+        background.wait()
+        held = {name.removeprefix("model."): value.data_ptr() for name, value in background._memory.items()}
+        assert held["lm_head.weight"] == held["transformer.wte.weight"]
+        assert len(set(held.values())) == len(held) - 1
 
 
 def test_a_writer_that_is_told_to_stop_ends_before_its_next_write(alone: tuple, tmp_path: Path) -> None:

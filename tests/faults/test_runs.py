@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from odc_triton.checkpoint.steps import verify
 from odc_triton.comm.launch import Interrupted
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
@@ -162,11 +163,13 @@ def test_what_is_saved_after_a_skipped_step(
 
 
 def test_a_microbatch_out_of_memory_ends_all_ranks(tmp_path: Path) -> None:
-    wanted = case(write_case(tmp_path), steps=5, samples_per_rank=2)
+    wanted = case(write_case(tmp_path), steps=5, samples_per_rank=2, checkpoint_every=2)
     for error, seen, _ in ranks.run(_poisoned, 2, wanted, "out of memory"):
         assert error.startswith("MinibatchFailed: minibatch 2 failed")
         assert "rank 1: OutOfMemoryError: no memory for 3 GiB" in error
         assert len(seen) == 2
+    # What was still being written is completed, as all ranks know of the error.
+    verify(tmp_path / "out" / "checkpoints" / "step-00000002")
 
 
 # ---------------------------------------------------------------------- one rank's own trouble
