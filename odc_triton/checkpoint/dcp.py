@@ -1,6 +1,6 @@
 """Files of torch.distributed.checkpoint (DCP), written and read without its collectives and without trusting them.
 
-Every rank writes its own rows and a list of them (`write_part`); rank 0 joins the lists into DCP's `.metadata`
+Every rank writes its own rows and a list of them (`Part`); rank 0 joins the lists into DCP's `.metadata`
 (`join_parts`). Reading needs no other rank (`read_into`). The files are what `dcp.save` writes and `dcp.load` reads.
 
 [Note: pickles] `.metadata` is a pickle. DCP reads it, and values other than tensors, with an unpickler that runs any
@@ -11,6 +11,8 @@ code in them. Here an unpickler that accepts only DCP's own records reads `.meta
 from __future__ import annotations
 
 import contextlib
+import copy
+import errno
 import hashlib
 import importlib
 import io
@@ -18,7 +20,7 @@ import math
 import os
 import pathlib
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,14 +57,16 @@ class Written:
 class _DigestedFile:
     """A binary file that is only appended to; knows the digest of what was written, and why a write failed."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+    def __init__(self, path: Path, is_dropped: Callable[[], bool]) -> None:
+        self._file, self._is_dropped = path.open("wb"), is_dropped
         self._digest = hashlib.sha256()
         self._size_bytes = 0
         self.problem: OSError | None = None
 
     def write(self, data: Any) -> int:
         try:
+            if self._is_dropped():
+                raise InterruptedError(errno.EINTR, "dropped, as the run ends")
             count = self._file.write(data)
         except OSError as error:  # torch.save raises its own error instead
             self.problem = error
@@ -93,57 +97,106 @@ class _DigestedFile:
 
 class DigestedFiles(FileSystem):
     """A folder to write to; a file is on disk once its stream is closed. A folder that has vanished is an error and
-    is not created again."""
+    is not created again. Writing raises InterruptedError once `is_dropped()`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, is_dropped: Callable[[], bool] = lambda: False) -> None:
         self.written: dict[str, Written] = {}
+        self._is_dropped = is_dropped
 
     def mkdir(self, path: Any) -> None:
         pass
 
     @contextlib.contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        file = _DigestedFile(Path(path))
+        file = _DigestedFile(Path(path), self._is_dropped)
         try:
             yield file
             if not file.closed:
                 file.flush()
                 os.fsync(file.fileno())
                 file.close()
-        except BaseException:
+        except BaseException as raised:
             with contextlib.suppress(OSError):  # what is left in the buffer fails again
                 file.close()
-            if file.problem is not None:
-                raise file.problem from None
-            raise
+            problem = file.problem or raised
+            if isinstance(problem, OSError):
+                problem.filename = str(path)  # neither writing nor syncing names it
+            raise problem from None
         self.written[Path(path).name] = file.written()
 
 
-def write_part(folder: Path, rank: int, state: Mapping[str, Any]) -> dict[str, Written]:
-    """Writes this rank's shards of a nested state dict; on rank 0 also what all ranks share. Returns the files written.
+class _SavePlanner(DefaultSavePlanner):
+    """A planner that takes the values in `held`, by flat name, instead of those in the state dict."""
 
-    `folder` must exist. Raises OSError.
-    """
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(dict(state), None, is_coordinator=True)
-    if rank != 0:
-        planner.state_dict = {name: value for name, value in planner.state_dict.items() if _is_split(value)}
-    files = DigestedFiles()
-    writer = FileSystemWriter(folder)
-    writer.fs = files
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    (plan,), metadata = create_default_global_save_plan([plan])
-    plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]  # names its file after the rank
-    results = writer.write_data(planner.finish_plan(plan), planner).wait()
-    metadata.planner_data = planner.mappings  # how the flat names nest
-    metadata.storage_data = {result.index: result.storage_data for result in results}
-    metadata.version = CURRENT_DCP_VERSION
-    with files.create_stream(folder / _list_name(rank), "wb") as file:
-        pickle.dump(metadata, file)
-    return {name: file for name, file in files.written.items() if name != _list_name(rank)}
+    held: Mapping[str, torch.Tensor] = {}
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.held[index.fqn] if index.fqn in self.held else super().lookup_object(index)
 
 
-def _list_name(rank: int) -> str:
+class Part:
+    """This rank's shards of a nested state dict; on rank 0 also what all ranks share."""
+
+    def __init__(self, rank: int, state: Mapping[str, Any]) -> None:
+        self._rank = rank
+        self._planner = _SavePlanner()
+        self._planner.set_up_planner(dict(state), None, is_coordinator=True)
+        if rank != 0:
+            flat = self._planner.state_dict
+            self._planner.state_dict = {name: value for name, value in flat.items() if _is_split(value)}
+
+    @torch.no_grad()  # so that to_local is quick
+    def hold(self, memory: dict[str, torch.Tensor]) -> None:
+        """Copies all values to the host, so that `write` may run in a thread while the state changes.
+
+        `memory` has the host's tensors by name. What it lacks is allocated (pinned for values on a GPU); give the same
+        one again, once the part is written. Copies from a GPU are only enqueued on its current stream.
+        """
+        state = self._planner.state_dict
+        held: dict[str, torch.Tensor] = {}
+        names: dict[tuple[Any, ...], str] = {}  # tied parameters are held once
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                state[name] = copy.deepcopy(value)
+                continue
+            local = value.to_local() if isinstance(value, DTensor) else value
+            first = names.setdefault((local.data_ptr(), local.shape, local.dtype), name)
+            if first != name:
+                held[name] = held[first]
+                continue
+            kept = memory.get(name)
+            if kept is None or (kept.shape, kept.dtype) != (local.shape, local.dtype):
+                kept = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+            held[name] = kept.copy_(local, non_blocking=True)
+        memory.clear()
+        memory.update(held)
+        self._planner.held = held
+
+    def write(self, folder: Path, is_dropped: Callable[[], bool] = lambda: False) -> dict[str, Written]:
+        """Writes the values and their list into `folder`, which must exist; returns the files that stay.
+
+        Raises OSError; InterruptedError once `is_dropped()`.
+        """
+        planner, rank = self._planner, self._rank
+        files = DigestedFiles(is_dropped)
+        # Values on the host need no copies ahead, for which DCP would synchronize a stream of this thread's GPU.
+        writer = FileSystemWriter(folder, **({"per_thread_copy_ahead": 0} if planner.held else {}))
+        writer.fs = files
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        (plan,), metadata = create_default_global_save_plan([plan])
+        plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]  # names its file after the rank
+        results = writer.write_data(planner.finish_plan(plan), planner).wait()
+        metadata.planner_data = planner.mappings  # how the flat names nest
+        metadata.storage_data = {result.index: result.storage_data for result in results}
+        metadata.version = CURRENT_DCP_VERSION
+        with files.create_stream(folder / list_name(rank), "wb") as file:
+            pickle.dump(metadata, file)
+        return {name: file for name, file in files.written.items() if name != list_name(rank)}
+
+
+def list_name(rank: int) -> str:
+    """The file with the list of a rank's part, until `join_parts`."""
     return f"__{rank}{METADATA}"
 
 
@@ -153,9 +206,9 @@ def _is_split(value: Any) -> bool:
 
 def join_parts(folder: Path, world: int) -> dict[str, Written]:
     """Joins the ranks' lists into DCP's `.metadata`, removes them, and returns the new file. Raises OSError."""
-    joined = read_metadata(folder, _list_name(0))
+    joined = read_metadata(folder, list_name(0))
     for rank in range(1, world):
-        part = read_metadata(folder, _list_name(rank))
+        part = read_metadata(folder, list_name(rank))
         for name, entry in part.state_dict_metadata.items():
             ours = joined.state_dict_metadata.setdefault(name, entry)
             if ours is not entry:
@@ -166,7 +219,7 @@ def join_parts(folder: Path, world: int) -> dict[str, Written]:
     with files.create_stream(folder / METADATA, "wb") as file:
         pickle.dump(joined, file)
     for rank in range(world):
-        (folder / _list_name(rank)).unlink()
+        (folder / list_name(rank)).unlink()
     return files.written
 
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -107,55 +108,91 @@ def write_checkpoint(
     once all is written, for the manifest.
 
     Call it between minibatches. Raises CheckpointFailed on every rank, with the rank and the cause, if one could not
-    write; then nothing is left behind. Raises RankLost and DeadlineExceeded as meetings do; then a folder named by
-    `unfinished` is left.
+    write; then nothing is left behind. Raises RankLost and DeadlineExceeded as meetings do; then folders named by
+    `unfinished` may be left.
     """
     engine = engine_of(model)
-    if engine.is_open:
-        raise RuntimeError("saving inside a minibatch: gradients have not landed; save after the optimizer's step")
     purpose = f"save {Path(*final.parts[-2:])}"
-    aside: Path | None = None
+    saving: Saving | None = None
     try:
-        with all_or_none(engine, purpose) as shared:
-            if engine.rank == 0:
-                prepare()
-                aside = unfinished(final, "saving")
-                aside.mkdir()
-                shared["aside"] = aside.name
-            engine.drain("saving a checkpoint")
-        part = final.with_name(shared.all[0]["aside"])
-        with all_or_none(engine, purpose) as shared:
-            files = dcp.write_part(part, engine.rank, training_state.to_save(model, optimizer))
-            files |= _write_json(part / f"random-{engine.rank}.json", random_state())
-            if engine.rank == 0:
-                scales = {_SCALES: engine.exact_sums().scales()} if engine.exact else {}
-                files |= _write_json(part / _STATE, state | scales)
-            shared["files"] = {file: [entry.size_bytes, entry.sha256] for file, entry in files.items()}
-        written = [theirs["files"] for theirs in shared.all]
         with all_or_none(engine, purpose):
             if engine.rank == 0:
-                _finish(part, final, step=step, number=number(), written=written)
+                prepare()
+        with all_or_none(engine, purpose) as shared:
+            saving = Saving(final, model=model, optimizer=optimizer, state=state, step=step)
+            shared["written"] = saving.write()
+        with all_or_none(engine, purpose):
+            if engine.rank == 0:
+                saving.finish([theirs["written"] for theirs in shared.all], number=number())
     except BaseException:
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+        if saving is not None:
+            saving.abandon()
         raise
+
+
+class Saving:
+    """This rank's side of a checkpoint: it writes into a folder of its own, and rank 0 makes `final` of all of them.
+
+    All that is saved is read by `hold`, or by `write`. Raises RuntimeError inside a minibatch.
+    """
+
+    def __init__(
+        self, final: Path, *, model: nn.Module, optimizer: Optimizer, state: dict[str, Any], step: int
+    ) -> None:
+        engine = engine_of(model)
+        if engine.is_open:
+            raise RuntimeError("saving inside a minibatch: gradients have not landed; save after the optimizer's step")
+        engine.drain("saving a checkpoint")
+        self.final, self.step = final, step
+        self._engine = engine
+        self._aside = unfinished(final, "saving")
+        self._part = dcp.Part(engine.rank, training_state.to_save(model, optimizer))
+        self._json = {f"random-{engine.rank}.json": json.dumps(random_state())}
+        if engine.rank == 0:
+            scales = {_SCALES: engine.exact_sums().scales()} if engine.exact else {}
+            self._json[_STATE] = json.dumps(state | scales)
+
+    def hold(self, memory: dict[str, torch.Tensor]) -> None:
+        """Copies what is saved to the host: see `dcp.Part.hold`. From then on the model may change."""
+        self._part.hold(memory)
+        self._engine.drain("copying what a checkpoint saves to the host")
+
+    def write(self, is_dropped: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+        """Writes this rank's files; returns what rank 0 needs to finish, as JSON. Raises OSError; InterruptedError once
+        `is_dropped()`.
+        """
+        self._aside.mkdir()
+        files = self._part.write(self._aside, is_dropped)
+        for name, text in self._json.items():
+            files |= _write(self._aside / name, text.encode())
+        return {"aside": self._aside.name, "files": {name: [f.size_bytes, f.sha256] for name, f in files.items()}}
+
+    def finish(self, written: list[dict[str, Any]], *, number: int) -> None:
+        """Makes one folder of what the ranks' `write` returned and renames it to `final`. Rank 0 calls it, once all
+        have written. Raises OSError.
+        """
+        aside, final, files = self._aside, self.final, {}
+        for rank, theirs in enumerate(written):
+            files |= {name: Written(size_bytes=size, sha256=digest) for name, (size, digest) in theirs["files"].items()}
+            folder = final.with_name(theirs["aside"])
+            if folder != aside:
+                for name in (*theirs["files"], dcp.list_name(rank)):
+                    os.rename(folder / name, aside / name)
+                folder.rmdir()
+        files |= dcp.join_parts(aside, len(written))
+        _write(aside / MANIFEST, Manifest(number=number, step=self.step, world=len(written), files=files).to_json())
+        sync_folder(aside)
+        # `final` exists if a run that resumed from an older checkpoint saves this step again.
+        put_in_place(aside, final, former=unfinished(final, "replaced"))
+
+    def abandon(self) -> None:
+        """Removes what this rank has written, unless it has been finished."""
+        shutil.rmtree(self._aside, ignore_errors=True)
 
 
 def unfinished(final: Path, why: str) -> Path:
     """A name for what will become `final`, or used to be."""
     return final.with_name(f".{final.name}.{secrets.token_hex(4)}.{why}")
-
-
-def _finish(aside: Path, final: Path, *, step: int, number: int, written: list[dict[str, list[Any]]]) -> None:
-    files = dcp.join_parts(aside, len(written))
-    for theirs in written:
-        files |= {name: Written(size_bytes=size, sha256=digest) for name, (size, digest) in theirs.items()}
-    content = Manifest(number=number, step=step, world=len(written), files=files).to_json()
-    with DigestedFiles().create_stream(aside / MANIFEST, "wb") as file:
-        file.write(content)
-    sync_folder(aside)
-    # `final` exists if a run that resumed from an older checkpoint saves this step again.
-    put_in_place(aside, final, former=unfinished(final, "replaced"))
 
 
 def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
@@ -218,8 +255,8 @@ def _manifest(path: Path) -> Manifest | None:
     return Manifest.read(path)
 
 
-def _write_json(path: Path, content: Any) -> dict[str, Written]:
+def _write(path: Path, data: bytes) -> dict[str, Written]:
     files = DigestedFiles()
     with files.create_stream(path, "wb") as file:
-        file.write(json.dumps(content).encode())
+        file.write(data)
     return files.written

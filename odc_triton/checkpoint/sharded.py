@@ -44,21 +44,33 @@ class all_or_none(dict):
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        problem = None if error is None else [type(error).__name__, _in_words(error)]
+        problem = None if error is None else problem_of(error)
         message = {"problem": problem, **(self if error is None else {})}
         if error is not None and not isinstance(error, Exception):  # a request to stop: wait for nobody
             self._engine.meetings.tell(self._purpose, message)
             return
         self.all = self._engine.meetings.meet(self._purpose, message)
-        problems = {rank: theirs["problem"] for rank, theirs in enumerate(self.all) if theirs["problem"] is not None}
-        if not problems:
-            return
-        kinds = {kind for kind, _ in problems.values()}
-        text = "; ".join(f"rank {rank}: {words}" for rank, (_, words) in problems.items())
-        if len(kinds) == 1 and (same := _KINDS.get(kinds.pop())) is not None:
-            unique = list(dict.fromkeys(words for _, words in problems.values()))
-            raise same("; ".join(unique)) from error
-        raise CheckpointFailed(list(problems), f"could not {self._purpose} ({text})") from error
+        raise_together([theirs["problem"] for theirs in self.all], self._purpose, error)
+
+
+def problem_of(error: BaseException) -> list[str]:
+    """An error as ranks tell it each other: its kind, and words."""
+    return [type(error).__name__, _in_words(error)]
+
+
+def raise_together(
+    problems: list[list[str] | None], purpose: str, error: BaseException | None = None, *, remedy: str = ""
+) -> None:
+    """Raises the same error on all ranks if one of them has a problem. `problems`: by rank; `error`: this rank's."""
+    found = {rank: problem for rank, problem in enumerate(problems) if problem is not None}
+    if not found:
+        return
+    kinds = {kind for kind, _ in found.values()}
+    text = "; ".join(f"rank {rank}: {words}" for rank, (_, words) in found.items())
+    if len(kinds) == 1 and (same := _KINDS.get(kinds.pop())) is not None:
+        unique = list(dict.fromkeys(words for _, words in found.values()))
+        raise same("; ".join(unique)) from error
+    raise CheckpointFailed(list(found), f"could not {purpose} ({text}){remedy}") from error
 
 
 def _in_words(error: BaseException) -> str:

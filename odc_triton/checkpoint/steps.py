@@ -2,8 +2,9 @@
 
     folder/step-00000010/   what is in it: folder.py
 
-Unfinished folders are called `.step-….saving`, `.step-….removing` or `.step-….replaced`. The process that holds the
-lock on `folder/.lock` (rank 0, for as long as it lives) owns these and may remove what a killed run has left.
+Unfinished folders, of which each rank has its own while it writes, are called `.step-….saving`,
+`.step-….removing` or `.step-….replaced`. The process that holds the lock on `folder/.lock` (rank 0, for as long as it
+lives) owns these and may remove those that it has found at its start: a killed run has left them.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ class Checkpoints:
             raise ValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
         self.folder, self.keep = Path(folder), keep
         self._lock: ByteLocks | None = None
-        self._is_clean = False
+        self._left: list[Path] = []  # what killed runs have left, until it is removed
         if not dist.is_initialized() or dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(OSError):  # another user's folder, only read
+                self._left = sorted(path for path in self.folder.iterdir() if _UNFINISHED.fullmatch(path.name))
                 self._own(wait_s=0)
 
     # ------------------------------------------------------------------ looking
@@ -91,26 +93,35 @@ class Checkpoints:
         the cause, if one could not write; then nothing is left behind, and older ones stay as they are. Raises RankLost
         and DeadlineExceeded as meetings do; then the next run removes what is left.
         """
-        final = self.folder / f"step-{step:08d}"
+        final = self.path_of(step)
         write_checkpoint(
             final,
             model=model,
             optimizer=optimizer,
             state=state,
             step=step,
-            prepare=self._prepare,
-            number=lambda: 1 + max((_number(path, damaged=-1) for path in _folders(self.folder)), default=-1),
+            prepare=self.prepare,
+            number=self.next_number,
         )
         if engine_of(model).rank == 0 and prune:
-            self._prune(final)
+            self.prune(final)
         return final
 
-    def _prepare(self) -> None:
+    def path_of(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def prepare(self) -> None:
+        """What rank 0 does before it writes. Raises OSError for a folder that has vanished or is another run's."""
         if not self.folder.is_dir():
             raise FileNotFoundError(f"the checkpoints' folder {self.folder} has vanished")
         self._own(wait_s=_LOCK_WAIT_S)
 
-    def _prune(self, newest: Path) -> None:
+    def next_number(self) -> int:
+        """How many checkpoints were saved here before the next one."""
+        return 1 + max((_number(path, damaged=-1) for path in _folders(self.folder)), default=-1)
+
+    def prune(self, newest: Path) -> None:
+        """Removes the oldest ones beyond `keep`, and never `newest`. Only rank 0 calls it."""
         others = [path for path in _folders(self.folder) if path != newest]
         others.sort(key=lambda path: _number(path, damaged=-1))
         for path in others[: max(0, len(others) - self.keep + 1)]:
@@ -135,12 +146,9 @@ class Checkpoints:
             time.sleep(0.1)
         # Take the lock each time: another object of this process may have closed the file, which drops it. See
         # [Note: traps of fcntl locks].
-        if self._is_clean:
-            return
-        self._is_clean = True
-        for path in sorted(self.folder.iterdir()):
-            if (found := _UNFINISHED.fullmatch(path.name)) is None:
-                continue
+        while self._left:
+            path = self._left.pop(0)
+            found = _UNFINISHED.fullmatch(path.name)
             original = self.folder / found[1]
             if found[2] == "replaced" and not original.exists():
                 os.rename(path, original)

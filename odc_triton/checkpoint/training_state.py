@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
 from torch.optim import Optimizer
 
 from ..base.errors import CheckpointDiffers
@@ -23,16 +27,13 @@ _SHOWN = 5  # differences that a message lists
 
 def to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The nested state dict to write. An optimizer that has never stepped only has hyperparameters."""
-    return {"model": get_model_state_dict(model), "optimizer": _optimizer_state(model, optimizer)}
-
-
-def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if optimizer.state:
-        return get_optimizer_state_dict(model, optimizer)
-    # torch's function would create states by a step with a learning rate of 0, which would count as a step.
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        return {"model": of_model, "optimizer": of_optimizer}
+    # torch's function for optimizers would create states by a step with a learning rate of 0, which would count as one.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    return {"state": {}, "param_groups": groups}
+    return {"model": get_model_state_dict(model), "optimizer": {"state": {}, "param_groups": groups}}
 
 
 def to_load(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -> dict[str, Any]:

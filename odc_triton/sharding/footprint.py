@@ -72,6 +72,8 @@ class MemoryPlan:
     """Keys and values of `enable_split` that peers read, gradients that they add to, and flags."""
     muon_bytes: int
     """Rows of matrices that Muon reads whole and writes back, in bf16."""
+    checkpoint_host_bytes: int
+    """Host memory for checkpoints written in the background: masters, optimizer states and buffers once more."""
     job_shared_bytes: int
     """Shared memory of the whole job, alignment included: on the CPU backend what PSS shows, counted once."""
 
@@ -84,8 +86,12 @@ class MemoryPlan:
 
     @property
     def persistent_private_bytes(self) -> int:
-        """Private bytes that stay: master, optimizer states, buffers; with FSDP2 also `.grad`."""
+        """Private bytes that stay: master, optimizer states, buffers; with FSDP2 also `.grad`, on the CPU also
+        `checkpoint_host_bytes`.
+        """
         kept = self.master_shard_bytes + self.optimizer_state_bytes + self.buffer_bytes
+        if self.backend == "cpu":
+            kept += self.checkpoint_host_bytes
         return kept if self.scheme == "odc" else kept + self.gradient_shard_bytes
 
     @property
@@ -124,6 +130,7 @@ _ROWS = (
     ("split sequences", "split_bytes"),
     ("rows for Muon", "muon_bytes"),
     ("buffers", "buffer_bytes"),
+    ("checkpoints in the background, host", "checkpoint_host_bytes"),
     ("unsharded parameters, peak", "gathered_bytes"),
     ("whole gradients, peak", "transient_gradient_bytes"),
     ("activations (estimate)", "activation_bytes"),
@@ -142,7 +149,7 @@ def side_by_side(*plans: MemoryPlan) -> str:
         return f"{getattr(plan, name) / 1e9:.3f}"
 
     rows = [["GB per rank", *(_title(plan) for plan in plans)]]
-    optional = ("split_bytes", "muon_bytes")
+    optional = ("split_bytes", "muon_bytes", "checkpoint_host_bytes")
     shown = [row for row in _ROWS if row[1] not in optional or any(getattr(plan, row[1]) for plan in plans)]
     rows += [[label, *(cell(plan, name) for plan in plans)] for label, name in shown]
     return "\n".join(in_columns(rows, numbers=True))
@@ -166,6 +173,7 @@ def memory_plan(
     gradient_checkpointing: bool = False,
     split_tokens: int = 0,
     exact: bool = False,
+    checkpoint_background: bool = False,
 ) -> MemoryPlan:
     """Bytes per rank that training `model` on `world` ranks takes. Nothing is allocated; `model` may be on meta.
 
@@ -180,10 +188,11 @@ def memory_plan(
     view; on "cuda" the strategies `gathered`
     and `split` run, except in layers of `replace_layers`: what these read from the owners themselves, an
     embedding or a head, is never whole, nor is its gradient. Activations are an estimate, see
-    `activation_bytes_per_token`. `split_tokens`: what `enable_split` is given, `exact`: what `fully_shard` is; both for
-    ODC only.
+    `activation_bytes_per_token`. `split_tokens`: what `enable_split` is given, `exact`: what `fully_shard` is;
+    `checkpoint_background`: with checkpoints that `train sft` writes in the background, for which each rank holds its
+    masters and states once more on the host, pinned where the backend is "cuda". All three for ODC only.
 
-    Raises ValueError for world or replicas < 1, replicas or exact sums of FSDP2, negative tokens, an unknown name, or a
+    Raises ValueError for world or replicas < 1, what is for ODC only with FSDP2, negative tokens, an unknown name, or a
     model without parameters.
     """
     if not isinstance(world, int) or world < 1:
@@ -196,6 +205,8 @@ def memory_plan(
         raise ValueError(f"split_tokens is {split_tokens} for {scheme!r} and {replicas} replicas; give 0")
     if exact and scheme != "odc":
         raise ValueError(f"exact is {exact} for {scheme!r}: only 'odc' sums exactly, leave it out")
+    if checkpoint_background and scheme != "odc":
+        raise ValueError(f"checkpoint_background is {checkpoint_background} for {scheme!r}: it is for 'odc' only")
     for name, value, known in (
         ("scheme", scheme, SCHEMES),
         ("optimizer", optimizer, tuple(OPTIMIZER_STATES)),
@@ -216,6 +227,8 @@ def memory_plan(
     others = [spec for spec in trained if not (optimizer == "muon" and spec.is_block_matrix)]
     states = _state_bytes(split, "muon", by_muon)
     states += _state_bytes(split, "adamw" if optimizer == "muon" else optimizer, others)
+    buffer_bytes = sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+    host_bytes = split.shards(specs, "master_dtype") + states + buffer_bytes
     muon_bytes = 0
     if scheme == "odc":
         # On CUDA each rank allocates its own region, of the same size on all ranks, with every shard aligned in it.
@@ -263,7 +276,7 @@ def memory_plan(
         master_shard_bytes=master_shard,
         optimizer_state_bytes=states,
         gradient_cast_bytes=gradient_cast,
-        buffer_bytes=sum(buffer.numel() * buffer.itemsize for buffer in model.buffers()),
+        buffer_bytes=buffer_bytes,
         gathered_bytes=gathered,
         transient_gradient_bytes=whole_gradients,
         activation_bytes_per_token=activation_bytes_per_token(
@@ -274,6 +287,7 @@ def memory_plan(
         tokens_per_microbatch=tokens_per_microbatch,
         split_bytes=split_bytes,
         muon_bytes=muon_bytes,
+        checkpoint_host_bytes=host_bytes if checkpoint_background else 0,
         job_shared_bytes=job_shared + world * split_bytes,
     )
 

@@ -67,6 +67,7 @@ class Told:
     passed_s: float
     stop: int | None  # the signal that asked it to stop
     save: bool  # its clock says that a checkpoint is due; rank 0's decides
+    writer: dict[str, Any] | None = None  # how far it is with a checkpoint in the background
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +80,7 @@ class Agreed:
     idle: float  # share of the ranks' time, 0 to 1
     stop: int | None
     save: bool
+    writers: list[dict[str, Any] | None]  # by rank
 
     @property
     def finite(self) -> bool:
@@ -96,4 +98,5 @@ def agree(engine: Engine, told: Told) -> Agreed:
         idle=min(sum(each["waited_s"] for each in messages) / passed_s, 1.0) if passed_s else 0.0,
         stop=next((each["stop"] for each in messages if each["stop"] is not None), None),
         save=messages[0]["save"],
+        writers=[each["writer"] for each in messages],
     )

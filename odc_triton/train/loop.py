@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..base.errors import OfRanks
+from ..base.errors import MinibatchFailed, OdcError, OfRanks
 from ..base.signals import StopRequest
+from ..checkpoint.background import BackgroundCheckpoints
 from ..checkpoint.steps import Checkpoints
 from ..comm.launch import Interrupted
 from .metrics import Metrics, MetricsFile, Progress
@@ -63,9 +64,28 @@ class Loop:
         self.saved_step = -1
         self._saved_s = time.monotonic()
         self._is_first = run.engine.rank == 0
-        run.asked = Asked(stop=lambda: stop.signal, look=stop.look, save=self._is_due_by_clock)
+        self.background = BackgroundCheckpoints(self.checkpoints, model=run.model)
+        run.asked = Asked(
+            stop=lambda: stop.signal,
+            look=stop.look,
+            save=self._is_due_by_clock,
+            writer=self.background.report,
+            settle=self.background.settle,
+        )
 
     def run_to_the_end(self) -> Metrics:
+        try:
+            return self._run_to_the_end()
+        except (MinibatchFailed, TooManySkipped) as error:  # on all ranks: the last checkpoint can still be completed
+            try:
+                self.background.wait()
+            except OdcError as problem:
+                error.add_note(f"Then the last checkpoint failed: {problem}")
+            raise
+        finally:
+            self.background.close()
+
+    def _run_to_the_end(self) -> Metrics:
         run = self.run
         self._resume()
         metrics: Metrics = {"step": run.state.step, "tokens": run.state.tokens}
@@ -87,6 +107,7 @@ class Loop:
                 self._save_where_due()
         if file is not None:
             file.close()
+        self.background.wait()
         if run.stop is not None and run.state.step < run.steps:
             if self._is_first:
                 path = self.checkpoints.folder / f"step-{run.state.step:08d}"
@@ -145,14 +166,20 @@ class Loop:
         stops = run.stop is not None and run.state.step < run.steps and run.state.step > self.saved_step
         if run.was_skipped:
             if (last or stops) and run.is_sound():
-                self._save(prune=False)
+                self._save(prune=False, ends=True)
         elif by_steps or last or stops or run.save_is_due:
-            self._save()
+            self._save(prune=True, ends=last or stops)
 
-    def _save(self, *, prune: bool = True) -> None:
+    def _save(self, *, prune: bool, ends: bool) -> None:
+        """`ends`: no step follows, so there is nothing to go on with while it is written."""
         run = self.run
         step = run.state.step
-        self.checkpoints.save(model=run.model, optimizer=run.optimizer, state=run.position(), step=step, prune=prune)
+        how = {"optimizer": run.optimizer, "state": run.position(), "step": step, "prune": prune}
+        if run.options.checkpoint_background and not ends:
+            self.background.save(**how)
+        else:
+            self.background.wait(quiet_s=0.0)
+            self.checkpoints.save(model=run.model, **how)
         self.saved_step, self._saved_s = step, time.monotonic()
         run.rested()
 

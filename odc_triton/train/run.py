@@ -57,11 +57,13 @@ class TooManySkipped(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What may interrupt a rank. By default nothing does."""
+    """What may interrupt a rank, and what ranks tell each other of it. By default nothing does."""
 
     stop: Callable[[], int | None] = lambda: None  # the signal that asked this rank to stop
     look: Callable[[], None] = lambda: None  # called now and then: raises if a peer is dead
     save: Callable[[], bool] = lambda: False  # whether a checkpoint is due by the clock
+    writer: Callable[[], dict[str, Any] | None] = lambda: None  # how far this rank is with one in the background
+    settle: Callable[[list[dict[str, Any] | None]], None] = lambda _: None  # given what `writer` gave on all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,8 +158,10 @@ class Run(ABC):
                 passed_s=told_s - self._agreed_s,
                 stop=self.asked.stop(),
                 save=self.asked.save(),
+                writer=self.asked.writer(),
             ),
         )
+        self.asked.settle(agreed.writers)
         self._agreed_s = told_s
         self.recent.append(events)
         if agreed.finite:

@@ -51,6 +51,9 @@ class RunOptions:
     fused_head: bool = option(False, "never compute whole logits: less memory, a little more time")
     checkpoint_every: int = option(0, "steps between checkpoints; 0: none by steps")
     checkpoint_minutes: float = option(0.0, "minutes between checkpoints; 0: none by time")
+    checkpoint_background: bool = option(
+        True, "go on while checkpoints are written; takes host memory for masters and optimizer states"
+    )
     keep: int = option(2, "newest checkpoints to keep")
     resume: str = option("never", "never, auto (continue the run in --out, if there is one), or a checkpoint folder")
     replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
@@ -60,8 +63,9 @@ class RunOptions:
     # These affect neither what is learned nor when, so a resumed run may change them.
     free: ClassVar[frozenset[str]] = frozenset(
         (
-            *("out", "resume", "checkpoint_every", "checkpoint_minutes", "keep", "timeout_minutes", "max_skipped"),
-            *("eval_every", "gradient_checkpointing", "replicas", "split_sequences", "split_tokens"),
+            *("out", "resume", "checkpoint_every", "checkpoint_minutes", "checkpoint_background", "keep"),
+            *("timeout_minutes", "max_skipped", "eval_every", "gradient_checkpointing", "replicas"),
+            *("split_sequences", "split_tokens"),
         )
     )
     per_rank: ClassVar[str]  # the option that one step takes of on each rank, on average

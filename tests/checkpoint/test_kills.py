@@ -10,13 +10,15 @@ import pytest
 import torch.distributed as dist
 
 from odc_triton.base.errors import RankLost
+from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.steps import Checkpoints, verify
+from tests.checkpoint.test_background import settle
 from tests.checkpoint.test_faults import MODEL, saved_twice, unfinished
 from tests.support import ranks
 from tests.support.checkpointed import make, train
 
 
-def _until_killed(rank: int, world: int, folder: Path, loading: bool) -> None:
+def _until_killed(rank: int, world: int, folder: Path, way: str) -> None:
     model, optimizer = make(MODEL, bf16=False)
     checkpoints = Checkpoints(folder, keep=2)
     newest = checkpoints.newest()
@@ -24,12 +26,18 @@ def _until_killed(rank: int, world: int, folder: Path, loading: bool) -> None:
     if newest is not None:
         step = checkpoints.load(newest, model=model, optimizer=optimizer)["step"]
     train(model, optimizer, MODEL, range(1))
+    background = BackgroundCheckpoints(checkpoints, model=model) if way == "in the background" else None
     if rank == 0:
         (folder / "ready").touch()
     while True:
         step += 1
-        if loading:
+        if way == "loading":
             checkpoints.load(newest, model=model, optimizer=optimizer)
+        elif background is not None:
+            background.save(optimizer=optimizer, state={"step": step}, step=step)
+            for _ in range(3):  # steps: it is finished at one of them, or the next save waits for it
+                time.sleep(0.02)
+                settle(background, model)
         else:
             checkpoints.save(model=model, optimizer=optimizer, state={"step": step}, step=step)
 
@@ -43,13 +51,16 @@ def _look(rank: int, world: int, folder: Path) -> int:
     return step
 
 
-@pytest.mark.parametrize(("victim", "loading"), [(0, False), (1, False), (1, True)])
-def test_killed_at_any_moment(tmp_path: Path, victim: int, loading: bool) -> None:
+@pytest.mark.parametrize(
+    ("victim", "way"),
+    [(0, "saving"), (1, "saving"), (1, "loading"), (0, "in the background"), (1, "in the background")],
+)
+def test_killed_at_any_moment(tmp_path: Path, victim: int, way: str) -> None:
     """The other rank names the dead one; the newest checkpoint is whole; the next run takes away what is left."""
     saved_twice(tmp_path)
     for moment in range(3):
         (tmp_path / "ready").unlink(missing_ok=True)
-        with ranks.start(_until_killed, 2, tmp_path, loading) as job:
+        with ranks.start(_until_killed, 2, tmp_path, way) as job:
             deadline = time.monotonic() + 60
             while not (tmp_path / "ready").exists():
                 assert time.monotonic() < deadline

@@ -12,7 +12,7 @@ from typing import Any
 
 from odc_triton.train.sft_options import SftOptions
 
-PHASES = ("forward", "backward", "lock", "step", "after step", "metrics", "save", "load", "export")
+PHASES = ("forward", "backward", "lock", "step", "after step", "metrics", "save", "background", "load", "export")
 # Events that the interpreter reports (PEP 578) while a checkpoint is written or read: each is a moment to die.
 _FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.rmdir", "shutil.rmtree")
 
@@ -55,12 +55,13 @@ class _Trigger:
 
 
 def _arm(fault: Fault) -> None:
+    from odc_triton.checkpoint.background import BackgroundCheckpoints
     from odc_triton.checkpoint.steps import Checkpoints
     from odc_triton.train import loop, sft
     from odc_triton.train.metrics import MetricsFile
     from odc_triton.train.sft_run import SftRun
 
-    trigger = _Trigger(fault)
+    trigger, in_background = _Trigger(fault), _Trigger(fault)  # the latter stays armed while steps are taken
 
     class FaultyRun(SftRun):
         def __init__(self, **given: Any) -> None:
@@ -102,6 +103,12 @@ def _arm(fault: Fault) -> None:
             trigger.armed = False
             return state
 
+    class FaultyBackground(BackgroundCheckpoints):
+        def save(self, **given: Any) -> None:
+            self.wait()  # the one before it is whole
+            in_background.armed = fault.phase == "background" and given["step"] >= fault.minibatch
+            super().save(**given)
+
     class FaultyMetrics(MetricsFile):
         def write(self, metrics: dict) -> None:
             trigger.armed = fault.phase == "metrics" and metrics["step"] > fault.minibatch
@@ -116,9 +123,10 @@ def _arm(fault: Fault) -> None:
 
     real_save_model = loop.save_model
     sft.SftRun = FaultyRun
-    loop.Checkpoints, loop.save_model, loop.MetricsFile = FaultyCheckpoints, save_model, FaultyMetrics
-    if fault.phase in ("save", "load", "export"):
-        sys.addaudithook(lambda event, _: trigger() if event in _FILE_EVENTS else None)
+    loop.Checkpoints, loop.BackgroundCheckpoints = FaultyCheckpoints, FaultyBackground
+    loop.save_model, loop.MetricsFile = save_model, FaultyMetrics
+    if fault.phase in ("save", "background", "load", "export"):
+        sys.addaudithook(lambda event, _: (trigger(), in_background()) if event in _FILE_EVENTS else None)
 
 
 def _then(function: Callable[..., bool], trigger: _Trigger) -> Callable[..., bool]:

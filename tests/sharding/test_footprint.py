@@ -354,9 +354,20 @@ def test_totals_add_up():
             for field in fields(plan)
             if field.name.endswith("_bytes") and not field.name.startswith("job_")
         ]
-        assert len(parts) == 10
+        assert len(parts) == 11
         assert plan.total_bytes == sum(parts) + plan.activation_bytes
         assert plan.job_bytes == plan.job_shared_bytes + 2 * (plan.total_bytes - plan.shared_bytes)
+
+
+@pytest.mark.parametrize(("backend", "in_total"), [("cpu", 1), ("cuda", 0)])
+def test_checkpoints_in_the_background_take_host_memory(backend, in_total):
+    """Of masters, though there is one copy of them in fp32, states and buffers; on a GPU it is not the GPU's."""
+    plain = memory_plan(qwen2(), 2, backend=backend)
+    plan = memory_plan(qwen2(), 2, backend=backend, checkpoint_background=True)
+    masters = sum(p.chunk(2)[0].nbytes for p in qwen2().parameters())
+    assert plan.checkpoint_host_bytes == masters + plan.optimizer_state_bytes + plan.buffer_bytes
+    assert plan.total_bytes == plain.total_bytes + in_total * plan.checkpoint_host_bytes
+    assert "checkpoints in the background, host" in str(plan)
 
 
 def test_side_by_side_is_aligned_and_in_gb():
@@ -393,6 +404,10 @@ def test_what_is_read_on_demand_is_never_whole(tied):
         ({"optimizer": "adam"}, "optimizer is 'adam'; use one of 'adamw', 'sgd', 'muon', 'none'"),
         ({"backend": "rocm"}, "backend is 'rocm'; use one of 'cpu', 'cuda'"),
         ({"scheme": "ddp"}, "scheme is 'ddp'; use one of 'odc', 'fsdp2', 'fsdp2_no_reshard'"),
+        (
+            {"scheme": "fsdp2", "checkpoint_background": True},
+            "checkpoint_background is True for 'fsdp2': it is for 'odc'",
+        ),
         ({"tokens_per_microbatch": -1}, "tokens_per_microbatch is -1; give 0"),
         ({"model": nn.ReLU()}, "ReLU has no parameters; plan the model"),
     ],

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from odc_triton.checkpoint.steps import Checkpoints, verify
 from odc_triton.train.metrics import MetricsFile, read_metrics
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks, slow
@@ -101,6 +103,44 @@ def test_goes_on_as_if_never_stopped(folder: Path, tmp_path: Path, world: int, t
     assert ranks.run(train, then, replace(wanted, samples_per_rank=4 // then), None) == ["ended"] * then
     torch.testing.assert_close(losses(out), want, rtol=EXACT if world == then == 1 else ACROSS_RANKS, atol=0)
     assert (out / "model" / "model.safetensors").exists()
+
+
+def _until_killed(rank: int, world: int, wanted: SftOptions) -> None:
+    from odc_triton.train.sft import train_sft
+
+    def on_metrics(metrics: dict) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()
+        if metrics["step"] == STEPS:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    train_sft(wanted, on_metrics)
+
+
+# With the save of step 4 only, the steps after it finish it; otherwise the save of step 6 waits for it.
+@pytest.mark.parametrize(("world", "then", "every"), [(1, 1, 4), (2, 1, 2)])
+def test_goes_on_from_a_checkpoint_written_in_the_background(
+    folder: Path, tmp_path: Path, world: int, then: int, every: int
+) -> None:
+    """Rank 0 is killed after the last step: nothing was saved but in the background."""
+    changes = {} if world == then else {"init": str(folder / "without-dropout.json")}
+    want = uninterrupted(folder, world, **changes)
+    out = tmp_path / "out"
+    wanted = case(
+        folder, out=str(out), steps=STEPS, samples_per_rank=4 // world, resume="auto", checkpoint_every=every, **changes
+    )
+    with ranks.start(_until_killed, world, wanted) as job:
+        outcomes = job.join()
+    assert outcomes[0].signal == signal.SIGKILL
+    assert [outcome.error_type for outcome in outcomes[1:]] == ["RankLost"] * (world - 1)
+    whole = Checkpoints(out / "checkpoints", keep=9).all()
+    assert "step-00000004" in [path.name for path in whole]
+    for path in whole:
+        verify(path)
+    assert ranks.run(train, then, replace(wanted, samples_per_rank=4 // then), None) == ["ended"] * then
+    torch.testing.assert_close(losses(out), want, rtol=EXACT if world == then else ACROSS_RANKS, atol=0)
+    assert not [path.name for path in (out / "checkpoints").iterdir() if path.name.startswith(".step")]
 
 
 def test_dropout_is_in_the_losses(folder: Path) -> None:
