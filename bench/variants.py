@@ -131,10 +131,14 @@ class Variant(ABC):
         """Forward and backward of one pack with the loss scaled; returns the unscaled summed loss, on the device."""
         self.log.microbatch = index
         with self.log.span("forward"), self.computing():
-            loss = summed_loss(self.model, pack)
+            loss = self.loss(pack)
         with self.log.span("backward"):
             (loss * scale).backward()
         return loss.detach()
+
+    def loss(self, pack: Pack) -> torch.Tensor:
+        """Of one pack, summed over its target tokens."""
+        return summed_loss(self.model, pack)
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         """A context around each forward."""
@@ -256,7 +260,7 @@ class Odc(Variant):
         total = torch.zeros(())
         with minibatch(self.model, tokens=tokens, split=getattr(packs, "split", None)) as mb:
             for pack in packs:
-                loss = summed_loss(self.model, pack)
+                loss = self.loss(pack)
                 (loss / mb.tokens).backward()
                 total = total + loss.detach()
         return total.item()

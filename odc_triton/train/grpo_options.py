@@ -96,6 +96,11 @@ class GrpoOptions(RunOptions):
                 "loss is gspo, whose ratio is that of a whole sequence, and split_sequences has parts of it on several "
                 "ranks: leave one of them out"
             )
+        if self.kl and self.lora_rank and self.init is not None:
+            raise ValueError(
+                f"kl is {self.kl} with lora_rank {self.lora_rank}, and --init would draw other weights for the "
+                f"reference model: give --model"
+            )
         if self.split_sequences and self.kl:
             raise ValueError(
                 f"kl is {self.kl}, and the reference model does not run on parts of sequences: leave --kl or "

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_triton.rl.generation import Request, Sampled, SamplingOptions
 from odc_triton.train.grpo_options import GrpoOptions
@@ -26,12 +27,14 @@ def vowels(completions: Sequence[str], wanted: Sequence[str], **_: object) -> li
 
 
 def write_prompts(folder: Path, *, prompts: int = 12, config: dict | None = None) -> Path:
-    """Adds prompts.jsonl and held_out.jsonl, with a column `wanted`, to what `write_case` writes."""
+    """Adds to `write_case` prompts.jsonl and held_out.jsonl, with a column `wanted`, and a model, start/."""
     write_case(folder, config=config)
     texts = [json.loads(line)["prompt"] for line in (folder / "data.jsonl").read_text().splitlines()]
     for name, some in (("prompts", texts[:prompts]), ("held_out", texts[prompts : prompts + 5])):
         lines = [json.dumps({"prompt": text, "wanted": "aeiou"[: 1 + n % 5]}) for n, text in enumerate(some)]
         (folder / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))
+    torch.manual_seed(3)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder / "start")
     return folder
 
 

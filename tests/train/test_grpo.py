@@ -106,9 +106,6 @@ CASES = {
 def test_steps_are_trls(folder: Path, tmp_path: Path, name: str, world: int) -> None:
     """Losses and weights after three steps of SGD."""
     start = folder / "start"
-    if not start.exists():
-        torch.manual_seed(3)
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(start)
     changes = {"init": None, "model": str(start), "optimizer": "sgd", "prompts_per_rank": 12 // world // 3 or 1}
     wanted = case(folder, out=str(tmp_path / "out"), **changes | {"lr": 1.0} | CASES[name])
     ranks.run(train, world, wanted, True)

@@ -194,6 +194,7 @@ def test_a_reward_that_fails_ends_the_run_on_all_ranks(folder: Path, tmp_path: P
         ({"loss": "cispo"}, "give --clip-high 5"),
         ({"loss": "gspo", "split_sequences": True}, "a whole sequence"),
         ({"kl": 0.1, "split_sequences": True}, "leave --kl or --split-sequences out"),
+        ({"kl": 0.1, "lora_rank": 2}, "other weights for the reference model: give --model"),
         ({"engine": "vllm-server"}, "--vllm-server ADDRESS together"),
         ({"engine": "vllm-colocate"}, "give --model"),
         ({"temperature": 0.0}, "temperature is 0.0; it must be positive"),
@@ -229,7 +230,8 @@ def test_too_few_prompts(folder: Path, tmp_path: Path) -> None:
 
 def test_lora_learns_the_adapters_only(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    wanted = options(folder, tmp_path / "out", lora_rank=4, kl=0.05, steps=2, lr=1e-2)
+    start = {"init": None, "model": str(folder / "start")}
+    wanted = options(folder, tmp_path / "out", lora_rank=4, kl=0.05, steps=2, lr=1e-2, **start)
     assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
     found = lines(tmp_path / "out")
     assert found[0]["kl"] == pytest.approx(0.0, abs=1e-6), "adapters start as the reference"
