@@ -3,9 +3,9 @@
     python -m bench.grpo [FOLDER] [--seeds 0 1 2] [--out bench/results/grpo.json]
     python -m bench.grpo [FOLDER] --demo      one seed, without controls and baselines (make demo-rl)
 
-Each seed: a model of 1.2 million parameters is taught by `train sft` for a minute, until it sorts some numbers; then
-`train grpo` goes on with other numbers, rewarded for what is right before the first mistake. It is taught both to sort
-up and down, and rewarded for up only: see sorting.py. Exact match is measured on held-out numbers by plain transformers, greedily, from the folders that both jobs write.
+Each seed: a model of 1.2 million parameters is taught by `train sft` for about a minute; then `train grpo` goes on with
+other numbers. It is taught to sort both up and down, and rewarded for up only (see sorting.py). Exact match is measured
+on held-out numbers by plain transformers, greedily, from the folders that both jobs write.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from odc_triton.train.sft_options import SftOptions
 
 RANKS = 2
 TAUGHT, PROMPTS, HELD_OUT = 20_000, 4_000, 400
-SFT_STEPS, GRPO_STEPS = 150, 40
+SFT_STEPS, GRPO_STEPS = 150, 30
 REWARD, RANDOM = "bench.sorting:sorted_reward", "bench.sorting:random_reward"
 
 

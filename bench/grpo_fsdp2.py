@@ -81,7 +81,7 @@ class Fsdp2Run(GrpoRun):
         self.engine.meet("all have written the weights of FSDP2", {})
         publish(self.model)
         self.engine.meet("all have published the weights of FSDP2", {})
-        return Agreed(loss_sum=loss_sum, sums=[0.0] * 6, norm=norm.item(), idle=0.0, stop=None, save=False)
+        return Agreed(loss_sum=loss_sum, sums=[0.0] * 6, norm=norm.item(), idle=0.0, stop=None, save=False, writers=[])
 
 
 def run_fsdp2(options: GrpoOptions) -> Metrics:

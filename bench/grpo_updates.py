@@ -10,7 +10,6 @@ import json
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
 from bench import quiet
@@ -18,13 +17,14 @@ from bench.harness import Work, compare, disturbed
 from bench.sorting import CONFIG
 from bench.variants import Fsdp2, Odc, OdcSplit, Pack, Variant
 from odc_triton.comm.launch import launch
-from odc_triton.data.dataset import TokenizedDataset
-from odc_triton.data.tokenizer import read_tokenizer
+from odc_triton.data.dataset import DataOptions, tokenize_file
+from odc_triton.data.tokenizer import TextEncoder, read_tokenizer
 from odc_triton.hf.loss import predictions
 from odc_triton.nn.head import log_probs
 from odc_triton.rl.objective import Objective, TokenTerms
 
 MINIBATCHES, WARM_UP, PROMPTS, GENERATIONS = 20, 1, 32, 8
+TOKEN_CAP = 2048
 OBJECTIVE = Objective(loss="dr_grpo", low=0.2, high=0.2)
 
 
@@ -60,23 +60,19 @@ KINDS = (GrpoFsdp2, GrpoOdc, GrpoOdcSplit)
 
 def _work(folder: Path) -> Work:
     """The completions of `MINIBATCHES` rollouts of 32 prompts, right ones, as samples."""
-    tokenizer = read_tokenizer(folder / "tokenizer.json")
     records = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
-    tokens: list[int] = []
-    offsets, spans, minibatches = [0], [], []
-    for start in range(0, (MINIBATCHES + WARM_UP) * PROMPTS, PROMPTS):
-        minibatches.append(list(range(len(spans), len(spans) + PROMPTS * GENERATIONS)))
-        for each in records[start : start + PROMPTS]:
-            text = f"<|prompt|>{each['prompt']}<|completion|>{each['answer']}<|end|>"
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            for _ in range(GENERATIONS):
-                spans.append((len(tokens) + len(each["prompt"]) + 2, len(tokens) + len(ids)))
-                tokens += ids
-                offsets.append(len(tokens))
-    data = TokenizedDataset(np.array(tokens, np.int32), np.array(offsets), np.array(spans))
+    records = records[: (MINIBATCHES + WARM_UP) * PROMPTS]
+    lines = [json.dumps({"prompt": each["prompt"], "completion": each["answer"]}) for each in records]
+    text = folder / "completions.jsonl"
+    text.write_text("".join(f"{line}\n" * GENERATIONS for line in lines))
+    encoder = TextEncoder.of(read_tokenizer(folder / "tokenizer.json"))
+    data = tokenize_file(text, encoder, DataOptions(max_tokens=TOKEN_CAP))
     data.save(folder / "completions.npz")
+    samples = list(range(len(data)))
+    of_step = PROMPTS * GENERATIONS
+    minibatches = [samples[start : start + of_step] for start in range(0, len(samples), of_step)]
     config = {name: value for name, value in CONFIG.items() if name not in ("model_type", "architectures")}
-    return Work(dataset=str(folder / "completions.npz"), config=config, minibatches=minibatches, token_cap=2048)
+    return Work(dataset=str(folder / "completions.npz"), config=config, minibatches=minibatches, token_cap=TOKEN_CAP)
 
 
 def measure_updates(folder: Path, *, ranks: int) -> dict[str, Any]:
@@ -87,6 +83,6 @@ def measure_updates(folder: Path, *, ranks: int) -> dict[str, Any]:
         "microbatches": {kind.json_name: one.microbatches[WARM_UP:] for kind, one in zip(KINDS, results, strict=True)},
         "disturbed": disturbed(results, WARM_UP),
         "most_waiting": quiet.MOST_WAITING,
-        "token_cap": 2048,
+        "token_cap": TOKEN_CAP,
         "completions": PROMPTS * GENERATIONS,
     }
