@@ -5,10 +5,14 @@ BIN := $(VENV)/bin
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test test-slow test-gpu-image test-latest aot venv lint format clean
+.PHONY: demo demo-rl test test-slow test-gpu-image test-latest aot venv lint format clean
 
 demo: venv
 	$(BIN)/odc-triton demo --out out/demo
+
+# GRPO on digits to sort: a model that learns what is rewarded, in a few minutes.
+demo-rl: venv
+	$(BIN)/python -m bench.grpo out/demo-rl --demo
 
 # Tests wait for each other's ranks as much as they compute: three side by side keep two cores busy.
 test: lint
