@@ -62,7 +62,7 @@ def rewarded(folder: Path, seed: int, out: str, **changes: Any) -> GrpoOptions:
         "prompts_per_rank": 16,
         "token_cap": 2048,
         "max_new_tokens": 48,
-        "decode_at_once": 128,
+        "decode_at_once": 32,
         "lr": 3e-5,
         "loss": "dr_grpo",
         "scale_rewards": "none",  # where all of a group fail, their small differences are noise

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 
-BUSY_KINDS = ("forward", "backward", "accumulate", "publish", "step")
+BUSY_KINDS = ("forward", "backward", "accumulate", "publish", "step", "rollout", "scoring")
 IDLE_KINDS = ("wait",)
 
 

@@ -36,6 +36,8 @@ COLOURS = {
     "accumulate": ("#3FA79A", "adding gradients to their owners"),
     "backward": ("#4F86B8", "backward"),
     "forward": ("#B5D3EA", "forward"),
+    "scoring": ("#8E7CC3", "rewards"),
+    "rollout": ("#D9D2E9", "sampling completions"),
 }
 INK, FAINT, ALARM = "#1A1A1A", "#6B6B6B", "#C23000"
 # Okabe and Ito's colours without black and yellow.

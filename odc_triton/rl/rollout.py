@@ -8,6 +8,7 @@ compute the same advantages and the same dealing. A rank that failed, or was ask
 from __future__ import annotations
 
 import base64
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from ..balance.queue import Counter
 from ..base.errors import RolloutFailed, describe
-from ..base.events import Event
 from ..engine.engine import Engine
 from .generation import CompletionEngine, Request, Sampled, SamplingOptions
 from .prompts import Prompt
 from .rewards import Rewards
 
+Span = tuple[str, float, float, str]  # kind, start and end in seconds, label: of an event
 _EMPTY = 1 << 40  # added to the queue's counter: nothing is left
 
 
@@ -62,7 +63,7 @@ class _Own:
 
 
 class Sampler:
-    """Samples and scores, with the other ranks. `decode`: prompts that this rank decodes together."""
+    """Samples and scores, with the other ranks."""
 
     def __init__(
         self,
@@ -82,20 +83,24 @@ class Sampler:
     ) -> Rollout | int:
         """The rollout of `slots`, or the signal for which the ranks stop instead. Collective.
 
+        `decode`: the most completions that this rank decodes together; never more than an equal part of all.
+
         Raises RolloutFailed on all ranks for what sampling or a reward raised on any; RankLost, DeadlineExceeded.
         """
         key = f"rollout/{self._rollouts}"
         self._rollouts += 1
         own, error = _Own(), None
-        kept = [event for event in self.engine.events.drain() if event.kind == "wait"]
+        events = self._drained()
+        together = max(1, min(decode // len(slots[0].seeds), math.ceil(len(slots) / self.engine.world)))
         try:
-            while stop() is None and (taken := self._take(key, slots, decode)):
-                self._complete(taken, slots, options, own, stop)
+            while stop() is None and (taken := self._take(key, len(slots), together)):
+                events += self._complete(taken, slots, options, own, stop)
         except Exception as raised:  # raised below, where the other ranks are told
             error = raised
         if error is not None or stop() is not None:
             self._counter.add(key, _EMPTY)
-        self._record(kept)
+        for kind, start_s, end_s, label in events:
+            self.engine.events.add(kind, start_s, end_s, label=label, microbatch=-1)
         message = vars(own) | {"stop": stop(), "failed": None if error is None else describe(error)}
         messages = self.engine.meet("exchange the completions", message)
         if self.engine.rank == 0:
@@ -107,27 +112,28 @@ class Sampler:
         asked = next((theirs["stop"] for theirs in messages if theirs["stop"] is not None), None)
         return self._joined(slots, messages) if asked is None else asked
 
-    def _take(self, key: str, slots: list[Slot], decode: int) -> list[int]:
-        """The places of the next prompts that nobody has, longest first; empty when all are taken."""
-        order = sorted(range(len(slots)), key=lambda place: -len(slots[place].prompt.ids))
-        start = (self._counter.add(key, 1) - 1) * decode
-        return order[start : start + decode]
+    def _take(self, key: str, count: int, together: int) -> range:
+        """The places of the next prompts that nobody has; empty when all are taken."""
+        start = (self._counter.add(key, 1) - 1) * together
+        return range(count)[start : start + together]
 
     def _complete(
         self,
-        taken: list[int],
+        taken: range,
         slots: list[Slot],
         options: SamplingOptions,
         own: _Own,
         stop: Callable[[], int | None],
-    ) -> None:
+    ) -> list[Span]:
+        """Adds the completions of `taken` to `own`, unless told to stop; what is to be recorded of it."""
         chosen = [slots[place] for place in taken]
         start_s = time.monotonic()
         sampled = self.completions.generate([Request(ids=s.prompt.ids, seeds=s.seeds) for s in chosen], options)
         sampled_s = time.monotonic()
         own.rollout_s += sampled_s - start_s
+        spans = [*self._drained(), ("rollout", start_s, sampled_s, f"{len(taken)} prompts")]
         if stop() is not None:
-            return
+            return spans
         flat = [(slot, one) for slot, group in zip(chosen, sampled, strict=True) for one in group]
         scores = self.rewards.score(
             [slot.prompt.given for slot, _ in flat],
@@ -135,23 +141,24 @@ class Sampler:
             [one.ids for _, one in flat],
             {name: [slot.prompt.columns.get(name) for slot, _ in flat] for name in self._columns},
         )
-        own.scoring_s += time.monotonic() - sampled_s
+        scored_s = time.monotonic()
+        own.scoring_s += scored_s - sampled_s
         at = 0
         for place, group in zip(taken, sampled, strict=True):
             rewards = [of_function[at : at + len(group)] for of_function in scores]
             at += len(group)
             own.made.append({"slot": place, "rewards": rewards, "sampled": [_packed(one) for one in group]})
+        return [*spans, ("scoring", sampled_s, scored_s, "")]
 
     def _completion(self, slot: Slot, one: Sampled) -> Any:
         """As reward functions get it: text, or for messages the assistant's."""
         text = self.tokenizer.decode(one.ids, skip_special_tokens=True)
         return text if isinstance(slot.prompt.given, str) else [{"role": "assistant", "content": text}]
 
-    def _record(self, kept: list[Event]) -> None:
-        """Leaves what this rank waited in its events, without the many forwards of decoding."""
-        kept += [event for event in self.engine.events.drain() if event.kind == "wait"]
-        for event in kept:
-            self.engine.events.add(event.kind, event.start_s, event.end_s, label=event.label)
+    def _drained(self) -> list[Span]:
+        """This rank's waits since the last call; the many forwards of decoding are dropped."""
+        drained = self.engine.events.drain()
+        return [(each.kind, each.start_s, each.end_s, each.label) for each in drained if each.kind == "wait"]
 
     def _joined(self, slots: list[Slot], messages: list[dict[str, Any]]) -> Rollout:
         made = {each["slot"]: each for theirs in messages for each in theirs["made"]}

@@ -32,7 +32,7 @@ class GrpoOptions(RunOptions):
     generations: int = option(8, "completions of each prompt")
     max_new_tokens: int = option(512, "most tokens of a completion")
     temperature: float = option(1.0, "of sampling")
-    decode_at_once: int = option(64, "completions that a rank decodes together")
+    decode_at_once: int = option(64, "most completions that a rank decodes together; fewer even out the ranks")
     hold_weights: bool = option(
         False, "on a GPU: keep whole weights during a rollout, instead of gathering for each token"
     )

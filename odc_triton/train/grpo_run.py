@@ -179,7 +179,7 @@ class GrpoRun(Run):
         return self.sampler.roll_out(
             slots,
             self._sampling(options.temperature),
-            decode=max(1, options.decode_at_once // options.generations),
+            decode=options.decode_at_once,
             stop=self.asked.stop,
         )
 

@@ -254,11 +254,11 @@ def test_variants_share_an_axis_that_starts_at_their_own_zero():
 def test_many_ranks_and_every_state_are_drawn():
     kinds = (*BUSY_KINDS, "wait")
     tracks = {"a": [span(r, k, i, i + 1.0) for r in range(64) for i, k in enumerate(kinds)]}
-    tracks["a"].append(span(0, "step", 7, 8))
+    tracks["a"].append(span(0, "step", 9, 10))
     figure = timeline_figure(tracks, title="Five % of $5")
     assert all(area(painting(figure), state) for state in STATES)
     words = {text.get_text() for text in figure.axes[0].texts}
-    assert {"rank 0", "rank 63", "a", "8.00 s", "Five % of $5", "seconds from its start"} <= words
+    assert {"rank 0", "rank 63", "a", "10.0 s", "Five % of $5", "seconds from its start"} <= words
     assert "rank 30" not in words
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == [*(words for _, words in reversed(COLOURS.values())), "all ranks meet"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from tests.support import ranks, slow
 from tests.support.grpo_case import case, write_prompts
+from tests.support.vllm_stand_in import FOLDER, vllm_serve
 
 STEPS = 4
 
@@ -237,3 +239,33 @@ def test_lora_learns_the_adapters_only(folder: Path, tmp_path: Path) -> None:
     assert found[0]["kl"] == pytest.approx(0.0, abs=1e-6), "adapters start as the reference"
     assert found[1]["kl"] > 1e-6
     assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists()
+
+
+def _with_vllm(rank: int, world: int, wanted: GrpoOptions) -> str:
+    sys.path.insert(0, FOLDER)
+    return train(rank, world, wanted, None)
+
+
+@pytest.mark.slow
+def test_vllms_server_samples(folder: Path, tmp_path: Path) -> None:
+    """A stand-in of it, which gets the weights before each rollout and samples in another way."""
+    start = {"init": None, "model": str(folder / "start")}
+    with vllm_serve(folder / "start") as server:
+        engine = {"engine": "vllm-server", "vllm_server": server.address, "importance": "token_truncate"}
+        wanted = options(folder, tmp_path / "out", **start, **engine)
+        assert ranks.run(_with_vllm, 2, wanted) == ["ended"] * 2
+    found = lines(tmp_path / "out")
+    assert all(line["mismatch"] == pytest.approx(1.0, abs=1e-3) for line in found), "it has the policy's weights"
+    assert all(line["sync_s"] > 1e-4 for line in found)
+
+
+def test_a_model_without_an_end_token(folder: Path) -> None:
+    from types import SimpleNamespace
+
+    from odc_triton.train.grpo_run import end_tokens_of
+
+    model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
+    with pytest.raises(ValueError, match="no completion would end"):
+        end_tokens_of(model, SimpleNamespace(eos_token_id=None))
+    model.generation_config.eos_token_id = [5, 2]
+    assert end_tokens_of(model, SimpleNamespace(eos_token_id=7)) == (2, 5, 7)
