@@ -107,7 +107,7 @@ def _rewards(options: GrpoOptions) -> Rewards:
 
 
 def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) -> GrpoRun:
-    reference = sharded(replace(options, lora_rank=0, lora_alpha=None), frozen=True)[0] if options.kl else None
+    reference = _reference(options, sharded) if options.kl else None
     model, cost = sharded(options)
     run: GrpoRun | None = None
 
@@ -132,6 +132,14 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
         identity=prepared.identity,
     )
     return run
+
+
+def _reference(options: GrpoOptions, sharded: Sharded) -> nn.Module:
+    """The model at the start, without adapters and dropout, never stepped."""
+    model, _ = sharded(replace(options, lora_rank=0, lora_alpha=None, lora_targets="all-linear"), frozen=True)
+    model.eval()
+    model.get_output_embeddings().train()  # a fused head makes whole logits in evaluation
+    return model
 
 
 def _engine(options: GrpoOptions, model: nn.Module, look: Callable[[], bool]) -> CompletionEngine:
