@@ -12,6 +12,14 @@ from ..engine.api import engine_of
 from ..optim import Muon, Together
 from .sft_options import SftOptions
 
+# Torch's implementations of one arithmetic.
+_ADAMW = {
+    "adamw": {},
+    "adamw_plain": {"foreach": False, "fused": False},
+    "adamw_foreach": {"foreach": True},
+    "adamw_fused": {"fused": True},
+}
+
 
 def make_optimizer(model: nn.Module, options: SftOptions) -> Optimizer:
     """The run's optimizer of a sharded model, all of whose groups have the same learning rate.
@@ -20,8 +28,10 @@ def make_optimizer(model: nn.Module, options: SftOptions) -> Optimizer:
     """
     how = {"lr": options.lr, "weight_decay": options.weight_decay}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(trained, **how)
     if options.optimizer != "muon":
-        return {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[options.optimizer](trained, **how)
+        return torch.optim.AdamW(trained, **how, **_ADAMW[options.optimizer])
     of_blocks = {id(each.sharded) for each in engine_of(model).parameters if each.spec.is_block_matrix}
     matrices = [parameter for parameter in trained if id(parameter) in of_blocks]
     others = [parameter for parameter in trained if id(parameter) not in of_blocks]

@@ -28,8 +28,8 @@ class RunOptions:
     )
     split_sequences: bool = option(False, "cut the longest samples over ranks: for few long samples per rank")
     split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")
-    optimizer: Literal["adamw", "sgd", "muon"] = option(
-        "adamw", "muon: the matrices of blocks by Muon, the rest by AdamW; sgd: without momentum"
+    optimizer: Literal["adamw", "adamw_plain", "adamw_foreach", "adamw_fused", "sgd", "muon"] = option(
+        "adamw", "adamw: as torch chooses; sgd: without momentum; muon: the matrices of blocks, the rest by AdamW"
     )
     lr: float = option(1e-5, "peak learning rate; Muon's is scaled to match AdamW's")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
