@@ -33,11 +33,11 @@ class Dealer:
         """This rank's packs of samples of `lengths` tokens, called `names`; or the queue that all ranks take from."""
         if self.balance == QUEUE:
             return self._queued(lengths, names)
+        if not lengths:
+            return MinibatchPacks()
         if self.split_tokens:
             deal = self._split(lengths, names)
             return MinibatchPacks.of(deal.packs(self.rank), deal.plan)
-        if not lengths:
-            return MinibatchPacks()
         own = assign_one(lengths, rank=self.rank, ranks=self.world, **self._how())
         return MinibatchPacks([names[i] for i in members] for members in own)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
@@ -155,6 +157,23 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(folder: Path, tmp_path: Path, 
     assert "rank 1 died" in first.error
     assert ranks.run(train, 2, replace(wanted, resume="auto"), None) == ["ended"] * 2
     same(lines(tmp_path / "out"), whole, "reward", "length", "loss", "grad_norm")
+
+
+def all_alike(completions: list[str], **_: object) -> list[float | None]:
+    return [0.1] * (len(completions) - 1) + [None]  # None: nothing is said of it
+
+
+@pytest.mark.parametrize("changes", [{"split_sequences": True}, slow({"balance": "queue"})])
+def test_equal_rewards_teach_nothing(folder: Path, tmp_path: Path, changes: dict) -> None:
+    start = {"init": None, "model": str(folder / "start"), "reward": ("tests.train.test_grpo_job:all_alike",)}
+    wanted = options(folder, tmp_path / "out", steps=2, **start, **changes)
+    assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
+    for line in lines(tmp_path / "out"):
+        assert (line["loss"], line["grad_norm"], line["skipped"]) == (0.0, 0.0, 0)
+        assert line["reward"] == pytest.approx(0.1)
+        assert line["ratio"] is None, "of no token"
+    before, after = (load_file(each / "model.safetensors") for each in (folder / "start", tmp_path / "out" / "model"))
+    assert all(torch.equal(before[name], after[name]) for name in after)
 
 
 def raising(prompts: list[str], completions: list[str], **_: object) -> list[float]:
