@@ -16,7 +16,8 @@ from torch import nn
 from .functional.qkv import is_fused
 from .modules import Linear, has_hooks, head_norm, leaf, project
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_OUTPUT = "o_proj"
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", _OUTPUT)
 HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernel supports
 
 
@@ -137,6 +138,8 @@ def why_not(module: nn.Module, family: Family) -> str | None:
         return f"its parts differ from {family.name}'s by {', '.join(others)}"
     for name in _PROJECTIONS:
         part = module._modules[name]
+        if name == _OUTPUT and type(part).__module__.startswith("peft."):
+            continue  # it is only called
         if type(part) not in (nn.Linear, Linear):
             return f"its {name} is a {type(part).__module__}.{type(part).__name__}"
         if not _is_untouched(part, nn.Linear, Linear):

@@ -137,8 +137,9 @@ def _replace_attention(model: nn.Module, choice: str, replaced: Replaced) -> Non
         module.__class__ = attention.fused_class(family)
         module._odc_choice = choice
         for projection in (module.q_proj, module.k_proj, module.v_proj, module.o_proj):
-            projection.__class__, projection.choice = Linear, choice
-            projection.operator = "linear" if projection is module.o_proj else "qkv"
+            if isinstance(projection, nn.Linear):  # else adapters of the output, around one that "linear" replaces
+                projection.__class__, projection.choice = Linear, choice
+                projection.operator = "linear" if projection is module.o_proj else "qkv"
         replaced.swapped["attention"].append(name)
 
 

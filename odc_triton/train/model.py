@@ -27,11 +27,11 @@ def build_model(
     check_fit(model, longest, largest_token)
     cost = CostModel.from_config(model.config.get_text_config())
     enable_packing(model)
-    replace(model, options, rank)
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if options.lora_rank:
         model = add_adapters(model, rank=options.lora_rank, alpha=options.lora_alpha, targets=options.lora_targets)
+    replace(model, options, rank)  # after the adapters, so that it tells which attention layers they keep from fusing
     return model.train(), cost
 
 

@@ -117,10 +117,6 @@ class RunOptions:
             raise ValueError(
                 f"lora_targets is {self.lora_targets} and lora_rank is 0: give --lora-rank, or leave it out"
             )
-        if self.lora_rank and (self.replace_layers or self.fused_head):
-            raise ValueError(
-                "lora_rank wraps the layers that replace_layers and fused_head replace: leave one or the other out"
-            )
 
     @property
     def evaluates(self) -> bool:

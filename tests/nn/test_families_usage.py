@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 
+import peft
 import pytest
 import torch
 from torch import nn
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
+from odc_triton.nn import Linear, LMHead
 from odc_triton.nn.families import FusedProjections
 from odc_triton.nn.replace import replace_layers
 from tests.nn.test_families import KERNELS, WITH_HEAD, compare, same
@@ -40,17 +42,56 @@ def test_kernels_do_not_skip_lora(change_first: bool) -> None:
     compare(setup, 2)
 
 
-def _lora_on_o_proj(model: nn.Module) -> nn.Module:
-    import peft
+@pytest.mark.parametrize(
+    ("name", "world", "options"),
+    [
+        ("qwen2", 1, {"backend": "cpu-apart", "change_first": True}),
+        ("qwen2-tied", 2, {"backend": "cpu", "change_first": True}),
+        ("llama", 2, {"backend": "cpu-apart", "change_first": False}),
+    ],
+)
+def test_lora_beside_a_fused_head(name: str, world: int, options: dict) -> None:
+    """The head is frozen: it gives its input a gradient, and none to its owners."""
+    setup = Setup(name=name, change="lora", roles=WITH_HEAD, steps=3, **options)
+    assert sum(isinstance(module, LMHead) for module in prepared(setup).modules()) == 1
+    compare(setup, world)
 
+
+_PEFT = "base_model.model.model.layers.*"
+
+
+# PEFT asks transformers by a name that is going away.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_what_is_replaced_around_adapters() -> None:
+    """Attention whose q, k or v has adapters keeps its own forward, and is named; the layers in PEFT's are replaced."""
+    for target, fused in (("v_proj", False), ("o_proj", True), ("up_proj", True)):
+        model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=[target]))
+        replaced = replace_layers(model, roles=WITH_HEAD, verbose=False)
+        told = str(replaced).splitlines()
+        assert (f"attention: {_PEFT}.self_attn (2)" in told) is fused
+        why = f"left alone: {_PEFT}.self_attn (2), its {target} is a peft.tuners.lora.layer.Linear"
+        assert told[4:] == ([] if fused else [why])
+        assert "head: base_model.model.lm_head" in told
+        assert all(
+            type(module) in (Linear, LMHead) for key, module in model.named_modules() if isinstance(module, nn.Linear)
+        )
+        assert any(isinstance(module, FusedProjections) for module in model.modules()) is fused
+
+
+def _lora_on_o_proj(model: nn.Module) -> nn.Module:
     torch.manual_seed(1)
     return peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["o_proj"], init_lora_weights=False), model)
 
 
-def test_lora_on_o_proj_beside_a_fused_projection() -> None:
+@pytest.mark.parametrize("change_first", [True, False])
+def test_lora_on_o_proj_beside_a_fused_projection(change_first: bool) -> None:
     setup = Setup(name="llama", **ALL_KERNELS)
     want = train(_lora_on_o_proj(build("llama")), setup)
-    model = _lora_on_o_proj(prepared(setup))
+    if change_first:
+        model = _lora_on_o_proj(build("llama"))
+        replace_layers(model, choice=KERNELS, verbose=False)
+    else:
+        model = _lora_on_o_proj(prepared(setup))
     calls = []
     inner = FusedProjections._is_fused
     with pytest.MonkeyPatch.context() as patch:

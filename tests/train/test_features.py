@@ -125,6 +125,8 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
         lora_rank=4,
         lora_targets=targets,
         gradient_checkpointing=world == 1,
+        replace_layers=world == 2,
+        fused_head=world == 2,
         eval_data=str(folder / "data.jsonl"),
         checkpoint_every=4,
     )

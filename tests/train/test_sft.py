@@ -179,7 +179,6 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
         ({"lora_targets": "q_proj"}, "lora_targets is q_proj and lora_rank is 0"),
         ({"tokenizer": None}, "init has no tokenizer"),
         ({"data": "nowhere.jsonl"}, "data is nowhere.jsonl: there is no such file"),
-        ({"lora_rank": 8, "fused_head": True}, "leave one or the other out"),
         ({"keep": 0}, "keep is 0"),
         ({"replicas": 0}, "replicas is 0"),
         ({"checkpoint_every": -1}, "checkpoint_every is -1"),
