@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,3 +68,36 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
         config.save_pretrained(folder)
     finally:
         config.inference_mode = former
+
+
+def adapted_weights(part: nn.Module) -> dict[str, list[tuple[Any, str]]]:
+    """[(PEFT's layer, adapter)] of each weight that LoRA is added to, by the weight's name in the plain model.
+
+    `part`: the transformers model within PEFT's wrapper. Raises NotImplementedError for adapters that can't be added.
+    """
+    from peft.tuners.lora import Linear, LoraLayer
+
+    found: dict[str, list[tuple[Any, str]]] = {}
+    for name, module in part.named_modules():
+        if isinstance(module, LoraLayer):
+            if not isinstance(module, Linear) or any([*module.use_dora.values(), *module.lora_bias.values()]):
+                raise NotImplementedError(
+                    f"{name}: only LoRA of linear layers, without bias and DoRA, can be added to the weights that "
+                    f"another engine samples from, or that are exported: take another adapter, sample by "
+                    f"transformers, or export the adapter by itself"
+                )
+            found[f"{name}.weight"] = [
+                (module, adapter) for adapter in module.active_adapters if adapter in module.lora_A
+            ]
+    return found
+
+
+def merged(
+    value: torch.Tensor, adapters: Iterable[tuple[Any, str]], read: Callable[[nn.Parameter], torch.Tensor]
+) -> torch.Tensor:
+    """A base's whole weight with its `adapted_weights` added, in its own dtype. `read`: whole values of A and B."""
+    for layer, adapter in adapters:
+        a, b = (read(each[adapter].weight).float() for each in (layer.lora_A, layer.lora_B))
+        added = (b @ a) * layer.scaling[adapter]
+        value = (value + (added.T if layer.fan_in_fan_out else added)).to(value.dtype)
+    return value

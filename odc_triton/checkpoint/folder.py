@@ -1,6 +1,8 @@
 """One checkpoint: a folder that all ranks write together, whole or not at all, and that any number of ranks can read.
 
-.metadata, __0_0.distcp, __1_0.distcp   model and optimizer, as torch's DCP writes them
+.metadata, __0_0.distcp, __1_0.distcp   model and optimizer, as torch's DCP writes them; with PEFT's adapters, only what
+                                        is trained
+base.json                               with PEFT's adapters: the base's name and digest, see base_model.py
 state.json                              training progress, from rank 0
 random-0.json, random-1.json            the ranks' random number generators
 manifest.json                           sizes and digests of all these: tells whole checkpoints from damaged ones
@@ -25,7 +27,7 @@ from torch.optim import Optimizer
 from ..base.errors import CheckpointCorrupt
 from ..base.files import put_in_place, sync_folder
 from ..engine.api import engine_of, publish
-from . import dcp, training_state
+from . import base_model, dcp, training_state
 from .dcp import DigestedFiles, Written
 from .random_state import random_state, restore_random_state, seed_random_state
 from .sharded import all_or_none
@@ -146,7 +148,10 @@ class Saving:
         self.final, self.step = final, step
         self._engine = engine
         self._aside = unfinished(final, "saving")
-        self._part = dcp.Part(engine.rank, training_state.to_save(model, optimizer))
+        self._base_name = base_model.base_name(model)
+        self._base = base_model.frozen_base(model) if self._base_name else {}
+        self._base_sum = base_model.own_sum(self._base, rank=engine.rank)
+        self._part = dcp.Part(engine.rank, training_state.to_save(model, optimizer, without=self._base))
         self._json = {f"random-{engine.rank}.json": json.dumps(random_state())}
         if engine.rank == 0:
             scales = {_SCALES: engine.exact_sums().scales()} if engine.exact else {}
@@ -165,7 +170,8 @@ class Saving:
         files = self._part.write(self._aside, is_dropped)
         for name, text in self._json.items():
             files |= _write(self._aside / name, text.encode())
-        return {"aside": self._aside.name, "files": {name: [f.size_bytes, f.sha256] for name, f in files.items()}}
+        told = {name: [f.size_bytes, f.sha256] for name, f in files.items()}
+        return {"aside": self._aside.name, "files": told, "base": self._base_sum}
 
     def finish(self, written: list[dict[str, Any]], *, number: int) -> None:
         """Makes one folder of what the ranks' `write` returned and renames it to `final`. Rank 0 calls it, once all
@@ -180,6 +186,9 @@ class Saving:
                     os.rename(folder / name, aside / name)
                 folder.rmdir()
         files |= dcp.join_parts(aside, len(written))
+        if self._base:
+            named = base_model.described(self._base_name, self._base, [theirs["base"] for theirs in written])
+            files |= _write(aside / base_model.FILE, json.dumps(named).encode())
         _write(aside / MANIFEST, Manifest(number=number, step=self.step, world=len(written), files=files).to_json())
         sync_folder(aside)
         # `final` exists if a run that resumed from an older checkpoint saves this step again.
@@ -203,13 +212,13 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
     state and no digests: {} is returned. `optimizer`: None reads the model only.
 
     Raises, on every rank and before anything is overwritten: CheckpointCorrupt for damaged files, CheckpointDiffers for
-    those of another model or optimizer, CheckpointFailed.
+    those of another model or optimizer, or adapters of another base, CheckpointFailed.
     """
     engine, path = engine_of(model), Path(path)
     if engine.is_open:
         raise RuntimeError("loading inside a minibatch: peers are reading the parameters; load before it")
     purpose = f"load {Path(*path.parts[-2:])}"
-    with all_or_none(engine, purpose):
+    with all_or_none(engine, purpose) as shared:
         if not path.is_dir():
             raise FileNotFoundError(f"{path} is not a checkpoint: there is no such folder")
         saved = _manifest(path)
@@ -218,8 +227,13 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
             saved.check_digests(path, engine.rank, engine.world)
         metadata = dcp.read_metadata(path)
         state = read_state(path)
+        adapters_only = saved is not None and base_model.FILE in saved.files
+        base = base_model.frozen_base(model) if adapters_only else {}
+        shared["base"] = base_model.own_sum(base, rank=engine.rank)
     with all_or_none(engine, purpose):  # separate, because creating an optimizer's states is a step of all ranks
-        wanted = training_state.to_load(model, optimizer, metadata)
+        if adapters_only:
+            base_model.require_same(path, base, [theirs["base"] for theirs in shared.all])
+        wanted = training_state.to_load(model, optimizer, metadata, without=base.keys())
         engine.drain("loading a checkpoint")
     with all_or_none(engine, purpose):
         dcp.read_into(path, metadata, wanted)

@@ -27,6 +27,7 @@ from ..engine.api import engine_of, publish
 from ..engine.module import plain_class
 from ..engine.parameter import ShardedParameter
 from ..nn.operand import is_sharded
+from .base_model import ADAPTER
 from .sharded import all_or_none, sharded_parameters
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHOWN = 5  # names that a message lists
-_ADAPTER = re.compile(r"\.(lora_|modules_to_save\.)")
 
 
 def load_causal_lm(*, model: str | None, init: str | None) -> nn.Module:
@@ -58,6 +58,8 @@ def meta_causal_lm(*, model: str | None = None, init: str | None = None) -> nn.M
         raise ValueError("give either model (pretrained) or init (random weights)")
     source = model if init is None else init
     config = read_config(source)
+    if init is not None:
+        config._name_or_path = ""  # nothing has these weights but the run's checkpoints
     with torch.device("meta"):
         made = _made(config, source)
     if model is not None and made.can_generate():
@@ -219,14 +221,14 @@ def _places(model: nn.Module) -> dict[str, Place]:
     parameters = sharded_parameters(model)
     places: dict[str, Place] = {}
     for name, value in part.named_parameters(remove_duplicate=False):
-        if not (prefix and _ADAPTER.search(f".{name}")):
-            places[_plain_name(name)] = parameters.get(id(value), value)
+        if not (prefix and ADAPTER.search(f".{name}")):
+            places[plain_name(name)] = parameters.get(id(value), value)
     persistent = part.state_dict().keys()
-    places |= {_plain_name(name): value for name, value in part.named_buffers() if name in persistent}
+    places |= {plain_name(name): value for name, value in part.named_buffers() if name in persistent}
     return places
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """The name without `base_layer`, PEFT's name for an adapted layer within its wrapper."""
     return name.replace(".base_layer.", ".")
 

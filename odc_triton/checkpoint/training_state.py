@@ -6,7 +6,7 @@ Names are those of torch's `get_model_state_dict` and `get_optimizer_state_dict`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -25,23 +25,35 @@ from .dcp import tensors_of
 _SHOWN = 5  # differences that a message lists
 
 
-def to_save(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The nested state dict to write. An optimizer that has never stepped only has hyperparameters."""
+def to_save(model: nn.Module, optimizer: Optimizer, *, without: Collection[str] = ()) -> dict[str, Any]:
+    """The nested state dict to write, `without` these parameters of the model.
+
+    An optimizer that has never stepped only has hyperparameters.
+    """
     if optimizer.state:
         of_model, of_optimizer = get_state_dict(model, optimizer)
-        return {"model": of_model, "optimizer": of_optimizer}
+        return {"model": _left(of_model, without), "optimizer": of_optimizer}
     # torch's function for optimizers would create states by a step with a learning rate of 0, which would count as one.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = [group | {"params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    return {"model": get_model_state_dict(model), "optimizer": {"state": {}, "param_groups": groups}}
+    optimizer_state = {"state": {}, "param_groups": groups}
+    return {"model": _left(get_model_state_dict(model), without), "optimizer": optimizer_state}
 
 
-def to_load(model: nn.Module, optimizer: Optimizer | None, metadata: Metadata) -> dict[str, Any]:
+def _left(state: dict[str, Any], without: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name not in without}
+
+
+def to_load(
+    model: nn.Module, optimizer: Optimizer | None, metadata: Metadata, *, without: Collection[str] = ()
+) -> dict[str, Any]:
     """A flat state dict to read into, by the checkpoint's names: this rank's own tensors, and placeholders.
+
+    `without`: parameters of the model that the checkpoint was written without.
 
     An optimizer without states gets states of zeros. Raises CheckpointDiffers before anything is overwritten.
     """
-    here = get_model_state_dict(model)
+    here = _left(get_model_state_dict(model), without)
     there = tensors_of(metadata)
     prefix = _prefix(next(iter(here)), there)
     wanted = {f"{prefix}{name}": value for name, value in here.items()}

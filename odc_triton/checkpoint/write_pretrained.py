@@ -15,8 +15,9 @@ from ..base.files import folder_aside
 from ..comm.layout import find_units
 from ..engine.api import engine_of
 from ..nn.operand import is_sharded
-from .adapter import write_adapter
-from .pretrained import empty_copy, transformers_part
+from .adapter import adapted_weights, merged, write_adapter
+from .base_model import ADAPTER
+from .pretrained import empty_copy, plain_name, transformers_part
 from .sharded import read_whole, sharded_parameters
 
 SHARD_BYTES = 2 * 2**30
@@ -28,38 +29,43 @@ def save_pretrained(
     tokenizer: Any = None,
     *,
     dtype: torch.dtype | None = None,
+    merge: bool = False,
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
 ) -> None:
     """Writes config, safetensors and tokenizer of a sharded transformers model, for plain transformers to load.
 
-    Only rank 0 calls it, outside of a minibatch, while the others wait. For a PEFT model the adapter is written.
-    Parameters are saved in `dtype`, by default the compute dtype. Meanwhile rank 0 holds one unit and one file's
-    tensors, `shard_bytes`, in memory. The folder is written aside and renamed, so it exists whole or not at all.
+    Only rank 0 calls it, outside of a minibatch, while the others wait. For a PEFT model the adapter is written, or with
+    `merge` the whole model, with LoRA added to its base. Parameters are saved in `dtype`, by default the compute dtype.
+    Meanwhile rank 0 holds one unit and one file's tensors, `shard_bytes`, in memory. The folder is written aside and
+    renamed, so it exists whole or not at all.
 
-    Raises TypeError for another kind of model, FileExistsError for a folder that is not empty unless `overwrite`,
-    RuntimeError on other ranks and for parameters that have no values here, OSError.
+    Raises TypeError for another kind of model, ValueError for `merge` without adapters, NotImplementedError for those
+    that can't be added, FileExistsError for a folder that is not empty unless `overwrite`, RuntimeError on other ranks
+    and for parameters that have no values here, OSError.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         raise RuntimeError(f"save_pretrained was called on rank {dist.get_rank()}: call it on rank 0 only")
     if not is_sharded(model):
         raise TypeError(f"{type(model).__name__} is not a sharded transformers model: save its state_dict() instead")
     prefix, part = transformers_part(model)
+    if merge and not prefix:
+        raise ValueError(f"merge=True, and {type(model).__name__} has no adapters: leave it out")
     with folder_aside(folder, overwrite=overwrite) as aside:
-        if prefix:
+        if prefix and not merge:
             write_adapter(model, aside, dtype)
         else:
-            _write_model(part, aside, dtype, shard_bytes)
+            _write_model(model, part, aside, dtype, shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
 
 
-def _write_model(model: nn.Module, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+def _write_model(root: nn.Module, model: nn.Module, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
     from safetensors.torch import save_file
     from transformers.core_model_loading import revert_weight_conversion
 
     empty = empty_copy(model)
-    compute_dtypes = {p.leaf.dtype for p in engine_of(model).parameters if p.leaf.is_floating_point()}
+    compute_dtypes = {p.leaf.dtype for p in engine_of(root).parameters if p.leaf.is_floating_point()}
     saved_dtype = dtype or (compute_dtypes.pop() if len(compute_dtypes) == 1 else model.dtype)
     empty.config.dtype = str(saved_dtype).removeprefix("torch.")
     empty.config.architectures = [type(empty).__name__]
@@ -79,7 +85,7 @@ def _write_model(model: nn.Module, folder: Path, dtype: torch.dtype | None, shar
         files.append(list(pending))
         pending.clear()
 
-    for group in _tensors_by_unit(model, empty, dtype):
+    for group in _tensors_by_unit(root, model, empty, dtype):
         for name, value in revert_weight_conversion(empty, group).items():
             if pending and sum(each.nbytes for each in pending.values()) + value.nbytes > shard_bytes:
                 flush()
@@ -99,27 +105,45 @@ def _write_model(model: nn.Module, folder: Path, dtype: torch.dtype | None, shar
 
 
 def _tensors_by_unit(
-    model: nn.Module, empty: nn.Module, dtype: torch.dtype | None
+    root: nn.Module, model: nn.Module, empty: nn.Module, dtype: torch.dtype | None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Each unit's parameters and persistent buffers together: transformers merges only tensors of the same unit."""
+    """Each unit's parameters and persistent buffers together: transformers merges only tensors of the same unit.
+
+    `model`: the transformers model, within `root` if that is PEFT's wrapper, whose adapters are added to it.
+    """
     units = find_units(model)
     missing = [name for name, value in model.named_parameters() if value.is_meta]
     if missing:
         raise RuntimeError(f"no values for {missing[:3]}: they were not sharded (ignored_params)")
     groups: dict[str, dict[str, Any]] = {unit: {} for unit in ["", *units]}
-    parameters = sharded_parameters(model)
+    parameters = sharded_parameters(root)
+    adapted = adapted_weights(model) if root is not model else {}
     tied = getattr(empty, "all_tied_weights_keys", {})
     names: dict[int, list[str]] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(value), []).append(name)
+        if root is model or not ADAPTER.search(name):
+            names.setdefault(id(value), []).append(plain_name(name))
     values: dict[str, Any] = {}
     for value in model.parameters():
+        if id(value) not in names:
+            continue
         # Of several names, the one that the others are tied to.
         name = next((name for name in names[id(value)] if name not in tied), names[id(value)][0])
-        values[name] = parameters.get(id(value), value)
+        values[name] = value
     persistent = model.state_dict().keys()
-    values |= {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    values |= {plain_name(name): buffer for name, buffer in model.named_buffers() if name in persistent}
     for name, value in values.items():
         groups[next((unit for unit in units if name.startswith(f"{unit}.")), "")][name] = value
+
+    def read(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return read_whole(root, parameters.get(id(value), value), dtype)
+
+    def added(value: torch.Tensor, adapters: list[tuple[Any, str]]) -> torch.Tensor:
+        whole = merged(read(value), adapters, read)
+        return whole.to(dtype or whole.dtype)
+
     for group in groups.values():
-        yield {name: read_whole(model, value, dtype) for name, value in group.items()}
+        yield {
+            name: added(value, adapted[name]) if name in adapted else read(value, dtype)
+            for name, value in group.items()
+        }

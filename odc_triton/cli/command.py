@@ -226,7 +226,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         "export",
         help="write a checkpoint of a run as a folder that plain transformers loads",
         description="Writes a checkpoint's model, config, generation config and tokenizer into a Hugging Face folder. "
-        "For a run with --lora-rank it writes the adapters, for PEFT.",
+        "For a run with --lora-rank it writes the adapters, for PEFT, or the whole model with --merge.",
     )
     export.add_argument(
         "checkpoint",

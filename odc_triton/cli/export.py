@@ -18,6 +18,7 @@ class ExportOptions:
     init: str | None = option(None, "config.json of the model, where training began with random weights")
     tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default that of --model")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of the weights that are written")
+    merge: bool = option(False, "for a run with --lora-rank: the whole model, with its adapters added to it")
 
     def __post_init__(self) -> None:
         require_one_model(self)
@@ -26,13 +27,16 @@ class ExportOptions:
 def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     """Writes `checkpoint`, or the newest one in this folder, into `options.out`; returns the one written.
 
-    For a run with `--lora-rank` it writes the adapters, as the run itself does at its end. One process reads it,
-    whatever the number of ranks that wrote it. Raises what `load_checkpoint` and `save_pretrained` raise, and
+    For a run with `--lora-rank` it writes the adapters, as the run itself does at its end, or with `merge` the whole
+    model for plain transformers. One process reads it, whatever the number of ranks that wrote it.
+
+    Raises what `load_checkpoint` and `save_pretrained` raise, ValueError for `merge` of a run without adapters, and
     FileNotFoundError if there is no checkpoint.
     """
     import torch
 
-    from ..checkpoint import meta_causal_lm, save_pretrained
+    from ..checkpoint import load_pretrained_shards, meta_causal_lm, save_pretrained
+    from ..checkpoint.base_model import FILE
     from ..checkpoint.folder import load_checkpoint, read_state
     from ..checkpoint.steps import newest_in
     from ..sharding.shard import fully_shard
@@ -49,11 +53,17 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     tokenizer = _tokenizer(options)
     model = meta_causal_lm(model=options.model, init=options.init)
     run = read_state(path).get("identity", {})
-    if rank := run.get("lora_rank"):
+    rank = run.get("lora_rank")
+    if options.merge and not rank:
+        raise ValueError(f"--merge: {path} is not of a run with --lora-rank, so it has no adapters: leave it out")
+    if rank:
         model = add_adapters(model, rank=rank, alpha=run["lora_alpha"], targets=run["lora_targets"])
     model = fully_shard(model)
+    if options.model is not None and (path / FILE).exists():
+        load_pretrained_shards(model, options.model)
     load_checkpoint(path, model=model, optimizer=None)
-    save_pretrained(model, options.out, tokenizer, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype])
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
+    save_pretrained(model, options.out, tokenizer, dtype=dtype, merge=options.merge)
     return path
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
+from ..checkpoint.adapter import adapted_weights, merged
 from ..checkpoint.pretrained import empty_copy, transformers_part
 from ..checkpoint.sharded import sharded_parameters
 from ..comm.layout import find_units
@@ -32,7 +32,7 @@ class PolicyWeights:
         self._engine = engine_of(model)
         self._empty = empty_copy(part)
         self._parameters = sharded_parameters(model)
-        self._adapted = _adapted(part) if prefix else {}
+        self._adapted = adapted_weights(part) if prefix else {}
         self._units = self._by_unit(part)
         self._metadata: list[tuple[str, torch.dtype, tuple[int, ...]]] | None = None
 
@@ -83,11 +83,7 @@ class PolicyWeights:
     @torch.no_grad()
     def _read(self, name: str, place: Place) -> torch.Tensor:
         value = self._whole(place)
-        for layer, adapter in self._adapted.get(name, ()):
-            a, b = (self._whole(self._parameters[id(each[adapter].weight)]) for each in (layer.lora_A, layer.lora_B))
-            added = (b.float() @ a.float()) * layer.scaling[adapter]
-            value = (value + (added.T if layer.fan_in_fan_out else added)).to(value.dtype)
-        return value
+        return merged(value, self._adapted.get(name, ()), lambda weight: self._whole(self._parameters[id(weight)]))
 
     def _whole(self, place: Place) -> torch.Tensor:
         if isinstance(place, torch.Tensor):
@@ -101,21 +97,3 @@ def _like(place: Place) -> torch.Tensor:
     if isinstance(place, torch.Tensor):
         return torch.empty_like(place, device="meta")
     return torch.empty(place.spec.shape, dtype=place.leaf.dtype, device="meta")
-
-
-def _adapted(part: nn.Module) -> dict[str, list[tuple[Any, str]]]:
-    """[(PEFT's layer, adapter)] of each weight that LoRA is added to, by the weight's name in the plain model."""
-    from peft.tuners.lora import Linear, LoraLayer
-
-    found: dict[str, list[tuple[Any, str]]] = {}
-    for name, module in part.named_modules():
-        if isinstance(module, LoraLayer):
-            if not isinstance(module, Linear) or any([*module.use_dora.values(), *module.lora_bias.values()]):
-                raise NotImplementedError(
-                    f"{name}: only LoRA of linear layers, without bias and DoRA, can be added to the weights that "
-                    f"another engine samples from: take another adapter, or sample by transformers"
-                )
-            found[f"{name}.weight"] = [
-                (module, adapter) for adapter in module.active_adapters if adapter in module.lora_A
-            ]
-    return found

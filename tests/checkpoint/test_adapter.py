@@ -52,7 +52,33 @@ def _trained(rank: int, world: int, base: Path, folder: Path) -> tuple[torch.Ten
     other, its_optimizer = make(6)
     Checkpoints(folder.parent / "run", keep=1).load(path, model=other, optimizer=its_optimizer)
     assert torch.equal(logits(other), trained)
+    model.peft_config["default"].base_model_name_or_path = ""
+    Checkpoints(folder.parent / "nameless", keep=1).save(model=model, optimizer=optimizer, state={}, step=2)
     return first, trained, len(optimizer.state)
+
+
+def _resumed(rank: int, world: int, base: Path, run: Path) -> torch.Tensor:
+    """Logits after a checkpoint was loaded onto adapters of this base."""
+    import peft
+
+    from odc_triton import fully_shard
+    from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm, with_adapter
+    from odc_triton.checkpoint.steps import Checkpoints
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    model = fully_shard(with_adapter(meta_causal_lm(model=str(base)), config))
+    load_pretrained_shards(model, base)
+    checkpoints = Checkpoints(run, keep=1)
+    assert checkpoints.load(checkpoints.newest(), model=model, optimizer=None) == {}
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def _names(run: Path) -> list[str]:
+    from odc_triton.checkpoint.dcp import read_metadata, tensors_of
+
+    names = tensors_of(read_metadata(run / "step-00000002"))
+    return [name for name in names if name.startswith("model.")]
 
 
 def test_an_adapter_trains_and_loads_in_peft(tmp_path: Path) -> None:
@@ -72,6 +98,21 @@ def test_an_adapter_trains_and_loads_in_peft(tmp_path: Path) -> None:
         # The same numbers at other addresses, for which the library may choose another kernel.
         torch.testing.assert_close(first, untouched, rtol=1e-5, atol=1e-6)  # B starts at 0
         torch.testing.assert_close(trained, want, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        other = build("qwen2", seed=3)
+        other.model.norm.weight[3] += 1e-6
+    other.save_pretrained(tmp_path / "other")
+    # The base is in no checkpoint, unless it has no name by which it could be found again.
+    assert len(_names(tmp_path / "run")) == 8
+    assert all(".lora_" in name for name in _names(tmp_path / "run"))
+    assert len(_names(tmp_path / "nameless")) == 8 + len(other.state_dict())
+    for run in ("run", "nameless"):
+        (got,) = ranks.run(_resumed, 1, tmp_path / "base", tmp_path / run)
+        torch.testing.assert_close(got, outcomes[0][1], rtol=1e-5, atol=1e-6)
+    with ranks.start(_resumed, 2, tmp_path / "other", tmp_path / "run") as job:
+        for outcome in job.join():
+            assert outcome.error_type == "CheckpointDiffers"
+            assert f"only adapters, of {tmp_path / 'base'}, and the frozen weights of this model are" in outcome.error
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",

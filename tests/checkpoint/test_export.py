@@ -61,6 +61,8 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "whole/checkpoints/step-00000002 is in" in capsys.readouterr().out
     assert main([*command, "--out", str(tmp_path / "fp32")]) == 1
     assert "is not empty" in capsys.readouterr().err
+    assert main([*command, "--out", str(tmp_path / "merged"), "--merge"]) == 1
+    assert "is not of a run with --lora-rank, so it has no adapters: leave it out" in capsys.readouterr().err
 
 
 def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

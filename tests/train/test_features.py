@@ -151,7 +151,16 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
         "target_modules": sorted(want["target_modules"])
     }
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")  # the other one has an adapter inside
-    assert plain_loss(PeftModel.from_pretrained(base, exported), samples) == trained
+    merged = PeftModel.from_pretrained(base, exported)
+    assert plain_loss(merged, samples) == trained
+    command = ["export", str(tmp_path / "out"), "--model", str(tmp_path / "base"), "--merge"]
+    assert main([*command, "--out", str(tmp_path / "merged")]) == 0
+    got = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    want = merged.merge_and_unload().state_dict()
+    assert got.state_dict().keys() == want.keys()
+    for name, value in got.state_dict().items():
+        torch.testing.assert_close(value, want[name], rtol=1e-6, atol=1e-7)  # one product and one sum of fp32
+    assert plain_loss(got, samples) == pytest.approx(trained, rel=1e-5)
 
 
 def test_adapters_for_layers_that_are_not_there(folder: Path, tmp_path: Path) -> None:

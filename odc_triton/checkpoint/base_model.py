@@ -1,0 +1,85 @@
+"""The frozen base of a model with PEFT's adapters: checkpoints name it, and don't hold it.
+
+A checkpoint has the base's name and a digest of its weights in memory, so adapters are not loaded onto another one. The
+digest is of a sum over elements: ranks add up theirs, however many there are. It finds mistakes, not forgeries.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..base.errors import CheckpointDiffers
+from ..engine.parameter import ShardedParameter
+from .sharded import sharded_parameters
+
+FILE = "base.json"  # in a checkpoint without the frozen weights
+ADAPTER = re.compile(r"\.(lora_|modules_to_save\.)")  # in the names of PEFT's own parameters
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BLOCK = 2**20  # elements that are summed at a time
+
+
+def base_name(model: nn.Module) -> str | None:
+    """The folder or hub id that PEFT's adapters in `model` belong to; None for other models and random bases."""
+    configs = getattr(model, "peft_config", None) or {}
+    return next((config.base_model_name_or_path for config in configs.values()), None) or None
+
+
+def frozen_base(model: nn.Module) -> dict[str, ShardedParameter]:
+    """The parameters below PEFT's adapters that are not trained, by each of their names; {} for other models."""
+    if not getattr(model, "peft_config", None):
+        return {}
+    parameters = sharded_parameters(model)
+    return {
+        name: parameters[id(value)]
+        for name, value in model.named_parameters(remove_duplicate=False)
+        if not value.requires_grad and not ADAPTER.search(name) and id(value) in parameters
+    }
+
+
+def own_sum(base: dict[str, ShardedParameter], *, rank: int) -> int:
+    """This rank's part of a sum over all elements, by its masters, modulo 2⁶⁴."""
+    total = 0
+    for name, parameter in base.items():
+        storage = parameter.storage
+        if parameter.spec.is_scalar and rank != 0:
+            continue  # each rank has one
+        first = storage.master_rows[0] * math.prod(parameter.spec.shape[1:])
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") << 30  # other places for each name
+        total += _sum(storage.master, seed + first)
+    return total % 2**64
+
+
+def _sum(values: torch.Tensor, first: int) -> int:
+    """Each element's bits times an odd number, which follows from its place, the first one's being `first`."""
+    bits = values.detach().reshape(-1).view(_BITS[values.element_size()])
+    total = 0
+    for start in range(0, len(bits), _BLOCK):
+        block = bits[start : start + _BLOCK]
+        places = torch.arange(first + start, first + start + len(block), device=bits.device)
+        factors = places.mul_(-7046029254386353131)  # 2⁶⁴ / golden ratio: products wrap around
+        factors ^= factors >> 32
+        total += int((factors | 1).mul_(block).sum())
+    return total
+
+
+def described(name: str, base: dict[str, ShardedParameter], sums: list[int]) -> dict[str, str]:
+    """What `FILE` holds: the base's name, and a digest of names, shapes, dtypes and all ranks' `own_sum`."""
+    shapes = [[key, list(each.spec.shape), each.spec.master_dtype] for key, each in sorted(base.items())]
+    return {"name": name, "digest": hashlib.sha256(json.dumps([shapes, sum(sums) % 2**64]).encode()).hexdigest()}
+
+
+def require_same(checkpoint: Path, base: dict[str, ShardedParameter], sums: list[int]) -> None:
+    """Raises CheckpointDiffers unless `base` is the one that a checkpoint names."""
+    saved = json.loads((checkpoint / FILE).read_bytes())
+    if saved != described(saved["name"], base, sums):
+        raise CheckpointDiffers(
+            f"the checkpoint has only adapters, of {saved['name']}, and the frozen weights of this model are others: "
+            f"load that base, with the same adapters and dtype, before the checkpoint. Nothing was overwritten."
+        )
