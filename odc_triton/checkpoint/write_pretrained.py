@@ -35,7 +35,7 @@ def save_pretrained(
 ) -> None:
     """Writes config, safetensors and tokenizer of a sharded transformers model, for plain transformers to load.
 
-    Only rank 0 calls it, outside of a minibatch, while the others wait. For a PEFT model the adapter is written, or with
+    Only rank 0 calls it, outside of a minibatch, while the others wait. Of a PEFT model it writes the adapter, or with
     `merge` the whole model, with LoRA added to its base. Parameters are saved in `dtype`, by default the compute dtype.
     Meanwhile rank 0 holds one unit and one file's tensors, `shard_bytes`, in memory. The folder is written aside and
     renamed, so it exists whole or not at all.

@@ -53,6 +53,8 @@ class ShardedTrainer(Trainer):
     an old accelerate.
     """
 
+    takes_adapters: ClassVar[bool] = False  # whether the model may be PEFT's
+
     # Fields of the arguments that are refused where they are set, and what to do instead.
     refused: ClassVar[Mapping[str, str]] = {
         "fsdp": "the model is sharded already: leave it out",
@@ -75,7 +77,7 @@ class ShardedTrainer(Trainer):
         if not is_accelerate_available(_ACCELERATE):
             name = type(self).__name__
             raise ImportError(f'{name} needs accelerate {_ACCELERATE} or newer: pip install "odc-triton[trainer]"')
-        _check_model(model)
+        _check_model(model, takes_adapters=self.takes_adapters)
         self._engine = engine_of(model)
         if args is not None:
             self._check_arguments(args)
@@ -137,7 +139,7 @@ class ShardedTrainer(Trainer):
         raise NotImplementedError
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a folder for plain transformers, in the compute dtype. Every rank calls it; rank 0 writes."""
+        """Writes a folder for plain transformers, or PEFT, in the compute dtype. Every rank calls it; rank 0 writes."""
         super().save_model(output_dir, _internal_call)
         self._engine.meetings.meet("save_model", {})  # until then rank 0 reads the others' shards
 
@@ -190,8 +192,9 @@ class ShardedTrainer(Trainer):
         return load_checkpoint(shards, model=self.model, optimizer=optimizer)
 
 
-def _check_model(model: Any) -> None:
-    if not isinstance(model, PreTrainedModel):
+def _check_model(model: Any, *, takes_adapters: bool) -> None:
+    is_adapted = takes_adapters and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    if not isinstance(model.get_base_model() if is_adapted else model, PreTrainedModel):
         raise TypeError(
             f"model is a {type(model).__name__}; give the transformers model that fully_shard returned, not wrapped"
         )

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +52,8 @@ class ODCTrainer(ShardedTrainer):
     last log. `evaluate()` returns the loss per target token of the whole set; `compute_metrics` and `predict` work as
     in Trainer, on batches of `data_collator`, which is used for nothing else.
 
-    A checkpoint's folder loads in plain transformers, and has masters and optimizer states in `odc/`. Training can be
+    A model may have PEFT's adapters, put on before `fully_shard`. A checkpoint's folder loads in plain transformers, or
+    PEFT, and has masters and optimizer states of what is trained in `odc/`. Training can be
     resumed on another number of ranks, with a `per_device_train_batch_size` that keeps the samples per step. Call
     `save_model` on every rank.
 
@@ -66,6 +67,8 @@ class ODCTrainer(ShardedTrainer):
 
     Raises ValueError or TypeError for a model that is not sharded and for arguments that can't be kept.
     """
+
+    takes_adapters: ClassVar[bool] = True
 
     def __init__(
         self,

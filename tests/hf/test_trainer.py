@@ -50,12 +50,23 @@ def _arguments(folder: str, **changes: Any) -> Any:
     return TrainingArguments(**wanted | changes)
 
 
-def _sharded(seed: int = 0, bf16: bool = False, exact: bool | None = None) -> nn.Module:
+def _adapted(model: nn.Module, seed: int) -> nn.Module:
+    import peft
+
+    model.name_or_path = "the/base"
+    torch.manual_seed(seed)
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, options)
+
+
+def _sharded(seed: int = 0, bf16: bool = False, exact: bool | None = None, lora: bool = False) -> nn.Module:
+    """`lora`: the base is always the same, and `seed` is that of its adapters."""
     from odc_triton import MixedPrecisionPolicy, fully_shard
     from odc_triton.hf import enable_packing
 
-    model = build("qwen2", seed)
+    model = build("qwen2", 0 if lora else seed)
     enable_packing(model)
+    model = _adapted(model, seed) if lora else model
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
     return fully_shard(model, mp_policy=policy, exact=exact)
 
@@ -63,13 +74,13 @@ def _sharded(seed: int = 0, bf16: bool = False, exact: bool | None = None) -> nn
 _OF_TRAINER = ("sampler", "callbacks", "eval_dataset", "compute_metrics", "data_collator")
 
 
-def _trainer(folder: str, world: int, *, seed: int = 0, bf16: bool = False, **changes: Any) -> Any:
+def _trainer(folder: str, world: int, *, seed: int = 0, bf16: bool = False, lora: bool = False, **changes: Any) -> Any:
     """A step takes four samples, whatever the world."""
     from odc_triton.hf import ODCTrainer
 
     given = {name: changes.pop(name) for name in _OF_TRAINER if name in changes}
     args = _arguments(folder, per_device_train_batch_size=4 // world, **changes)
-    return ODCTrainer(_sharded(seed, bf16), args, train_dataset=samples(), **given)
+    return ODCTrainer(_sharded(seed, bf16, lora=lora), args, train_dataset=samples(), **given)
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -132,13 +143,14 @@ def _train_one_sample_a_step(rank: int, world: int, folder: str) -> dict[str, An
     }
 
 
-def _plain(samples_per_step: int) -> dict[str, Any]:
+def _plain(samples_per_step: int, *, lora: bool = False) -> dict[str, Any]:
     """The same in plain torch: a whole model, each sample by itself, transformers' parameter groups and schedule."""
     from transformers import get_linear_schedule_with_warmup
 
     from odc_triton.balance import MinibatchSampler
 
     data, model = samples(), build("qwen2").train()
+    model = _adapted(model, 0) if lora else model
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -175,8 +187,8 @@ def _assert_alike(results: list[dict[str, Any]], plain: dict[str, Any]) -> None:
         torch.testing.assert_close(result["grad_norm"], plain["grad_norm"], rtol=1e-4, atol=0)
     for name, want in plain["weights"].items():
         # By norm: Adam turns a gradient that is all rounding into steps of up to the learning rate.
-        error = (results[0]["weights"][name] - want).norm() / want.norm()
-        assert error < 1e-4, f"{name}: {error}"
+        error = (results[0]["weights"][name] - want).norm()
+        assert error <= 1e-4 * want.norm(), f"{name}: {error}"
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -242,6 +254,32 @@ def test_resume_is_exact_on_one_rank(tmp_path: Path) -> None:
     for name, value in whole["weights"].items():
         assert torch.equal(resumed["weights"][name], value), name
         assert torch.equal(old["weights"][name], value), name
+
+
+# PEFT asks transformers by a name that is going away.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters(tmp_path: Path) -> None:
+    """PEFT's model trains as in plain torch; its checkpoints and its folder have the adapters only."""
+    import peft
+
+    from odc_triton.checkpoint.dcp import read_metadata, tensors_of
+
+    whole = _run(_train, 2, str(tmp_path / "whole"), lora=True, save_strategy="steps", save_steps=2)
+    _assert_alike(whole, _plain(4, lora=True))
+    checkpoint = tmp_path / "whole" / "checkpoint-2"
+    names = tensors_of(read_metadata(checkpoint / "odc"))
+    assert sum(name.startswith("model.") for name in names) == 8  # A and B of two projections in two layers
+    assert json.loads((checkpoint / "odc" / "base.json").read_text())["name"] == "the/base"
+    final = tmp_path / "whole" / "final"
+    for folder in (checkpoint, final):
+        files = {path.name for path in folder.iterdir()}
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= files
+        assert "model.safetensors" not in files
+    for name, value in peft.PeftModel.from_pretrained(build("qwen2"), final).named_parameters():
+        assert torch.equal(value, whole[0]["weights"][name]), name
+    (resumed,) = _run(_train, 1, str(tmp_path / "resumed"), resume=str(checkpoint), seed=9, lora=True)
+    # The same masters and moments; sums over ranks come in another order.
+    torch.testing.assert_close(resumed["loss"][2:], whole[0]["loss"][2:], rtol=1e-5, atol=0)
 
 
 @pytest.mark.slow
