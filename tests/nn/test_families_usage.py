@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
+from odc_triton import MixedPrecisionPolicy, fully_shard, memory_plan, minibatch
 from odc_triton.nn import Linear, LMHead
 from odc_triton.nn.families import FusedProjections
 from odc_triton.nn.replace import replace_layers
@@ -104,7 +104,11 @@ def test_lora_on_o_proj_beside_a_fused_projection(change_first: bool) -> None:
 @pytest.mark.parametrize("change_first", [True, False])
 def test_frozen_weights_have_no_gradient_shards(change_first: bool) -> None:
     setup = Setup(name="llama", change="lora", change_first=change_first)
+    plan = memory_plan(prepared(setup), 1)
     model = fully_shard(prepared(setup), backend="cpu-apart")
+    heap = model._odc_engine.heap
+    assert plan.gradient_shard_bytes == sum(4 * p.numel() for p in model.parameters() if p.requires_grad) > 0
+    assert heap.size_bytes == heap._data_offset + plan.compute_shard_bytes + plan.gradient_shard_bytes
     parameters = model._odc_engine.parameters
     assert len(parameters) == 21 + 2 * 3 * 2  # of Llama; A and B at three places in two layers
     for parameter in parameters:
