@@ -138,6 +138,20 @@ def test_first_values_are_pefts() -> None:
         assert (0.1 < value.abs().max() <= 32**-0.5) if "lora_A" in name else not value.any()
 
 
+def test_a_random_base_has_no_name(tmp_path: Path) -> None:
+    """So checkpoints hold it: nothing else does."""
+    import peft
+
+    from odc_triton.checkpoint import meta_causal_lm, with_adapter
+    from odc_triton.checkpoint.base_model import base_name
+
+    build("qwen2").config.save_pretrained(tmp_path)
+    sources = {"model": (str(tmp_path), str(tmp_path)), "init": (str(tmp_path / "config.json"), None)}
+    for kind, (source, name) in sources.items():
+        model = meta_causal_lm(**{kind: source})
+        assert base_name(with_adapter(model, peft.LoraConfig(target_modules=["q_proj"]))) == name
+
+
 @pytest.mark.parametrize(
     "options", [{"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"init_lora_weights": "pissa"}]
 )
