@@ -83,7 +83,7 @@ def _lora_on_o_proj(model: nn.Module) -> nn.Module:
     return peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["o_proj"], init_lora_weights=False), model)
 
 
-@pytest.mark.parametrize("change_first", [True, False])
+@pytest.mark.parametrize("change_first", [True, slow(False)])
 def test_lora_on_o_proj_beside_a_fused_projection(change_first: bool) -> None:
     setup = Setup(name="llama", **ALL_KERNELS)
     want = train(_lora_on_o_proj(build("llama")), setup)
