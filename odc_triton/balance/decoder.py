@@ -1,7 +1,7 @@
 """A decoder's weights by block, from its transformers config: all of them, and those that work on a token. Pure.
 
-`CostModel.from_config` counts FLOPs by these numbers, the simulator also bytes. Norms and biases are left out: less than
-0.1% of a model of a billion parameters.
+`CostModel.from_config` counts FLOPs by these numbers, the simulator also bytes. Norms and biases are left out: less
+than 0.1% of a model of a billion parameters.
 """
 
 from __future__ import annotations
