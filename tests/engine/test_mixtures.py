@@ -16,7 +16,7 @@ from tests.support.parity import compare
         *(slow(name, 1, "cpu", "none") for name in MIXTURES),
         *(slow(name, 2, backend, "none") for name in MIXTURES for backend in ("cpu", "cpu-apart")),
         *(slow(name, 2, "cpu-interpreter", "none") for name in MIXTURES),
-        # More ranks than experts, and fewer experts than ranks that own some.
+        # Of five experts, or six, the last rank has none.
         *(slow(name, 4, "cpu-apart", "none") for name in MIXTURES),
         *(slow(name, 2, "cpu-apart", each) for name in MIXTURES for each in ("checkpointing", "reentrant", "layers")),
     ],
