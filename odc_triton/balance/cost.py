@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .decoder import Decoder
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
@@ -66,33 +68,23 @@ class CostModel:
     def from_config(cls, config: object, *, gated_mlp: bool = True) -> CostModel:
         """FLOPs of forward and backward of a decoder, from the attributes of its transformers config.
 
-        With L layers, hidden width h, q query and kv key/value heads of d, MLP width f, vocabulary V:
+        With L layers, W weights that work on a token in all of them (`Decoder.of` counts them; of experts only those
+        that a token is sent to), hidden width h, vocabulary V, q query heads whose keys and values are k and v wide:
 
-            forward, per token    2 [ L (2 h q d + 2 h kv d + m h f) + h V ],  m = 3 matrices if `gated_mlp`, else 2
-            forward, attention    L * 4 q d s² / 2      (scores and weighted sum; causal, so half of the square)
+            forward, per token    2 [ W + h V ]
+            forward, attention    L * 2 q (k + v) s² / 2      (scores and weighted sum; causal, so half of the square)
             backward              twice the forward
 
-        A missing num_key_value_heads means as many as query heads, a missing head_dim hidden_size / heads, a
-        missing intermediate_size 4 h, as transformers has them. Of a mixture of experts, num_experts_per_tok
-        experts count (of width moe_intermediate_size where there is one). Left out: norms, the optimizer,
-        what activation checkpointing and flash attention recompute, sliding windows (their layers cost less
-        than said). Where that matters, `fit` measured times.
+        `gated_mlp`: MLPs have three matrices, else two. Left out: norms, the optimizer, what activation checkpointing
+        and flash attention recompute, sliding windows (their layers cost less than said), how evenly a router sends
+        tokens. Where that matters, `fit` measured times.
 
         Raises ValueError naming an attribute that is missing or not positive.
         """
-        hidden = _size(config, "hidden_size")
-        layers = _size(config, "num_hidden_layers")
-        heads = _size(config, "num_attention_heads")
-        kv_heads = _size(config, "num_key_value_heads", heads)
-        head_dim = _size(config, "head_dim", max(1, hidden // heads))
-        mlp = _size(config, "moe_intermediate_size", _size(config, "intermediate_size", 4 * hidden))
-        mlp *= _size(config, "num_experts_per_tok", 1)
-        vocab = _size(config, "vocab_size")
-
-        attention_weights = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-        mlp_weights = (3 if gated_mlp else 2) * hidden * mlp
-        weights = layers * (attention_weights + mlp_weights) + hidden * vocab
-        return cls(quadratic=3 * layers * 2 * heads * head_dim, linear=3 * 2 * weights)
+        decoder = Decoder.of(config, gated_mlp=gated_mlp)
+        weights = sum(block.active for block in decoder.blocks) + decoder.table
+        widths = decoder.key_width + decoder.value_width
+        return cls(quadratic=3 * len(decoder.blocks) * decoder.heads * widths, linear=3 * 2 * weights)
 
     @classmethod
     def fit(
@@ -130,17 +122,6 @@ class CostModel:
         scale = table.max(axis=0)  # s² and 1 are many orders apart: solve in comparable units
         quadratic, linear, constant = (*(nonnegative_least_squares(table / scale, seconds) / scale), 0.0)[:3]
         return cls(quadratic=float(quadratic), linear=float(linear), microbatch=float(constant))
-
-
-def _size(config: object, name: str, default: int | None = None) -> int:
-    value = getattr(config, name, None)
-    value = default if value is None else value
-    if not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"the model's config has {name}={value!r}, which its cost depends on: give the config of a text decoder "
-            "(of a model of several parts its text_config), or CostModel its coefficients"
-        )
-    return value
 
 
 def nonnegative_least_squares(table: np.ndarray, target: Sequence[float]) -> np.ndarray:

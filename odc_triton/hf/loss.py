@@ -58,17 +58,36 @@ def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
     A pack of several documents needs `enable_packing(model)` first; a single document does not. On a GPU, a pack
     without `target_positions` (`pack_collate` gives them) makes the host wait for the device to find them.
 
-    Raises ValueError if `labels` is not [1, T].
+    Raises ValueError if `labels` is not [1, T], and for a model that has a router's loss added to its own (see
+    [Note: a router's loss]).
     """
     logits, targets = predictions(model, pack)
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
+def _refuse_router_loss(model: nn.Module) -> None:
+    """[Note: a router's loss] transformers adds it to the loss that a forward with labels returns, which is not used
+    here, so it would be left out unseen. It can't be added to a sum over tokens either: it is a product of two means
+    over the tokens of one forward, so it depends on which samples share a pack.
+    """
+    config = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    weight = getattr(config, "router_aux_loss_coef", None)
+    if weight and getattr(config, "output_router_logits", False):
+        raise ValueError(
+            f"{type(model).__name__} adds a router's auxiliary loss (output_router_logits=True, router_aux_loss_coef="
+            f"{weight}), a product of means over a forward's tokens, which no sum over packs gives: set "
+            f"model.config.output_router_logits = False, or write a loss of your own without summed_loss"
+        )
+
+
 def predictions(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """(logits [n, V], targets [n]) of the pack's n target tokens, in their order; see `summed_loss`.
 
-    The logits may be a fused head's, which `cross_entropy` and `odc_triton.log_probs` take.
+    The logits may be a fused head's, which `cross_entropy` and `odc_triton.log_probs` take. Raises what `summed_loss`
+    raises.
     """
+    _refuse_router_loss(innermost(model))
     shifted = "shift_labels" in pack
     labels = pack["shift_labels" if shifted else "labels"]
     if labels.ndim != 2 or labels.shape[0] != 1:

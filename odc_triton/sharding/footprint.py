@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ..balance.decoder import Decoder
 from ..base.report import in_columns
 from ..comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_plan, shard_rows
 from .peaks import activation_bytes_per_token, fsdp2_whole_gradient_bytes, gathered_bytes, whole_gradient_bytes
@@ -306,9 +307,10 @@ def _split_bytes(model: nn.Module, dtype: str, tokens: int, world: int) -> int:
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         raise ValueError(f"split_tokens is {tokens}, and {type(model).__name__} has no config with num_attention_heads")
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    layer = LayerShape(heads=kv_heads, key_width=width, value_width=width, dtype=dtype)
+    decoder = Decoder.of(config)
+    layer = LayerShape(
+        heads=decoder.kv_heads, key_width=decoder.key_width, value_width=decoder.value_width, dtype=dtype
+    )
     _, size_bytes = room_regions([layer] * config.num_hidden_layers, tokens=tokens, world=world, apart=True)
     return size_bytes
 

@@ -6,7 +6,7 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: Cos
 
 SCHEDULES = ("fsdp", "fsdp-no-reshard", "odc")
 _COMPUTE_BYTES, _REDUCE_BYTES = 2, 4  # bf16 is read, fp32 is added
-_KV_BYTES = 2 * (2 * _COMPUTE_BYTES + _REDUCE_BYTES)  # keys and values, read in forward and backward, and added to
+_KV_BYTES = 2 * _COMPUTE_BYTES + _REDUCE_BYTES  # of keys and values: read in forward and backward, and added to
 _STEP_BYTES = 30  # per parameter of a rank's shard: AdamW reads 16, writes 12, and 2 in bf16
 
 
@@ -99,6 +99,8 @@ class Job:
     def __post_init__(self) -> None:
         if self.layers < 1:
             raise ValueError(f"layers is {self.layers}: give 1 or more")
+        if self.model is not None and self.model.layers != self.layers:
+            raise ValueError(f"layers is {self.layers}, and the model has {self.model.layers}: give as many")
         for name, below in (
             ("forward_share", 1.0),
             ("meeting_s", math.inf),
@@ -119,6 +121,11 @@ class Job:
     @property
     def ranks(self) -> int:
         return self.links.ranks
+
+    @property
+    def shards(self) -> int:
+        """GPUs that together hold one copy of the parameters."""
+        return self.links.gpus if self.hybrid else self.ranks
 
     @cached_property
     def slowness(self) -> np.ndarray:
@@ -145,55 +152,57 @@ class Job:
         """The optimizer step, and what ODC sends between nodes: gradients before it, parameters after it."""
         if self.model is None:
             return self.step_s
-        shards = self.links.gpus if self.hybrid else self.ranks
-        owned = self.model.parameters / (self.ranks if schedule == "odc" else shards)
+        owned = self.model.owned(self.shards, self.ranks // self.shards if schedule == "odc" else 1)
         tail = self.step_s + owned * _STEP_BYTES / (1e9 * self.memory_gbs)
         if schedule == "odc" and self.hybrid:
-            shard = self.model.parameters / shards
+            shard = self.model.owned(self.shards)
             tail += self.links.replicas_s(_REDUCE_BYTES * shard) + self.links.replicas_s(_COMPUTE_BYTES * shard)
         return tail
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Moves:
-    """Seconds of one transfer of a block's or the root's bytes: a number, or (ranks,)."""
+    """Seconds of one transfer of the bytes of each block, and of the root's: a number, or (ranks,)."""
 
-    read_block: Clock
+    read_blocks: list[Clock]
     read_root: Clock
-    add_block: Clock
+    add_blocks: list[Clock]
     add_root: Clock
-    last_add_block: Clock  # of the last microbatch, in which FSDP2 also reduces over the nodes
+    last_add_blocks: list[Clock]  # of the last microbatch, in which FSDP2 also reduces over the nodes
     last_add_root: Clock
 
     @classmethod
     def of(cls, job: Job, schedule: str) -> _Moves:
-        if job.model is None:
-            return cls(
-                read_block=0.0, read_root=0.0, add_block=0.0, add_root=0.0, last_add_block=0.0, last_add_root=0.0
-            )
-        block, root = job.model.block_parameters, job.model.root_parameters
         links, hybrid = job.links, job.hybrid
-        if schedule == "odc":
-            read = {n: np.array(links.read_s(_COMPUTE_BYTES * n, hybrid=hybrid)) for n in (block, root)}
-            add = {n: np.array(links.read_s(_REDUCE_BYTES * n, hybrid=hybrid)) for n in (block, root)}
-            last = add
-        else:
-            read = {n: links.collective_s(_COMPUTE_BYTES * n, hybrid=hybrid) for n in (block, root)}
-            add = {n: links.collective_s(_REDUCE_BYTES * n, hybrid=hybrid) for n in (block, root)}
-            across = {n: 2 * links.replicas_s(_REDUCE_BYTES * n / links.gpus) if hybrid else 0.0 for n in (block, root)}
-            last = {n: add[n] + across[n] for n in (block, root)}
+        root = job.model.root_parameters if job.model else 0
+        blocks = job.model.sent(job.shards) if job.model else [0] * job.layers
+
+        @cache
+        def moved(bytes_each: int, parameters: int, *, last: bool = False) -> Clock:
+            if job.model is None:
+                return 0.0
+            n_bytes = bytes_each * parameters
+            if schedule == "odc":
+                return np.array(links.read_s(n_bytes, hybrid=hybrid))
+            across = 2 * links.replicas_s(n_bytes / links.gpus) if last and hybrid else 0.0
+            return links.collective_s(n_bytes, hybrid=hybrid) + across
+
         return cls(
-            read_block=read[block],
-            read_root=read[root],
-            add_block=add[block],
-            add_root=add[root],
-            last_add_block=last[block],
-            last_add_root=last[root],
+            read_blocks=[moved(_COMPUTE_BYTES, each) for each in blocks],
+            read_root=moved(_COMPUTE_BYTES, root),
+            add_blocks=[moved(_REDUCE_BYTES, each) for each in blocks],
+            add_root=moved(_REDUCE_BYTES, root),
+            last_add_blocks=[moved(_REDUCE_BYTES, each, last=True) for each in blocks],
+            last_add_root=moved(_REDUCE_BYTES, root, last=True),
         )
 
     def of_rank(self, rank: int) -> _Moves:
         """As floats."""
-        return _Moves(**{n: float(v if isinstance(v, float) else v[rank]) for n, v in vars(self).items()})
+
+        def own(clock: Clock) -> float:
+            return float(clock if isinstance(clock, float) else clock[rank])
+
+        return _Moves(**{n: [own(v) for v in c] if isinstance(c, list) else own(c) for n, c in vars(self).items()})
 
 
 def simulate(
@@ -249,7 +258,6 @@ def simulate(
         for packs in trial
         for pack in packs
     )
-    shards = job.links.gpus if job.hybrid else job.ranks
     return Outcome(
         schedule=schedule,
         balance=balance,
@@ -264,7 +272,7 @@ def simulate(
         else peak_bytes(
             job.model,
             schedule,
-            shards=shards,
+            shards=job.shards,
             ranks=job.ranks,
             tokens=tokens,
             checkpointing=job.checkpointing,
@@ -376,9 +384,8 @@ def _forward(
     each = seconds * (job.forward_share / job.layers)
     nothing = seconds * 0.0
     lanes.unit(nothing, "forward", read_s=None if reads is None else reads * moves.read_root, meet=meet)
-    read = None if reads is None else reads * moves.read_block
-    for _ in range(job.layers):
-        lanes.unit(noise(each), "forward", read_s=read, meet=meet)
+    for read_s in moves.read_blocks:
+        lanes.unit(noise(each), "forward", read_s=None if reads is None else reads * read_s, meet=meet)
 
 
 def _backward(
@@ -394,10 +401,10 @@ def _backward(
     final: bool,
 ) -> None:
     each = seconds * ((1 - job.forward_share) / job.layers)
-    read = None if reads is None else reads * moves.read_block
-    add = None if adds is None else adds * (moves.last_add_block if final else moves.add_block)
-    for _ in range(job.layers):
-        lanes.unit(noise(each), "backward", read_s=read, add_s=add, meet=meet)
+    blocks = zip(moves.read_blocks, moves.last_add_blocks if final else moves.add_blocks, strict=True)
+    for read_s, add_s in reversed(list(blocks)):
+        read = None if reads is None else reads * read_s
+        lanes.unit(noise(each), "backward", read_s=read, add_s=None if adds is None else adds * add_s, meet=meet)
     add = None if adds is None else adds * (moves.last_add_root if final else moves.add_root)
     if add is not None:
         lanes.unit(seconds * 0.0, "backward", add_s=add, meet=meet)

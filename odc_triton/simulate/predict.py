@@ -125,10 +125,11 @@ def main(options: SimulateOptions) -> int:
         timeline_of=drawn if options.out else None,
         split=options.split_sequences,
     )
+    active = f", {model.active_parameters / 1e9:.1f} B active" if model.active_parameters < model.parameters else ""
     longest, mean = max(lengths), sum(lengths) / len(lengths)
     head = (
         f"{whence}: mean {mean:,.0f}, longest {longest:,}, token cap {cap:,} tokens\n"
-        f"{model.name} ({model.parameters / 1e9:.1f} B parameters) on {machine}\n"
+        f"{model.name} ({model.parameters / 1e9:.1f} B parameters{active}) on {machine}\n"
         f"speed-up: over FSDP2 + LB-Micro with the same minibatch; mean of {trials} minibatches; simulated"
     )
     shown = table(cells(rows), COLUMNS)

@@ -22,7 +22,7 @@ from ..data.records import Record, message_text
 from .hardware import GpuKind, Links
 from .job import QUEUE, SPLIT, Job, deal, simulate
 from .lanes import Outcome
-from .models import Model
+from .models import Model, state_bytes
 
 SETTINGS = {
     "FSDP2 + LocalSort": ("fsdp", "local"),
@@ -141,12 +141,19 @@ def rank_settings(
                 name=name,
                 outcome=outcome,
                 speedup=base_s / outcome.step_s,
-                fits=outcome.peak_bytes is None or outcome.peak_bytes <= memory_gb * 1e9,
+                fits=_least_bytes(outcome, job) <= memory_gb * 1e9,
             )
             for name, outcome in outcomes.items()
         ]
         rows += sorted(found, key=lambda row: (not row.fits, row.outcome.step_s))
     return rows
+
+
+def _least_bytes(outcome: Outcome, job: Job) -> int:
+    """Per GPU. Without activations, where a token's are not known; 0 without a model."""
+    if outcome.peak_bytes is not None or job.model is None:
+        return outcome.peak_bytes or 0
+    return state_bytes(job.model, outcome.schedule, shards=job.shards, ranks=job.ranks)
 
 
 def cells(rows: Sequence[Row]) -> list[list[object]]:

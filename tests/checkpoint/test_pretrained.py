@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from odc_triton.base.errors import CheckpointDiffers, CheckpointFailed
-from tests.support import ranks
-from tests.support.models import build
+from tests.support import ranks, slow
+from tests.support.models import MIXTURES, build
 from tests.support.sft_case import QWEN2
 
 IDS = torch.arange(3, 12)[None]
-NAMES = ["qwen2", "gpt2-tied", "qwen3-moe"]
+NAMES = ["qwen2", "gpt2-tied", "qwen3-moe", *map(slow, MIXTURES)]
 
 
 def _sharded(folder: Path, bf16: bool = False) -> nn.Module:

@@ -11,6 +11,7 @@ import torch
 
 from tests.support import ranks, slow
 from tests.support.checkpointed import make, train
+from tests.support.models import MIXTURES
 
 SAVED_AT, STEPS = 2, 4
 
@@ -55,7 +56,11 @@ def test_resuming_on_one_rank_is_bitwise(tmp_path: Path, name: str, bf16: bool) 
 
 @pytest.mark.parametrize(
     ("name", "bf16", "worlds"),
-    [slow("qwen2", False, (2, 1)), ("qwen2", True, (2, 3)), ("gpt2-tied", False, (1, 2)), ("conv", False, (2, 3))],
+    [
+        *(slow("qwen2", False, (2, 1)), ("qwen2", True, (2, 3)), ("gpt2-tied", False, (1, 2)), ("conv", False, (2, 3))),
+        ("deepseek-v3", False, (2, 3)),  # experts, and a buffer by which they are chosen
+        *(slow(name, True, worlds) for name in MIXTURES for worlds in ((2, 1), (1, 3))),
+    ],
 )
 def test_resuming_on_other_ranks(tmp_path: Path, name: str, bf16: bool, worlds: tuple[int, int]) -> None:
     """On as many ranks, with their random numbers, and on another number of them, where no loss depends on these."""

@@ -51,7 +51,7 @@ def compare(setup: Setup) -> None:
         Setup(family="Mistral", deal="zigzag", dtype=FP64),
         Setup(family="Gemma2", deal="zigzag", backend="cpu-apart"),
         Setup(family="GptOss"),
-        Setup(family="Qwen3Moe", deal="zigzag"),
+        Setup(family="DeepseekV3", deal="zigzag"),  # experts, and keys wider than values
         Setup(family="Llama", change="lora", deal="zigzag"),
         Setup(change="frozen", backend="cpu-apart"),
         Setup(family="Qwen3", change="layers", deal="zigzag", backend="cpu-apart"),
@@ -65,7 +65,7 @@ def test_as_whole_samples(setup: Setup) -> None:
 
 
 BACKENDS = ("cpu", "cpu-apart", "cpu-interpreter")
-FAMILIES = ("Qwen2", "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Qwen3Moe")
+FAMILIES = ("Qwen2", "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Qwen3Moe", "Mixtral", "DeepseekV3")
 
 
 @pytest.mark.slow
@@ -81,6 +81,13 @@ FAMILIES = ("Qwen2", "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Qwen3Moe"
 )
 def test_every_family(family: str, deal: str, backend: str, dtype: torch.dtype) -> None:
     compare(Setup(family=family, deal=deal, backend=backend, dtype=dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["checkpointing", "reentrant", "layers", "head"])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3"])
+def test_mixtures_of_experts(family: str, change: str) -> None:
+    compare(Setup(family=family, deal="zigzag", backend="cpu-apart", change=change))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, assign
+from odc_triton.balance.decoder import Block
 from odc_triton.base.trace import idle_fraction, meetings, segments
 from odc_triton.simulate.hardware import Links
 from odc_triton.simulate.job import SCHEDULES, Job, deal, queue_packs, simulate
@@ -20,8 +21,7 @@ from odc_triton.simulate.models import Model
 COST = CostModel(quadratic=1e-8, linear=1e-4)
 TINY = Model(
     name="tiny",
-    layers=3,
-    block_parameters=4_000_000,
+    blocks=(Block(dense=4_000_000),) * 3,
     root_parameters=2_000_000,
     largest_parameter=1_000_000,
     cost=COST,

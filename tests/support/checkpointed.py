@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.models import CASES, build, microbatches
+from tests.support.models import ALL_CASES, build, microbatches
 
 
 def make(name: str, bf16: bool, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -24,7 +24,7 @@ def train(
     """Losses of whole minibatches, with the same samples for any world. `noise`: random numbers scale each loss."""
     from odc_triton import minibatch
 
-    case, losses, rank, world = CASES[name], [], dist.get_rank(), dist.get_world_size()
+    case, losses, rank, world = ALL_CASES[name], [], dist.get_rank(), dist.get_world_size()
     for step in steps:
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 / (1 + step)  # a schedule

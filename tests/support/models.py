@@ -40,6 +40,9 @@ def _causal_lm(name: str, **overrides: object) -> nn.Module:
     config = getattr(transformers, f"{name}Config")(**sizes | overrides)
     model = getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config)
     model.config._attn_implementation = "eager"
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):  # DeepSeek's routers choose by it; zeros would not show its loss
+            buffer.uniform_()
     return model
 
 
@@ -100,12 +103,48 @@ CASES = {
     "conv": Case(build=ConvNet, batch=_image_batch, loss=_image_loss, count=lambda batch: len(batch[0])),
 }
 
+# Mixtures of experts. Five experts don't divide evenly by two ranks; a layer without experts where the family has some.
+MIXTURE_SIZES: dict[str, tuple[str, dict[str, object]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "head_dim": 8}),
+    "qwen3-moe-dense": (
+        "Qwen3Moe",
+        {
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "mlp_only_layers": [0],
+            "head_dim": 8,
+        },
+    ),
+    "gpt-oss": ("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "head_dim": 8}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 10,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+        },
+    ),
+}
+MIXTURES = {name: _lm(family, **sizes) for name, (family, sizes) in MIXTURE_SIZES.items()}
+ALL_CASES = CASES | MIXTURES
+
 
 def build(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return CASES[name].build()
+    return ALL_CASES[name].build()
 
 
 def microbatches(name: str, sizes: list[int], seed: int) -> list[tuple]:
     generator = torch.Generator().manual_seed(seed)
-    return [CASES[name].batch(generator, size) for size in sizes]
+    return [ALL_CASES[name].batch(generator, size) for size in sizes]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.support import ranks
-from tests.support.models import CASES, build, microbatches
+from tests.support.models import ALL_CASES, build, microbatches
 
 SIZES = [5, 17, 3, 9, 1]  # of one minibatch's microbatches, all ranks together
 
@@ -36,7 +36,7 @@ def _optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
 def unsharded(name: str, steps: int, transforms: tuple[str, ...] = ()) -> tuple[dict, dict, list[float]]:
     """Gradients of the first minibatch, weights after `steps`, gradient norms; by plain torch in this process."""
     torch.set_num_threads(1)
-    case = CASES[name]
+    case = ALL_CASES[name]
     model = build(name)
     for transform in transforms:
         TRANSFORMS[transform](model)
@@ -68,7 +68,7 @@ def sharded(
 ) -> tuple:
     from odc_triton import full_parameters, fully_shard, minibatch, repeating
 
-    case = CASES[name]
+    case = ALL_CASES[name]
     model = build(name)
     for transform in transforms:
         TRANSFORMS[transform](model)

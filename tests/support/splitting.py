@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from tests.support.models import MIXTURE_SIZES
 from tests.support.parity import TRANSFORMS
 
 LENGTHS = (41, 17, 30, 9)
@@ -33,6 +34,7 @@ DEALS: dict[str, Dealt] = {
     ],
     # The last rank has whole samples only; one before it has none.
     "whole": [[[0], [1], [2], [3]]],
+    "no pieces": [[[0, 3], [1]], [[2]]],
     "four": [[[P(2, 0, 10)]], [[P(2, 10, 22), P(0, 0, 13)]], [[P(2, 22, 30), P(0, 13, 41)]], [[1], [3]]],
 }
 
@@ -56,12 +58,11 @@ class Setup:
 
 
 FAMILY_SIZES = {
+    **dict(MIXTURE_SIZES.values()),
     "Llama": {"head_dim": 8},
     "Qwen3": {"head_dim": 8},
     "Mistral": {"sliding_window": 6},
     "Gemma2": {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8},
-    "GptOss": {"sliding_window": 6, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "Qwen3Moe": {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
 }
 REPLACING = ("head", "layers", "direct")
 

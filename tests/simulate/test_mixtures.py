@@ -1,0 +1,188 @@
+"""Mixtures of experts in the simulator: sizes, FLOPs and memory against the models of transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from odc_triton.balance import CostModel
+from odc_triton.balance.decoder import Block
+from odc_triton.cli.command import main
+from odc_triton.simulate.hardware import DEVICES
+from odc_triton.simulate.job import Job, simulate
+from odc_triton.simulate.models import _MIXTURES, Model, state_bytes
+from odc_triton.simulate.study import make_job, rank_settings, usual_links
+from tests.support import slow
+from tests.support.models import MIXTURES, build
+
+# Billions of parameters, all and active, as their authors say; gpt-oss's active ones leave the embedding out.
+PUBLISHED = {
+    "mixtral-8x7b": (46.7, 12.9),
+    "qwen3-30b-a3b": (30.5, 3.3),
+    "gpt-oss-20b": (20.9, 3.6 + 0.58),
+    "gpt-oss-120b": (116.8, 5.1 + 0.58),
+    "deepseek-v3": (671, 37),
+}
+NAMES = ["mixtral-8x7b", *map(slow, list(_MIXTURES)[1:])]
+
+
+def on_meta(name: str, folder: Path) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = dict(_MIXTURES[name])
+    config = AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def fullest(parameters: list[nn.Parameter], shards: int, replicas: int = 1) -> int:
+    """Elements on rank 0, tensor by tensor."""
+    return sum(p.chunk(shards)[0].chunk(replicas)[0].numel() for p in parameters)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_and_memory_are_the_models(name: str, tmp_path: Path) -> None:
+    """Block by block; on more GPUs than experts too, and on numbers that don't divide them."""
+    from odc_triton import MixedPrecisionPolicy
+    from odc_triton.sharding.footprint import memory_plan
+
+    built, model = on_meta(name, tmp_path), Model.find(name)
+    assert vars(Model.find(str(tmp_path))) == {**vars(model), "name": tmp_path.name}
+    layers = [list(layer.parameters()) for layer in built.model.layers]
+    everything = list(built.parameters())
+    sizes = [sum(p.numel() for p in layer) for layer in layers]
+    # Norms, and gpt-oss's biases, are left out.
+    close = {"rel": 2e-3}
+    assert [block.parameters for block in model.blocks] == pytest.approx(sizes, **close)
+    assert model.parameters == pytest.approx(sum(p.numel() for p in everything), **close)
+    unused = sum(
+        experts.down_proj[0].numel() * 3 * (experts.num_experts - built.config.num_experts_per_tok)
+        for experts in (getattr(layer.mlp, "experts", None) for layer in built.model.layers)
+        if experts is not None
+    )
+    assert model.active_parameters == pytest.approx(sum(p.numel() for p in everything) - unused, **close)
+    billions = [model.parameters / 1e9, model.active_parameters / 1e9]
+    assert billions == pytest.approx(PUBLISHED[name], rel=0.02)
+    for shards in (1, 5, 8, 16, 64):
+        assert model.sent(shards) == pytest.approx([shards * fullest(layer, shards) for layer in layers], **close)
+        for replicas in (1, 3):
+            assert model.owned(shards, replicas) == pytest.approx(fullest(everything, shards, replicas), **close)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    schemes = {"odc": "odc", "fsdp": "fsdp2", "fsdp-no-reshard": "fsdp2_no_reshard"}
+    for schedule, scheme in schemes.items():
+        for world in (5, 16):
+            plan = memory_plan(built, world, scheme=scheme, mp_policy=policy, backend="cuda")
+            told = state_bytes(model, schedule, shards=world, ranks=world)
+            assert told == pytest.approx(plan.total_bytes - plan.buffer_bytes, rel=0.01), (schedule, world)
+    plan = memory_plan(built, 8, replicas=2, mp_policy=policy, backend="cuda")
+    told = state_bytes(model, "odc", shards=8, ranks=16)
+    assert told == pytest.approx(plan.total_bytes - plan.buffer_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_flops_are_those_that_torch_counts(name: str) -> None:
+    """A forward of the real model, expert by expert, of which torch counts every product."""
+    model, tokens = build(name).eval(), 24
+    model.set_experts_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.arange(tokens)[None], use_cache=False)
+    by_module = counter.get_flop_counts()
+    # Older versions of transformers multiply positions by frequencies as matrices.
+    of_positions = sum(sum(ops.values()) for module, ops in by_module.items() if module.endswith("rotary_emb"))
+    cost = CostModel.from_config(model.config)
+    # Eager attention computes the masked half too. Backward is twice the forward.
+    assert counter.get_total_flops() - of_positions == (cost.linear * tokens + 2 * cost.quadratic * tokens**2) / 3
+
+
+def test_flops_of_mixtral_by_hand() -> None:
+    cost = Model.find("mixtral-8x7b").cost
+    attention = 4096 * 4096 + 2 * 4096 * 1024 + 4096 * 4096  # q, k and v, o
+    two_experts = 2 * (2 * 4096 * 14336 + 14336 * 4096)
+    forward = 2 * (32 * (attention + 4096 * 8 + two_experts) + 4096 * 32000)
+    assert cost.linear == 3 * forward
+    assert cost.quadratic == 3 * 32 * (2 + 2) * 4096 / 2
+
+
+def test_flops_of_deepseek_by_hand() -> None:
+    cost = Model.find("deepseek-v3").cost
+    queries = 7168 * 1536 + 1536 * 128 * (128 + 64)
+    keys_and_values = 7168 * (512 + 64) + 512 * 128 * (128 + 128)
+    attention = queries + keys_and_values + 128 * 128 * 7168
+    dense, sparse = 3 * 7168 * 18432, 7168 * 256 + (8 + 1) * 3 * 7168 * 2048
+    assert cost.linear == 6 * (61 * attention + 3 * dense + 58 * sparse + 7168 * 129280)
+    assert cost.quadratic == 3 * 61 * 128 * (192 + 128)
+
+
+def test_each_block_takes_its_own_time() -> None:
+    """Transfers alone, one after the other: a dense block's are shorter, and experts wait for those who have them."""
+    model = replace(
+        Model.find("qwen2.5-0.5b"),
+        blocks=(Block(dense=1_000_000), Block(dense=1_000_000, expert=300_000, experts=4, chosen=1)),
+    )
+    for ranks, experts in ((4, 4), (8, 8), (3, 6)):  # as long as 8 experts over 8 ranks; 6 over 3
+        links = usual_links(DEVICES["a100"], ranks)
+        job = Job(
+            links=links,
+            seconds=lambda lengths: 1e-12,
+            cost=model.cost,
+            layers=2,
+            model=model,
+            hybrid=False,
+            prefetch=False,
+            overlap=False,
+        )
+        sizes = [1_000_000, 1_000_000 + experts * 300_000]
+        root = model.root_parameters
+
+        def seconds(n_bytes: int, links=links) -> float:
+            return max(links.read_s(n_bytes, hybrid=False))
+
+        want = sum(2 * seconds(2 * n) + seconds(4 * n) for n in sizes) + seconds(2 * root) + seconds(4 * root)
+        outcome = simulate([[10] * 2 * ranks], job=job, schedule="odc", balance="mini", token_cap=10)
+        assert outcome.microbatches == [[2] * ranks]
+        assert outcome.step_s - job.tail_s("odc") == pytest.approx(2 * want, rel=1e-6)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n".join(map(str, range(100, 164))))
+    options = ["--lengths", str(lengths), "--minibatch", "2", "--trials", "1"]
+    assert main(["simulate", *options, "--model", "gpt-oss-20b", "--gpus", "8"]) == 0
+    assert "gpt-oss-20b (20.9 B parameters, 4.2 B active) on" in capsys.readouterr().out
+
+
+def test_what_the_states_do_not_leave_room_for_does_not_fit() -> None:
+    """Even if nobody knows what activations take."""
+    model = Model.find("mixtral-8x7b")
+    for kind, fits in ((DEVICES["a100"], False), (DEVICES["b200"], True)):
+        job = make_job(model, kind, usual_links(kind, 8))
+        rows = rank_settings([1000] * 8, [1], job=job, token_cap=1000, memory_gb=kind.memory_gb, trials=1)
+        assert {row.fits for row in rows if "no reshard" not in row.name} == {fits}
+        assert all(row.outcome.peak_bytes is None for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"model_type": "dbrx", "num_experts": 4},
+            "of the family 'dbrx', whose layers are not known here: give one of",
+        ),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "leaves out num_experts_per_tok, intermediate_size: add"),
+        (
+            {key: each for key, each in _MIXTURES["deepseek-v3"].items() if key != "first_k_dense_replace"},
+            "is a deepseek_v3, and its config leaves out first_k_dense_replace",
+        ),
+    ],
+)
+def test_configs_that_are_refused(config: dict, message: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        Model.find(str(tmp_path))
