@@ -150,7 +150,7 @@ class Saving:
         self._aside = unfinished(final, "saving")
         self._base_name = base_model.base_name(model)
         self._base = base_model.frozen_base(model) if self._base_name else {}
-        self._base_sum = base_model.own_sum(self._base, rank=engine.rank)
+        self._base_sum: int | None = None
         self._part = dcp.Part(engine.rank, training_state.to_save(model, optimizer, without=self._base))
         self._json = {f"random-{engine.rank}.json": json.dumps(random_state())}
         if engine.rank == 0:
@@ -160,6 +160,8 @@ class Saving:
     def hold(self, memory: dict[str, torch.Tensor]) -> None:
         """Copies what is saved to the host: see `dcp.Part.hold`. From then on the model may change."""
         self._part.hold(memory)
+        if self._engine.heap.device.type == "cuda":  # else by the thread that writes: nobody changes what is frozen
+            self._sum_base()
         self._engine.drain("copying what a checkpoint saves to the host")
 
     def write(self, is_dropped: Callable[[], bool] = lambda: False) -> dict[str, Any]:
@@ -171,7 +173,12 @@ class Saving:
         for name, text in self._json.items():
             files |= _write(self._aside / name, text.encode())
         told = {name: [f.size_bytes, f.sha256] for name, f in files.items()}
-        return {"aside": self._aside.name, "files": told, "base": self._base_sum}
+        return {"aside": self._aside.name, "files": told, "base": self._sum_base()}
+
+    def _sum_base(self) -> int:
+        if self._base_sum is None:
+            self._base_sum = base_model.own_sum(self._base, rank=self._engine.rank)
+        return self._base_sum
 
     def finish(self, written: list[dict[str, Any]], *, number: int) -> None:
         """Makes one folder of what the ranks' `write` returned and renames it to `final`. Rank 0 calls it, once all
