@@ -17,7 +17,7 @@ from pathlib import Path
 from odc_triton.data.tokenizer import COMPLETION, END, PROMPT
 
 FEWEST, MOST = 3, 40
-UP = 0.45
+UP = 0.3
 CONFIG = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
