@@ -43,12 +43,12 @@ class Fsdp2Run(GrpoRun):
 
     def _minibatch(self, batch: Learned, packs: Iterable[list[Entry]], split: Any) -> tuple[float, list[float]]:
         world, rank = dist.get_world_size(), dist.get_rank()
-        # FSDP2 needs as many microbatches on every rank, so as many samples: the last few wait for nobody's sake.
-        count = len(batch.samples) // world * world
-        cost = self.dealer.cost
-        dealt = assign(
-            batch.lengths[:count], ranks=world, token_cap=self.options.token_cap, balance="global", cost=cost
-        )
+        while len(batch.samples) % world:  # FSDP2 needs as many on every rank: one more, that weighs nothing
+            for of_samples in (batch.samples, batch.advantage, batch.sampled):
+                of_samples.append(of_samples[0])
+            batch.weight.append(0.0)
+        cap, cost = self.options.token_cap, self.dealer.cost
+        dealt = assign(batch.lengths, ranks=world, token_cap=cap, balance="global", cost=cost)
         total = 0.0
         for entries in dealt[rank]:
             loss, _ = batch.loss(
