@@ -233,7 +233,8 @@ class Unit:
         with self._prefetch.lock:
             self._uses += 1
         try:
-            self.make_whole()
+            with self._prefetch.lock:  # else another thread would find it whole before all places are
+                self.make_whole()
             dtype = self.policy.param_dtype
             if dtype is not None and self.policy.cast_forward_inputs:
                 args, kwargs = pytree.tree_map(lambda value: _cast(value, dtype), (args, kwargs))

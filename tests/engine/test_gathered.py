@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from odc_triton import full_parameters, fully_shard, minibatch
-from odc_triton.engine.unit import StepOrder
+from odc_triton.engine.unit import Slot, StepOrder
 from tests.support import ranks
 from tests.support.place import DEVICE, INTERPRETED
 
@@ -189,7 +190,14 @@ def test_another_order_is_still_right() -> None:
 
 
 @torch.no_grad()
-def test_threads_may_evaluate() -> None:
+def test_threads_may_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = Slot.put
+
+    def slowly(self: Slot, value: nn.Parameter) -> None:
+        time.sleep(1e-5)  # gives way, so that another thread finds a unit half whole if it can
+        put(self, value)
+
+    monkeypatch.setattr(Slot, "put", slowly)
     model, plain = _sharded(), Stack().to(DEVICE)
     inputs = [torch.randn(5, 3, device=DEVICE) for _ in range(4)]
     outputs: dict[tuple[int, int], torch.Tensor] = {}

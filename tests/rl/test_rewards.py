@@ -185,13 +185,13 @@ def test_megabytes_do_not_block(rewards: Callable[..., Rewards]) -> None:
         ("exact", RewardRaised, ["missing 1 required positional argument: 'answer'"]),
         ("killed", RewardProcessDied, ["killed by SIGKILL (out of memory?", "at completion 2 of 3"]),
         ("leaves", RewardProcessDied, ["ended with status 3"]),
-        ("hangs", RewardTimedOut, ["timeout of 0.8 s for 3 completions", "it was at completion 2 of 3", "a bad"]),
+        ("hangs", RewardTimedOut, ["timeout of 3 s for 3 completions", "it was at completion 2 of 3", "a bad"]),
     ],
 )
 def test_failures(
     rewards: Callable[..., Rewards], tmp_path: Path, function: str, error: type[RewardFailed], words: list[str]
 ) -> None:
-    scored = rewards(function, "pid", timeout_s=0.8 if function == "hangs" else 30)
+    scored = rewards(function, "pid", timeout_s=3.0 if function == "hangs" else 30)
     with pytest.raises(error) as raised:
         _score(scored)
     message = str(raised.value).replace("one completion at a time", "one at a time")
