@@ -193,14 +193,18 @@ class MinibatchSampler:
         self.epoch, self.minibatch, self.seed = state["epoch"], state["minibatch"], state["seed"]
 
     def _order(self, epoch: int) -> list[int]:
-        # Only Random.random is promised to give the same numbers in every Python; shuffle is not.
-        generator = random.Random(f"{self.seed} {epoch}")
-        keys = [generator.random() for _ in self.lengths]
-        return sorted(range(len(keys)), key=keys.__getitem__)
+        return shuffled(len(self.lengths), f"{self.seed} {epoch}")
 
     def _samples(self, order: list[int], minibatch: int) -> list[int]:
         start = minibatch * self.samples_per_minibatch
         return order[start : start + self.samples_per_minibatch]
+
+
+def shuffled(count: int, seed: str) -> list[int]:
+    """0 to `count` - 1 in an order that follows from `seed`, the same in every Python."""
+    generator = random.Random(seed)  # of which only `random` is promised to stay; `shuffle` is not
+    keys = [generator.random() for _ in range(count)]
+    return sorted(range(count), key=keys.__getitem__)
 
 
 def _from_environment(name: str, default: int) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..balance.sampler import shuffled
 from ..data.records import DataError
 from ..data.sources import open_source
 from ..data.tokenizer import TextEncoder
@@ -119,3 +120,16 @@ def _prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
     if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and "role" in m for m in prompt):
         raise DataError(f"{where}: 'prompt' must be text, or a list of messages with 'role' and 'content'")
     return [{name: value for name, value in message.items() if value is not None} for message in prompt]
+
+
+def prompts_of_step(count: int, step: int, *, per_step: int, seed: int) -> list[int]:
+    """Which of `count` prompts step `step` takes, from 0: the next `per_step` of one shuffle after another."""
+    places = range(step * per_step, (step + 1) * per_step)
+    orders = {epoch: shuffled(count, f"prompts {seed} {epoch}") for epoch in {place // count for place in places}}
+    return [orders[place // count][place % count] for place in places]
+
+
+def completion_seed(seed: int, step: int, prompt: int, generation: int) -> int:
+    """63 bits for one completion, whoever samples it. `prompt`: its place among the step's prompts."""
+    digest = hashlib.blake2b(f"{seed} {step} {prompt} {generation}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -19,10 +19,9 @@ from ..engine.api import engine_of, minibatch
 from ..rl.generation import CompletionEngine, SamplingOptions
 from ..rl.learned import Correction, Learned
 from ..rl.objective import Objective
-from ..rl.prompts import Prompts
+from ..rl.prompts import Prompts, completion_seed, prompts_of_step
 from ..rl.rewards import Rewards
 from ..rl.rollout import Rollout, Sampler, Slot
-from ..rl.seeds import completion_seed, prompts_of_step
 from ..sequence.enable import enable_split
 from .grpo_options import GrpoOptions
 from .metrics import Metrics

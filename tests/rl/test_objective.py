@@ -11,8 +11,7 @@ import torch
 from odc_triton.balance.pieces import Piece
 from odc_triton.rl.learned import Learned
 from odc_triton.rl.objective import Denominators, advantages
-from odc_triton.rl.prompts import read_prompts
-from odc_triton.rl.seeds import completion_seed, prompts_of_step
+from odc_triton.rl.prompts import completion_seed, prompts_of_step, read_prompts
 from tests.support.grpo_case import trl_advantages
 from tests.support.sft_case import write_case
 

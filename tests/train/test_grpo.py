@@ -39,8 +39,7 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
     """
     from odc_triton.data.tokenizer import read_tokenizer
     from odc_triton.rl.generation import Request, SamplingOptions
-    from odc_triton.rl.prompts import read_prompts
-    from odc_triton.rl.seeds import completion_seed, prompts_of_step
+    from odc_triton.rl.prompts import completion_seed, prompts_of_step, read_prompts
 
     tokenizer = read_tokenizer(wanted.tokenizer)
     prompts = read_prompts(wanted.data, tokenizer, most_tokens=wanted.token_cap * world)

@@ -250,7 +250,6 @@ def test_too_few_prompts(folder: Path, tmp_path: Path) -> None:
 
 
 def test_lora_learns_the_adapters_only(folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     start = {"init": None, "model": str(folder / "start")}
     wanted = options(folder, tmp_path / "out", lora_rank=4, kl=0.05, steps=2, lr=1e-2, **start)
     assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
