@@ -17,9 +17,15 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import quiet
-from bench.cut import cut, scaled_minibatches
-from bench.harness import (
+from odc_triton.base.report import TITLE, Curves, save_html, save_timeline, table
+from odc_triton.base.trace import excerpt, idle_fraction, save_trace, timeline_text
+from odc_triton.comm.launch import launch
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.data.tokenizer import TextEncoder
+
+from . import quiet
+from .cut import cut, scaled_minibatches
+from .harness import (
     Measured,
     Work,
     bootstrap_ratio,
@@ -29,14 +35,9 @@ from bench.harness import (
     peak_memory,
     single_thread_environment,
 )
-from bench.provenance import about, save_json
-from bench.stdlib_corpus import build_corpus, write_text
-from bench.variants import Fsdp2, Fsdp2NoReshard, Odc, OdcSplit, Variant
-from odc_triton.base.report import TITLE, Curves, save_html, save_timeline, table
-from odc_triton.base.trace import excerpt, idle_fraction, save_trace, timeline_text
-from odc_triton.comm.launch import launch
-from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
-from odc_triton.data.tokenizer import TextEncoder
+from .provenance import about, save_json
+from .stdlib_corpus import build_corpus, write_text
+from .variants import Fsdp2, Fsdp2NoReshard, Odc, OdcSplit, Variant
 
 RANKS = 2
 VARIANTS: tuple[type[Variant], ...] = (Fsdp2, Fsdp2NoReshard, Odc, OdcSplit)

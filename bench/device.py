@@ -35,7 +35,7 @@ class Gpu:
 
     def about(self) -> dict[str, str] | None:
         """Name, memory, driver, clocks; None without a GPU."""
-        from bench.provenance import gpu
+        from .provenance import gpu
 
         return gpu()
 

@@ -20,15 +20,16 @@ from typing import Any
 
 import torch
 
-from bench.harness import bootstrap_ratio, single_thread_environment
-from bench.provenance import about, save_json
-from bench.sorting import credit, write_task
 from odc_triton.comm.launch import launch
 from odc_triton.train.grpo import run_grpo
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft import run_sft
 from odc_triton.train.sft_options import SftOptions
+
+from .harness import bootstrap_ratio, single_thread_environment
+from .provenance import about, save_json
+from .sorting import credit, write_task
 
 RANKS = 2
 TAUGHT, PROMPTS, HELD_OUT = 20_000, 4_000, 400
@@ -154,8 +155,8 @@ def controls(folder: Path, found: dict[str, Any]) -> dict[str, float]:
 
 
 def study(folder: Path, seeds: list[int]) -> dict[str, Any]:
-    from bench.grpo_fsdp2 import run_fsdp2
-    from bench.grpo_updates import measure_updates
+    from .grpo_fsdp2 import run_fsdp2
+    from .grpo_updates import measure_updates
 
     found, of_controls, difference = [], [], []
     for seed in seeds:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.variants import Setting, shard_by_fsdp2
 from odc_triton import publish
 from odc_triton.balance import assign
 from odc_triton.balance.pieces import Entry
@@ -26,6 +25,8 @@ from odc_triton.train.agreement import Agreed
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.grpo_run import GrpoRun
 from odc_triton.train.metrics import Metrics
+
+from .variants import Setting, shard_by_fsdp2
 
 
 class Fsdp2Run(GrpoRun):

@@ -12,16 +12,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from bench import quiet
-from bench.harness import Work, compare, disturbed
-from bench.sorting import CONFIG
-from bench.variants import Fsdp2, Odc, OdcSplit, Pack, Variant
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import DataOptions, tokenize_file
 from odc_triton.data.tokenizer import TextEncoder, read_tokenizer
 from odc_triton.hf.loss import predictions
 from odc_triton.nn.head import log_probs
 from odc_triton.rl.objective import Objective, TokenTerms
+
+from . import quiet
+from .harness import Work, compare, disturbed
+from .sorting import CONFIG
+from .variants import Fsdp2, Odc, OdcSplit, Pack, Variant
 
 MINIBATCHES, WARM_UP, PROMPTS, GENERATIONS = 20, 1, 32, 8
 TOKEN_CAP = 2048

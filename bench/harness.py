@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench import quiet
-from bench.variants import Odc, Pack, Setting, Unsharded, Variant
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.collate import PackedDataset, count_target_tokens, pack_collate, to_device
 from odc_triton.balance.pieces import MinibatchPacks
@@ -28,6 +26,9 @@ from odc_triton.base.events import Event
 from odc_triton.comm.local_store import rendezvous_url
 from odc_triton.data.dataset import TokenizedDataset
 from odc_triton.simulate.job import SPLIT
+
+from . import quiet
+from .variants import Odc, Pack, Setting, Unsharded, Variant
 
 T = TypeVar("T")
 

@@ -73,6 +73,8 @@ def commit() -> str:
         return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        if not (ROOT / ".git").exists():  # installed, perhaps within somebody else's repository
+            return os.environ.get("ODC_COMMIT", "unknown")
         return git("rev-parse", "HEAD") + (" and uncommitted changes" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("ODC_COMMIT", "unknown")

@@ -29,9 +29,10 @@ from pathlib import Path
 
 import triton
 
-from bench.kernels.code import Case, Code, build
 from odc_kernels.tiles import ARCHITECTURES
 from odc_triton.base.report import table
+
+from .code import Case, Code, build
 
 _JUDGES = ("code.py", "addresses.py")
 _CASES = "bench.kernels.cases"

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.provenance import WARNING, read_lines
 from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 
+from ..provenance import WARNING, read_lines
 from .problem import Operator, Problem
 
 LINES = "kernels.jsonl"

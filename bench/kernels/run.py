@@ -31,13 +31,13 @@ from typing import Any
 
 import torch
 
-from bench.kernels.operators import all_operators  # first: it decides where kernels run  # isort: skip
+from .operators import all_operators  # first: it decides where kernels run  # isort: skip
 
-from bench.device import Gpu, Rehearsal
-from bench.kernels.cells import LINES, Cell, Report, plain, wanted_first
-from bench.kernels.problem import DEVICE, MODELS, TINY, Model, Operator, Prepared, Problem
-from bench.kernels.timing import Machine, interleaved, median_interval, quantiles, warm_up
-from bench.provenance import append_line, commit, hardware, refuse_results, source_digest, versions
+from ..device import Gpu, Rehearsal
+from ..provenance import append_line, commit, hardware, refuse_results, source_digest, versions
+from .cells import LINES, Cell, Report, plain, wanted_first
+from .problem import DEVICE, MODELS, TINY, Model, Operator, Prepared, Problem
+from .timing import Machine, interleaved, median_interval, quantiles, warm_up
 
 # In order of interest, because a run may end early.
 TOKENS = (4096, 16, 128, 16384, 1, 1024, 65536)

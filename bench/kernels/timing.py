@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.device import Gpu
-
+from ..device import Gpu
 from .problem import Run, Work
 
 WARM_UP = 3

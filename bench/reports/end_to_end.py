@@ -17,16 +17,17 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import quiet
-from bench.cut import cut
-from bench.demo import CONFIG, RANKS, text_of
-from bench.harness import Measured, Work, bootstrap_ratio, compare, disturbed, single_thread_environment
-from bench.provenance import about, save_json
-from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro
 from odc_triton.base.files import write_file
 from odc_triton.base.report import table
 from odc_triton.base.trace import excerpt, idle_fraction
 from odc_triton.comm.launch import launch
+
+from .. import quiet
+from ..cut import cut
+from ..demo import CONFIG, RANKS, text_of
+from ..harness import Measured, Work, bootstrap_ratio, compare, disturbed, single_thread_environment
+from ..provenance import about, save_json
+from ..variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro
 
 VARIANTS = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc)
 BASELINES = (Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp)

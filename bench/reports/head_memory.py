@@ -15,9 +15,10 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from bench.provenance import about, options_of, save_json
 from odc_triton.base.report import table
 from odc_triton.nn import LMHead
+
+from ..provenance import about, options_of, save_json
 
 
 def peak_bytes(run: Callable[[], object]) -> int:

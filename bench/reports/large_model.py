@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 
-from bench.provenance import about, options_of, save_json
 from odc_triton.comm.launch import launch
+
+from ..provenance import about, options_of, save_json
 
 TOKENS = 16
 

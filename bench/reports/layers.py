@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import statistics
 
-from bench.demo import CONFIG, EQUAL_LENGTHS, TOKEN_CAP
-from bench.harness import Work, balanced, single_thread_environment
-from bench.provenance import about, options_of, save_json
-from bench.variants import Odc, OdcLayers, OdcLayersFused, OdcLayersSplit, Unsharded
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
+
+from ..demo import CONFIG, EQUAL_LENGTHS, TOKEN_CAP
+from ..harness import Work, balanced, single_thread_environment
+from ..provenance import about, options_of, save_json
+from ..variants import Odc, OdcLayers, OdcLayersFused, OdcLayersSplit, Unsharded
 
 VARIANTS = (Unsharded, Odc, OdcLayers, OdcLayersFused, OdcLayersSplit)
 

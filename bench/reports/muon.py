@@ -27,10 +27,6 @@ from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from bench import quiet
-from bench.demo import CONFIG
-from bench.harness import Work, bootstrap_ratio, gather, in_turn, open_job, single_thread_environment
-from bench.provenance import about, options_of, save_json
 from odc_triton.balance.partition import balanced_partition
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
@@ -38,6 +34,11 @@ from odc_triton.comm.layout import shard_rows
 from odc_triton.optim import Muon
 from odc_triton.optim.room import newton_schulz_cost
 from odc_triton.sharding.shard import fully_shard
+
+from .. import quiet
+from ..demo import CONFIG
+from ..harness import Work, bootstrap_ratio, gather, in_turn, open_job, single_thread_environment
+from ..provenance import about, options_of, save_json
 
 LR, MOMENTUM, DECAY = 1e-3, 0.95, 0.1
 COEFFICIENTS, STEPS, EPS = (3.4445, -4.7750, 2.0315), 5, 1e-7  # torch's defaults

@@ -19,13 +19,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from bench.demo import CONFIG, TOKEN_CAP
-from bench.harness import single_thread_environment
-from bench.provenance import about, options_of, save_json
-from bench.stdlib_corpus import build_corpus, write_text
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 from odc_triton.train.sft_options import SftOptions
+
+from ..demo import CONFIG, TOKEN_CAP
+from ..harness import single_thread_environment
+from ..provenance import about, options_of, save_json
+from ..stdlib_corpus import build_corpus, write_text
 
 RECORDS = 10_000
 STEPS_PER_SAVE = 100

@@ -17,8 +17,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.demo import RANKS, VARIANTS, prepare
-from bench.harness import (
+from odc_triton.balance.collate import count_target_tokens, pack_collate
+from odc_triton.base.report import table
+from odc_triton.comm.launch import launch
+from odc_triton.data.dataset import TokenizedDataset
+from odc_triton.data.records import IGNORED
+from odc_triton.simulate.job import deal, simulate
+from odc_triton.simulate.study import SequenceTime, from_measured
+
+from ..demo import RANKS, VARIANTS, prepare
+from ..harness import (
     Work,
     build,
     in_turn,
@@ -28,14 +36,7 @@ from bench.harness import (
     timed,
     train_minibatch,
 )
-from bench.provenance import about, save_json
-from odc_triton.balance.collate import count_target_tokens, pack_collate
-from odc_triton.base.report import table
-from odc_triton.comm.launch import launch
-from odc_triton.data.dataset import TokenizedDataset
-from odc_triton.data.records import IGNORED
-from odc_triton.simulate.job import deal, simulate
-from odc_triton.simulate.study import SequenceTime, from_measured
+from ..provenance import about, save_json
 
 # Tokens of a sequence, and how often a minibatch has it: once to fit the cost of lengths, twice that of a microbatch.
 POINTS = ((128, 1), (256, 1), (512, 1), (1024, 1), (2048, 1), (128, 2), (512, 2))

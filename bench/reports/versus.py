@@ -17,8 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.demo import CONFIG, RANKS, TOKEN_CAP, WARM_UP, prepare
-from bench.harness import (
+from odc_triton.base.report import table
+from odc_triton.comm.launch import launch
+from odc_triton.sharding.footprint import memory_plan
+
+from ..demo import CONFIG, RANKS, TOKEN_CAP, WARM_UP, prepare
+from ..harness import (
     Work,
     bootstrap_ratio,
     compare,
@@ -26,12 +30,9 @@ from bench.harness import (
     peak_memory,
     single_thread_environment,
 )
-from bench.provenance import about, save_json
-from bench.suites import split_cpu
-from bench.variants import Bridged, Fsdp2, Fsdp2NoReshard, Odc, OdcExact, Variant
-from odc_triton.base.report import table
-from odc_triton.comm.launch import launch
-from odc_triton.sharding.footprint import memory_plan
+from ..provenance import about, save_json
+from ..suites import split_cpu
+from ..variants import Bridged, Fsdp2, Fsdp2NoReshard, Odc, OdcExact, Variant
 
 MANY = 8  # samples per rank
 

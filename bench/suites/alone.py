@@ -20,9 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.harness import Minibatch, PeakMemory, build, gather, open_job, set_torch_up, train_minibatch
-from bench.provenance import gpu
-from bench.variants import Setting, Variant
 from odc_triton.balance import CostModel
 from odc_triton.base.trace import (
     ACCUMULATE,
@@ -35,6 +32,10 @@ from odc_triton.base.trace import (
     idle_fraction,
     overlapping,
 )
+
+from ..harness import Minibatch, PeakMemory, build, gather, open_job, set_torch_up, train_minibatch
+from ..provenance import gpu
+from ..variants import Setting, Variant
 
 _NO_COMPUTE = (ACCUMULATE, GATHER, MEETINGS, IDLE)
 

@@ -17,10 +17,17 @@ from pathlib import Path
 
 import torch
 
-from bench.harness import in_turn, single_thread_environment
-from bench.provenance import about, save_json
-from bench.suites.alone import LengthsWork, Turn, take_turn
-from bench.suites.lengths_report import (
+from odc_triton.base.files import write_file
+from odc_triton.cli.bench import BenchOptions
+from odc_triton.comm.launch import launch
+from odc_triton.data.lengths import read_lengths
+from odc_triton.data.records import Record
+
+from ..harness import in_turn, single_thread_environment
+from ..provenance import about, save_json
+from ..variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting, Variant
+from .alone import LengthsWork, Turn, take_turn
+from .lengths_report import (
     ALIKE,
     Amounts,
     Result,
@@ -29,12 +36,6 @@ from bench.suites.lengths_report import (
     peak_flops,
     text_of,
 )
-from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting, Variant
-from odc_triton.base.files import write_file
-from odc_triton.cli.bench import BenchOptions
-from odc_triton.comm.launch import launch
-from odc_triton.data.lengths import read_lengths
-from odc_triton.data.records import Record
 
 BASELINES = (Fsdp2Micro, Fsdp2, Fsdp2NoReshard, Ddp)
 VARIANTS = (*BASELINES, LayerBarrier, OdcMicro, Odc)

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench.harness import bootstrap_ratio
-from bench.suites.alone import Turn
 from odc_triton.base.report import table
+
+from ..harness import bootstrap_ratio
+from .alone import Turn
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|MemoryError", re.IGNORECASE)
 _KILLED = re.compile(r"SIGKILL|Signal 9\b")

@@ -28,9 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.device import Gpu, Rehearsal
-from bench.provenance import about, save_json
-from bench.suites.links_report import Call, Link, as_data, text_of
 from odc_triton.base.files import write_file
 from odc_triton.comm.launch import launch
 from odc_triton.comm.layout import Region, aligned
@@ -41,6 +38,10 @@ from odc_triton.engine.streams import Streams
 from odc_triton.machine.probe import read_topology
 from odc_triton.machine.topology import Topology
 from odc_triton.machine.unusable import unusable_pairs
+
+from ..device import Gpu, Rehearsal
+from ..provenance import about, save_json
+from .links_report import Call, Link, as_data, text_of
 
 TIMEOUT_S = 120.0
 FEW_TOKENS = 16  # for the strategy `direct`, which is meant for few
@@ -135,7 +136,6 @@ def on_cpu(shape: Shape, heap: ApartHeap) -> Operators:
 
 
 def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
-    from bench.kernels.products import Pulled
     from odc_kernels.gather import gather
     from odc_kernels.linear import linear
     from odc_kernels.linear_staged import linear_staged
@@ -143,6 +143,8 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
     from odc_kernels.scatter import scatter
     from odc_kernels.streams import device_of
     from odc_kernels.wgrad import wgrad
+
+    from ..kernels.products import Pulled
 
     device, rank = heap.device, heap.rank
     weight, sums = (
@@ -273,7 +275,7 @@ def _wrong_results(
 
 
 def _times(run: dict[str, Callable[[], Any]], seconds: float, device: Gpu) -> dict[str, dict[str, float]]:
-    from bench.kernels.timing import interleaved, quantiles
+    from ..kernels.timing import interleaved, quantiles
 
     return {name: quantiles(us) for name, us in interleaved(run, device, seconds=seconds).items()}
 

@@ -17,13 +17,14 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.provenance import about, save_json
-from bench.suites.sleeping import FORWARD_SHARE, Cell, Costs, Measured, Way, main_of_rank, together
 from odc_triton.balance import CostModel
 from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 from odc_triton.simulate import draw, named_lengths
 from odc_triton.simulate.study import NAMED
+
+from ..provenance import about, save_json
+from .sleeping import FORWARD_SHARE, Cell, Costs, Measured, Way, main_of_rank, together
 
 # Fixed before anything was measured.
 _BALANCES = {"fsdp": ("local", "micro", "global"), "odc": ("local", "micro", "mini", "queue", "split")}

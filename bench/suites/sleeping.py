@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.harness import in_turn, open_job
 from odc_triton.balance import CostModel, assign
 from odc_triton.balance.counter import store_counter
 from odc_triton.balance.pieces import Entry, Piece, SplitPlan
@@ -34,6 +33,8 @@ from odc_triton.sequence.room import LayerShape, Room
 from odc_triton.sharding.shard import fully_shard
 from odc_triton.simulate import Job, Links, simulate
 from odc_triton.simulate.job import SPLIT, deal
+
+from ..harness import in_turn, open_job
 
 WIDTH = 8
 FORWARD_SHARE = 1 / 3

@@ -18,16 +18,17 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench import quiet
-from bench.harness import single_thread_environment
-from bench.provenance import RESULTS, refuse_results, save_json
-from bench.suites import split_cpu, split_memory, split_sleeping
-from bench.suites.protocol_scale import RANKS, Begun
 from odc_triton.balance import CostModel
 from odc_triton.balance.split import deal_split, readable_tokens
 from odc_triton.base.report import table
 from odc_triton.simulate import draw, named_lengths
 from odc_triton.simulate.study import NAMED
+
+from .. import quiet
+from ..harness import single_thread_environment
+from ..provenance import RESULTS, refuse_results, save_json
+from . import split_cpu, split_memory, split_sleeping
+from .protocol_scale import RANKS, Begun
 
 PARTS = ("sleeping", "cpu", "memory", "planner")
 PLANNED = ((16, 1), (16, 2), (16, 4), (16, 8), (1024, 1), (1024, 2), (1024, 4), (1024, 8))  # ranks, samples per rank

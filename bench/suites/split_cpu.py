@@ -15,11 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.cut import cut, scaled_minibatches
-from bench.harness import Measured, Work, bootstrap_ratio, compare, disturbed
-from bench.variants import Ddp, Fsdp2, Fsdp2NoReshard, Odc, OdcSplit
 from odc_triton.balance import assign
 from odc_triton.comm.launch import launch
+
+from ..cut import cut, scaled_minibatches
+from ..harness import Measured, Work, bootstrap_ratio, compare, disturbed
+from ..variants import Ddp, Fsdp2, Fsdp2NoReshard, Odc, OdcSplit
 
 RANKS = 2
 KINDS = (OdcSplit, Odc, Fsdp2, Fsdp2NoReshard, Ddp)

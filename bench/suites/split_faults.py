@@ -24,8 +24,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.provenance import about, save_json
-from bench.suites.split_jobs import (
+from odc_triton import full_parameters
+from odc_triton.base.errors import OfRanks
+from odc_triton.base.report import table
+from odc_triton.engine.api import engine_of
+from odc_triton.hf import attention
+from odc_triton.sequence.room import Flag
+
+from ..provenance import about, save_json
+from .split_jobs import (
     BACKENDS,
     LAYERS,
     RIDER_TOKENS,
@@ -39,12 +46,6 @@ from bench.suites.split_jobs import (
     die,
     sharded,
 )
-from odc_triton import full_parameters
-from odc_triton.base.errors import OfRanks
-from odc_triton.base.report import table
-from odc_triton.engine.api import engine_of
-from odc_triton.hf import attention
-from odc_triton.sequence.room import Flag
 
 PLACES = ("waiting in a forward", "waiting in a backward", "publishing", "adding", "computing a rider")
 WITHIN_S = 10.0

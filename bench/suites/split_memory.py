@@ -15,14 +15,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.cut import cut
-from bench.harness import Work, build, deal, gather, open_job, train_minibatch
-from bench.variants import Odc, OdcSplit, Variant
 from odc_triton.balance.collate import Pack, count_target_tokens
 from odc_triton.comm.launch import launch
 from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.hf import summed_loss
 from odc_triton.sharding.footprint import memory_plan
+
+from ..cut import cut
+from ..harness import Work, build, deal, gather, open_job, train_minibatch
+from ..variants import Odc, OdcSplit, Variant
 
 RANKS = (2, 4, 8)
 COLUMNS = ("ranks", "room's bytes", "of the plan's", "autograd saves unsplit", "split", "ratio", "twice the cap: loss")

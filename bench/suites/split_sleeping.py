@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bench.suites.protocol_scale import expected_s, make_cells, measure
-from bench.suites.sleeping import Cell, Measured, Way
 from odc_triton.simulate.job import SPLIT
+
+from .protocol_scale import expected_s, make_cells, measure
+from .sleeping import Cell, Measured, Way
 
 BARRIER, LB_MINI, SPLIT_WAY = WAYS = (
     Way(schedule="fsdp", balance="global"),

@@ -14,13 +14,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.provenance import save_json
-from bench.suites.protocol_scale import MEAN_SAMPLE_S, POPULATION, Begun, make_cells, measure
-from bench.suites.sleeping import Measured, Way
 from odc_triton.balance import CostModel, assign, queue_packs
 from odc_triton.base.report import table
 from odc_triton.simulate import draw, named_lengths
 from odc_triton.simulate.study import NAMED
+
+from ..provenance import save_json
+from .protocol_scale import MEAN_SAMPLE_S, POPULATION, Begun, make_cells, measure
+from .sleeping import Measured, Way
 
 # Fixed before anything was measured.
 WAYS = (Way(schedule="odc", balance="mini"), Way(schedule="odc", balance="queue"))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, TypeVar
 
 from .. import __version__
@@ -107,20 +105,9 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    return _from_bench("demo").main(options.out)
+    from odc_bench.demo import main as train_in_four_ways
 
-
-def _from_bench(name: str) -> ModuleType:
-    """The module bench.`name`. The baselines are not part of the package: they are next to it in the repository."""
-    root = Path(__file__).resolve().parents[2]
-    if not (root / "bench").is_dir():
-        raise RuntimeError(
-            "the baselines are in the repository's bench/, which is not part of an installed package: clone the "
-            "repository and run the command there"
-        )
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))
-    return importlib.import_module(f"bench.{name}")
+    return train_in_four_ways(options.out)
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
@@ -137,7 +124,9 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _bench(ranks: int, wanted: BenchOptions) -> int:
-    return _from_bench("suites.lengths").main(ranks, wanted)
+    from odc_bench.suites.lengths import main as compare
+
+    return compare(ranks, wanted)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:

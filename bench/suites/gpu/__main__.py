@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import bench.suites.gpu as suite
-from bench.device import Gpu, Rehearsal
-from bench.provenance import about, read_lines, refuse_results, source_digest
-from bench.suites.gpu.outcomes import LINES, Ledger, key_of, write_report
-from bench.suites.gpu.plan import ON_A_GPU, REHEARSAL, STAGES, Here, chosen, seconds_for
-from bench.suites.gpu.process import ROOT, install
+from ...device import Gpu, Rehearsal
+from ...provenance import about, read_lines, refuse_results, source_digest
+from .. import gpu as suite
+from .outcomes import LINES, Ledger, key_of, write_report
+from .plan import ON_A_GPU, REHEARSAL, STAGES, Here, chosen, seconds_for
+from .process import ROOT, install
 
 _LEAST_S = 5.0  # with less time left, no stage is started
 NAMES = [stage.name for stage in STAGES]

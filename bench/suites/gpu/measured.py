@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.provenance import read_lines
-
+from ...provenance import read_lines
 from .outcomes import Ledger
 from .process import run
 from .tests import tail
@@ -113,7 +112,7 @@ class Training:
 
 def run_train(runs: Runs, training: Training, folder: Path) -> dict[str, Any]:
     """`odc-triton train sft` on the standard library's source code; its loss curve, step by step."""
-    from bench.stdlib_corpus import build_corpus, write_text
+    from ...stdlib_corpus import build_corpus, write_text
 
     # Real text, the same on every machine with this Python.
     records, _ = build_corpus(Path(sysconfig.get_path("stdlib")) / training.modules)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.provenance import WARNING, append_line, read_lines, save_json
 from odc_triton.base.files import write_file
 from odc_triton.base.report import table
+
+from ...provenance import WARNING, append_line, read_lines, save_json
 
 LINES = "outcomes.jsonl"
 _SAID = ("hardware", "commit")  # at the top

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.provenance import ROOT
+from ...provenance import ROOT
 
 _POLL_S = 0.5
 # Runs a command that the kernel kills when this process dies, by whatever signal: a command that ran on alone would
@@ -34,7 +34,8 @@ def install(scratch: Path) -> dict[str, str]:
         how = f"by PYTHONPATH, as pip said: {(done.stderr.strip().splitlines() or ['nothing'])[-1]}"
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
-        (target / "odc_kernels").symlink_to(ROOT / "kernels")
+        for installed, folder in (("odc_kernels", "kernels"), ("odc_bench", "bench")):
+            (target / installed).symlink_to(ROOT / folder)
         (target / "odc_triton").symlink_to(ROOT / "odc_triton")
     return {"how": how, "path": str(target)}
 

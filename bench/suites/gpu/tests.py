@@ -170,7 +170,7 @@ def _context_is_lost() -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return False
-    from bench.device import Gpu
+    from ...device import Gpu
 
     return not Gpu().answers()
 
