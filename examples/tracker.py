@@ -48,7 +48,7 @@ def main() -> None:
     add_arguments(parser, SftOptions)
     chosen = parser.parse_args()
     try:
-        train_sft(read_options(SftOptions, chosen), on_metrics=Tracker(chosen.tracker))
+        train_sft(read_options(SftOptions, vars(chosen)), on_metrics=Tracker(chosen.tracker))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import types
 import typing
-from dataclasses import MISSING, field, fields
+from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,13 +29,13 @@ def require_at_least(options: Any, least: int, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if value is not None and value < least:
-            raise ValueError(f"{name} is {value}; give at least {least}")
+            raise ValueError(f"{flag(name)} is {value}; give at least {least}")
 
 
 def require_token_cap(options: Any) -> None:
     """Raises ValueError for a `token_cap` that no sample fits."""
     if options.token_cap is not None and options.token_cap < 2:
-        raise ValueError(f"token_cap is {options.token_cap}; give at least 2: one token to predict and one before it")
+        raise ValueError(f"--token-cap is {options.token_cap}; give at least 2: one token to predict and one before it")
 
 
 def require_files(options: Any, *names: str, or_folders: bool = False) -> None:
@@ -43,47 +43,67 @@ def require_files(options: Any, *names: str, or_folders: bool = False) -> None:
     for name in names:
         path = getattr(options, name)
         if path is not None and not (Path(path).exists() if or_folders else Path(path).is_file()):
-            raise ValueError(f"{name} is {path}: there is no such file")
+            raise ValueError(f"{flag(name)} is {path}: there is no such file")
 
 
-def add_arguments(parser: argparse.ArgumentParser, kind: type) -> None:
+def add_arguments(parser: argparse.ArgumentParser, kind: type, *, config: bool = False) -> None:
     """One `--name` per field of the dataclass `kind`, with its help (`metadata["help"]`), choices and default.
 
     Fields may be int, float, str, bool (`--name/--no-name`), a Literal of strings, or one of these or None; or a tuple
-    of one of the first three, whose argument is repeated.
+    of one of them but bool, whose argument is repeated. `config` adds `--config FILE`.
     """
     hints = typing.get_type_hints(kind)
     named = " ".join(action.metavar or action.dest for action in parser._get_positional_actions())
     parser.usage = f"%(prog)s {named}{' ' if named else ''}--NAME VALUE …  (--help lists the names)"  # they are many
     group = parser.add_argument_group(kind.__doc__.strip().splitlines()[0].rstrip("."))
+    if config:
+        group.add_argument(
+            "--config", metavar="FILE", help="YAML with these names; what is given beside it counts more"
+        )
     for entry in fields(kind):
-        flag = "--" + entry.name.replace("_", "-")
-        required = entry.default is MISSING and entry.default_factory is MISSING
         text = entry.metadata["help"]
-        if not required:
+        if is_required(entry):
+            text += " (required)"
+        else:
             text += " (default: none)" if entry.default in (None, ()) else f" (default: {entry.default})"
         settings: dict[str, Any] = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS}
-        hint = _without_none(hints[entry.name])
-        if hint is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **settings)
-        elif typing.get_origin(hint) is typing.Literal:
-            group.add_argument(flag, choices=typing.get_args(hint), required=required, **settings)
-        elif typing.get_origin(hint) is tuple:
-            part = typing.get_args(hint)[0]
-            group.add_argument(
-                flag, type=part, action="append", metavar=part.__name__.upper(), required=required, **settings
-            )
-        else:
-            group.add_argument(flag, type=hint, metavar=hint.__name__.upper(), required=required, **settings)
+        group.add_argument(flag(entry.name), **settings, **_how(hints[entry.name]))
 
 
-def _without_none(hint: Any) -> Any:
+def _how(hint: Any) -> dict[str, Any]:
+    """What argparse must know of a field's type."""
+    hint = without_none(hint)
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if typing.get_origin(hint) is tuple:
+        return _how(typing.get_args(hint)[0]) | {"action": "append"}
+    if typing.get_origin(hint) is typing.Literal:
+        return {"choices": typing.get_args(hint)}
+    return {"type": hint, "metavar": hint.__name__.upper()}
+
+
+def flag(name: str) -> str:
+    """How a user writes the option."""
+    return "--" + name.replace("_", "-")
+
+
+def is_required(entry: Field) -> bool:
+    return entry.default is MISSING and entry.default_factory is MISSING
+
+
+def without_none(hint: Any) -> Any:
+    """The type of an option that may also be None."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return next(part for part in typing.get_args(hint) if part is not type(None))
     return hint
 
 
-def read_options(kind: type[Options], namespace: argparse.Namespace) -> Options:
-    """The dataclass from parsed arguments; what was not given takes its default. Raises what its checks raise."""
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(namespace).items()}
+def read_options(kind: type[Options], given: dict[str, Any]) -> Options:
+    """The dataclass from parsed arguments; what was not given takes its default.
+
+    Raises ValueError for options that are missing, and what the dataclass's own checks raise.
+    """
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    if missing := [flag(entry.name) for entry in fields(kind) if is_required(entry) and entry.name not in given]:
+        raise ValueError(f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing")
     return kind(**{entry.name: given[entry.name] for entry in fields(kind) if entry.name in given})

@@ -41,4 +41,4 @@ class BenchOptions:
         require_token_cap(self)
         require_files(self, "init", "lengths")
         if Path(self.out).exists() and not Path(self.out).is_dir():
-            raise ValueError(f"out is {self.out}, which is a file; give a folder")
+            raise ValueError(f"--out is {self.out}, which is a file; give a folder")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import __version__
 from ..base.signals import handling
@@ -141,7 +141,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         description="Supervised fine-tuning of a transformers causal LM on packed sequences. Starts the ranks on this "
         "machine; under torchrun use `torchrun -m odc_triton.train.sft` with the same options.",
     )
-    _takes_ranks(sft, SftOptions, _train_sft)
+    _takes_ranks(sft, SftOptions, _train_sft, config=True)
     grpo = jobs.add_parser(
         "grpo",
         help="reinforcement learning by GRPO",
@@ -149,7 +149,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "by your functions. Starts the ranks on this machine; under torchrun use `torchrun -m odc_triton.train.grpo` "
         "with the same options.",
     )
-    _takes_ranks(grpo, GrpoOptions, _train_grpo)
+    _takes_ranks(grpo, GrpoOptions, _train_grpo, config=True)
 
 
 def _train_sft(ranks: int, wanted: SftOptions) -> int:
@@ -222,7 +222,7 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         metavar="CHECKPOINT",
         help="a step-… folder, or a folder of them or a run's folder, for the newest one",
     )
-    _takes(export, ExportOptions, _export, "checkpoint")
+    _takes(export, ExportOptions, _export, checkpoint=None)
 
 
 def _export(checkpoint: str, wanted: ExportOptions) -> int:
@@ -272,28 +272,43 @@ def _tune(ranks: int, wanted: TuneOptions) -> int:
     return 0
 
 
-def _takes(parser: argparse.ArgumentParser, kind: type[Options], run: Callable[..., int], *others: str) -> None:
+def _takes(
+    parser: argparse.ArgumentParser,
+    kind: type[Options],
+    run: Callable[..., int],
+    *,
+    config: bool = False,
+    **others: Any,
+) -> None:
     """Adds the fields of the dataclass `kind` to the command, which then calls `run`.
 
-    `run` gets the arguments named in `others`, which the command already has, and the options.
+    `run` gets the arguments that `others` names, which the command already has, with their defaults; then the options.
+    `config`: they may come from a file.
     """
+    from ..base.config_file import with_config
     from ..base.options import add_arguments, read_options
 
-    add_arguments(parser, kind)
+    add_arguments(parser, kind, config=config)
 
     def called(options: argparse.Namespace) -> int:
+        given = vars(options)
         try:
-            wanted = read_options(kind, options)
+            if config:
+                given = with_config(kind, given)
+            wanted = read_options(kind, given)
         except ValueError as error:
             parser.error(str(error))
-        return run(*(getattr(options, name) for name in others), wanted)
+        return run(*(given.get(name, default) for name, default in others.items()), wanted)
 
     parser.set_defaults(run=called)
 
 
-def _takes_ranks(parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[int, Options], int]) -> None:
-    parser.add_argument("--ranks", type=int, default=1, help="processes to start on this machine (default: 1)")
-    _takes(parser, kind, run, "ranks")
+def _takes_ranks(
+    parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[int, Options], int], *, config: bool = False
+) -> None:
+    text = "processes to start on this machine (default: 1)"
+    parser.add_argument("--ranks", type=int, default=argparse.SUPPRESS, help=text)
+    _takes(parser, kind, run, config=config, ranks=1)
 
 
 def _add_doctor(commands: argparse._SubParsersAction) -> None:

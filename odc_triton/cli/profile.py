@@ -65,7 +65,7 @@ class ProfileOptions:
         if self.lengths is not None:
             read_lengths(self.lengths, self.token_cap)
         if Path(self.out).exists() and (not Path(self.out).is_dir() or any(Path(self.out).iterdir())):
-            raise ValueError(f"out is {self.out}, which is a file or not empty; give a new folder")
+            raise ValueError(f"--out is {self.out}, which is a file or not empty; give a new folder")
 
 
 def run_profile(options: ProfileOptions) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..base.files import read_json_object, write_file
-from ..base.options import REQUIRED, option, require_at_least
+from ..base.options import REQUIRED, flag, option, require_at_least
 from ..base.report import save_timeline, table
 from ..base.trace import save_trace
 from ..machine.nvml import SnapshotNvml
@@ -62,17 +62,17 @@ class SimulateOptions:
             raise ValueError(f"{self.gpus} gpus don't split over {self.nodes} nodes: give a multiple of {self.nodes}")
         for name in ("efficiency", "link_efficiency"):
             if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}: it must be above 0 and at most 1")
+                raise ValueError(f"{flag(name)} is {getattr(self, name)}: it must be above 0 and at most 1")
         if self.nic_gbs is not None and not 0 < self.nic_gbs < math.inf:
-            raise ValueError(f"nic_gbs is {self.nic_gbs}: it must be positive and finite")
+            raise ValueError(f"--nic-gbs is {self.nic_gbs}: it must be positive and finite")
         if not 0 < self.slow < math.inf:
-            raise ValueError(f"slow is {self.slow}: it must be positive and finite, 1.3 for 30% longer")
+            raise ValueError(f"--slow is {self.slow}: it must be positive and finite, 1.3 for 30% longer")
         if not 0 <= self.jitter < math.inf:
-            raise ValueError(f"jitter is {self.jitter}: it must be 0 or more, 0.05 for 5%")
+            raise ValueError(f"--jitter is {self.jitter}: it must be 0 or more, 0.05 for 5%")
         if self.out is not None and Path(self.out).exists() and not Path(self.out).is_dir():
-            raise ValueError(f"out is {self.out}, which is a file: give a folder")
+            raise ValueError(f"--out is {self.out}, which is a file: give a folder")
         if not self.minibatches:
-            raise ValueError("minibatch is empty: give samples per GPU, such as 1,2,4,8")
+            raise ValueError("--minibatch is empty: give samples per GPU, such as 1,2,4,8")
 
     @property
     def minibatches(self) -> list[int]:
@@ -80,7 +80,7 @@ class SimulateOptions:
         sizes = []
         for part in filter(None, (part.strip() for part in self.minibatch.split(","))):
             if not part.isdecimal() or int(part) < 1:
-                raise ValueError(f"minibatch has {part!r}: give whole numbers of at least 1, separated by commas")
+                raise ValueError(f"--minibatch has {part!r}: give whole numbers of at least 1, separated by commas")
             sizes.append(int(part))
         return sizes
 
@@ -97,8 +97,8 @@ def main(options: SimulateOptions) -> int:
     over = sum(length > cap for length in lengths)
     if over:
         raise ValueError(
-            f"{over} of {len(lengths)} sequences are longer than the token_cap of {cap} (the longest: {max(lengths)}): "
-            "raise --token-cap, or truncate or drop them"
+            f"{over} of {len(lengths)} sequences are longer than --token-cap {cap} (the longest: {max(lengths)}): "
+            "raise it, or truncate or drop them"
         )
     job = make_job(
         model,
@@ -145,7 +145,7 @@ def _lengths(options: SimulateOptions) -> tuple[list[int], str]:
         count = max(_DRAWN, options.gpus * max(options.minibatches))
         return named_lengths(options.lengths, count, seed=options.seed), f"like {options.lengths} ({named.source})"
     if not Path(options.lengths).exists():
-        raise ValueError(f"lengths {options.lengths!r} is neither a file nor one of {', '.join(NAMED)}")
+        raise ValueError(f"--lengths {options.lengths!r} is neither a file nor one of {', '.join(NAMED)}")
     return lengths_of_file(options.lengths)
 
 

@@ -56,6 +56,7 @@ class GrpoOptions(RunOptions):
     pass_reward: float = option(1.0, "in evaluation, greedy, a prompt is passed with at least this reward")
     lr: float = option(1e-6, "peak learning rate; Muon's is scaled to match AdamW's")
 
+    job: ClassVar[str] = "grpo"
     per_rank: ClassVar[str] = "prompts_per_rank"
     free: ClassVar[frozenset[str]] = RunOptions.free | {
         "decode_at_once",
@@ -69,53 +70,53 @@ class GrpoOptions(RunOptions):
         super().__post_init__()
         self._require_positive("reward_timeout_s", "generations", "max_new_tokens", "temperature", "decode_at_once")
         if not 0 < self.vllm_memory < 1:
-            raise ValueError(f"vllm_memory is {self.vllm_memory}; it must be between 0 and 1")
+            raise ValueError(f"--vllm-memory is {self.vllm_memory}; it must be between 0 and 1")
         self._require_positive("importance_cap", "clip", "clip_high", "iterations")
         self._require_not_negative("kl")
         if not self.reward:
-            raise ValueError("reward is missing: give --reward module:function, as in --reward my_rewards:length")
+            raise ValueError("--reward is missing: give --reward module:function, as in --reward my_rewards:length")
         for name in self.reward:
             if not _FUNCTION.fullmatch(name):
-                raise ValueError(f"reward is {name!r}; give module:function, as in --reward my_rewards:length")
+                raise ValueError(f"--reward is {name!r}; give module:function, as in --reward my_rewards:length")
         if self.reward_weight and len(self.reward_weight) != len(self.reward):
             raise ValueError(
-                f"reward_weight is given {len(self.reward_weight)} times and reward {len(self.reward)} times: give one "
-                f"weight for each reward, or none"
+                f"--reward-weight is given {len(self.reward_weight)} times and --reward {len(self.reward)} times: give "
+                f"one weight for each reward, or none"
             )
         if self.generations < 2 and self.scale_rewards != "batch":
             raise ValueError(
-                f"generations is {self.generations}: a completion is compared with others of the same prompt, so give "
-                f"at least 2"
+                f"--generations is {self.generations}: a completion is compared with others of the same prompt, so "
+                f"give at least 2"
             )
         if self.loss == "cispo" and self.clip_high is None:
-            raise ValueError("loss is cispo and has no clip_high, its largest ratio: give --clip-high 5")
+            raise ValueError("--loss is cispo and has no --clip-high, its largest ratio: give --clip-high 5")
 
     def _check_contradictions(self) -> None:
         if self.split_sequences and self.loss == "gspo":
             raise ValueError(
-                "loss is gspo, whose ratio is that of a whole sequence, and split_sequences has parts of it on several "
-                "ranks: leave one of them out"
+                "--loss is gspo, whose ratio is that of a whole sequence, and --split-sequences has parts of it on "
+                "several ranks: leave one of them out"
             )
         if self.kl and self.lora_rank and self.init is not None:
             raise ValueError(
-                f"kl is {self.kl} with lora_rank {self.lora_rank}, and --init would draw other weights for the "
+                f"--kl is {self.kl} with --lora-rank {self.lora_rank}, and --init would draw other weights for the "
                 f"reference model: give --model"
             )
         if self.split_sequences and self.kl:
             raise ValueError(
-                f"kl is {self.kl}, and the reference model does not run on parts of sequences: leave --kl or "
+                f"--kl is {self.kl}, and the reference model does not run on parts of sequences: leave --kl or "
                 f"--split-sequences out"
             )
         if self.split_sequences and self.engine != "transformers" and self.importance.startswith("sequence"):
             raise ValueError(
-                f"importance is {self.importance}, the ratio of a whole sequence, and split_sequences has parts of it "
-                f"on several ranks: give --importance token_truncate, or leave --split-sequences out"
+                f"--importance is {self.importance}, the ratio of a whole sequence, and --split-sequences has parts of "
+                f"it on several ranks: give --importance token_truncate, or leave --split-sequences out"
             )
         if self.engine == "vllm-colocate" and self.model is None:
-            raise ValueError("engine is vllm-colocate, which loads the model's folder itself: give --model")
+            raise ValueError("--engine is vllm-colocate, which loads the model's folder itself: give --model")
         if (self.vllm_server is not None) != (self.engine == "vllm-server"):
             raise ValueError(
-                f"engine is {self.engine} and vllm_server is {self.vllm_server}: give --engine vllm-server and "
+                f"--engine is {self.engine} and --vllm-server is {self.vllm_server}: give --engine vllm-server and "
                 f"--vllm-server ADDRESS together"
             )
         super()._check_contradictions()

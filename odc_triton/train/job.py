@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..balance import CostModel
+from ..base.config_file import with_config
 from ..base.options import add_arguments, read_options
 from ..base.signals import STOPS, handling
 from ..checkpoint import load_pretrained_shards
@@ -113,9 +114,13 @@ def _main(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
     parser = argparse.ArgumentParser(prog=name, description=kind.__doc__)
-    add_arguments(parser, kind)
+    add_arguments(parser, kind, config=True)
     try:
-        options = read_options(kind, parser.parse_args())
+        given = with_config(kind, vars(parser.parse_args()))
+        ranks, world = given.get("ranks"), int(os.environ.get("WORLD_SIZE", 1))
+        if ranks not in (None, world):
+            raise ValueError(f"{given['config']} has ranks: {ranks}, and torchrun started {world}: leave it out")
+        options = read_options(kind, given)
     except ValueError as error:
         parser.error(str(error))
     try:

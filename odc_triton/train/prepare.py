@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..base.config_file import write_config
 from ..checkpoint import meta_causal_lm
 from ..checkpoint.pretrained import require_weights
 from ..comm.grid import grid_of
@@ -21,6 +22,7 @@ from .run_folder import RunFolder
 from .run_options import RunOptions
 
 Data = TypeVar("Data")
+CONFIG = "run.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,10 @@ def take_folder(
         try:
             made = read(folder)
             identity = options.identity(mesh.size()) | {"prepared": made["prepared"]}
-            return made | {"goes_on": folder.take(identity), "identity": identity}
+            goes_on = folder.take(identity)
+            repeat = f"odc-triton train {options.job} --config {folder.file(CONFIG)} --out ANOTHER_FOLDER"
+            write_config(folder.file(CONFIG), options, comment=f"To repeat this run: {repeat}", ranks=mesh.size())
+            return made | {"goes_on": goes_on, "identity": identity}
         except BaseException:
             folder.release()
             raise

@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ..base.options import REQUIRED, option, require_one_model, require_token_cap
+from ..base.options import REQUIRED, flag, option, require_one_model, require_token_cap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,7 @@ class RunOptions:
             *("split_sequences", "split_tokens"),
         )
     )
+    job: ClassVar[str]  # the word after `odc-triton train`
     per_rank: ClassVar[str]  # the option that one step takes of on each rank, on average
 
     def __post_init__(self) -> None:
@@ -78,45 +79,45 @@ class RunOptions:
         self._require_positive(self.per_rank)
         require_token_cap(self)
         if not 0 <= self.lr_floor <= 1:
-            raise ValueError(f"lr_floor is {self.lr_floor}; it must be between 0 and 1")
+            raise ValueError(f"--lr-floor is {self.lr_floor}; it must be between 0 and 1")
         if self.init is not None and self.tokenizer is None:
-            raise ValueError("init has no tokenizer: give --tokenizer, a folder, a hub id or a tokenizer.json")
+            raise ValueError("--init has no tokenizer: give --tokenizer, a folder, a hub id or a tokenizer.json")
         for name in ("data", "eval_data"):
             given = getattr(self, name)
             if given is not None and Path(given).suffix in (".jsonl", ".json") and not Path(given).exists():
-                raise ValueError(f"{name} is {given}: there is no such file")
+                raise ValueError(f"{flag(name)} is {given}: there is no such file")
         if not self.resume:
-            raise ValueError("resume is empty; give never, auto or a checkpoint folder")
+            raise ValueError("--resume is empty; give never, auto or a checkpoint folder")
         self._check_contradictions()
 
     def _require_positive(self, *names: str) -> None:
         for name in names:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value}; it must be positive and finite")
+                raise ValueError(f"{flag(name)} is {value}; it must be positive and finite")
 
     def _require_not_negative(self, *names: str) -> None:
         for name in names:
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0 and finite")
+                raise ValueError(f"{flag(name)} is {getattr(self, name)}; it must be at least 0 and finite")
 
     def _check_contradictions(self) -> None:
         if self.eval_every and not self.evaluates:
-            raise ValueError(f"eval_every is {self.eval_every} and there is nothing to evaluate on: give --eval-data")
+            raise ValueError(f"--eval-every is {self.eval_every} and there is nothing to evaluate on: give --eval-data")
         if self.split_sequences and self.balance not in ("mini", "queue"):
             raise ValueError(
-                f"split_sequences goes with balance mini or queue; it is {self.balance}: leave one of them out"
+                f"--split-sequences goes with --balance mini or queue; it is {self.balance}: leave one of them out"
             )
         if self.decay_steps and self.schedule != "wsd":
-            raise ValueError(f"decay_steps is {self.decay_steps} and schedule is {self.schedule}: give --schedule wsd")
-        if self.split_tokens and not self.split_sequences:
-            raise ValueError(f"split_tokens is {self.split_tokens} without split_sequences: give --split-sequences")
-        if self.lora_alpha is not None and not self.lora_rank:
-            raise ValueError(f"lora_alpha is {self.lora_alpha} and lora_rank is 0: give --lora-rank, or leave it out")
-        if self.lora_targets != "all-linear" and not self.lora_rank:
             raise ValueError(
-                f"lora_targets is {self.lora_targets} and lora_rank is 0: give --lora-rank, or leave it out"
+                f"--decay-steps is {self.decay_steps} and --schedule is {self.schedule}: give --schedule wsd"
             )
+        if self.split_tokens and not self.split_sequences:
+            raise ValueError(f"--split-tokens is {self.split_tokens}: give --split-sequences too")
+        if self.lora_alpha is not None and not self.lora_rank:
+            raise ValueError(f"--lora-alpha is {self.lora_alpha}: give --lora-rank too, or leave it out")
+        if self.lora_targets != "all-linear" and not self.lora_rank:
+            raise ValueError(f"--lora-targets is {self.lora_targets}: give --lora-rank too, or leave it out")
 
     @property
     def evaluates(self) -> bool:

@@ -24,22 +24,23 @@ class SftOptions(RunOptions):
     drop_long: bool = option(False, "leave samples longer than --token-cap out")
     eval_fraction: float = option(0.0, "fraction of --data to evaluate on instead of learning it")
 
+    job: ClassVar[str] = "sft"
     per_rank: ClassVar[str] = "samples_per_rank"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require_positive("epochs")
         if not 0 <= self.eval_fraction < 1:
-            raise ValueError(f"eval_fraction is {self.eval_fraction}; it must be at least 0 and less than 1")
+            raise ValueError(f"--eval-fraction is {self.eval_fraction}; it must be at least 0 and less than 1")
 
     def _check_contradictions(self) -> None:
         if self.steps is not None and self.epochs is not None:
-            raise ValueError(f"steps is {self.steps} and epochs is {self.epochs}; give one of them")
+            raise ValueError(f"--steps is {self.steps} and --epochs is {self.epochs}; give one of them")
         if self.truncate and self.drop_long:
-            raise ValueError("truncate and drop_long contradict each other; give one of them")
+            raise ValueError("--truncate and --drop-long contradict each other; give one of them")
         if self.eval_data is not None and self.eval_fraction:
             raise ValueError(
-                f"eval_data is {self.eval_data} and eval_fraction is {self.eval_fraction}; give one of them"
+                f"--eval-data is {self.eval_data} and --eval-fraction is {self.eval_fraction}; give one of them"
             )
         super()._check_contradictions()
 

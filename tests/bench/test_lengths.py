@@ -130,10 +130,10 @@ def test_texts_are_counted_as_training_counts_them(tmp_path: Path, config: str) 
         ({"model": "some"}, "either --model"),
         ({"init": "nowhere.json"}, "init is nowhere.json: there is no such file"),
         ({"lengths": "nowhere.txt"}, "lengths is nowhere.txt"),
-        ({"token_cap": 1}, "token_cap is 1"),
+        ({"token_cap": 1}, "--token-cap is 1"),
         ({"minibatches": 0}, "minibatches is 0"),
         ({"rounds": 0}, "rounds is 0"),
-        ({"samples_per_rank": -1}, "samples_per_rank is -1"),
+        ({"samples_per_rank": -1}, "--samples-per-rank is -1"),
         ({"out": __file__}, "which is a file"),
     ],
 )

@@ -147,7 +147,7 @@ def test_lengths(tmp_path: Path) -> None:
         ({}, "either --model"),
         ({"init": "a", "model": "b"}, "either --model"),
         ({"init": "a", "minibatches": 0}, "minibatches is 0"),
-        ({"init": "a", "token_cap": 1}, "token_cap is 1"),
+        ({"init": "a", "token_cap": 1}, "--token-cap is 1"),
     ],
 )
 def test_bad_options(changes: dict, words: str) -> None:

@@ -65,7 +65,7 @@ def test_in_the_ranking_and_the_command(capsys: pytest.CaptureFixture) -> None:
     command = ["simulate", "--lengths", "aime", "--model", "qwen2.5-0.5b", "--trials", "2"]
     command += ["--minibatch", "1", "--split-sequences"]
     assert main([*command, "--token-cap", "9000"]) == 1  # FSDP2 takes no sample over the cap
-    assert "longer than the token_cap of 9000" in capsys.readouterr().err
+    assert "longer than --token-cap 9000" in capsys.readouterr().err
     assert main(command) == 0
     assert "ODC + LB-Split" in capsys.readouterr().out
     with pytest.raises(ValueError, match="balance 'split' under schedule 'fsdp': FSDP's ranks need the same number"):

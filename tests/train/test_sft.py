@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -13,8 +14,11 @@ import torch
 from torch import nn
 
 from odc_triton.balance.collate import count_target_tokens, pack_collate
+from odc_triton.base.config_file import read_config, write_config
+from odc_triton.base.options import read_options
 from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.train.model import replace
 from odc_triton.train.optimizers import make_schedule
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
@@ -49,7 +53,6 @@ def _model() -> nn.Module:
 def train(rank: int, world: int, wanted: SftOptions, folder: Path) -> tuple[list[float], dict, dict]:
     from odc_triton import full_parameters
     from odc_triton.sharding.shard import fully_shard
-    from odc_triton.train.model import replace
     from odc_triton.train.sft_run import SftRun
 
     model = _model()
@@ -127,7 +130,6 @@ def test_equals_plain_torch_however_samples_are_dealt(
 
 
 def test_a_head_that_cant_be_fused_is_named(folder: Path) -> None:
-    from odc_triton.train.model import replace
 
     model = _model()
     model.lm_head = nn.Linear(32, 300)
@@ -138,11 +140,10 @@ def test_a_head_that_cant_be_fused_is_named(folder: Path) -> None:
 def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    wanted = options(folder, out=str(tmp_path / "out"))
-    command = [sys.executable, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2"]
-    for name in ("data", "init", "tokenizer", "out", "steps", "samples_per_rank", "token_cap", "lr"):
-        command += [f"--{name.replace('_', '-')}", str(getattr(wanted, name))]
-    command += ["--fused-head", "--truncate"]
+    wanted = options(folder, out=str(tmp_path / "out"), truncate=True)
+    write_config(tmp_path / "given.yaml", wanted, comment="the run", ranks=1)
+    command = [sys.executable, "-m", "odc_triton.cli", "train", "sft", "--config", str(tmp_path / "given.yaml")]
+    command += ["--ranks", "2", "--fused-head"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
@@ -150,6 +151,9 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
     assert "\r" not in done.stderr, "lines, and no bar, where there is no terminal"
     assert "5/5" in done.stderr
+    written = read_config(tmp_path / "out" / "run.yaml", SftOptions, ranks=int)
+    assert written.pop("ranks") == 2
+    assert read_options(SftOptions, written) == dataclasses.replace(wanted, fused_head=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
     assert type(model).__name__ == "Qwen2ForCausalLM"
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
@@ -164,26 +168,26 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     [
         ({"model": "somewhere"}, "either --model"),
         ({"init": None}, "either --model"),
-        ({"steps": 0}, "steps is 0"),
+        ({"steps": 0}, "--steps is 0"),
         ({"lr": -1.0}, "lr is -1.0"),
-        ({"lr_floor": 2.0}, "lr_floor is 2.0"),
-        ({"timeout_minutes": 0.0}, "timeout_minutes is 0.0"),
-        ({"timeout_minutes": float("inf")}, "timeout_minutes is inf"),
-        ({"token_cap": 1}, "token_cap is 1"),
-        ({"epochs": 2.0}, "steps is 5 and epochs is 2.0; give one"),
+        ({"lr_floor": 2.0}, "--lr-floor is 2.0"),
+        ({"timeout_minutes": 0.0}, "--timeout-minutes is 0.0"),
+        ({"timeout_minutes": float("inf")}, "--timeout-minutes is inf"),
+        ({"token_cap": 1}, "--token-cap is 1"),
+        ({"epochs": 2.0}, "--steps is 5 and --epochs is 2.0; give one"),
         ({"truncate": True, "drop_long": True}, "contradict each other"),
         ({"eval_data": "a", "eval_fraction": 0.5}, "give one of them"),
         ({"eval_every": 5}, "nothing to evaluate on: give --eval-data"),
-        ({"eval_fraction": 1.0}, "eval_fraction is 1.0"),
-        ({"lora_alpha": 8.0}, "lora_alpha is 8.0 and lora_rank is 0"),
-        ({"lora_targets": "q_proj"}, "lora_targets is q_proj and lora_rank is 0"),
+        ({"eval_fraction": 1.0}, "--eval-fraction is 1.0"),
+        ({"lora_alpha": 8.0}, "--lora-alpha is 8.0: give --lora-rank too"),
+        ({"lora_targets": "q_proj"}, "--lora-targets is q_proj: give --lora-rank too"),
         ({"tokenizer": None}, "init has no tokenizer"),
         ({"data": "nowhere.jsonl"}, "data is nowhere.jsonl: there is no such file"),
         ({"keep": 0}, "keep is 0"),
         ({"replicas": 0}, "replicas is 0"),
-        ({"checkpoint_every": -1}, "checkpoint_every is -1"),
+        ({"checkpoint_every": -1}, "--checkpoint-every is -1"),
         ({"resume": ""}, "resume is empty"),
-        ({"decay_steps": 5}, "decay_steps is 5 and schedule is cosine: give --schedule wsd"),
+        ({"decay_steps": 5}, "--decay-steps is 5 and --schedule is cosine: give --schedule wsd"),
     ],
 )
 def test_bad_options(folder: Path, changes: dict, words: str) -> None:

@@ -56,9 +56,9 @@ def test_as_without_splitting_and_stopped_in_the_middle(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"balance": "micro"}, "split_sequences goes with balance mini or queue; it is micro"),
-        ({"split_sequences": False, "split_tokens": 9}, "split_tokens is 9 without split_sequences"),
-        ({"split_tokens": -1}, "split_tokens is -1; it must be at least 0"),
+        ({"balance": "micro"}, "--split-sequences goes with --balance mini or queue; it is micro"),
+        ({"split_sequences": False, "split_tokens": 9}, "--split-tokens is 9: give --split-sequences too"),
+        ({"split_tokens": -1}, "--split-tokens is -1; it must be at least 0"),
     ],
 )
 def test_contradictions(folder: Path, changes: dict, words: str) -> None:

@@ -46,9 +46,9 @@ class TuneOptions:
         require_one_model(self)
         require_files(self, "init", or_folders=True)
         if self.rounds < 1 or self.tiles < 0:
-            raise ValueError(f"rounds is {self.rounds} and tiles {self.tiles}; give at least 1 and 0")
+            raise ValueError(f"--rounds is {self.rounds} and --tiles {self.tiles}; give at least 1 and 0")
         if unknown := set(self.wanted) - set(WORDS):
-            raise ValueError(f"operators has {', '.join(sorted(unknown))}; there are {', '.join(WORDS)}")
+            raise ValueError(f"--operators has {', '.join(sorted(unknown))}; there are {', '.join(WORDS)}")
         if os.environ.get(VARIABLE):
             raise ValueError(f"{VARIABLE} is set and would override the ways to measure: unset it")
         if self.folder is None and default_folder() is None:
@@ -63,7 +63,7 @@ class TuneOptions:
         except ValueError:
             counts = [0]
         if counts[0] < 1:
-            raise ValueError(f"tokens is {self.tokens!r}; give whole numbers of at least 1, separated by commas")
+            raise ValueError(f"--tokens is {self.tokens!r}; give whole numbers of at least 1, separated by commas")
         return counts
 
     @property

@@ -1,0 +1,96 @@
+"""A run's options in a YAML file: read with the checks of the command line, and written beside the run's output."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import typing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .files import write_file
+from .options import flag, without_none
+
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text, in quotes"}
+
+
+def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str, Any]:
+    """The options in the file `path`, by the names of the fields of the dataclass `kind`, and of `others`.
+
+    Keys are the options' names, `token-cap` or `token_cap`. A null is as if it were not there. Raises ValueError for a
+    file that can't be read, an unknown or repeated key, and a value of another type.
+    """
+    hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in kind.__dataclass_fields__}
+    hints |= others
+    found: dict[str, Any] = {}
+    for key, value in _pairs(path):
+        name = str(key).replace("-", "_")
+        if name not in hints:
+            close = difflib.get_close_matches(name, hints, n=1)
+            hint = f"; did you mean {_key(close[0])}?" if close else ""
+            raise ValueError(f"{path}: there is no option {key}{hint}")
+        if name in found:
+            raise ValueError(f"{path}: {_key(name)} is there twice; keep one")
+        found[name] = None if value is None else _value(f"{path}: {key}", value, hints[name])
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def with_config(kind: type, given: dict[str, Any]) -> dict[str, Any]:
+    """Parsed arguments, completed by those of `--config`, if it was given, which may also have `ranks`."""
+    path = given.get("config")
+    return given if path is None else read_config(path, kind, ranks=int) | given
+
+
+def _pairs(path: str | os.PathLike) -> list[tuple[Any, Any]]:
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read ({error.strerror}): give a file of options to --config") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: give a YAML file of options to --config") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} has no options: give lines such as 'token-cap: 4096'")
+    keys = [node.value for node, _ in tree.value]
+    if twice := next((key for key in keys if keys.count(key) > 1), None):
+        raise ValueError(f"{path}: {twice} is there twice; keep one")
+    return list(values.items())
+
+
+def _value(where: str, value: Any, hint: Any) -> Any:
+    hint = without_none(hint)
+    if typing.get_origin(hint) is tuple:
+        each = typing.get_args(hint)[0]
+        return [_value(where, part, each) for part in (value if isinstance(value, list) else [value])]
+    if typing.get_origin(hint) is typing.Literal:
+        if value not in typing.get_args(hint):
+            raise ValueError(f"{where} is {value!r}; choose one of {', '.join(typing.get_args(hint))}")
+        return value
+    if hint is float and type(value) in (int, str):  # YAML takes 1e-5 for text: it wants 1.0e-5
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if type(value) is not hint:
+        raise ValueError(f"{where} is {value!r}; give {_WANTED[hint]}")
+    return value
+
+
+def _key(name: str) -> str:
+    return flag(name).removeprefix("--")
+
+
+def write_config(path: str | os.PathLike, options: Any, *, comment: str, **others: Any) -> None:
+    """Writes the dataclass `options`, and `others`, for `read_config`; what is None is left out."""
+    import yaml
+
+    values = {_key(name): value for name, value in (others | asdict(options)).items() if value is not None}
+    lists = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+    text = yaml.safe_dump(lists, sort_keys=False, allow_unicode=True)
+    write_file(path, f"# {comment}\n{text}".encode())

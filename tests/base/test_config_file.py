@@ -1,0 +1,105 @@
+"""Options from a YAML file: the types and names of the command line, and every mistake named with its place."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from odc_triton.base.config_file import read_config, with_config, write_config
+from odc_triton.base.options import REQUIRED, option, read_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """A job."""
+
+    data: tuple[str, ...] = option(REQUIRED, "files")
+    out: str | None = option(None, "folder")
+    token_cap: int | None = option(None, "tokens")
+    lr: float = option(0.1, "rate")
+    exact: bool = option(False, "exact")
+    balance: Literal["mini", "queue"] = option("mini", "dealing")
+    weight: tuple[float, ...] = option((), "weights")
+
+
+def read(folder: Path, text: str) -> dict:
+    (folder / "run.yaml").write_text(text)
+    return read_config(folder / "run.yaml", Options, ranks=int)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    wanted = Options(data=("a: b.jsonl", "no", "ü"), token_cap=7, lr=1e-5, exact=True, balance="queue", weight=(2, 0.5))
+    write_config(tmp_path / "run.yaml", wanted, comment="a comment", ranks=3)
+    text = (tmp_path / "run.yaml").read_text()
+    assert text.startswith("# a comment\nranks: 3\ndata:\n- 'a: b.jsonl'\n")
+    assert "\ntoken-cap: 7\n" in text
+    assert "out" not in text, "None is left out"
+    found = read_config(tmp_path / "run.yaml", Options, ranks=int)
+    assert found.pop("ranks") == 3
+    assert read_options(Options, found) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("data: a\nlr: 1e-5", {"data": ["a"], "lr": 1e-5}),  # YAML takes it for text
+        ("data: [a, b]\nlr: 2", {"data": ["a", "b"], "lr": 2.0}),
+        ("token_cap: 5", {"token_cap": 5}),
+        ("token-cap: 5\nout: null", {"token_cap": 5}),
+        ("# nothing else\nweight: 2", {"weight": [2.0]}),
+    ],
+)
+def test_forms_of_values(tmp_path: Path, text: str, wanted: dict) -> None:
+    assert read(tmp_path, text) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("token-capp: 5", "there is no option token-capp; did you mean token-cap?"),
+        ("zzzzz: 5", r"there is no option zzzzz\Z"),
+        ("token-cap: 5\ntoken_cap: 6", "token-cap is there twice"),
+        ("lr: 1\nlr: 2", "lr is there twice"),
+        ("token-cap: 5.5", "token-cap is 5.5; give a whole number"),
+        ("token-cap: yes", "token-cap is True; give a whole number"),
+        ("lr: fast", "lr is 'fast'; give a number"),
+        ("lr: [1]", r"lr is \[1\]; give a number"),
+        ("lr: no", "lr is False; give a number"),
+        ("exact: 1", "exact is 1; give true or false"),
+        ("out: 7", "out is 7; give text, in quotes"),
+        ("out: no", "out is False; give text, in quotes"),
+        ("data: [a, 7]", "data is 7; give text, in quotes"),
+        ("balance: none", "balance is 'none'; choose one of mini, queue"),
+        ("balance: [mini]", "choose one of mini, queue"),
+        ("", "has no options: give lines such as"),
+        ("- 3", "has no options"),
+        ("a: [", "is not valid YAML: while parsing"),
+        ("data: !!python/object:os.system a", "is not valid YAML: could not determine a constructor"),
+        ("[1]: 3", "is not valid YAML: .* found unhashable key"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as refused:
+        read(tmp_path, text)
+    assert str(refused.value).startswith(str(tmp_path / "run.yaml"))
+
+
+def test_files_that_cant_be_read(tmp_path: Path) -> None:
+    (tmp_path / "latin").write_bytes(b"out: \xe4")
+    for name, said in (("nowhere", "No such file"), ("", "Is a directory"), ("latin", "is not UTF-8 text")):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            read_config(tmp_path / name, Options)
+
+
+def test_arguments_come_before_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data: [a, b]\nlr: 1\nranks: 2\n")
+    found = with_config(Options, {"config": str(path), "lr": 3.0})
+    assert (found["data"], found["lr"], found["ranks"]) == (["a", "b"], 3.0, 2)
+    assert with_config(Options, {"lr": 3.0}) == {"lr": 3.0}
+    with pytest.raises(ValueError, match="--data is missing"):
+        read_options(Options, {"lr": 3.0})
