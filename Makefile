@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-rl test test-slow test-gpu-image test-latest aot venv lint format clean
+.PHONY: demo demo-rl test test-slow test-matrix aot venv lint format clean
 
 demo: venv
 	$(BIN)/odc-triton demo --out out/demo
@@ -23,15 +23,10 @@ test-slow: venv
 	$(BIN)/python -m pytest -m "not gpu"
 	ODC_SIMULATED_STREAMS=early $(BIN)/python -m pytest -m "not slow and not gpu" $(shell grep -lr cpu-apart tests --include='test_*.py')
 
-# The tests, without a GPU, under the versions of a machine that has one, and under those that pip gives a new user.
-test-gpu-image test-latest: test-%: .venv-%/.installed
-	.venv-$*/bin/python -m pytest -n 3 -m "not slow and not gpu"
-
-.venv-gpu-image/.installed .venv-latest/.installed: .venv-%/.installed: pyproject.toml constraints-%.txt
-	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints-$*.txt --editable ".[test,demo]"
-	touch $@
+# The tests under the oldest, the usual and the newest Python and torch; one pair: make test-matrix PAIRS=3.13-2.15
+PAIRS ?= 3.10-2.11 3.11-2.13 3.13-2.15
+test-matrix:
+	tests/matrix $(PAIRS)
 
 # Machine code of every kernel for every architecture, by three tritons that are supported; needs no GPU.
 OTHER_TRITONS := out/triton-3.6.0 out/triton-3.9.0
@@ -60,4 +55,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-gpu-image .venv-latest build out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-3.* build out *.egg-info .pytest_cache .ruff_cache .hypothesis
