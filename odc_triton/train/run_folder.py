@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from ..base.options import flag
 from ..data.store import contents
 from .grpo_options import GrpoOptions
 from .run_options import RunOptions
@@ -114,10 +115,10 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
         words = "; ".join(
             "the samples differ, so the data or the tokenizer changed"
             if name == "prepared"
-            else f"{name} was {saved.get(name)!r} and is {wanted.get(name)!r}"
+            else f"{flag(name)} was {saved.get(name)!r} and is {wanted.get(name)!r}"
             for name in different
         )
         hint = ""
         if (per_step := options.per_step()) in different:
-            hint = f". {per_step} is --{options.per_rank.replace('_', '-')} times the number of ranks"
+            hint = f". {flag(per_step)} is {flag(options.per_rank)} times the number of ranks"
         raise ValueError(f"the run in {where} had other options ({words}): give the same, or another --out{hint}")

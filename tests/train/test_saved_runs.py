@@ -119,7 +119,7 @@ def test_an_option_that_a_saved_run_lacks_had_its_default() -> None:
     wanted = SftOptions(data="hub/name", model="model", out="out").identity(2)
     saved = {name: value for name, value in wanted.items() if name != "eval_fraction"}
     require_same(saved, wanted, where=Path("out"))
-    with pytest.raises(ValueError, match=r"eval_fraction was 0.0 and is 0.5"):
+    with pytest.raises(ValueError, match=r"--eval-fraction was 0.0 and is 0.5"):
         require_same(saved, wanted | {"eval_fraction": 0.5}, where=Path("out"))
 
 
