@@ -112,13 +112,13 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
     missing = object()
     different = [name for name in sorted(names) if saved.get(name, missing) != wanted.get(name, missing)]
     if different:
+        per_step = options.per_step()
+        shown = {each: flag(each) for each in different} | {per_step: per_step.replace("_", " ")}
         words = "; ".join(
             "the samples differ, so the data or the tokenizer changed"
             if name == "prepared"
-            else f"{flag(name)} was {saved.get(name)!r} and is {wanted.get(name)!r}"
+            else f"{shown[name]} was {saved.get(name)!r} and is {wanted.get(name)!r}"
             for name in different
         )
-        hint = ""
-        if (per_step := options.per_step()) in different:
-            hint = f". {flag(per_step)} is {flag(options.per_rank)} times the number of ranks"
-        raise ValueError(f"the run in {where} had other options ({words}): give the same, or another --out{hint}")
+        hint = f"; {shown[per_step]} are {flag(options.per_rank)} times the ranks" if per_step in different else ""
+        raise ValueError(f"the run in {where} had other options ({words}{hint}): give the same, or another --out")

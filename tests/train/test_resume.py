@@ -195,7 +195,7 @@ def test_other_options_are_named(folder: Path, tmp_path: Path) -> None:
     assert "--resume auto" in text
     for text in ranks.run(_refused, 2, replace(wanted, resume="auto", lr=2e-3)):
         assert "--lr was 0.001 and is 0.002" in text
-        assert "--samples-per-step was 4 and is 8" in text
+        assert "samples per step was 4 and is 8" in text
         assert "steps" not in text.replace("samples_per_step", "")
 
 
