@@ -17,6 +17,12 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
+def in_a_line(error: BaseException) -> str:
+    """An error for a command's user, in one line. Its class is named only where the text may need it (KeyError: 'x')."""
+    spoken = isinstance(error, (ValueError, OSError, RuntimeError, ImportError)) and str(error)
+    return " ".join((str(error) if spoken else f"{type(error).__name__}: {error}").split())
+
+
 class OdcError(RuntimeError):
     """Base of the errors that involve several ranks."""
 

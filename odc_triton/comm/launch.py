@@ -23,7 +23,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
-from ..base.errors import OfRanks
+from ..base.errors import OfRanks, in_a_line
 from ..base.signals import STOPS, StopRequest, handling
 
 _ALONE_S = 1.0  # for the other ranks to find out by themselves which rank failed
@@ -270,7 +270,7 @@ def _rank(sender: Connection, work: bytes, environment: dict[str, str], parent_p
         function, args = pickle.loads(work)  # imports what the work needs
         message = "value", pickle.dumps(function(*args))
     except Exception as error:
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+        text = in_a_line(error)
         rank = int(environment["RANK"])
         about = frozenset(error.ranks) if isinstance(error, OfRanks) else None
         message = "failure", _Failure(rank=rank, text=text, trace=traceback.format_exc(), about=about)

@@ -18,6 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from ..balance import CostModel
 from ..base.config_file import with_config
+from ..base.errors import in_a_line
 from ..base.options import add_arguments, read_options
 from ..base.signals import STOPS, handling
 from ..checkpoint import load_pretrained_shards
@@ -126,5 +127,5 @@ def _main(kind: type[Options], run: Callable[[Options], Metrics], name: str) -> 
     try:
         record(run)(options)  # so that torchrun's summary has the error
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        print(f"rank {os.environ.get('RANK', 0)}: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"rank {os.environ.get('RANK', 0)}: {in_a_line(error)}", file=sys.stderr)
         sys.exit(1)

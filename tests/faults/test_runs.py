@@ -324,7 +324,7 @@ def test_torchrun_brings_the_job_back(tmp_path: Path) -> None:
     finally:
         process.kill()
     assert process.returncode == 0, problems
-    assert "rank 0: RankLost: rank 0 was waiting for" in problems
+    assert "rank 0: rank 0 was waiting for" in problems
     assert "rank 1 died" in problems
     assert "continuing after step" in text
     lines = read_metrics(tmp_path / "out" / "metrics.jsonl")
