@@ -18,7 +18,7 @@ def describe(error: BaseException) -> str:
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error for a command's user, in one line. Its class is named only where the text may need it (KeyError: 'x')."""
+    """An error for a command's user, in one line. Its class is named only where the text needs it (KeyError: 'x')."""
     spoken = isinstance(error, (ValueError, OSError, RuntimeError, ImportError)) and str(error)
     return " ".join((str(error) if spoken else f"{type(error).__name__}: {error}").split())
 
