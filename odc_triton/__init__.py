@@ -67,7 +67,7 @@ _HOME = {
     "verify": "nn.verification",
 }
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Where these were before, and still can be imported from.
 keep_importable(
