@@ -13,9 +13,9 @@ Options = TypeVar("Options")
 REQUIRED: Any = MISSING  # the default of an option that must be given
 
 
-def option(default: Any, text: str) -> Any:
-    """A field of an options dataclass. `text`: its help text."""
-    return field(default=default, metadata={"help": text})
+def option(default: Any, text: str, *, group: str | None = None) -> Any:
+    """A field of an options dataclass, with its help text. `group`: the heading in `--help` of it and what follows."""
+    return field(default=default, metadata={"help": text, "group": group})
 
 
 def require_one_model(options: Any) -> None:
@@ -55,13 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type, *, config: bool =
     hints = typing.get_type_hints(kind)
     named = " ".join(action.metavar or action.dest for action in parser._get_positional_actions())
     parser.usage = f"%(prog)s {named}{' ' if named else ''}--NAME VALUE …  (--help lists the names)"  # they are many
-    group = parser.add_argument_group(kind.__doc__.strip().splitlines()[0].rstrip("."))
+    groups = {None: parser.add_argument_group(kind.__doc__.strip().splitlines()[0].rstrip("."))}
+    group = groups[None]
     if config:
-        group.add_argument(
-            "--config", metavar="FILE", help="YAML with these names; what is given beside it counts more"
-        )
+        group.add_argument("--config", metavar="FILE", help="YAML with these names; options beside it come first")
     for entry in fields(kind):
-        text = entry.metadata["help"]
+        text, title = entry.metadata["help"], entry.metadata["group"]
+        if title is not None:
+            group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
         if is_required(entry):
             text += " (required)"
         else:
