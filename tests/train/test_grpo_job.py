@@ -280,7 +280,7 @@ def test_vllms_server_samples(folder: Path, tmp_path: Path) -> None:
 def test_a_model_without_an_end_token(folder: Path) -> None:
     from types import SimpleNamespace
 
-    from odc_triton.train.grpo_run import end_tokens_of
+    from odc_triton.rl.generation import end_tokens_of
 
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
     with pytest.raises(ValueError, match="no completion would end"):

@@ -127,9 +127,8 @@ def test_goes_on_from_a_checkpoint_written_in_the_background(
     changes = {} if world == then else {"init": str(folder / "without-dropout.json")}
     want = uninterrupted(folder, world, **changes)
     out = tmp_path / "out"
-    wanted = case(
-        folder, out=str(out), steps=STEPS, samples_per_rank=4 // world, resume="auto", checkpoint_every=every, **changes
-    )
+    changes |= {"checkpoint_every": every, "checkpoint_background": True}
+    wanted = case(folder, out=str(out), steps=STEPS, samples_per_rank=4 // world, resume="auto", **changes)
     with ranks.start(_until_killed, world, wanted) as job:
         outcomes = job.join()
     assert outcomes[0].signal == signal.SIGKILL
