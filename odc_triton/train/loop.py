@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from ..base.errors import MinibatchFailed, OdcError, OfRanks
 from ..base.signals import StopRequest
 from ..checkpoint.background import BackgroundCheckpoints
@@ -27,6 +29,11 @@ def lost_within(error: BaseException) -> OfRanks | None:
     while found is not None and not isinstance(found, OfRanks):
         found = found.__cause__ or found.__context__
     return found
+
+
+def saves_in_background(wanted: bool | None, device: torch.device) -> bool:
+    """By default only where ranks compute on GPUs: on the CPU the writer takes a core from a rank's step."""
+    return device.type == "cuda" if wanted is None else wanted
 
 
 class StopSignal:
@@ -97,9 +104,7 @@ class Loop:
         self._saved_s = time.monotonic()
         self._is_first = run.engine.rank == 0
         self._records: Records | None = None
-        wanted = run.options.checkpoint_background
-        # On the CPU the writer takes a core from a rank's step.
-        self._in_background = run.engine.heap.device.type == "cuda" if wanted is None else wanted
+        self._in_background = saves_in_background(run.options.checkpoint_background, run.engine.heap.device)
         self.background = BackgroundCheckpoints(self.checkpoints, model=run.model)
         run.asked = Asked(
             stop=lambda: stop.signal,

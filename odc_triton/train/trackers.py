@@ -123,7 +123,8 @@ class _Tracker:
         with contextlib.suppress(OSError):  # full, or closed, which `_listen` finds
             while self._unsent:
                 del self._unsent[: self._channel.send(self._unsent[:_PART])]
-        self._listen()
+        if "final" not in message:  # after which it ends
+            self._listen()
 
     def _listen(self) -> None:
         """Fails if the process said why it ends, or is gone."""
