@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import signal
@@ -15,10 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from odc_triton.data.tokenizer import load_tokenizer, to_transformers
+from odc_triton.rl.prompts import read_prompts
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from tests.support import ranks, slow
-from tests.support.grpo_case import case, write_prompts
+from tests.support.grpo_case import case, vowels, write_prompts
 from tests.support.vllm_stand_in import FOLDER, vllm_serve
 
 STEPS = 4
@@ -91,12 +94,32 @@ def lines(out: Path) -> list[dict]:
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """The metrics of a run on two ranks that nothing disturbed, with an evaluation at its end."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    wanted = options(folder, out, eval_data=str(folder / "held_out.jsonl"))
+    wanted = options(folder, out, eval_data=str(folder / "held_out.jsonl"), eval_samples=3)
     assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
+    _samples_are_those_of_the_evaluation(folder, out)
     report = (out / "report.html").read_text()
     for words in ("Reward", "Length", "Ratio of probabilities", "rollout took", "held-out prompts pass"):
         assert words in report, words
     return lines(out)
+
+
+def _samples_are_those_of_the_evaluation(folder: Path, out: Path) -> None:
+    """Three of the five held-out prompts, completed by the saved model, each with its reward; also in the report."""
+    from transformers import AutoModelForCausalLM
+
+    samples = read_metrics(out / "samples.jsonl")
+    held_out = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in samples] == [(STEPS, each["prompt"]) for each in held_out[:3]]
+    tokenizer = to_transformers(load_tokenizer(folder / "tokenizer.json"))
+    prompts = read_prompts(str(folder / "held_out.jsonl"), tokenizer, most_tokens=999)
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    for line, prompt, record in zip(samples, prompts, held_out, strict=False):
+        row = torch.tensor([prompt.ids])
+        made = model.generate(row, max_new_tokens=12, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+        text = tokenizer.decode(made[0, len(prompt.ids) :], skip_special_tokens=True)
+        assert line["completion"] == text
+        assert line["reward"] == pytest.approx(vowels([text], [record["wanted"]])[0])
+        assert html.escape(text) in (out / "report.html").read_text()
 
 
 def same(found: list[dict], wanted: list[dict], *names: str) -> None:
