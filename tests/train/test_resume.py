@@ -142,6 +142,16 @@ def test_goes_on_from_a_checkpoint_written_in_the_background(
     assert not [path.name for path in (out / "checkpoints").iterdir() if path.name.startswith(".step")]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "device", "found"),
+    [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True), (False, "cuda", False)],
+)
+def test_what_saves_in_the_background(wanted: bool | None, device: str, found: bool) -> None:
+    from odc_triton.train.loop import saves_in_background
+
+    assert saves_in_background(wanted, torch.device(device)) is found
+
+
 def test_dropout_is_in_the_losses(folder: Path) -> None:
     """Else the comparison above says nothing of the random numbers."""
     assert uninterrupted(folder, 1) != uninterrupted(folder, 1, init=str(folder / "without-dropout.json"))
