@@ -66,10 +66,12 @@ def _follow(lines: Any) -> None:
 
 
 class Tracker(Protocol):
-    """One package. `step`: after which the run goes on, 0 for a new one; it had taken steps up to `seen` before."""
+    """One package. `step`: after which the run goes on, 0 for a new one; it had taken steps up to `seen` before.
+    `project` and `name`: as the user gave them.
+    """
 
     def __init__(
-        self, *, project: str | None, name: str, config: dict[str, Any], out: str, step: int, seen: int
+        self, *, project: str | None, name: str | None, config: dict[str, Any], out: str, step: int, seen: int
     ) -> None: ...
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
@@ -89,7 +91,7 @@ class TensorBoard:
     """Event files in OUT/tensorboard, by TensorBoard's own writer, which needs neither torch nor TensorFlow."""
 
     def __init__(
-        self, *, project: str | None, name: str, config: dict[str, Any], out: str, step: int, seen: int
+        self, *, project: str | None, name: str | None, config: dict[str, Any], out: str, step: int, seen: int
     ) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, tensor_shape_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -130,10 +132,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of wandb, in OUT/wandb; the user's environment decides on account, server and mode."""
+    """A run of wandb. The user's environment decides on account, server, mode, and on what the options leave open."""
 
     def __init__(
-        self, *, project: str | None, name: str, config: dict[str, Any], out: str, step: int, seen: int
+        self, *, project: str | None, name: str | None, config: dict[str, Any], out: str, step: int, seen: int
     ) -> None:
         import wandb
 
@@ -141,10 +143,10 @@ class WeightsAndBiases:
         goes_on = seen > 0 and id_file.exists()
         self._run = wandb.init(
             project=project or os.environ.get("WANDB_PROJECT") or "odc-triton",
-            name=name,
+            name=name or os.environ.get("WANDB_NAME") or Path(out).name,
             id=id_file.read_text().strip() if goes_on else None,
             config=config,
-            dir=out,
+            dir=os.environ.get("WANDB_DIR") or out,
             resume="allow",
         )
         id_file.parent.mkdir(exist_ok=True)
@@ -177,14 +179,14 @@ class Trackio:
     """A run of Trackio, in the user's TRACKIO_DIR, or where the environment says."""
 
     def __init__(
-        self, *, project: str | None, name: str, config: dict[str, Any], out: str, step: int, seen: int
+        self, *, project: str | None, name: str | None, config: dict[str, Any], out: str, step: int, seen: int
     ) -> None:
         import trackio
 
         self._package, self._seen = trackio, seen
         self._run = trackio.init(
             project=project or "odc-triton",
-            name=name,
+            name=name or Path(out).name,
             config=config,
             resume="allow" if seen else "never",
             embed=False,

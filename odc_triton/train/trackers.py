@@ -28,6 +28,8 @@ END_S = 30.0  # that a finished run waits for its trackers
 STOP_S = 5.0  # that a stopped or failed one does
 _MOST_BYTES = 16 * 2**20  # kept for a tracker that takes nothing
 _PART = 2**16
+_NAP_S = 0.02
+_KILL_S = 1.0
 _CODE = """
 import sys
 descriptor, parent, *sys.path[:] = sys.argv[1:]
@@ -55,7 +57,7 @@ class Trackers:
         out = Path(options.out).absolute()
         start = {
             "project": options.project,
-            "name": options.run_name or out.name,
+            "name": options.run_name,
             "config": asdict(options) | {"ranks": ranks},
             "out": str(out),
             "step": step,
@@ -83,12 +85,14 @@ class Trackers:
             each.tell(message)
 
     def close(self, *, within_s: float = STOP_S) -> None:
-        """Ends all trackers, within `within_s` seconds together, and says for each that failed what it lacks."""
+        """Ends all trackers, at the latest after `within_s` seconds, and says which have not taken all steps."""
         running, self._running = self._running, []
         deadline = time.monotonic() + within_s
         try:
+            while [each for each in running if not each.has_ended()] and time.monotonic() < deadline:
+                time.sleep(_NAP_S)
             for each in running:
-                each.close(deadline, within_s)
+                each.conclude(within_s)
         finally:
             for each in running:
                 each.kill()
@@ -120,11 +124,14 @@ class _Tracker:
         if len(self._unsent) > _MOST_BYTES:
             self._fail(f"it took nothing for so long that {_MOST_BYTES >> 20} MiB wait for it")
             return
+        self._send()
+        if "final" not in message:  # after which it ends
+            self._listen()
+
+    def _send(self) -> None:
         with contextlib.suppress(OSError):  # full, or closed, which `_listen` finds
             while self._unsent:
                 del self._unsent[: self._channel.send(self._unsent[:_PART])]
-        if "final" not in message:  # after which it ends
-            self._listen()
 
     def _listen(self) -> None:
         """Fails if the process said why it ends, or is gone."""
@@ -138,7 +145,7 @@ class _Tracker:
 
     def _ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return how_it_ended(self._process.wait(1.0))
+            return how_it_ended(self._process.wait(_KILL_S))
         return "its process closed the socket"
 
     def _fail(self, problem: str) -> None:
@@ -150,34 +157,35 @@ class _Tracker:
             flush=True,
         )
 
-    def close(self, deadline: float, within_s: float) -> None:
-        """Waits until the process has ended, but not after `deadline`, which comes `within_s` after the end."""
+    def has_ended(self) -> bool:
+        """Whether the process has ended, which is told that nothing follows once it has taken all."""
+        if self._problem:
+            return True
+        self._send()
+        if not self._unsent:
+            with contextlib.suppress(OSError):
+                self._channel.shutdown(socket.SHUT_WR)
+        return self._process.poll() is not None
+
+    def conclude(self, waited_s: float) -> None:
+        """Says what the tracker lacks, if it does, after the last step."""
         if self._problem:
             print(f"{self.name} was off since step {self._last}; metrics.jsonl has all steps: {self._problem}")
-            return
-        try:
-            with contextlib.suppress(ConnectionError):
-                self._channel.settimeout(max(deadline - time.monotonic(), 0.01))
-                self._channel.sendall(self._unsent)
-                self._channel.shutdown(socket.SHUT_WR)
-            status = self._process.wait(max(deadline - time.monotonic(), 0.01))
-        except (TimeoutError, subprocess.TimeoutExpired):
-            self.kill()
+        elif self._process.returncode is None:
             print(
-                f"{self.name} had not taken all steps {within_s:.0f} s after the end and was killed; metrics.jsonl has "
-                f"them",
+                f"odc-triton: {self.name} had not taken all steps {waited_s:g} s after the end and is killed; "
+                f"metrics.jsonl has them",
                 file=sys.stderr,
             )
-            return
-        if status:
-            self._channel.setblocking(False)
+        elif self._process.returncode:
             self._listen()
 
     def kill(self) -> None:
-        """Kills the process, if it has not ended."""
+        """Kills the process, if it has not ended. One that hangs in its file system is left to the kernel."""
         self._channel.close()
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_S)
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -206,7 +206,7 @@ def test_one_that_hangs_is_killed_at_the_end(fake: Any, capsys: pytest.CaptureFi
     started.close(within_s=0.5)
     assert time.monotonic() - start_s < 5
     assert not psutil.pid_exists(tracker._process.pid)
-    assert "wandb had not taken all steps 0 s after the end and was killed" in capsys.readouterr().err
+    assert "wandb had not taken all steps 0.5 s after the end and is killed" in capsys.readouterr().err
 
 
 def test_what_is_kept_for_one_that_hangs_is_bounded(
