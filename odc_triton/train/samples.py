@@ -74,8 +74,8 @@ class Completions:
         room = min(most_tokens, places) - new_tokens
         if room < 1:
             raise ValueError(
-                f"--eval-sample-tokens is {new_tokens} and the model takes {places} tokens (max_position_embeddings): no "
-                f"prompt fits; give fewer --eval-sample-tokens"
+                f"--eval-sample-tokens is {new_tokens} and the model takes {places} tokens (max_position_embeddings): "
+                f"no prompt fits; give fewer --eval-sample-tokens"
             )
         self._engine, self._tokenizer = engine_of(model), tokenizer
         self._chosen = [each for each, _ in zip(prompted(data, most_tokens=room), range(count), strict=False)]

@@ -46,8 +46,8 @@ class SftOptions(RunOptions):
             )
         if self.eval_samples and self.eval_sample_tokens >= self.token_cap:
             raise ValueError(
-                f"--eval-sample-tokens is {self.eval_sample_tokens} and --token-cap is {self.token_cap}: no prompt fits; "
-                f"give fewer --eval-sample-tokens"
+                f"--eval-sample-tokens is {self.eval_sample_tokens} and --token-cap is {self.token_cap}: no prompt "
+                f"fits; give fewer --eval-sample-tokens"
             )
         super()._check_contradictions()
 

@@ -151,12 +151,12 @@ def test_a_conversation_is_cut_after_the_header_of_its_last_answer(folder: Path)
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"eval_samples": 2}, "eval_samples is 2 and there is nothing to evaluate on: give --eval-data"),
-        ({"eval_samples": -1}, "eval_samples is -1; it must be at least 0"),
-        ({"eval_sample_tokens": 0}, "eval_sample_tokens is 0; it must be positive"),
+        ({"eval_samples": 2}, "--eval-samples is 2 and there is nothing to evaluate on: give --eval-data"),
+        ({"eval_samples": -1}, "--eval-samples is -1; it must be at least 0"),
+        ({"eval_sample_tokens": 0}, "--eval-sample-tokens is 0; it must be positive"),
         (
             {"eval_samples": 1, "eval_fraction": 0.1, "eval_sample_tokens": 256},
-            "eval_sample_tokens is 256 and token_cap is 256: no prompt fits; give fewer --eval-sample-tokens",
+            "--eval-sample-tokens is 256 and --token-cap is 256: no prompt fits; give fewer --eval-sample-tokens",
         ),
     ],
 )
@@ -168,5 +168,5 @@ def test_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
 def test_a_model_without_room_is_refused() -> None:
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=64)))
     how = {"count": 1, "new_tokens": 64, "most_tokens": 4096, "look": lambda: None}
-    with pytest.raises(ValueError, match=r"eval_sample_tokens is 64 and the model takes 64 tokens"):
+    with pytest.raises(ValueError, match=r"--eval-sample-tokens is 64 and the model takes 64 tokens"):
         Completions(model, None, Data(), **how)

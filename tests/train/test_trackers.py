@@ -334,8 +334,8 @@ def test_one_that_is_not_installed(folder: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (("mlflow",), "report_to is 'mlflow'; give one of tensorboard, wandb, trackio"),
-        (("wandb", "wandb"), "report_to has wandb 2 times; give it once"),
+        (("mlflow",), "--report-to is 'mlflow'; give one of tensorboard, wandb, trackio"),
+        (("wandb", "wandb"), "--report-to has wandb 2 times; give it once"),
     ],
 )
 def test_refused_names(folder: Path, names: tuple[str, ...], said: str) -> None:
