@@ -22,6 +22,7 @@ from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from tests.support import ranks, slow
 from tests.support.grpo_case import case, vowels, write_prompts
+from tests.support.logged import in_tensorboard
 from tests.support.vllm_stand_in import FOLDER, vllm_serve
 
 STEPS = 4
@@ -94,7 +95,8 @@ def lines(out: Path) -> list[dict]:
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """The metrics of a run on two ranks that nothing disturbed, with an evaluation at its end."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    wanted = options(folder, out, eval_data=str(folder / "held_out.jsonl"), eval_samples=3)
+    watched = {"eval_data": str(folder / "held_out.jsonl"), "eval_samples": 3, "report_to": ("tensorboard",)}
+    wanted = options(folder, out, **watched)
     assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
     _samples_are_those_of_the_evaluation(folder, out)
     report = (out / "report.html").read_text()
@@ -120,6 +122,10 @@ def _samples_are_those_of_the_evaluation(folder: Path, out: Path) -> None:
         assert line["completion"] == text
         assert line["reward"] == pytest.approx(vowels([text], [record["wanted"]])[0])
         assert html.escape(text) in (out / "report.html").read_text()
+    scalars, texts = in_tensorboard(out / "tensorboard")
+    rewards = [(line["step"], pytest.approx(line["reward"], rel=1e-6)) for line in lines(out)]  # it keeps fp32
+    assert scalars["reward"] == rewards
+    assert texts["samples"][0].count("\n") == 4
 
 
 def same(found: list[dict], wanted: list[dict], *names: str) -> None:

@@ -163,14 +163,14 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return start
 
 
-def steps_until_off(started: Trackers, tracker: Any, most_s: float = 60.0) -> int:
+def steps_until_off(started: Trackers, tracker: Any, most_s: float = 120.0) -> int:
     deadline, step = time.monotonic() + most_s, 0
     while not tracker._problem:
         assert time.monotonic() < deadline
         step += 1
         start_s = time.monotonic()
         started.log({"step": step, "loss": 1.0})
-        assert time.monotonic() - start_s < 1.0, "the step waited"  # it takes microseconds
+        assert time.monotonic() - start_s < 20, "the step waited"  # microseconds, unless the machine is busy
         time.sleep(0.01)
     return step
 
@@ -204,7 +204,7 @@ def test_one_that_hangs_is_killed_at_the_end(fake: Any, capsys: pytest.CaptureFi
     start_s = time.monotonic()
     started.finish({"step": 20_001, "loss": 1.0}, "words")
     started.close(within_s=0.5)
-    assert time.monotonic() - start_s < 5
+    assert time.monotonic() - start_s < 30
     assert not psutil.pid_exists(tracker._process.pid)
     assert "wandb had not taken all steps 0.5 s after the end and is killed" in capsys.readouterr().err
 
@@ -235,8 +235,10 @@ def test_a_run_whose_tracker_fails_ends_well(folder: Path, tmp_path: Path) -> No
     assert (tmp_path / "out" / "model" / "model.safetensors").exists()
 
 
-def _sleeps(rank: int, world: int, wanted: SftOptions, variables: dict[str, str]) -> None:
+def _sleeps(rank: int, world: int, wanted: SftOptions, variables: dict[str, str], fake: str | None) -> None:
     os.environ.update(variables)
+    if fake is not None:
+        sys.path.insert(0, fake)
     started = Trackers(wanted, ranks=1)
     started.log({"step": 1, "loss": 1.0})
     time.sleep(600)
@@ -255,23 +257,27 @@ def _with(mark: str) -> list[str]:
 
 
 def _none_is_left(mark: str) -> None:
-    deadline = time.monotonic() + 20  # wandb-core looks for its parent every few seconds
+    deadline = time.monotonic() + 60  # wandb-core looks for its parent every few seconds
     while left := _with(mark):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
-    ("names", "program"),
-    [(("tensorboard",), "tracker_process"), slow(ALL, "wandb-core")],
-    ids=["tensorboard", "all"],
+    ("names", "code", "program"),
+    [(("wandb",), HANGS, "tracker_process"), slow(ALL, None, "wandb-core")],
+    ids=["one that hangs", "the packages"],
 )
-def test_nothing_outlives_a_killed_rank(folder: Path, tmp_path: Path, names: tuple[str, ...], program: str) -> None:
+def test_nothing_outlives_a_killed_rank(
+    folder: Path, tmp_path: Path, names: tuple[str, ...], code: str | None, program: str
+) -> None:
     mark = str(tmp_path)
+    if code is not None:
+        (tmp_path / "wandb.py").write_text(code)
     wanted = case(folder, out=str(tmp_path / "out"), report_to=names)
     variables = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path), "OF_THE_TEST": mark}
-    with ranks.start(_sleeps, 1, wanted, variables) as job:
-        deadline = time.monotonic() + 60
+    with ranks.start(_sleeps, 1, wanted, variables, code and str(tmp_path)) as job:
+        deadline = time.monotonic() + 120
         while not any(program in line for line in _with(mark)):
             assert time.monotonic() < deadline
             time.sleep(0.05)
