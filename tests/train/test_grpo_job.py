@@ -316,3 +316,21 @@ def test_a_model_without_an_end_token(folder: Path) -> None:
         end_tokens_of(model, SimpleNamespace(eos_token_id=None))
     model.generation_config.eos_token_id = [5, 2]
     assert end_tokens_of(model, SimpleNamespace(eos_token_id=7)) == (2, 5, 7)
+
+
+def test_a_sample_has_its_own_rewards() -> None:
+    from types import SimpleNamespace
+
+    from odc_triton.rl.generation import Sampled
+    from odc_triton.train.grpo_run import GrpoRun
+
+    made = SimpleNamespace(
+        slots=[SimpleNamespace(prompt=SimpleNamespace(ids=[place])) for place in (7, 8)],
+        sampled=[[Sampled(ids=[place], logps=[0.0], ended=place == 2)] for place in (1, 2)],
+        rewards=torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]),
+        totals=torch.tensor([[5.0], [6.0]]),
+    )
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
+    run = SimpleNamespace(sampler=SimpleNamespace(tokenizer=tokenizer, rewards=SimpleNamespace(names=["a", "b"])))
+    want = {"prompt": "[8]", "completion": "[2]", "reward": 6.0, "rewards/a": 2.0, "rewards/b": 4.0, "ended": True}
+    assert GrpoRun._sample(run, made, 1) == want
