@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
