@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import io
 import json
 import os
@@ -119,29 +118,7 @@ def test_each_script_runs_as_its_first_line_says(example: str) -> None:
     torch.testing.assert_close(_numbers("loss", _run(example, 2)), _plain_fsdp2()[0], rtol=0, atol=3e-6)
 
 
-# ------------------------------------------------------------------ SFT
-
-
-@pytest.mark.slow
-def test_tracker(tmp_path: Path) -> None:
-    from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
-
-    records = [{"prompt": f"{n} plus one?", "completion": f" It is {n + 1}."} for n in range(40)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    tokenizer = train_tokenizer((r["prompt"] + r["completion"] for r in records), vocab_size=280)
-    save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
-    config = {"model_type": "qwen2", "vocab_size": 280, "hidden_size": 32, "intermediate_size": 48}
-    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    chosen = {"data": "data.jsonl", "init": "config.json", "tokenizer": "tokenizer.json", "out": "run"}
-    arguments = [word for name, value in chosen.items() for word in (f"--{name}", str(tmp_path / value))]
-    numbers = ["--steps", "4", "--samples-per-rank", "4", "--token-cap", "128", "--tracker", str(tmp_path / "tracker")]
-    _run("tracker.py", 2, *arguments, *numbers)
-    with open(tmp_path / "tracker" / "metrics.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [float(row["loss"]) for row in rows] == [metrics["loss"] for metrics in logged]
-    assert len(rows) == 4
+# ------------------------------------------------------------------ TRL
 
 
 @pytest.mark.slow

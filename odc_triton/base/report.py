@@ -211,6 +211,15 @@ class Curves:
     values: Mapping[str, Sequence[float]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """A table whose cells are texts of any length, with their line breaks; None is an empty cell."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
 def curve_figure(curves: Curves) -> Figure:
     """All curves on one pair of axes; earlier curves are wider, so that equal ones all show."""
     figure, axes = _canvas(total=760, height=560)
@@ -301,6 +310,7 @@ img { width: 100%; height: auto; background: #fff; border-radius: 6px; }
 th, td { padding: .35rem .8rem; text-align: left; border-bottom: 1px solid var(--line); }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
+.text { white-space: pre-wrap; overflow-wrap: anywhere; vertical-align: top; min-width: 12rem; }
 dt { color: var(--faint); } dd { margin: 0; overflow-wrap: anywhere; }
 """
 
@@ -315,8 +325,9 @@ def save_html(
     tracks: Tracks,
     curves: Sequence[Curves],
     facts: Mapping[str, str],
+    texts: Texts | None = None,
 ) -> None:
-    """Writes one self-contained page: summary, table, timelines, curves, facts; nothing is loaded.
+    """Writes one self-contained page: summary, table, timelines, curves, texts, facts; nothing is loaded.
 
     `summary`: text, with an empty line between paragraphs; `rows` and `columns` as for `table`; `tracks` as for
     `timeline_figure`; `facts`: name to value (versions).
@@ -334,6 +345,8 @@ def save_html(
         body.append(f"<h2>{escape(each.title)}</h2>")
         last = "; ".join(f"{name} ends at {values[-1]:.4g}" for name, values in each.values.items() if len(values))
         body.append(_html_image(curve_figure(each), f"{each.title}. {last}"))
+    if texts is not None:
+        body += [f"<h2>{escape(texts.title)}</h2>", _html_texts(texts)]
     if facts:
         pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
         body.append(f"<h2>How it was measured</h2>\n<dl>{pairs}</dl>")
@@ -371,3 +384,12 @@ def _html_table(rows: Sequence[Sequence[object]], columns: Sequence[str]) -> str
     lines += ["".join(f"<td{s}>{escape(c)}</td>" for c, s in zip(row, style, strict=True)) for row in body]
     head, *rest = (f"<tr>{line}</tr>" for line in lines)
     return f'<div class="wide"><table>\n<thead>{head}</thead>\n<tbody>{"".join(rest)}</tbody>\n</table></div>'
+
+
+def _html_texts(texts: Texts) -> str:
+    def line(tag: str, cells: Sequence[object]) -> str:
+        words = ("" if cell is None else escape(str(cell)) for cell in cells)
+        return "<tr>" + "".join(f'<{tag} class="text">{each}</{tag}>' for each in words) + "</tr>"
+
+    head, body = line("th", texts.columns), "\n".join(line("td", row) for row in texts.rows)
+    return f'<div class="wide"><table>\n<thead>{head}</thead>\n<tbody>{body}</tbody>\n</table></div>'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -61,3 +61,16 @@ class CompletionEngine(Protocol):
     def close(self) -> None:
         """Ends what the engine started."""
         ...
+
+
+def end_tokens_of(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens at which a completion ends: the model's, and the tokenizer's. Raises ValueError if there is none."""
+    named = getattr(model.generation_config, "eos_token_id", None)
+    named = [*named] if isinstance(named, (list, tuple)) else [named]
+    found = {token for token in (*named, tokenizer.eos_token_id) if token is not None}
+    if not found:
+        raise ValueError(
+            "neither the model's generation_config.json nor the tokenizer names an end token (eos_token_id), so no "
+            "completion would end: add it to one of them"
+        )
+    return tuple(sorted(found))

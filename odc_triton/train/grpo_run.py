@@ -16,7 +16,7 @@ from ..balance.pieces import Entry, SplitPlan
 from ..balance.split import readable_tokens
 from ..checkpoint.repeat import Kept
 from ..engine.api import engine_of, minibatch
-from ..rl.generation import CompletionEngine, SamplingOptions
+from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
 from ..rl.learned import Correction, Learned
 from ..rl.objective import Objective
 from ..rl.prompts import Prompts, completion_seed, prompts_of_step
@@ -25,7 +25,7 @@ from ..rl.rollout import Rollout, Sampler, Slot
 from ..sequence.enable import enable_split
 from .grpo_options import GrpoOptions
 from .metrics import Metrics
-from .run import Picture, Run, number, shared_counter
+from .run import Picture, Run, Sample, number, shared_counter
 
 _SUMS = ("tokens", "entropy", "ratio", "clipped", "kl", "mismatch")  # over tokens, of all ranks
 
@@ -236,10 +236,27 @@ class GrpoRun(Run):
             return {}
         rewards = made.totals.flatten()
         lengths = [len(one.ids) for (one,) in made.sampled]
+        self.samples = [self._sample(made, place) for place in range(len(slots))[: self.options.eval_samples]]
         return {
             "eval_reward": rewards.nanmean().item(),
             "eval_pass": (rewards >= self.options.pass_reward).double().mean().item(),
             "eval_length": sum(lengths) / len(lengths),
+        }
+
+    def _sample(self, made: Rollout, place: int) -> Sample:
+        """The completion of the evaluation's prompt at `place`, with its rewards; NaN where no function applied."""
+
+        def decoded(ids: list[int]) -> str:
+            return self.sampler.tokenizer.decode(ids, skip_special_tokens=True)
+
+        (one,) = made.sampled[place]
+        scores = zip(self.sampler.rewards.names, made.rewards[:, place, 0].tolist(), strict=True)
+        return {
+            "prompt": decoded(made.slots[place].prompt.ids),
+            "completion": decoded(one.ids),
+            "reward": made.totals[place, 0].item(),
+            **({f"rewards/{name}": score for name, score in scores} if len(made.rewards) > 1 else {}),
+            "ended": one.ended,
         }
 
     # ------------------------------------------------------------------ numbers
@@ -299,16 +316,3 @@ class GrpoRun(Run):
     def close(self) -> None:
         self.sampler.completions.close()
         self.sampler.rewards.close()
-
-
-def end_tokens_of(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens at which a completion ends: the model's, and the tokenizer's. Raises ValueError if there is none."""
-    named = getattr(model.generation_config, "eos_token_id", None)
-    named = [*named] if isinstance(named, (list, tuple)) else [named]
-    found = {token for token in (*named, tokenizer.eos_token_id) if token is not None}
-    if not found:
-        raise ValueError(
-            "neither the model's generation_config.json nor the tokenizer names an end token (eos_token_id), so no "
-            "completion would end: add it to one of them"
-        )
-    return tuple(sorted(found))

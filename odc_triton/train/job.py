@@ -58,17 +58,19 @@ def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMet
     try:
         run = start(options, partial(_sharded, prepared=prepared, mesh=mesh), prepared)
         stop = StopSignal(run.engine.require_peers)
+        loop = Loop(run, prepared, stop, on_metrics)
         with handling(stop.hear, *STOPS):
             try:
-                return Loop(run, prepared, stop, on_metrics).run_to_the_end()
+                return loop.run_to_the_end()
             except BaseException as error:
                 lost = None if stop.signal is None else lost_within(error)
                 run.engine.give_up(lost or error)
                 if lost is not None and lost is not error:
                     raise lost from error
                 raise
-            finally:
+            finally:  # after the peers were told
                 run.close()
+                loop.close()
     finally:
         if prepared.folder is not None:
             prepared.folder.release()

@@ -7,15 +7,18 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from ..base.errors import MinibatchFailed, OdcError, OfRanks
 from ..base.signals import StopRequest
 from ..checkpoint.background import BackgroundCheckpoints
 from ..checkpoint.steps import Checkpoints
 from ..comm.launch import Interrupted
-from .metrics import Metrics, MetricsFile, Progress
-from .outcome import gather_events, save_model, write_report
+from .metrics import Metrics, MetricsFile, Progress, read_metrics
+from .outcome import gather_events, in_words, save_model, write_report
 from .prepare import Prepared
-from .run import Asked, Run, TooManySkipped
+from .run import Asked, Run, Sample, TooManySkipped
+from .trackers import END_S, Trackers
 
 OnMetrics = Callable[[Metrics], None]
 
@@ -26,6 +29,11 @@ def lost_within(error: BaseException) -> OfRanks | None:
     while found is not None and not isinstance(found, OfRanks):
         found = found.__cause__ or found.__context__
     return found
+
+
+def saves_in_background(wanted: bool | None, device: torch.device) -> bool:
+    """By default only where ranks compute on GPUs: on the CPU the writer takes a core from a rank's step."""
+    return device.type == "cuda" if wanted is None else wanted
 
 
 class StopSignal:
@@ -54,6 +62,37 @@ class StopSignal:
             self._check_peers(f"its peers, after {signal.Signals(self.signal).name}")
 
 
+class Records:
+    """What rank 0 keeps of the steps: metrics.jsonl, samples.jsonl, and what it tells trackers and `on_metrics`."""
+
+    def __init__(self, run: Run, on_metrics: OnMetrics | None) -> None:
+        options, step = run.options, run.state.step
+        out = Path(options.out)
+        self._on_metrics = on_metrics
+        self._metrics = MetricsFile(out / "metrics.jsonl", step=step)
+        samples = out / "samples.jsonl"
+        self._samples = MetricsFile(samples, step=step) if options.eval_samples or samples.exists() else None
+        self.trackers = Trackers(options, ranks=run.engine.world, step=step, seen=self._metrics.seen)
+
+    def write(self, metrics: Metrics, samples: list[Sample]) -> None:
+        """A step's metrics, and the samples of its evaluation, if there was one. Raises OSError."""
+        self._metrics.write(metrics)
+        self.trackers.log(metrics)
+        lines = [{"step": metrics["step"], **each} for each in samples]
+        for line in lines:
+            self._samples.write(line)
+        if lines:
+            self.trackers.log_samples(lines)
+        if self._on_metrics is not None:
+            self._on_metrics(metrics)
+
+    def close(self) -> None:
+        self.trackers.close()
+        for file in (self._metrics, self._samples):
+            if file is not None:
+                file.close()
+
+
 class Loop:
     """The steps of a run, and what happens between them."""
 
@@ -64,6 +103,8 @@ class Loop:
         self.saved_step = -1
         self._saved_s = time.monotonic()
         self._is_first = run.engine.rank == 0
+        self._records: Records | None = None
+        self._in_background = saves_in_background(run.options.checkpoint_background, run.engine.heap.device)
         self.background = BackgroundCheckpoints(self.checkpoints, model=run.model)
         run.asked = Asked(
             stop=lambda: stop.signal,
@@ -89,24 +130,21 @@ class Loop:
         run = self.run
         self._resume()
         metrics: Metrics = {"step": run.state.step, "tokens": run.state.tokens}
-        file = MetricsFile(self.out / "metrics.jsonl", step=run.state.step) if self._is_first else None
+        if self._is_first:
+            self._records = Records(run, self.on_metrics)
         with Progress(total=run.steps, done=run.state.step, shown=self._is_first) as progress:
             while run.state.step < run.steps and run.stop is None:
                 made = run.train_step()
                 if made is None:
                     self._save_where_due()
                     break
-                metrics = made
+                metrics, run.samples = made, []
                 if self._evaluates_now():
                     metrics |= run.evaluate()
-                if file is not None:
-                    file.write(metrics)
+                if self._records is not None:
+                    self._records.write(metrics, run.samples)
                 progress.show(run.shown(metrics))
-                if self._is_first and self.on_metrics is not None:
-                    self.on_metrics(metrics)
                 self._save_where_due()
-        if file is not None:
-            file.close()
         self.background.wait()
         if run.stop is not None and run.state.step < run.steps:
             if self._is_first:
@@ -123,8 +161,13 @@ class Loop:
                 f"no model is written: {run.state.skipped} of {run.state.step} steps were skipped, and the weights are "
                 f"not finite or unchanged. Lower --lr, look at the data, or continue from an older checkpoint"
             )
-        self._finish()
+        self._finish(metrics)
         return metrics
+
+    def close(self) -> None:
+        """Ends what this rank has started, however the run ended. Waits for no rank."""
+        if self._records is not None:
+            self._records.close()
 
     def _resume(self) -> None:
         run, resume = self.run, self.run.options.resume
@@ -175,7 +218,7 @@ class Loop:
         run = self.run
         step = run.state.step
         how = {"optimizer": run.optimizer, "state": run.position(), "step": step, "prune": prune}
-        if run.options.checkpoint_background and not ends:
+        if self._in_background and not ends:
             self.background.save(**how)
         else:
             self.background.wait(quiet_s=0.0)
@@ -183,12 +226,16 @@ class Loop:
         self.saved_step, self._saved_s = step, time.monotonic()
         run.rested()
 
-    def _finish(self) -> None:
+    def _finish(self, metrics: Metrics) -> None:
         run = self.run
         events = gather_events(run)
-        if self._is_first:
-            written = write_report(self.out, type(run), run.options, events, ranks=run.engine.world)
+        if self._records is not None:
+            trackers, ranks = self._records.trackers, run.engine.world
+            if trackers:  # they take it while the model is written
+                trackers.finish(metrics, in_words(type(run), read_metrics(self.out / "metrics.jsonl"), ranks=ranks))
+            written = write_report(self.out, type(run), run.options, events, ranks=ranks)
             folder = save_model(run, self.out, self.prepared.tokenizer)
+            trackers.close(within_s=min(END_S, run.engine.meetings.timeout_s / 2))  # the others wait below
             print(
                 f"{run.state.step} steps done; {', '.join(written)}, metrics.jsonl and {folder.name}/ are in {self.out}"
             )

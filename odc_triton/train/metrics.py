@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line of JSON for each step, whole lines only, each step once; and the progress bar."""
+"""metrics.jsonl: a line of JSON for each step, whole lines only, no step taken twice; and the progress bar."""
 
 from __future__ import annotations
 
@@ -48,11 +48,16 @@ def _read_line(path: str | os.PathLike, number: int, line: bytes) -> Metrics:
 
 
 class MetricsFile:
-    """Appends to `path`. First removes the lines of steps after `step`, which a resumed run takes again."""
+    """Appends to `path`, metrics.jsonl or another file whose lines have a `step`.
+
+    First removes the lines of steps after `step`, which a resumed run takes again. `seen`: the last step that it had.
+    """
 
     def __init__(self, path: str | os.PathLike, *, step: int) -> None:
         self.path = Path(path)
-        kept = [line for line in read_metrics(path) if line["step"] <= step]
+        lines = read_metrics(path)
+        self.seen = lines[-1]["step"] if lines else 0
+        kept = [line for line in lines if line["step"] <= step]
         with atomic_file(self.path) as file:
             file.write(b"".join(map(_line, kept)))
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.events import Event
-from ..base.report import Curves, can_draw, installed, save_html, save_timeline
+from ..base.report import Curves, Texts, can_draw, installed, save_html, save_timeline
 from ..base.trace import excerpt, save_trace
 from ..checkpoint import save_pretrained
 from .metrics import Metrics, read_metrics
@@ -59,9 +59,25 @@ def write_report(out: Path, job: type[Run], options: RunOptions, events: list[Ev
         columns=list(job.columns.values()),
         tracks=tracks if draws else {},
         curves=_curves(job, metrics) if draws else [],
+        texts=_last_samples(out),
         facts=_versions() | {name: str(value) for name, value in asdict(options).items() if value is not None},
     )
     return written
+
+
+def _last_samples(out: Path) -> Texts | None:
+    """Those of the last evaluation."""
+    samples = read_metrics(out / "samples.jsonl")
+    if not samples:
+        return None
+    step = samples[-1]["step"]
+    last = [line for line in samples if line["step"] == step]
+    columns = [name for name in last[0] if name != "step"]
+    return Texts(
+        title=f"Held-out prompts, completed after step {step}",
+        columns=columns,
+        rows=[[line.get(name) for name in columns] for line in last],
+    )
 
 
 def _curves(job: type[Run], metrics: list[Metrics]) -> list[Curves]:

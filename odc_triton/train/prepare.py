@@ -20,6 +20,7 @@ from ..sharding.agree import patient_meetings
 from .model import add_adapters, check_fit, require_peft
 from .run_folder import RunFolder
 from .run_options import RunOptions
+from .trackers import require_trackers
 
 Data = TypeVar("Data")
 CONFIG = "run.yaml"
@@ -53,6 +54,7 @@ def take_folder(
     """
     if options.lora_rank:
         require_peft()
+    require_trackers(options.report_to)
     folder = RunFolder(options.out)
 
     def take() -> dict[str, Any]:
@@ -105,6 +107,7 @@ def check_before_start(options: RunOptions, largest_token: int) -> None:
 
     `largest_token`: of the first of the data.
     """
+    require_trackers(options.report_to)
     model = meta_causal_lm(model=options.model, init=options.init)
     if options.model is not None and Path(options.model).is_dir():
         require_weights(options.model)

@@ -26,6 +26,8 @@ from .run_folder import require_same
 from .run_options import RunOptions
 
 T = TypeVar("T")
+# A held-out prompt as the model went on from it: texts by name, the prompt first, whether it ended, any rewards.
+Sample = dict[str, Any]
 SHOWN_MINIBATCHES = 3  # in the report's timeline
 
 
@@ -101,6 +103,7 @@ class Run(ABC):
         self.asked = Asked()
         self.stop: int | None = None  # the signal for which the ranks have agreed to stop
         self.save_is_due = False
+        self.samples: list[Sample] = []  # of the step's evaluation, the same on every rank
         self.was_skipped = False  # the last step: the weights that it left unchanged may be the cause
         self.recent: deque[list[Event]] = deque(maxlen=SHOWN_MINIBATCHES)
         self._agreed_s = time.monotonic()
@@ -117,7 +120,7 @@ class Run(ABC):
 
     @abstractmethod
     def evaluate(self) -> Metrics:
-        """Metrics of the held-out data, the same on every rank. Collective."""
+        """Metrics of the held-out data, the same on every rank; `samples` are set where they are wanted. Collective."""
 
     @property
     @abstractmethod

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from ..base.options import REQUIRED, flag, option, require_one_model, require_token_cap
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,10 @@ class RunOptions:
     token_cap: int = option(4096, "most tokens in one pack, which is one microbatch")
     eval_data: str | None = option(None, "what to evaluate on, in the same forms as --data")
     eval_every: int = option(0, "steps between evaluations, besides the one at the end; 0: only at the end")
+    eval_samples: int = option(0, "held-out samples to complete, greedily, at each evaluation: into samples.jsonl")
+    report_to: tuple[TrackerName, ...] = option((), "tell a tracker each step's metrics; repeatable")
+    run_name: str | None = option(None, "the run's name there; by default that of the folder --out")
+    project: str | None = option(None, "its project in wandb and trackio; by default WANDB_PROJECT, or odc-triton")
     balance: Literal["mini", "queue", "micro", "global", "local"] = option(
         "mini", "how samples are dealt to the ranks; queue: at run time, for ranks that are not equally fast"
     )
@@ -51,8 +57,9 @@ class RunOptions:
     fused_head: bool = option(False, "never compute whole logits: less memory, a little more time")
     checkpoint_every: int = option(0, "steps between checkpoints; 0: none by steps")
     checkpoint_minutes: float = option(0.0, "minutes between checkpoints; 0: none by time")
-    checkpoint_background: bool = option(
-        True, "go on while checkpoints are written; takes host memory for masters and optimizer states"
+    checkpoint_background: bool | None = option(
+        None,
+        "go on while checkpoints are written; takes host memory for masters and optimizer states; by default on GPUs",
     )
     keep: int = option(2, "newest checkpoints to keep")
     resume: str = option("never", "never, auto (continue the run in --out, if there is one), or a checkpoint folder")
@@ -65,7 +72,7 @@ class RunOptions:
         (
             *("out", "resume", "checkpoint_every", "checkpoint_minutes", "checkpoint_background", "keep"),
             *("timeout_minutes", "max_skipped", "eval_every", "gradient_checkpointing", "replicas"),
-            *("split_sequences", "split_tokens"),
+            *("split_sequences", "split_tokens", "eval_samples", "report_to", "run_name", "project"),
         )
     )
     job: ClassVar[str]  # the word after `odc-triton train`
@@ -75,7 +82,9 @@ class RunOptions:
         require_one_model(self)
         self._require_positive("steps", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep", "replicas")
         self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every", "checkpoint_minutes")
-        self._require_not_negative("eval_every", "max_skipped", "lora_rank", "split_tokens", "decay_steps")
+        self._require_not_negative(
+            "eval_samples", "eval_every", "max_skipped", "lora_rank", "split_tokens", "decay_steps"
+        )
         self._require_positive(self.per_rank)
         require_token_cap(self)
         if not 0 <= self.lr_floor <= 1:
@@ -86,6 +95,11 @@ class RunOptions:
             given = getattr(self, name)
             if given is not None and Path(given).suffix in (".jsonl", ".json") and not Path(given).exists():
                 raise ValueError(f"{flag(name)} is {given}: there is no such file")
+        for name in self.report_to:
+            if name not in get_args(TrackerName):
+                raise ValueError(f"--report-to is {name!r}; give one of {', '.join(get_args(TrackerName))}")
+            if self.report_to.count(name) > 1:
+                raise ValueError(f"--report-to has {name} {self.report_to.count(name)} times; give it once")
         if not self.resume:
             raise ValueError("--resume is empty; give never, auto or a checkpoint folder")
         self._check_contradictions()
@@ -102,8 +116,11 @@ class RunOptions:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}; it must be at least 0 and finite")
 
     def _check_contradictions(self) -> None:
-        if self.eval_every and not self.evaluates:
-            raise ValueError(f"--eval-every is {self.eval_every} and there is nothing to evaluate on: give --eval-data")
+        for name in ("eval_every", "eval_samples"):
+            if getattr(self, name) and not self.evaluates:
+                raise ValueError(
+                    f"{flag(name)} is {getattr(self, name)} and there is nothing to evaluate on: give --eval-data"
+                )
         if self.split_sequences and self.balance not in ("mini", "queue"):
             raise ValueError(
                 f"--split-sequences goes with --balance mini or queue; it is {self.balance}: leave one of them out"

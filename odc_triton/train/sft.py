@@ -60,6 +60,7 @@ def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[Samples]) -
         model=model,
         data=prepared.data,
         evaluation=prepared.evaluation,
+        tokenizer=prepared.tokenizer,
         cost=cost,
         identity=prepared.identity,
     )

@@ -23,13 +23,15 @@ class SftOptions(RunOptions):
     truncate: bool = option(False, "cut samples longer than --token-cap; without it they are an error")
     drop_long: bool = option(False, "leave samples longer than --token-cap out")
     eval_fraction: float = option(0.0, "fraction of --data to evaluate on instead of learning it")
+    eval_sample_tokens: int = option(64, "most tokens of each of --eval-samples")
 
     job: ClassVar[str] = "sft"
     per_rank: ClassVar[str] = "samples_per_rank"
+    free: ClassVar[frozenset[str]] = RunOptions.free | {"eval_sample_tokens"}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("epochs")
+        self._require_positive("epochs", "eval_sample_tokens")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"--eval-fraction is {self.eval_fraction}; it must be at least 0 and less than 1")
 
@@ -41,6 +43,11 @@ class SftOptions(RunOptions):
         if self.eval_data is not None and self.eval_fraction:
             raise ValueError(
                 f"--eval-data is {self.eval_data} and --eval-fraction is {self.eval_fraction}; give one of them"
+            )
+        if self.eval_samples and self.eval_sample_tokens >= self.token_cap:
+            raise ValueError(
+                f"--eval-sample-tokens is {self.eval_sample_tokens} and --token-cap is {self.token_cap}: no prompt "
+                f"fits; give fewer --eval-sample-tokens"
             )
         super()._check_contradictions()
 

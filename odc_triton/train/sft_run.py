@@ -24,6 +24,7 @@ from ..hf import summed_loss
 from ..sequence.enable import enable_split, split_forward
 from .metrics import Metrics
 from .run import Picture, Run, number, shared_counter
+from .samples import Completions
 from .sft_options import SftOptions
 
 Samples = TokenizedDataset | SampleSubset
@@ -53,9 +54,11 @@ class SftRun(Run):
         model: nn.Module,
         data: Samples,
         evaluation: Samples | None = None,
+        tokenizer: Any = None,
         cost: CostModel | None = None,
         identity: dict[str, Any] | None = None,
     ) -> None:
+        """`tokenizer`: for the samples of evaluations, where `eval_samples` asks for some."""
         self.data, self.evaluation = data, evaluation
         engine = engine_of(model)
         lengths = data.lengths.tolist()
@@ -78,6 +81,19 @@ class SftRun(Run):
             self._enable_split(max(lengths))
         self._target_counts = data.target_counts
         self._epoch = iter(self.sampler)
+        self._completions = (
+            Completions(
+                model,
+                tokenizer,
+                evaluation,
+                count=options.eval_samples,
+                new_tokens=options.eval_sample_tokens,
+                most_tokens=options.token_cap,
+                look=lambda: self.asked.look(),
+            )
+            if options.eval_samples
+            else None
+        )
 
     def _enable_split(self, longest: int) -> None:
         """Raises ValueError where the longest sample can't be cut."""
@@ -159,7 +175,11 @@ class SftRun(Run):
         return self.evaluation is not None
 
     def evaluate(self) -> Metrics:
-        return {"eval_loss": self.mean_loss(self.evaluation)}
+        loss = self.mean_loss(self.evaluation)
+        if self._completions is not None:
+            self.samples = self._completions.sample()
+            self.rested()
+        return {"eval_loss": loss}
 
     @torch.no_grad()
     def mean_loss(self, data: Samples) -> float:

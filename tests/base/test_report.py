@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from html.parser import HTMLParser
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +22,16 @@ from matplotlib.image import imread
 
 from odc_triton.base.events import BUSY_KINDS, Event
 from odc_triton.base.files import write_file
-from odc_triton.base.report import COLOURS, Curves, curve_figure, save_html, save_timeline, table, timeline_figure
+from odc_triton.base.report import (
+    COLOURS,
+    Curves,
+    Texts,
+    curve_figure,
+    save_html,
+    save_timeline,
+    table,
+    timeline_figure,
+)
 from odc_triton.base.trace import (
     STATES,
     UNRECORDED,
@@ -449,3 +459,14 @@ assert not {"torch", "matplotlib.pyplot"} & set(sys.modules)
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "t.png").exists()
+
+
+def test_texts_are_escaped_and_keep_their_lines(tmp_path: Path) -> None:
+    texts = Texts(title="a & b", columns=["<i>"], rows=[["<script>x</script>\n y"], [None]])
+    none = {"rows": [], "columns": [], "tracks": {}, "curves": [], "facts": {}}
+    save_html(tmp_path / "r.html", title="t", summary="s", texts=texts, **none)
+    page = (tmp_path / "r.html").read_text()
+    assert '<td class="text">&lt;script&gt;x&lt;/script&gt;\n y</td>' in page
+    assert "<h2>a &amp; b</h2>" in page
+    assert '<th class="text">&lt;i&gt;</th>' in page
+    assert '<td class="text"></td>' in page

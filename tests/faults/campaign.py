@@ -37,7 +37,8 @@ def random_fault(random_numbers: random.Random, world: int) -> Fault:
 def baseline(folder: Path) -> tuple[SftOptions, list[float]]:
     """Options of the campaign's run, and its losses without a fault."""
     write_case(folder / "case")
-    wanted = case(folder / "case", out=str(folder / "whole"), steps=STEPS, samples_per_rank=6, checkpoint_every=2)
+    how = {"steps": STEPS, "samples_per_rank": 6, "checkpoint_every": 2, "checkpoint_background": True}
+    wanted = case(folder / "case", out=str(folder / "whole"), **how)
     (folder / "tmp").mkdir()
     ranks.run(run_with, 1, wanted, None, str(folder / "tmp"))
     return wanted, [line["loss"] for line in read_metrics(folder / "whole" / "metrics.jsonl")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import signal
@@ -15,10 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from odc_triton.data.tokenizer import load_tokenizer, to_transformers
+from odc_triton.rl.prompts import read_prompts
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from tests.support import ranks, slow
-from tests.support.grpo_case import case, write_prompts
+from tests.support.grpo_case import case, vowels, write_prompts
+from tests.support.logged import in_tensorboard
 from tests.support.vllm_stand_in import FOLDER, vllm_serve
 
 STEPS = 4
@@ -91,12 +95,37 @@ def lines(out: Path) -> list[dict]:
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """The metrics of a run on two ranks that nothing disturbed, with an evaluation at its end."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    wanted = options(folder, out, eval_data=str(folder / "held_out.jsonl"))
+    watched = {"eval_data": str(folder / "held_out.jsonl"), "eval_samples": 3, "report_to": ("tensorboard",)}
+    wanted = options(folder, out, **watched)
     assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
+    _samples_are_those_of_the_evaluation(folder, out)
     report = (out / "report.html").read_text()
     for words in ("Reward", "Length", "Ratio of probabilities", "rollout took", "held-out prompts pass"):
         assert words in report, words
     return lines(out)
+
+
+def _samples_are_those_of_the_evaluation(folder: Path, out: Path) -> None:
+    """Three of the five held-out prompts, completed by the saved model, each with its reward; also in the report."""
+    from transformers import AutoModelForCausalLM
+
+    samples = read_metrics(out / "samples.jsonl")
+    held_out = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["prompt"]) for line in samples] == [(STEPS, each["prompt"]) for each in held_out[:3]]
+    tokenizer = to_transformers(load_tokenizer(folder / "tokenizer.json"))
+    prompts = read_prompts(str(folder / "held_out.jsonl"), tokenizer, most_tokens=999)
+    model = AutoModelForCausalLM.from_pretrained(out / "model")
+    for line, prompt, record in zip(samples, prompts, held_out, strict=False):
+        row = torch.tensor([prompt.ids])
+        made = model.generate(row, max_new_tokens=12, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+        text = tokenizer.decode(made[0, len(prompt.ids) :], skip_special_tokens=True)
+        assert line["completion"] == text
+        assert line["reward"] == pytest.approx(vowels([text], [record["wanted"]])[0])
+        assert html.escape(text) in (out / "report.html").read_text()
+    scalars, texts = in_tensorboard(out / "tensorboard")
+    rewards = [(line["step"], pytest.approx(line["reward"], rel=1e-6)) for line in lines(out)]  # it keeps fp32
+    assert scalars["reward"] == rewards
+    assert texts["samples"][0].count("\n") == 4
 
 
 def same(found: list[dict], wanted: list[dict], *names: str) -> None:
@@ -280,10 +309,28 @@ def test_vllms_server_samples(folder: Path, tmp_path: Path) -> None:
 def test_a_model_without_an_end_token(folder: Path) -> None:
     from types import SimpleNamespace
 
-    from odc_triton.train.grpo_run import end_tokens_of
+    from odc_triton.rl.generation import end_tokens_of
 
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=None))
     with pytest.raises(ValueError, match="no completion would end"):
         end_tokens_of(model, SimpleNamespace(eos_token_id=None))
     model.generation_config.eos_token_id = [5, 2]
     assert end_tokens_of(model, SimpleNamespace(eos_token_id=7)) == (2, 5, 7)
+
+
+def test_a_sample_has_its_own_rewards() -> None:
+    from types import SimpleNamespace
+
+    from odc_triton.rl.generation import Sampled
+    from odc_triton.train.grpo_run import GrpoRun
+
+    made = SimpleNamespace(
+        slots=[SimpleNamespace(prompt=SimpleNamespace(ids=[place])) for place in (7, 8)],
+        sampled=[[Sampled(ids=[place], logps=[0.0], ended=place == 2)] for place in (1, 2)],
+        rewards=torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]]),
+        totals=torch.tensor([[5.0], [6.0]]),
+    )
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: str(ids))
+    run = SimpleNamespace(sampler=SimpleNamespace(tokenizer=tokenizer, rewards=SimpleNamespace(names=["a", "b"])))
+    want = {"prompt": "[8]", "completion": "[2]", "reward": 6.0, "rewards/a": 2.0, "rewards/b": 4.0, "ended": True}
+    assert GrpoRun._sample(run, made, 1) == want

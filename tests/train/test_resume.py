@@ -127,9 +127,8 @@ def test_goes_on_from_a_checkpoint_written_in_the_background(
     changes = {} if world == then else {"init": str(folder / "without-dropout.json")}
     want = uninterrupted(folder, world, **changes)
     out = tmp_path / "out"
-    wanted = case(
-        folder, out=str(out), steps=STEPS, samples_per_rank=4 // world, resume="auto", checkpoint_every=every, **changes
-    )
+    changes |= {"checkpoint_every": every, "checkpoint_background": True}
+    wanted = case(folder, out=str(out), steps=STEPS, samples_per_rank=4 // world, resume="auto", **changes)
     with ranks.start(_until_killed, world, wanted) as job:
         outcomes = job.join()
     assert outcomes[0].signal == signal.SIGKILL
@@ -141,6 +140,16 @@ def test_goes_on_from_a_checkpoint_written_in_the_background(
     assert ranks.run(train, then, replace(wanted, samples_per_rank=4 // then), None) == ["ended"] * then
     torch.testing.assert_close(losses(out), want, rtol=EXACT if world == then else ACROSS_RANKS, atol=0)
     assert not [path.name for path in (out / "checkpoints").iterdir() if path.name.startswith(".step")]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "found"),
+    [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True), (False, "cuda", False)],
+)
+def test_what_saves_in_the_background(wanted: bool | None, device: str, found: bool) -> None:
+    from odc_triton.train.loop import saves_in_background
+
+    assert saves_in_background(wanted, torch.device(device)) is found
 
 
 def test_dropout_is_in_the_losses(folder: Path) -> None:

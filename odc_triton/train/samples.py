@@ -1,0 +1,110 @@
+"""Sample generations of `train sft`: at an evaluation the sharded model completes held-out prompts, greedily."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from torch import nn
+
+from ..data.records import IGNORED
+from ..engine.api import engine_of
+from ..rl.generation import Request, SamplingOptions, end_tokens_of
+from ..rl.transformers_engine import TransformersEngine
+from .run import Sample
+
+_TEXT_TOKENS = 32  # of a text, which has no prompt, at most; at most half of it
+_TOGETHER = 16  # samples that a rank decodes at a time
+
+
+class _Encoded(Protocol):
+    """Encoded records with `input_ids` and `labels`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompted:
+    """Tokens of a held-out record: what the model is given, and what the record goes on with."""
+
+    prompt: list[int]
+    expected: list[int]
+
+
+def prompted(data: _Encoded, *, most_tokens: int) -> Iterator[Prompted]:
+    """The records of `data`, cut before what is learned last: a completion, or the last turn of the assistant.
+
+    All of a text is learned, so it is cut after its first half, or after 32 tokens if that is less. Records whose
+    prompt has more than `most_tokens` tokens are left out.
+    """
+    for index in range(len(data)):
+        ids, labels = data[index]["input_ids"], data[index]["labels"]
+        learned = np.flatnonzero(labels != IGNORED)
+        breaks = np.flatnonzero(np.diff(learned) > 1)
+        start, end = int(learned[breaks[-1] + 1 if len(breaks) else 0]), int(learned[-1]) + 1
+        if start == 0:
+            start = max(min(len(ids) // 2, _TEXT_TOKENS), 1)
+        if start <= most_tokens:
+            yield Prompted(prompt=ids[:start].tolist(), expected=ids[start:end].tolist())
+
+
+class Completions:
+    """Completes the first `count` records of `data` whose prompt fits, each rank its part of them.
+
+    `most_tokens`: of a prompt with its completion, which has at most `new_tokens`. `look` is called about twice a
+    second and may raise.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        data: _Encoded,
+        *,
+        count: int,
+        new_tokens: int,
+        most_tokens: int,
+        look: Callable[[], None],
+    ) -> None:
+        places = getattr(model.config.get_text_config(), "max_position_embeddings", None) or most_tokens
+        room = min(most_tokens, places) - new_tokens
+        if room < 1:
+            raise ValueError(
+                f"--eval-sample-tokens is {new_tokens} and the model takes {places} tokens (max_position_embeddings): "
+                f"no prompt fits; give fewer --eval-sample-tokens"
+            )
+        self._engine, self._tokenizer = engine_of(model), tokenizer
+        self._chosen = [each for each, _ in zip(prompted(data, most_tokens=room), range(count), strict=False)]
+        self._completions = TransformersEngine(model, look=lambda: bool(look()))
+        self._options = SamplingOptions(
+            temperature=0.0, max_new_tokens=new_tokens, end_tokens=end_tokens_of(model, tokenizer)
+        )
+        if len(self._chosen) < count and self._engine.rank == 0:
+            print(f"{len(self._chosen)} samples, not {count}: there are no more whose prompt has at most {room} tokens")
+
+    def sample(self) -> list[Sample]:
+        """The samples, the same on every rank, in the order of the records. Collective: one meeting at the end."""
+        engine = self._engine
+        own = self._chosen[engine.rank :: engine.world]
+        made: list[Sample] = []
+        for at in range(0, len(own), _TOGETHER):
+            part = own[at : at + _TOGETHER]
+            answers = self._completions.generate([Request(ids=each.prompt, seeds=[0]) for each in part], self._options)
+            for each, (answer,) in zip(part, answers, strict=True):
+                made.append(
+                    {
+                        "prompt": self._decoded(each.prompt),
+                        "completion": self._decoded(answer.ids),
+                        "expected": self._decoded(each.expected),
+                        "ended": answer.ended,
+                    }
+                )
+        of_ranks = [each["samples"] for each in engine.meet("exchange the samples", {"samples": made})]
+        return [of_ranks[place % engine.world][place // engine.world] for place in range(len(self._chosen))]
+
+    def _decoded(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)

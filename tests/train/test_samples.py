@@ -1,0 +1,172 @@
+"""Sample generations at an evaluation, compared with plain transformers; what a record's prompt is."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.data.tokenizer import TextEncoder, load_tokenizer, to_transformers
+from odc_triton.rl.generation import end_tokens_of
+from odc_triton.train.metrics import read_metrics
+from odc_triton.train.samples import Completions, prompted
+from odc_triton.train.sft_options import SftOptions
+from tests.support import ranks, slow
+from tests.support.chats import CHATML
+from tests.support.sft_case import case, write_case
+
+COUNT, TOKENS = 3, 8
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_case(tmp_path_factory.mktemp("samples"))
+    held_out = (folder / "data.jsonl").read_text().splitlines()[:5]
+    (folder / "held_out.jsonl").write_text("".join(line + "\n" for line in held_out))
+    return folder
+
+
+def train(rank: int, world: int, wanted: SftOptions) -> None:
+    from odc_triton.train.sft import train_sft
+
+    train_sft(wanted)
+
+
+def plain(model: nn.Module, tokenizer: Any, data: TokenizedDataset) -> list[dict[str, Any]]:
+    """What a whole model says, one prompt at a time, token by token."""
+    found = []
+    for index in range(COUNT):
+        ids, labels = (torch.from_numpy(data[index][name]) for name in ("input_ids", "labels"))
+        start = int((labels != -100).nonzero()[0])
+        row = ids[None, :start]
+        for _ in range(TOKENS):
+            with torch.no_grad():
+                row = torch.cat([row, model(input_ids=row).logits[:, -1:].argmax(-1)], dim=1)
+            if row[0, -1] in end_tokens_of(model, tokenizer):
+                break
+        parts = {"prompt": ids[:start], "completion": row[0, start:], "expected": ids[start:]}
+        found.append({name: tokenizer.decode(part, skip_special_tokens=True) for name, part in parts.items()})
+        found[-1]["ended"] = bool(row[0, -1] in end_tokens_of(model, tokenizer))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [
+        (2, {"eval_every": 2, "fused_head": True, "replace_layers": True, "exact": True}),
+        slow(1, {}),
+        slow(2, {"split_sequences": True, "token_cap": 80}),
+        slow(2, {"lora_rank": 2}),
+        slow(2, {"lora_rank": 2, "fused_head": True}),
+    ],
+    ids=["fused, replaced, exact", "one rank", "split", "lora", "lora, fused"],
+)
+def test_greedy_completions_of_the_model_at_the_end(
+    folder: Path, tmp_path: Path, world: int, changes: dict[str, Any]
+) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    wanted = {"eval_data": str(folder / "held_out.jsonl"), "eval_samples": COUNT, "eval_sample_tokens": TOKENS}
+    if "lora_rank" in changes:  # adapters are read back with their base
+        torch.manual_seed(1)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(tmp_path / "base")
+        wanted |= {"init": None, "model": str(tmp_path / "base")}
+    ranks.run(train, world, case(folder, out=str(out), samples_per_rank=4 // world, steps=3, **wanted, **changes))
+    reads: Callable[[Path], nn.Module] = (
+        AutoPeftModelForCausalLM.from_pretrained if "lora_rank" in changes else AutoModelForCausalLM.from_pretrained
+    )
+    model = reads(out / ("adapter" if "lora_rank" in changes else "model")).eval()
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    data = tokenize_file(folder / "held_out.jsonl", TextEncoder.of(tokenizer), DataOptions(max_tokens=256))
+    samples = read_metrics(out / "samples.jsonl")
+    steps = [2, 3] if "eval_every" in changes else [3]
+    assert [line["step"] for line in samples] == [step for step in steps for _ in range(COUNT)]
+    want = plain(model, to_transformers(tokenizer), data)
+    assert [{k: v for k, v in line.items() if k != "step"} for line in samples[-COUNT:]] == want
+    assert len({each["completion"] for each in want}) > 1, "all alike: the comparison says little"
+    page = (out / "report.html").read_text()
+    assert "Held-out prompts, completed after step 3" in page
+    for each in want:
+        assert f'<td class="text">{html.escape(each["completion"])}</td>' in page
+        assert f'<td class="text">{html.escape(each["expected"])}</td>' in page
+
+
+class Data(list):
+    """Records as (token ids, those that are learned)."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids, spans = super().__getitem__(index)
+        ids = torch.tensor(ids).numpy()
+        labels = 0 * ids - 100
+        for start, end in spans:
+            labels[start:end] = ids[start:end]
+        return {"input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    ("ids", "spans", "prompt", "expected"),
+    [
+        ([1, 2, 3, 4, 5], [(3, 5)], [1, 2, 3], [4, 5]),
+        ([1, 2, 3, 4, 5, 6, 7, 8], [(1, 3), (5, 7)], [1, 2, 3, 4, 5], [6, 7]),  # two turns of the assistant
+        ([1, 2, 3, 4, 5], [(0, 5)], [1, 2], [3, 4, 5]),  # a text
+        ([1, 2], [(0, 2)], [1], [2]),
+        (list(range(100)), [(0, 100)], list(range(32)), list(range(32, 100))),
+    ],
+    ids=["completion", "conversation", "text", "shortest text", "long text"],
+)
+def test_where_a_record_is_cut(ids: list[int], spans: list, prompt: list[int], expected: list[int]) -> None:
+    (found,) = prompted(Data([(ids, spans)]), most_tokens=40)
+    assert (found.prompt, found.expected) == (prompt, expected)
+
+
+def test_a_prompt_that_does_not_fit_is_left_out() -> None:
+    data = Data([([1] * 9, [(8, 9)]), ([2] * 4, [(3, 4)]), ([3] * 6, [(5, 6)])])
+    assert [each.prompt for each in prompted(data, most_tokens=5)] == [[2, 2, 2], [3] * 5]
+
+
+def test_a_conversation_is_cut_after_the_header_of_its_last_answer(folder: Path) -> None:
+    from odc_triton.data.chat import Conversation
+
+    tokenizer = to_transformers(load_tokenizer(folder / "tokenizer.json"))
+    tokenizer.chat_template = CHATML
+    messages = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four")]
+    messages = [{"role": role, "content": content} for role, content in messages]
+    ((ids, spans),) = TextEncoder.of(tokenizer).chat.encode([Conversation(messages)], 999)
+    (found,) = prompted(Data([(ids, spans)]), most_tokens=999)
+    header = tokenizer.apply_chat_template(messages[:3], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(found.prompt) == header
+    assert tokenizer.decode(found.expected).startswith("four")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"eval_samples": 2}, "--eval-samples is 2 and there is nothing to evaluate on: give --eval-data"),
+        ({"eval_samples": -1}, "--eval-samples is -1; it must be at least 0"),
+        ({"eval_sample_tokens": 0}, "--eval-sample-tokens is 0; it must be positive"),
+        (
+            {"eval_samples": 1, "eval_fraction": 0.1, "eval_sample_tokens": 256},
+            "--eval-sample-tokens is 256 and --token-cap is 256: no prompt fits; give fewer --eval-sample-tokens",
+        ),
+    ],
+)
+def test_refused(folder: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        case(folder, **changes)
+
+
+def test_a_model_without_room_is_refused() -> None:
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=64)))
+    how = {"count": 1, "new_tokens": 64, "most_tokens": 4096, "look": lambda: None}
+    with pytest.raises(ValueError, match=r"--eval-sample-tokens is 64 and the model takes 64 tokens"):
+        Completions(model, None, Data(), **how)
