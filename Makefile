@@ -1,11 +1,11 @@
-# Two commands: `make demo` and `make test`. Both make .venv first, once.
+# Two commands: `make demo` and `make test`. Both make .venv first, once. `make docs` builds the site, into out/docs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-rl test test-slow test-matrix aot venv lint format clean
+.PHONY: demo demo-rl test test-slow test-matrix aot docs docs-check venv lint format clean
 
 demo: venv
 	$(BIN)/odc-triton demo --out out/demo
@@ -35,6 +35,19 @@ aot: venv $(OTHER_TRITONS:%=%/triton/__init__.py)
 
 out/triton-%/triton/__init__.py: | venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target out/triton-$* triton==$*
+
+# The site, anew: what has not changed would not be warned of again. A warning is an error.
+docs: $(VENV)/.docs-installed
+	rm -rf out/docs
+	$(BIN)/python -m sphinx -E -n -W --keep-going -b html -d out/docs-doctrees docs out/docs
+
+# The site and a run's report in a headless browser (Debian's package chromium); screenshots are in out/docs-check.
+docs-check: docs
+	$(BIN)/python -m pytest docs/check
+
+$(VENV)/.docs-installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	touch $@
 
 lint: venv
 	$(BIN)/ruff check .

@@ -36,7 +36,8 @@ def test_pins_lie_in_the_open_ranges() -> None:
     pins = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"
     )
-    required = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["trainer"]]
+    extras = PROJECT["project"]["optional-dependencies"]
+    required = [*PROJECT["project"]["dependencies"], *extras["trainer"], *extras["docs"]]
     ranges = {r.name: r.specifier for r in map(Requirement, required)}
     assert {"torch", "triton", "transformers"} <= pins.keys()
     for name, version in pins.items():

@@ -12,7 +12,7 @@ the order of the whole packs after them is the same. A whole sample is fixed onl
 wave: without it, that rank would wait there.
 
 A rank takes no pack ahead of its turn: with few packs per rank, one that is taken and waits costs more than the store's
-answer, a fraction of a millisecond (docs/scale.md has numbers).
+answer, a fraction of a millisecond (docs/work_queue.md has numbers).
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ def _importing() -> AbstractContextManager[None]:
     return handling(lambda number, _: os._exit(_say_stopped(number)), signal.SIGINT)
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of the command with all of its subcommands."""
     parser = argparse.ArgumentParser(
         prog="odc-triton", description="Sharded training by on-demand communication: no barrier per layer."
     )
@@ -73,6 +74,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     _add_tune(commands)
     _add_doctor(commands)
     _add_simulate(commands)
+    return parser
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = make_parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{_did_you_mean(unknown, parser)}")

@@ -1,0 +1,34 @@
+"""Builds the site: `make docs`. Pages are plain markdown, so that they read as well on the code host."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+from odc_triton import __version__
+
+project = "odc-triton"
+author = "the authors of odc-triton"
+release = version = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "commands", "docstrings", "outcomes"]
+exclude_patterns = ["_ext", "check", "tables"]
+nitpicky = True
+# Types in signatures that this site does not describe stay plain code; all other references must resolve.
+nitpick_ignore_regex = [("py:(class|obj|data|exc)", ".*")]
+smartquotes = False  # `--option` would become a dash
+
+myst_heading_anchors = 4
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_class_signature = "mixed"
+autodoc_typehints = "signature"
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = f"odc-triton {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False

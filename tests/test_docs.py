@@ -1,0 +1,102 @@
+"""The pages without a site: every page is in a table of contents, and every relative link leads somewhere."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+MADE = "commands"  # a folder of pages that the build writes
+PAGES = sorted(path for path in DOCS.rglob("*.md") if path.relative_to(DOCS).parts[0] != MADE)
+LINKING = [*PAGES, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"))]
+_FENCE = re.compile(r"^(`{3,})(.*?)^\1`*$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^()\s]+)\)")
+
+
+def _prose(page: Path) -> str:
+    """The page without its blocks and spans of code."""
+    return re.sub(r"`[^`]*`", "`code`", _FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def _headings(page: Path) -> set[str]:
+    """The anchors of a page's headings, as the code host and the site make them."""
+    text = _FENCE.sub("", page.read_text(encoding="utf-8"))
+    names = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.M)]
+    return {
+        name if not names[:index].count(name) else f"{name}-{names[:index].count(name)}"
+        for index, name in enumerate(names)
+    }
+
+
+def _listed(page: Path) -> Iterator[str]:
+    """What the page's tables of contents name: pages relative to docs/, perhaps with wildcards."""
+    for block in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
+        for line in block.split("\n"):
+            if line and not line.startswith(":"):
+                yield (page.parent.relative_to(DOCS) / line).as_posix()
+
+
+def _broken(page: Path) -> list[str]:
+    found = []
+    for target in _LINK.findall(_prose(page)):
+        address, _, heading = target.partition("#")
+        if re.match(r"https?:", target):
+            continue
+        path = (page.parent / address).resolve() if address else page
+        if path.relative_to(ROOT).parts[:2] == ("docs", MADE):
+            continue  # `make docs` sees these
+        if not path.exists():
+            found.append(f"{target}: there is no such file")
+        elif heading and heading not in _headings(path):
+            found.append(f"{target}: {path.name} has no such heading")
+    return found
+
+
+def test_every_page_is_in_a_table_of_contents() -> None:
+    listed = {entry for page in PAGES for entry in _listed(page)}
+    names = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES} - {"index"}
+    missing = {name for name in names if not any(fnmatch.fnmatch(name, entry) for entry in listed)}
+    assert not missing, f"add to a toctree of docs/index.md or docs/api/index.md: {sorted(missing)}"
+    assert {entry for entry in listed if "*" not in entry} <= names | {f"{MADE}/index"}, "a toctree names missing pages"
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    assert not _broken(page)
+
+
+def test_pages_that_code_names_exist() -> None:
+    named = {
+        (path.relative_to(ROOT).as_posix(), name)
+        for folder in ("odc_triton", "kernels", "bench", "examples", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in re.findall(r"\bdocs/[\w/]+\.md", path.read_text(encoding="utf-8"))
+    }
+    assert named
+    assert {(path, name) for path, name in named if not (ROOT / name).exists()} == set()
+
+
+def test_every_package_with_public_names_is_in_the_api() -> None:
+    packages = [
+        path.parent for path in (ROOT / "odc_triton").glob("*/__init__.py") if "lazy_names(" in path.read_text()
+    ]
+    described = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "api").glob("*.md"))
+    assert len(packages) > 4
+    missing = {p.name for p in packages} - set(re.findall(r"automodule:: odc_triton\.(\w+)$", described, re.M))
+    assert missing <= {"sharding"}, f"add a page to docs/api: {missing}"  # sharding's names are odc_triton's too
+
+
+def test_what_is_broken_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.test_docs.ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    (tmp_path / "other.md").write_text("# A heading: of `two` parts\n\n```\n# no heading\n```\n")
+    page.write_text(
+        "[a](other.md#a-heading-of-two-parts) [b](https://example.com) `[c](gone.md)` [d](gone.md) [e](#none)\n"
+        "[f](other.md#no-heading)\n"
+    )
+    assert [line.partition(":")[0] for line in _broken(page)] == ["gone.md", "#none", "other.md#no-heading"]
