@@ -27,8 +27,13 @@ autodoc_typehints = "signature"
 maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 
+highlight_language = "text"
+pygments_dark_style = "a11y-high-contrast-dark"
+
 html_theme = "furo"
 html_title = f"odc-triton {release}"
+html_favicon = "_static/icon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_show_copyright = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,8 +68,7 @@ def plain(text: str) -> str:
 
 
 def write_pages(app: Sphinx) -> None:
-    """Makes docs/commands/ anew; pages that have not changed keep their time, so that they are not built again."""
-    folder = Path(app.srcdir) / FOLDER
+    """Makes docs/commands/ anew."""
     pages, rows = {}, []
     for parser, line in leaves(make_parser()):
         name = parser.prog.replace(" ", "-")
@@ -78,14 +78,11 @@ def write_pages(app: Sphinx) -> None:
     index += ["\n".join(["| | |", "| --- | --- |", *rows])]
     index += ["\n".join(["```{toctree}", ":hidden:", "", *pages, "```"])]
     pages["index"] = "\n\n".join(index) + "\n"
-    folder.mkdir(exist_ok=True)
-    for path in folder.glob("*.md"):
-        if path.stem not in pages:
-            path.unlink()
+    folder = Path(app.srcdir) / FOLDER
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     for name, text in pages.items():
-        path = folder / f"{name}.md"
-        if not path.exists() or path.read_text() != text:
-            path.write_text(text)
+        (folder / f"{name}.md").write_text(text, encoding="utf-8")
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

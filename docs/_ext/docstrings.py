@@ -35,7 +35,7 @@ def _block(lines: list[str], parameters: Sequence[str]) -> str:
             texts.append(line[2:])
         elif _describes(line, parameters):
             names, _, rest = line.partition(": ")
-            texts.append(", ".join(f"`{name.strip('`* ')}`" for name in names.split(",")) + f": {rest}")
+            texts.append(", ".join(f"`{name.strip()}`" for name in names.split(",")) + f": {rest}")
         else:
             texts[-1] += f" {line.strip()}"
     before, *items = [inline(text.strip()) for text in texts]
@@ -45,7 +45,7 @@ def _block(lines: list[str], parameters: Sequence[str]) -> str:
 def _describes(line: str, parameters: Sequence[str]) -> bool:
     """Whether the line begins with names of parameters and a colon."""
     names, colon, _ = line.partition(": ")
-    return bool(colon) and all(name.strip("`* ") in parameters for name in names.split(","))
+    return bool(colon) and all(name.strip() in parameters for name in names.split(","))
 
 
 def inline(text: str) -> str:
@@ -63,7 +63,8 @@ def _escape(text: str) -> str:
 
 
 def process(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    lines[:] = to_rst("\n".join(lines), _parameters(obj)).split("\n")
+    # What a package's own docstring says is said on its page, for readers of the API.
+    lines[:] = [] if what == "module" else to_rst("\n".join(lines), _parameters(obj)).split("\n")
 
 
 def _parameters(obj: object) -> list[str]:

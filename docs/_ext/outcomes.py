@@ -14,7 +14,7 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-_SIGNS = {"yes": "✓", "no": "–"}
+_SIGNS = {"yes": "✓", "no": "✗"}
 
 
 class Outcomes(SphinxDirective):

@@ -226,7 +226,9 @@ def curve_figure(curves: Curves) -> Figure:
     for index, (name, values) in enumerate(curves.values.items()):
         width = 1.2 + 1.3 * (len(curves.values) - 1 - index)
         label = f"\u200b{name}"  # matplotlib hides labels that begin with an underscore
-        axes.plot(range(1, len(values) + 1), values, color=CURVES[index % len(CURVES)], lw=width, label=label)
+        alone = "o" if np.isnan(values).any() else None  # a value between gaps has no line
+        style = {"color": CURVES[index % len(CURVES)], "lw": width, "marker": alone, "markersize": 5}
+        axes.plot(range(1, len(values) + 1), values, label=label, **style)
     axes.set_xlabel("minibatch", color=FAINT)
     plain = [
         axes.set_title(curves.title, loc="left", color=INK, fontsize=12, weight="bold"),
@@ -234,7 +236,9 @@ def curve_figure(curves: Curves) -> Figure:
     ]
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    names = axes.legend(loc="upper right", frameon=False, fontsize=9, labelcolor=INK)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    place = {"loc": "upper left", "bbox_to_anchor": (1, 1), "handlelength": 1, "handletextpad": 0.5}
+    names = axes.legend(frameon=False, fontsize=8.5, labelcolor=INK, **place)
     for text in (*plain, *names.get_texts()):
         text.set_parse_math(False)
     return figure
@@ -306,7 +310,7 @@ body { max-width: 1200px; margin: 2rem auto; padding: 0 1rem; color: var(--ink);
        font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 img { width: 100%; height: auto; background: #fff; border-radius: 6px; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; }
+.wide { overflow-x: auto; } .wide img { display: block; min-width: 45rem; } table { border-collapse: collapse; }
 th, td { padding: .35rem .8rem; text-align: left; border-bottom: 1px solid var(--line); }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1rem; }
@@ -343,7 +347,8 @@ def save_html(
         body.append(_html_image(timeline_figure(tracks), _in_words(tracks)))
     for each in curves:
         body.append(f"<h2>{escape(each.title)}</h2>")
-        last = "; ".join(f"{name} ends at {values[-1]:.4g}" for name, values in each.values.items() if len(values))
+        known = {name: [value for value in values if value == value] for name, values in each.values.items()}
+        last = "; ".join(f"{name} ends at {values[-1]:.4g}" for name, values in known.items() if values)
         body.append(_html_image(curve_figure(each), f"{each.title}. {last}"))
     if texts is not None:
         body += [f"<h2>{escape(texts.title)}</h2>", _html_texts(texts)]
@@ -374,7 +379,7 @@ def _in_words(tracks: Tracks) -> str:
 
 def _html_image(figure: Figure, words: str) -> str:
     data = base64.b64encode(_png(figure)).decode()
-    return f'<img alt="{escape(words)}" src="data:image/png;base64,{data}">'
+    return f'<div class="wide"><img alt="{escape(words)}" src="data:image/png;base64,{data}"></div>'
 
 
 def _html_table(rows: Sequence[Sequence[object]], columns: Sequence[str]) -> str:

@@ -309,7 +309,7 @@ class GrpoRun(Run):
             f"the mean reward went from {number(first['reward'])} to {number(last['reward'])}"
             + (f", and {passed[-1]:.1%} of the held-out prompts pass" if passed else "")
             + ". "
-            + ", ".join(f"{name} took {value:.0f} s" for name, value in seconds.items())
+            + ", ".join(f"{name} took {value:.0f} s" for name, value in seconds.items()).capitalize()
             + "."
         )
 

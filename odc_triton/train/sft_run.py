@@ -44,7 +44,7 @@ class SftRun(Run):
         "target_tokens_per_s": "targets per s",
         "idle": "idle",
     }
-    pictures = (Picture(title="Loss", label="loss per token", values={"loss": "training"}),)
+    pictures = (Picture(title="Loss", label="loss per token", values={"loss": "training", "eval_loss": "evaluation"}),)
     options: SftOptions
 
     def __init__(

@@ -402,6 +402,17 @@ def test_curve_figure_draws_every_value_and_name():
     assert (axes.get_title(loc="left"), axes.get_ylabel()) == ("Loss $", "per token")
 
 
+def test_values_between_gaps_are_dots_and_names_stay_on_the_picture():
+    names = ("FSDP2 no reshard + LB-Mini", "evaluation")
+    figure = curve_figure(
+        Curves(title="Loss", label="", values=dict(zip(names, ([3.0, 2.0], [float("nan"), 2.5]), strict=True)))
+    )
+    assert [line.get_marker() for line in figure.axes[0].lines] == ["None", "o"]
+    figure.draw_without_rendering()
+    box = figure.axes[0].get_legend().get_window_extent()
+    assert figure.axes[0].bbox.x1 <= box.x0 < box.x1 <= figure.bbox.x1
+
+
 def test_write_file_replaces_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "f"
     write_file(path, b"old")

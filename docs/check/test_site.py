@@ -1,0 +1,94 @@
+"""Every page of the site in a browser, at a desktop's and a phone's width; links, search, screenshots."""
+
+from __future__ import annotations
+
+import urllib.request
+from pathlib import Path
+from urllib.error import URLError
+from urllib.parse import unquote, urldefrag
+
+import pytest
+from browser import WIDTHS, Seen, look, watched
+from playwright.sync_api import Browser, expect
+
+SHOTS = ("index", "memory", "commands/odc-triton-train-sft", "api/odc_triton", "models", "composes")
+
+
+@pytest.fixture(scope="module", params=WIDTHS)
+def seen(request: pytest.FixtureRequest, browser: Browser, site: str, built: Path) -> dict[str, Seen]:
+    """What each page showed, by its address."""
+    context = browser.new_context(viewport={"width": WIDTHS[request.param], "height": 900})
+    pages = {}
+    for path in sorted(built.rglob("*.html")):
+        if "_downloads" not in path.parts:
+            page = context.new_page()
+            address = f"{site}/{path.relative_to(built).as_posix()}"
+            pages[address] = look(page, address)
+            page.close()
+    context.close()
+    return pages
+
+
+def test_pages_have_no_faults(seen: dict[str, Seen]) -> None:
+    assert len(seen) > 30
+    assert {address: page.faults for address, page in seen.items() if page.faults} == {}
+
+
+def test_links_lead_somewhere(seen: dict[str, Seen], site: str) -> None:
+    broken = set()
+    for page, found in seen.items():
+        for link in found.links:
+            address, fragment = urldefrag(link)
+            if not address.startswith(site):
+                continue
+            if address in seen:
+                if fragment and unquote(fragment) not in seen[address].ids:
+                    broken.add(f"{page}: {link} has no such heading")
+            elif not _answers(address):
+                broken.add(f"{page}: {link} is not there")
+    assert broken == set()
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=10) as answer:
+            return answer.status == 200
+    except URLError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("words", "page", "heading"),
+    [
+        ("fully_shard", "/api/odc_triton.html#odc_triton.fully_shard", "odc_triton"),
+        ("--token-cap", "/commands/odc-triton-", "odc-triton "),
+        ("split sequences", "/split.html", "Split sequences"),
+        ("deadline", "/api/odc_triton.html", "odc_triton"),
+    ],
+)
+def test_search_opens_the_right_page(words: str, page: str, heading: str, browser: Browser, site: str) -> None:
+    tab = browser.new_page()
+    faults = watched(tab, site.removeprefix("http://"))
+    tab.goto(f"{site}/index.html")
+    tab.locator("input[name=q]").first.fill(words)
+    tab.keyboard.press("Enter")
+    expect(tab.locator("#search-results .search-summary")).to_contain_text("finished", timeout=20_000)
+    first = tab.locator("#search-results li a").first
+    assert page in first.evaluate("link => link.href")
+    first.click()
+    expect(tab.locator("h1").first).to_contain_text(heading)
+    assert faults == []
+    tab.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_screenshots(width: str, scheme: str, browser: Browser, site: str, screenshots: Path) -> None:
+    """For people to look at."""
+    context = browser.new_context(viewport={"width": WIDTHS[width], "height": 900}, color_scheme=scheme)
+    for name in SHOTS:
+        page = context.new_page()
+        page.goto(f"{site}/{name}.html")
+        page.screenshot(path=screenshots / f"{name.replace('/', '-')}-{width}-{scheme}.png")
+        page.close()
+    context.close()
