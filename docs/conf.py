@@ -28,7 +28,7 @@ maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 
 highlight_language = "text"
-pygments_dark_style = "a11y-high-contrast-dark"
+pygments_dark_style = "github-dark"
 
 html_theme = "furo"
 html_title = f"odc-triton {release}"
