@@ -37,3 +37,5 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
+html_use_index = False  # the search finds more
+html_domain_indices = False

@@ -16,15 +16,15 @@ _QUIET = (
     *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
 )
-# Elements that stick out of the window, but for what scrolls within something that does not.
+# Elements that stick out of the window, but for what scrolls within a part of the page (one without its title: a theme
+# may let the whole page scroll within a frame) and for drawers that wait outside.
 _STICKING_OUT = """() => {
   const wide = document.documentElement.clientWidth;
-  if (document.documentElement.scrollWidth <= wide) return [];
-  const scrolls = e => e && e !== document.body && e !== document.documentElement
-    && (getComputedStyle(e).overflowX !== 'visible' || scrolls(e.parentElement));
+  const scrolls = e => getComputedStyle(e).overflowX !== 'visible' && !e.querySelector('h1');
+  const apart = e => e && (scrolls(e) || getComputedStyle(e).position === 'fixed' || apart(e.parentElement));
   return [...document.body.querySelectorAll('*')]
-    .filter(e => e.getBoundingClientRect().right > wide + 1 && !scrolls(e.parentElement))
-    .map(e => e.tagName + '.' + e.className + ': ' + e.textContent.trim().slice(0, 60));
+    .filter(e => e.getBoundingClientRect().right > wide + 1 && !apart(e))
+    .map(e => e.tagName + '.' + e.className + ': ' + e.textContent.replace(/\\s+/g, ' ').trim().slice(0, 60));
 }"""
 _FOUND = """() => ({
   ids: [...document.querySelectorAll('[id]')].map(e => e.id),

@@ -31,7 +31,8 @@ def seen(request: pytest.FixtureRequest, browser: Browser, site: str, built: Pat
 
 def test_pages_have_no_faults(seen: dict[str, Seen]) -> None:
     assert len(seen) > 30
-    assert {address: page.faults for address, page in seen.items() if page.faults} == {}
+    faults = [f"{address}: {fault}" for address, page in seen.items() for fault in page.faults]
+    assert not faults, "\n".join(faults)
 
 
 def test_links_lead_somewhere(seen: dict[str, Seen], site: str) -> None:
@@ -46,7 +47,7 @@ def test_links_lead_somewhere(seen: dict[str, Seen], site: str) -> None:
                     broken.add(f"{page}: {link} has no such heading")
             elif not _answers(address):
                 broken.add(f"{page}: {link} is not there")
-    assert broken == set()
+    assert not broken, "\n".join(sorted(broken))
 
 
 def _answers(address: str) -> bool:
