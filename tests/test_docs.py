@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +35,7 @@ def _headings(page: Path) -> set[str]:
 
 
 def _listed(page: Path) -> Iterator[str]:
-    """What the page's tables of contents name: pages relative to docs/, perhaps with wildcards."""
+    """The pages, relative to docs/, that the page's tables of contents name."""
     for block in re.findall(r"^```\{toctree\}\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S):
         for line in block.split("\n"):
             if line and not line.startswith(":"):
@@ -62,9 +61,16 @@ def _broken(page: Path) -> list[str]:
 def test_every_page_is_in_a_table_of_contents() -> None:
     listed = {entry for page in PAGES for entry in _listed(page)}
     names = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES} - {"index"}
-    missing = {name for name in names if not any(fnmatch.fnmatch(name, entry) for entry in listed)}
-    assert not missing, f"add to a toctree of docs/index.md or docs/api/index.md: {sorted(missing)}"
-    assert {entry for entry in listed if "*" not in entry} <= names | {f"{MADE}/index"}, "a toctree names missing pages"
+    assert listed >= names, "add them to a toctree of docs/index.md or docs/api/index.md"
+    assert listed - names == {f"{MADE}/index"}, "a toctree names pages that are not there"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == DOCS], ids=lambda page: page.stem)
+def test_a_page_begins_with_a_sentence(page: Path) -> None:
+    title, _, rest = page.read_text(encoding="utf-8").partition("\n\n")
+    if page.stem not in ("changelog", "contributing"):  # they include a file
+        assert re.fullmatch(r"# .+", title)
+        assert re.match(r"[A-Z]|`[^`]", rest), f"{page.name}: say first whom the page is for"
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: page.relative_to(ROOT).as_posix())

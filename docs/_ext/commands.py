@@ -49,8 +49,7 @@ def described(action: argparse.Action, formatter: argparse.HelpFormatter) -> str
         names = ", ".join(f"{name}{value}" for name in action.option_strings)
     else:
         names = placeholder(action)
-    must = "**Must be given.** " if action.required and action.option_strings else ""
-    return f"```{{option}} {names}\n{must}{plain(formatter._expand_help(action))}\n```"
+    return f"```{{option}} {names}\n{plain(formatter._expand_help(action))}\n```"
 
 
 def placeholder(action: argparse.Action) -> str:

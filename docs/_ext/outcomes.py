@@ -46,11 +46,12 @@ def laid_out(table: Mapping[str, Any]) -> tuple[list[list[str]], list[str]]:
     notes: list[str] = []
     rows = [["", *table["columns"]]]
     for row in table["rows"]:
-        missing = [column for column in table["columns"] if column not in row["cells"]]
+        cells = {row["name"]: "", **row["cells"]}  # nothing goes with itself
+        missing = [column for column in table["columns"] if column not in cells]
         if missing:
             raise ValueError(f"row {row['name']!r} has no cell for {', '.join(map(repr, missing))}")
         first = f"**{row['name']}**" + (f"<br>{row['kind']}" if row.get("kind") else "")
-        rows.append([first, *(_cell(row["cells"][column], notes) for column in table["columns"])])
+        rows.append([first, *(cells[column] and _cell(cells[column], notes) for column in table["columns"])])
     return rows, notes
 
 

@@ -66,6 +66,12 @@ def test_outcomes_share_their_notes() -> None:
     assert rows[1][2] == rows[2][2] != rows[2][1]
 
 
+def test_nothing_need_go_with_itself() -> None:
+    rows = [{"name": "packs", "cells": {"splits": "yes"}}, {"name": "splits", "cells": {"packs": "yes"}}]
+    rows, _ = laid_out(TABLE | {"rows": rows})
+    assert [[bool(cell) for cell in row] for row in rows[1:]] == [[True, False, True], [True, True, False]]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
