@@ -32,7 +32,11 @@ class Outcomes(SphinxDirective):
             raise self.error(f"{self.arguments[0]}: {error}; run: make tables") from error
         versions = ", ".join(f"{package} {version}" for package, version in table["versions"].items())
         made_by = f"Made by `{table['made_by']}`, with {versions}."
-        return self.parse_text_to_nodes(f"{as_markdown(rows, notes)}\n\n{made_by}")
+        return [
+            nodes.container(
+                "", *self.parse_text_to_nodes(f"{as_markdown(rows, notes)}\n\n{made_by}"), classes=["outcomes"]
+            )
+        ]
 
 
 def laid_out(table: Mapping[str, Any]) -> tuple[list[list[str]], list[str]]:
@@ -59,12 +63,13 @@ def _cell(text: str, notes: list[str]) -> str:
     word, _, reason = (part.strip() for part in text.partition(":"))
     if word not in _SIGNS:
         raise ValueError(f"a cell says {text!r}; it must begin with yes or no")
-    shown = f'<span class="{word}"><span aria-hidden="true">{_SIGNS[word]}</span> {word}</span>'
-    if not reason:
-        return shown
-    if reason not in notes:
-        notes.append(reason)
-    return f"{shown} <sup>{notes.index(reason) + 1}</sup>"
+    note = ""
+    if reason:
+        if reason not in notes:
+            notes.append(reason)
+        note = f"<sup>{notes.index(reason) + 1}</sup>"
+    said = f'<span class="heard">{word}</span>'  # by screen readers
+    return f'<span class="{word}"><span aria-hidden="true">{_SIGNS[word]}</span>{said}{note}</span>'
 
 
 def as_markdown(rows: list[list[str]], notes: list[str]) -> str:
