@@ -20,15 +20,8 @@ SHARED = (
 )
 JOBS = {
     "sft": (
-        "--data",
-        "data.jsonl",
-        "--truncate",
-        "--eval-fraction",
-        "0.2",
-        "--eval-every",
-        "2",
-        "--samples-per-rank",
-        "2",
+        *("--data", "data.jsonl", "--truncate", "--samples-per-rank", "2"),
+        *("--eval-fraction", "0.2", "--eval-every", "2", "--eval-samples", "2"),
     ),
     "grpo": ("--data", "prompts.jsonl", "--reward", VOWELS, "--generations", "2", "--max-new-tokens", "8"),
 }
@@ -80,6 +73,7 @@ def test_report_shows_what_the_run_did(
     assert any(alt.startswith("Timelines.") and "idle" in alt for alt in words)
     assert any(alt.startswith(CURVE[job]) and " ends at " in alt for alt in words)
     assert job != "sft" or any("evaluation ends at" in alt for alt in words)
+    assert job != "sft" or page.locator("table").nth(1).locator("tbody tr").count() == 2  # samples
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         page.screenshot(path=screenshots / f"report-{job}-{width}-{scheme}.png", full_page=True)
