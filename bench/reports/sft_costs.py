@@ -179,7 +179,7 @@ def _preparing(options: SftOptions) -> float:
 
     encoder = TextEncoder.of(read_tokenizer(options.tokenizer))
     start_s = time.perf_counter()
-    prepare_data(options.data, encoder, DataOptions(max_tokens=options.token_cap, too_long="truncate"))
+    prepare_data(options.data[0], encoder, DataOptions(max_tokens=options.token_cap, too_long="truncate"))
     return time.perf_counter() - start_s
 
 

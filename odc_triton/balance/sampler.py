@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from ..data.order import Mix
 from .cost import CostModel
 from .deal import Dealer
 from .packing import checked_lengths
@@ -19,9 +20,9 @@ class MinibatchSampler:
 
     Works as a DataLoader's `batch_sampler`, the data set wrapped in `PackedDataset` and
     `collate_fn=pack_collate`. A minibatch is the next world * samples_per_rank samples of a shuffle by seed
-    and epoch, then dealt to the ranks by `balance` (see `strategies`): which samples are in it depends
-    neither on `balance` nor on how that product splits. Every rank computes the whole dealing by itself;
-    nothing is communicated.
+    and epoch (see `Mix`, also for several data sets with weights), then dealt to the ranks by `balance` (see
+    `strategies`): which samples are in it depends neither on `balance` nor on how that product splits. Every rank
+    computes the whole dealing by itself; nothing is communicated.
 
     The position is explicit: `epoch`, and `minibatch`, the index of the next one to yield. Iterating continues from
     there to the end of the epoch; the position is then the start of the next one. So a second `iter` yields the next
@@ -31,7 +32,7 @@ class MinibatchSampler:
     with pieces. Position and samples are the same; a DataLoader, which would take them all at once, cannot be used.
 
     Args:
-        lengths: tokens of each sample of the data set.
+        lengths: tokens of each sample of the data set, or of all data sets, one after the other.
         samples_per_rank: samples per rank and minibatch, on average.
         token_cap: most tokens in one pack.
         balance: "mini" for ODC, "queue" for ODC on ranks that are not equally fast; "micro", "global" or "local"
@@ -46,6 +47,8 @@ class MinibatchSampler:
         may then hold a `Piece`, samples may be longer than `token_cap`, and a minibatch's `.split` is the plan that
         `minibatch(split=…)` takes. An int: of each rank, the most tokens whose keys and values others may read, that
         is `enable_split`'s `tokens`; True: `readable_tokens`, about 0.4 of the longest sample.
+        mix: of several data sets, how often an epoch takes each sample; `lengths` has all their numbers. By default an
+        epoch takes each sample once.
 
     Raises ValueError for any value out of range. A last minibatch that the ranks cannot share equally is
     refused here rather than at the epoch's end, unless `balance` is "mini" or "queue".
@@ -65,12 +68,16 @@ class MinibatchSampler:
         drop_last: bool = False,
         counter: Counter | None = None,
         split: bool | int = False,
+        mix: Mix | None = None,
     ) -> None:
         self.world = _from_environment("WORLD_SIZE", 1) if world is None else world
         self.rank = _from_environment("RANK", 0) if rank is None else rank
         if self.world < 1:
             raise ValueError(f"world is {self.world}: give the number of ranks, 1 or more")
         self.lengths = checked_lengths(lengths, token_cap * (self.world if split else 1))
+        self.mix = Mix((len(self.lengths),)) if mix is None else mix
+        if self.mix.numbers != len(self.lengths):
+            raise ValueError(f"mix numbers {self.mix.numbers} samples and there are {len(self.lengths)} lengths")
         if not 0 <= self.rank < self.world:
             raise ValueError(f"rank is {self.rank}, outside a world of {self.world}: give 0 to {self.world - 1}")
         if not isinstance(samples_per_rank, int) or samples_per_rank < 1:
@@ -109,20 +116,20 @@ class MinibatchSampler:
         self.minibatch = 0
         if len(self) == 0:
             raise ValueError(
-                f"{len(self.lengths)} samples do not fill one minibatch of {self.samples_per_minibatch} "
+                f"{len(self.mix)} samples do not fill one minibatch of {self.samples_per_minibatch} "
                 f"(world {self.world} x samples_per_rank {samples_per_rank}): "
                 "lower samples_per_rank, or pass drop_last=False"
             )
-        if not drop_last and balance not in ("mini", QUEUE) and len(self.lengths) % self.world:
+        if not drop_last and balance not in ("mini", QUEUE) and len(self.mix) % self.world:
             raise ValueError(
-                f"balance {balance!r} needs as many samples on every rank, but {len(self.lengths)} samples "
-                f"leave {len(self.lengths) % self.world} over on {self.world} ranks in the last minibatch: "
+                f"balance {balance!r} needs as many samples on every rank, but {len(self.mix)} samples "
+                f"leave {len(self.mix) % self.world} over on {self.world} ranks in the last minibatch: "
                 "pass drop_last=True, or use balance 'mini'"
             )
 
     def __len__(self) -> int:
         """Minibatches in a whole epoch, wherever the position is."""
-        full, rest = divmod(len(self.lengths), self.samples_per_minibatch)
+        full, rest = divmod(len(self.mix), self.samples_per_minibatch)
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Packs | QueuedPacks]:
@@ -154,23 +161,26 @@ class MinibatchSampler:
         if epoch != self.epoch:
             self.epoch, self.minibatch = epoch, 0
 
-    def state_dict(self, *, minibatches_done: int | None = None) -> dict[str, int]:
-        """The position, and what it is counted in. The same on every rank and for every `balance`.
+    def state_dict(self, *, minibatches_done: int | None = None) -> dict[str, Any]:
+        """The position, and what it is counted in. The same on every rank and for every `balance`; JSON.
 
         A DataLoader with workers takes minibatches from the sampler before they are trained on. Then give
         `minibatches_done`, those trained on since epoch 0 began; the position is computed from it.
         """
         done = self.epoch * len(self) + self.minibatch if minibatches_done is None else minibatches_done
         epoch, minibatch = divmod(done, len(self))
-        return {
+        state = {
             "epoch": epoch,
             "minibatch": minibatch,
             "seed": self.seed,
             "samples": len(self.lengths),
             "samples_per_minibatch": self.samples_per_minibatch,
         }
+        if len(self.mix.sizes) > 1 or len(self.mix) != len(self.lengths):
+            state |= {"sets": list(self.mix.sizes), "taken": list(self.mix.taken)}
+        return state
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores position and seed. The world may have changed, but not world * samples_per_rank.
 
         Raises ValueError for missing or unknown keys, other samples or another minibatch size, and a position
@@ -179,7 +189,7 @@ class MinibatchSampler:
         own = self.state_dict()
         if state.keys() != own.keys():
             raise ValueError(f"state has keys {sorted(state)}: give what state_dict() returned, {sorted(own)}")
-        for key in ("samples", "samples_per_minibatch"):
+        for key in (name for name in own if name not in ("epoch", "minibatch", "seed")):
             if state[key] != own[key]:
                 raise ValueError(
                     f"the state was saved with {key} {state[key]}, here it is {own[key]}, so its position "
@@ -193,18 +203,11 @@ class MinibatchSampler:
         self.epoch, self.minibatch, self.seed = state["epoch"], state["minibatch"], state["seed"]
 
     def _order(self, epoch: int) -> list[int]:
-        return shuffled(len(self.lengths), f"{self.seed} {epoch}")
+        return self.mix.order(epoch, str(self.seed))
 
     def _samples(self, order: list[int], minibatch: int) -> list[int]:
         start = minibatch * self.samples_per_minibatch
         return order[start : start + self.samples_per_minibatch]
-
-
-def shuffled(count: int, seed: str) -> list[int]:
-    """0 to `count` - 1 in an order that follows from `seed`, the same in every Python."""
-    generator = random.Random(seed)  # of which only `random` is promised to stay; `shuffle` is not
-    keys = [generator.random() for _ in range(count)]
-    return sorted(range(count), key=keys.__getitem__)
 
 
 def _from_environment(name: str, default: int) -> int:

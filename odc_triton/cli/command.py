@@ -186,11 +186,16 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     inspect = jobs.add_parser(
         "inspect",
         help="show what a data file holds: lengths, what would be cut or dropped, one sample with its targets marked",
-        description="Reads a whole data file as training would, prints how long its samples are, what would be "
-        "truncated or dropped, and one sample with its targets marked. Needs no GPU and no model. The exit status is 1 "
-        "if the data has tokens that --model lacks.",
+        description="Reads whole data files as training would, prints their form, how long their samples are, what "
+        "would be truncated or dropped, one sample with its targets marked, and what an epoch takes of several files. "
+        "Needs no GPU and no model. The exit status is 1 if the data has tokens that --model lacks.",
     )
-    inspect.add_argument("file", help="JSON lines, a folder of `save_to_disk`, or hub-id[:split]")
+    inspect.add_argument(
+        "files", nargs="+", metavar="FILE", help="a file (JSON lines, JSON, Parquet, CSV, Arrow), a folder or a hub id"
+    )
+    inspect.add_argument(
+        "--data-weight", type=float, action="append", default=[], help="weight of each file, as in training; repeatable"
+    )
     inspect.add_argument("--tokenizer", help="folder, hub id or tokenizer.json (default: lengths in bytes of UTF-8)")
     inspect.add_argument("--model", help="config.json, folder or hub id of a model: names the token ids that it lacks")
     inspect.add_argument("--token-cap", type=int, default=4096, help="longest sample, in tokens (default: 4096)")
@@ -203,7 +208,8 @@ def _inspect_data(options: argparse.Namespace) -> int:
     from ..data.inspection import main as inspect
 
     text, fits = inspect(
-        options.file,
+        options.files,
+        weights=options.data_weight,
         tokenizer=options.tokenizer,
         model=options.model,
         token_cap=options.token_cap,

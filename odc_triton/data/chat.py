@@ -4,7 +4,7 @@ A template with {% generation %} marks says which they are. Otherwise the conver
 assistant's turns: up to the turn (with the header that asks for it), and up to its end. What is in between is learned,
 including what the template writes after the turn. This is right only if the whole conversation begins with the tokens
 of each of these prefixes, which is checked. A template that renders earlier turns differently once later ones follow,
-for example without their reasoning, is refused.
+for example without their reasoning, is refused. Turns before `learned_from` are not learned, and so not looked at.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _REMEDY = "give a template with {% generation %} marks, or write one record per 
 class Conversation(NamedTuple):
     messages: Messages
     tools: list[dict[str, Any]] | None = None  # JSON schemas of the functions that may be called
+    learned_from: int = 0  # the first message that may be learned
 
 
 class ChatError(ValueError):
@@ -63,7 +64,7 @@ class ChatTemplate:
         except ValueError as error:
             raise ChatError(
                 0,
-                f"'messages' need a tokenizer with a chat template, and this {type(self._tokenizer).__name__} has "
+                "messages need a tokenizer with a chat template, and this one has "
                 "none; put the template of the model's instruction-tuned sibling into its folder "
                 "(chat_template.jinja), or render the conversations to 'prompt' and 'completion'",
             ) from error
@@ -79,19 +80,24 @@ class ChatTemplate:
         # turn and all later ones (transformers 5.23).
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        def rendered(messages: Messages, tools: list[dict[str, Any]] | None) -> tuple[str, list[tuple[int, int]]]:
+            (text,), (ranges,) = render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=self._tokenizer.get_chat_template(tools=tools),
+                return_assistant_tokens_mask=True,
+                **self._tokenizer.special_tokens_map,
+            )
+            return text, ranges
+
         texts, marks = [], []
         for index, conversation in enumerate(conversations):
-            (text,), (ranges,) = self._guard(
-                index,
-                lambda each=conversation: render_jinja_template(
-                    conversations=[list(each.messages)],
-                    tools=each.tools,
-                    chat_template=self._tokenizer.get_chat_template(tools=each.tools),
-                    return_assistant_tokens_mask=True,
-                    **self._tokenizer.special_tokens_map,
-                ),
-            )
+            text, ranges = self._guard(index, lambda each=conversation: rendered(each.messages, each.tools))
             texts.append(self._complete(index, conversation, _checked(index, text)))
+            before = conversation.messages[: conversation.learned_from]
+            if any(message["role"] == ASSISTANT for message in before):
+                _, known = self._guard(index, lambda some=before, each=conversation: rendered(some, each.tools))
+                ranges = ranges[len(known) :]
             marks.append(ranges)
 
         def encode(some: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
@@ -113,7 +119,7 @@ class ChatTemplate:
                     # A message takes at least one token. Edges arrive in portions, so this one may be late.
                     if turn >= max_tokens or (edges[index] and edges[index][-1] >= max_tokens):
                         break
-                    if message["role"] == ASSISTANT:
+                    if message["role"] == ASSISTANT and turn >= conversation.learned_from:
                         for text in self._around(index, conversation, turn, wholes[index]):
                             yield index, turn, text
 
@@ -151,7 +157,7 @@ class ChatTemplate:
             raise ChatError(
                 index, f"the conversation begins with the assistant; put a message of the user first, or {_REMEDY}"
             )
-        messages, tools = conversation
+        messages, tools = conversation.messages, conversation.tools
         for some, asks in ((messages[:turn], True), (messages[: turn + 1], False)):
             text = whole if len(some) == len(messages) else self._render(index, Conversation(some, tools), asks)
             if not whole.startswith(text):
@@ -164,7 +170,7 @@ class ChatTemplate:
 
     def _complete(self, index: int, conversation: Conversation, text: str) -> str:
         """`text`, the rendered conversation. Raises ChatError if tools or their calls are missing from it."""
-        messages, tools = conversation
+        messages, tools = conversation.messages, conversation.tools
 
         def otherwise(changed: Iterable[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
             try:

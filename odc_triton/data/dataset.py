@@ -28,7 +28,7 @@ import numpy as np
 
 from .chat import CHARACTERS_PER_TOKEN, ChatError, Conversation, Spans, encode_heads
 from .records import IGNORED, DataError, Record
-from .sources import JsonLines, Source
+from .sources import File, Source
 from .store import GrowingArrays, map_arrays, save_arrays
 from .tokenizer import TextEncoder
 
@@ -189,13 +189,13 @@ def tokenize_file(
     options: DataOptions | None = None,
     progress: Callable[[int, float], None] | None = None,
 ) -> TokenizedDataset:
-    """The samples of a JSON-lines file, in its order, mapped from a file in TMPDIR that is already removed.
+    """The samples of a file of JSON lines, in its order, mapped from a file in TMPDIR that is already removed.
 
     Arguments and errors are those of `tokenize_source`.
     """
     with TemporaryDirectory(prefix="odc-triton-data-") as folder:
         prepared = Path(folder) / "data.npz"
-        tokenize_source(JsonLines(path), encoder, prepared, options, progress)
+        tokenize_source(File(path), encoder, prepared, options, progress)
         data = TokenizedDataset.load(prepared)
     data.path = None
     return data
@@ -239,8 +239,9 @@ def _write_samples(
                     if options.too_long == "error":
                         least = "at least " if record.characters > CHARACTERS_PER_TOKEN * options.max_tokens else ""
                         raise DataError(
-                            f"{record.where}: {least}{len(ids)} tokens, more than max_tokens = "
-                            f"{options.max_tokens}; raise max_tokens, or set too_long to truncate or drop"
+                            f"{record.where}: {least}{len(ids)} tokens, more than the cap of "
+                            f"{options.max_tokens}; raise --token-cap (max_tokens), or give --truncate or --drop-long "
+                            f"(too_long)"
                         )
                     if options.too_long == "drop":
                         counts["dropped_too_long"] += 1
@@ -264,7 +265,7 @@ def _write_samples(
         summary = DataSummary(**counts)
         if not summary.samples:
             raise DataError(
-                f"{source.name} leaves no sample to train on: {summary}; max_tokens = {options.max_tokens}"
+                f"{source.name} leaves no sample to train on: {summary}; the cap is {options.max_tokens} tokens"
                 f"{_why_nothing_is_left(summary)}"
             )
         shapes = {"tokens": (summary.tokens,), "offsets": (summary.samples + 1,), "spans": (spans_written, 2)}
@@ -301,11 +302,13 @@ def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) 
         return []
     if encoder.chat is None:
         raise DataError(
-            f"{records[0].where}: 'messages' need a chat template, and a bare tokenizer.json has none; give the "
+            f"{records[0].where}: messages need a chat template, and a bare tokenizer.json has none; give the "
             "folder of the model's tokenizer, or render the conversations to 'prompt' and 'completion'"
         )
     try:
-        return encoder.chat.encode([Conversation(each.messages, each.tools) for each in records], max_tokens)
+        return encoder.chat.encode(
+            [Conversation(each.messages, each.tools, each.learned_from) for each in records], max_tokens
+        )
     except ChatError as error:
         raise DataError(f"{records[error.index].where}: {error}") from error
 
@@ -325,8 +328,8 @@ def _batches(records: Iterable[Record], options: DataOptions) -> Iterator[list[R
 
 def _why_nothing_is_left(summary: DataSummary) -> str:
     if summary.dropped_too_long > summary.dropped_no_target:
-        return "; raise max_tokens, or set too_long to truncate"
-    return "; is there a completion, or a turn whose role is 'assistant', and does it begin before max_tokens?"
+        return "; raise --token-cap (max_tokens), or give --truncate (too_long)"
+    return "; is there a completion, or a turn whose role is 'assistant', and does it begin below the cap?"
 
 
 def _target_counts(offsets: np.ndarray, spans: np.ndarray) -> np.ndarray:

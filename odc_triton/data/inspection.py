@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from ..base.files import atomic_file
 from ..base.report import require_matplotlib
 from .chat import ASSISTANT, Conversation, Spans, joined_spans
 from .dataset import DataOptions, TokenizedDataset, tokenize_source
+from .order import Mix
 from .records import IGNORED, Record, message_text
 from .sources import Source, open_source
 from .tokenizer import TextEncoder, read_config, read_tokenizer
@@ -93,26 +95,68 @@ def inspect_data(
 
 
 def main(
-    name: str,
+    names: Sequence[str],
     *,
+    weights: Sequence[float] = (),
     tokenizer: str | None,
     model: str | None,
     token_cap: int,
     picture: str | os.PathLike | None,
     as_json: bool,
 ) -> tuple[str, bool]:
-    """(what the command prints, whether the model has all tokens); draws the lengths into `picture` if given."""
+    """(what the command prints, whether the model has all tokens); draws the lengths into `picture` if given.
+
+    With several names also what `weights` make of them. Raises ValueError for a picture of several.
+    """
+    if picture is not None and len(names) > 1:
+        raise ValueError(f"--out draws the lengths of one file, and {len(names)} are given: give one")
     encoder = _bytes() if tokenizer is None else TextEncoder.of(read_tokenizer(tokenizer))
-    found, lengths = inspect_data(
-        open_source(name),
-        encoder,
-        token_cap=token_cap,
-        vocabulary=None if model is None else _vocabulary(model),
-        unit="bytes" if tokenizer is None else "tokens",
-    )
-    if picture is not None:
-        draw_lengths(lengths, found, picture)
-    return json.dumps(asdict(found), indent=2) if as_json else describe(found), not found.tokens_outside
+    vocabulary = None if model is None else _vocabulary(model)
+    unit = "bytes" if tokenizer is None else "tokens"
+    all_found = []
+    for name in names:
+        source = open_source(name)
+        found, lengths = inspect_data(source, encoder, token_cap=token_cap, vocabulary=vocabulary, unit=unit)
+        all_found.append(found)
+        if picture is not None:
+            draw_lengths(lengths, found, picture)
+    fits = not any(found.tokens_outside for found in all_found)
+    if len(names) == 1 and not weights:
+        return json.dumps(asdict(found), indent=2) if as_json else describe(found), fits
+    parts = shares(all_found, weights)
+    if as_json:
+        return json.dumps({"files": [asdict(each) for each in all_found], "epoch": parts}, indent=2), fits
+    return "\n\n\n".join([*map(describe, all_found), _epoch(parts, unit)]), fits
+
+
+def shares(files: Sequence[Inspection], weights: Sequence[float]) -> list[dict[str, Any]]:
+    """What an epoch takes of each file: its weight, samples, tokens on average, and their shares of the epoch's.
+
+    Raises ValueError as `Mix` does.
+    """
+    mix = Mix(tuple(found.samples for found in files), tuple(weights))
+    tokens = [taken * found.tokens / found.samples for taken, found in zip(mix.taken, files, strict=True)]
+    return [
+        {
+            "data": found.data,
+            "weight": weight,
+            "samples": taken,
+            "tokens": round(own),
+            "share_of_samples": taken / len(mix),
+            "share_of_tokens": own / sum(tokens),
+        }
+        for found, weight, taken, own in zip(files, mix.weights, mix.taken, tokens, strict=True)
+    ]
+
+
+def _epoch(parts: Sequence[dict[str, Any]], unit: str) -> str:
+    lines = ["an epoch takes"]
+    for each in parts:
+        lines.append(
+            f"  {each['samples']:>9,} samples ({each['share_of_samples']:.1%}), {each['tokens']:>11,} {unit} "
+            f"({each['share_of_tokens']:.1%})  of {each['data']}, weight {each['weight']:g}"
+        )
+    return "\n".join(lines)
 
 
 def describe(found: Inspection) -> str:
@@ -201,10 +245,10 @@ class _PlainChat:
         for conversation in conversations:
             ids: list[int] = []
             spans = []
-            for message in conversation.messages:
+            for number, message in enumerate(conversation.messages):
                 begin = len(ids)
                 ids += message_text(message).encode()
-                if message["role"] == ASSISTANT:
+                if message["role"] == ASSISTANT and number >= conversation.learned_from:
                     spans.append((begin, len(ids)))
             samples.append((ids, joined_spans(spans)))
         return samples

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from .records import Record, parse_record
+from .json_files import parse_record
+from .records import Record
 
 LEAST = 2  # tokens: one to predict, one to predict it from
 _FIELDS = ("length", "tokens", "input_ids")

@@ -22,7 +22,7 @@ from .sources import Source, open_source
 from .tokenizer import TextEncoder
 
 # Goes up whenever the same records would give other samples, or the file's layout changes.
-FORMAT = 1
+FORMAT = 2
 FOLDER = "ODC_TRITON_CACHE"
 
 

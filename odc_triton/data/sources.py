@@ -1,21 +1,24 @@
-"""Where records come from: a JSON-lines file, or a Hugging Face data set."""
+"""Where records come from: a file, a folder of files, a data set of the library `datasets`."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from .foreign import of_parquet
-from .records import DataError, Record, read_lines, read_records, read_rows
+from .folders import files_of, kind_of_file
+from .forms import record_of
+from .json_files import INSTALL, Value, import_pyarrow, read_json
+from .records import DataError, Record
+from .tables import KINDS, read_rows, read_table
 
 # What a hub id may look like; a name with a file's ending is taken for a file.
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_FILE = re.compile(r".*\.(jsonl?|ndjson|txt|csv|tsv|parquet|arrow|gz|zst)", re.IGNORECASE)
-_SAVED = ("state.json", "dataset_info.json", "dataset_dict.json")  # a folder from `save_to_disk` has one of them
-INSTALL = 'pip install "odc-triton[data]"'
+_FILE = re.compile(r".*\.(jsonl?|ndjson|txt|csv|tsv|parquet|arrow|feather|gz|bz2|xz|zst)", re.IGNORECASE)
+_SAVED = ("state.json", "dataset_dict.json")  # a folder from `save_to_disk` has one of them
 
 
 class Source(Protocol):
@@ -36,18 +39,22 @@ class Source(Protocol):
         """Changes whenever the records do. None: not known, so nothing made from them may be kept for a later run."""
 
 
-class JsonLines:
-    """A JSON-lines file."""
+class File:
+    """A file: JSON lines, a JSON array, or a table."""
 
-    def __init__(self, path: str | os.PathLike) -> None:
-        self.path = path
-        self.name = str(path)
+    def __init__(self, path: str | os.PathLike, kind: str = "JSON") -> None:
+        """`kind`: as `kind_of_file` gives it. Raises DataError if a library is missing that it needs."""
+        self.path, self.name = path, str(path)
+        self._read: Callable[[], Iterator[Value]] = lambda: read_json(path)
+        if kind in KINDS:
+            import_pyarrow(f"{path} is a table ({kind})")
+            self._read = lambda: read_table(path, kind)
 
     def __iter__(self) -> Iterator[Record]:
-        return read_records(self.path)
+        return (record_of(where, value, line=number, end=end) for number, where, value, end in self._read())
 
     def rows(self) -> Iterator[tuple[str, Any]]:
-        return ((where, value) for _, where, value, _ in read_lines(self.path))
+        return ((where, value) for _, where, value, _ in self._read())
 
     def total(self) -> int:
         return os.path.getsize(self.path)
@@ -60,6 +67,29 @@ class JsonLines:
         except (OSError, ValueError) as error:
             raise DataError(f"{self.path} cannot be read: {getattr(error, 'strerror', error)}") from error
         return f"{os.path.realpath(self.path)} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+
+class Files:
+    """Files of one kind, one after the other."""
+
+    def __init__(self, files: list[File], name: str) -> None:
+        self.files, self.name = files, name
+
+    def __iter__(self) -> Iterator[Record]:
+        before = 0
+        for file in self.files:
+            for record in file:
+                yield replace(record, end=before + record.end)
+            before += file.total()
+
+    def rows(self) -> Iterator[tuple[str, Any]]:
+        return (row for file in self.files for row in file.rows())
+
+    def total(self) -> int:
+        return sum(file.total() for file in self.files)
+
+    def fingerprint(self) -> str:
+        return "\n".join(file.fingerprint() for file in self.files)
 
 
 class Rows:
@@ -82,20 +112,23 @@ class Rows:
 
 
 def open_source(name: str) -> Source:
-    """The source that a user names: a JSON-lines file; `folder[:split]`, saved by `save_to_disk`; or
-    `hub-id[:split]` or `hub-id:configuration:split`, a data set on the hub. The split is "train" by default.
+    """The source that a user names: a file; `folder[:split]`, of files or saved by `save_to_disk`; or `hub-id[:split]`
+    or `hub-id:configuration:split`, a data set on the hub. The split is "train" by default.
 
-    Raises DataError, also if the `datasets` library is needed and not installed.
+    Raises DataError, also if a library is needed and not installed.
     """
     if not name or "\0" in name:
-        raise DataError(f"{name!r} names no data; give a file of JSON lines, a folder or a hub id")
+        raise DataError(f"{name!r} names no data; give a file, a folder or a hub id")
     if os.path.isdir(name):
         return _from_folder(name, None)
     if os.path.exists(name):
-        return JsonLines(name)
+        return File(name, kind_of_file(name))
+    local, _, split = name.rpartition(":")
+    if local and os.path.isdir(local):
+        return _from_folder(local, split)
+    if local and os.path.exists(local):
+        raise DataError(f"{local} is one file without splits; leave out ':{split}'")
     place, _, rest = name.partition(":")
-    if rest and os.path.isdir(place):
-        return _from_folder(place, rest)
     if _FILE.fullmatch(place) or not _HUB_ID.fullmatch(place):
         raise DataError(f"{name} cannot be read: No such file or directory")
     configuration, _, split = rest.rpartition(":")
@@ -103,17 +136,20 @@ def open_source(name: str) -> Source:
 
 
 def _from_folder(folder: str, split: str | None) -> Source:
-    if not any(Path(folder, name).exists() for name in _SAVED) and next(Path(folder).rglob("*.parquet"), None):
-        raise DataError(
-            f"{folder} holds Parquet files, not a data set of `save_to_disk`; convert it to JSON lines: "
-            f"{of_parquet(folder)}"
-        )
-    datasets = _import_datasets(f"{folder} is a folder")
+    if any(Path(folder, name).exists() for name in _SAVED):
+        return _from_saved(folder, split)
+    kind, paths = files_of(folder, split)
+    return Files([File(path, kind) for path in paths], folder if split is None else f"{folder}:{split}")
+
+
+def _from_saved(folder: str, split: str | None) -> Source:
+    datasets = _import_datasets(f"{folder} is a data set of `save_to_disk`")
     loaded = _load(folder, lambda: datasets.load_from_disk(folder))
     if isinstance(loaded, datasets.DatasetDict):
         wanted = split or "train"
         if wanted not in loaded:
-            raise DataError(f"{folder} has no split {wanted!r}; give one of {_choices(folder, loaded)}")
+            choices = ", ".join(f"{Path(folder)}:{split}" for split in loaded)
+            raise DataError(f"{folder} has no split {wanted!r}; give one of {choices}")
         return _rows(loaded[wanted], f"{folder}:{wanted}")
     if split is not None:
         raise DataError(f"{folder} is one data set without splits; leave out ':{split}'")
@@ -135,11 +171,7 @@ def _load(name: str, load: Callable[[], Any]) -> Any:
         return load()
     except Exception as error:  # from the network, the hub, arrow, the file system
         reason = " ".join(str(error).split())[:500]
-        raise DataError(f"{name} cannot be read as a data set ({type(error).__name__}: {reason})") from error
-
-
-def _choices(folder: str, splits: Any) -> str:
-    return ", ".join(f"{Path(folder)}:{split}" for split in splits)
+        raise DataError(f"{name} cannot be read as a data set: {reason}") from error
 
 
 def _import_datasets(why: str) -> Any:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..balance.sampler import shuffled
-from ..data.records import DataError
+from ..data.messages import read_messages
+from ..data.order import Mix
+from ..data.records import DataError, kind_of, names_of
 from ..data.sources import open_source
 from ..data.tokenizer import TextEncoder
 
@@ -27,10 +28,10 @@ class Prompt:
 
 
 class Prompts(Sequence[Prompt]):
-    """The prompts of one source. `columns`: the names of all their other fields, for reward functions."""
+    """The prompts of a source. `columns`: the names of all their other fields, for reward functions."""
 
-    def __init__(self, prompts: list[Prompt], *, dropped: int = 0) -> None:
-        self._prompts, self.dropped = prompts, dropped
+    def __init__(self, prompts: list[Prompt], name: str, *, dropped: int = 0) -> None:
+        self._prompts, self.name, self.dropped = prompts, name, dropped
         self.columns = sorted({name for each in prompts for name in each.columns})
 
     def __len__(self) -> int:
@@ -56,8 +57,14 @@ class Prompts(Sequence[Prompt]):
         return found.hexdigest()[:32]
 
 
+def joined_prompts(sets: Sequence[Prompts], copies: Sequence[int]) -> Prompts:
+    """The prompts of several sets, as `Mix` numbers them."""
+    prompts = [prompt for each, n in zip(sets, copies, strict=True) for _ in range(n) for prompt in each]
+    return Prompts(prompts, ", ".join(each.name for each in sets), dropped=sum(each.dropped for each in sets))
+
+
 def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool = False, first: int = 0) -> Prompts:
-    """The prompts of a JSON-lines file, or a data set's folder or hub id: records with `prompt`, text or messages.
+    """The prompts of any source (see `open_source`): records with `prompt`, text or messages.
 
     `most_tokens`: of a prompt; longer ones are dropped if `drop_long`. `first`: how many to read, 0 for all.
 
@@ -79,7 +86,7 @@ def read_prompts(name: str, tokenizer: Any, *, most_tokens: int, drop_long: bool
         prompts.append(Prompt(ids=ids, given=given, columns=columns))
     if not prompts:
         raise DataError(f"{name} has no prompt that fits: each of its {dropped} has more than {most_tokens} tokens")
-    return Prompts(prompts, dropped=dropped)
+    return Prompts(prompts, name, dropped=dropped)
 
 
 def _encoded(name: str, tokenizer: Any, encoder: TextEncoder, first: int) -> Iterator[tuple[str, Any, dict, list[int]]]:
@@ -111,21 +118,20 @@ def _encode(batch: list[tuple[str, Any, dict]], tokenizer: Any, encoder: TextEnc
 
 
 def _prompt_of(where: str, row: Any) -> str | list[dict[str, Any]]:
-    if not isinstance(row, dict) or row.get("prompt") is None:
-        has = ", ".join(map(repr, list(row)[:8])) if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise DataError(f"{where}: needs 'prompt', text or messages; it has {has}")
-    prompt = row["prompt"]
-    if isinstance(prompt, str):
-        return prompt
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and "role" in m for m in prompt):
-        raise DataError(f"{where}: 'prompt' must be text, or a list of messages with 'role' and 'content'")
-    return [{name: value for name, value in message.items() if value is not None} for message in prompt]
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: {kind_of(row)}, not an object with 'prompt', text or messages")
+    if row.get("prompt") is None:
+        raise DataError(f"{where}: needs 'prompt', text or messages; it has {names_of(row)}")
+    if isinstance(row["prompt"], str):
+        return row["prompt"]
+    return read_messages(where, row, "prompt")
 
 
-def prompts_of_step(count: int, step: int, *, per_step: int, seed: int) -> list[int]:
-    """Which of `count` prompts step `step` takes, from 0: the next `per_step` of one shuffle after another."""
+def prompts_of_step(mix: Mix, step: int, *, per_step: int, seed: int) -> list[int]:
+    """Which prompts step `step` takes, from 0: the next `per_step` of one epoch after another."""
+    count = len(mix)
     places = range(step * per_step, (step + 1) * per_step)
-    orders = {epoch: shuffled(count, f"prompts {seed} {epoch}") for epoch in {place // count for place in places}}
+    orders = {epoch: mix.order(epoch, f"prompts {seed}") for epoch in {place // count for place in places}}
     return [orders[place // count][place % count] for place in places]
 
 

@@ -18,7 +18,7 @@ from ..engine.api import engine_of
 from ..rl.generation import CompletionEngine
 from ..rl.importance import ImportanceOptions, importance_weights
 from ..rl.learned import Correction
-from ..rl.prompts import Prompts, read_prompts
+from ..rl.prompts import Prompts, joined_prompts, read_prompts
 from ..rl.rewards import Rewards
 from ..rl.transformers_engine import TransformersEngine
 from ..rl.vllm_colocate import VllmColocate
@@ -28,7 +28,7 @@ from .grpo_options import GrpoOptions
 from .grpo_run import GrpoRun
 from .job import OnMetrics, Sharded, main_of, run_job, train
 from .metrics import Metrics
-from .prepare import Prepared, load_any_tokenizer, take_folder
+from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
 from .run_folder import RunFolder
 
 _PROMPTS = 16  # of each source, that are looked at before the start
@@ -51,7 +51,7 @@ def run_grpo(options: GrpoOptions) -> Metrics:
 def check_before_start(options: GrpoOptions) -> None:
     """Raises OSError and ValueError for what would fail later in the run. Leaves nothing except the folder `out`."""
     tokenizer = load_any_tokenizer(options)
-    largest = max(each.largest_token for each in _read(options, tokenizer, first=_PROMPTS) if each)
+    largest = max(each.largest_token for each in _read(options, tokenizer, first=_PROMPTS))
     if options.vllm_server is not None:
         VllmServer(options.vllm_server, rank=0).check()
     rewards = _rewards(options)
@@ -68,38 +68,40 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
 
     def read(folder: RunFolder) -> dict[str, Any]:
         found = _read(options, tokenizer)
-        for name, prompts in zip((options.data, options.eval_data), found, strict=True):
-            if prompts is not None:
-                left_out = f", {prompts.dropped} left out as too long" if prompts.dropped else ""
-                print(f"{name}: {len(prompts)} prompts, at most {prompts.longest} tokens{left_out}", flush=True)
-        return {"prepared": [each.digest() for each in found if each]}
+        for prompts in found:
+            left_out = f", {prompts.dropped} left out as too long" if prompts.dropped else ""
+            print(f"{prompts.name}: {len(prompts)} prompts, at most {prompts.longest} tokens{left_out}", flush=True)
+        return {"prepared": [each.digest() for each in found]}
 
     taken, folder = take_folder(options, read, mesh=mesh)
-    prompts, evaluation = _read(options, tokenizer)
-    if [each.digest() for each in (prompts, evaluation) if each] != taken["identity"]["prepared"]:
-        raise ValueError(f"{options.data} is not the same here as on rank 0: give all ranks the same files")
-    if len(prompts) < options.prompts_per_rank * world:
+    found = _read(options, tokenizer)
+    names = ", ".join(options.data)
+    if [each.digest() for each in found] != taken["identity"]["prepared"]:
+        raise ValueError(f"{names} is not the same here as on rank 0: give all ranks the same files")
+    learned, evaluation = found[: len(options.data)], found[len(options.data) :]
+    mix = mix_of(options, [len(each) for each in learned])
+    if len(mix) < options.prompts_per_rank * world:
         raise ValueError(
-            f"{options.data} has {len(prompts)} prompts and one step takes {options.prompts_per_rank} on each of "
+            f"{names}: an epoch has {len(mix)} prompts and one step takes {options.prompts_per_rank} on each of "
             f"{world} ranks: lower --prompts-per-rank, or give more data"
         )
-    both = [each for each in (prompts, evaluation) if each]
     return Prepared(
         tokenizer=tokenizer,
-        data=prompts,
-        evaluation=evaluation,
-        longest=max(each.longest for each in both) + options.max_new_tokens,
-        largest_token=max(*(each.largest_token for each in both), tokenizer.eos_token_id or 0),
+        data=joined_prompts(learned, mix.copies),
+        evaluation=evaluation[0] if evaluation else None,
+        mix=mix,
+        longest=max(each.longest for each in found) + options.max_new_tokens,
+        largest_token=max(*(each.largest_token for each in found), tokenizer.eos_token_id or 0),
         identity=taken["identity"],
         folder=folder,
         goes_on=taken["goes_on"],
     )
 
 
-def _read(options: GrpoOptions, tokenizer: Any, *, first: int = 0) -> tuple[Prompts, Prompts | None]:
+def _read(options: GrpoOptions, tokenizer: Any, *, first: int = 0) -> list[Prompts]:
+    """Of each --data, and of --eval-data if it is given."""
     how = {"most_tokens": options.token_cap - options.max_new_tokens, "drop_long": options.drop_long, "first": first}
-    prompts = read_prompts(options.data, tokenizer, **how)
-    return prompts, read_prompts(options.eval_data, tokenizer, **how) if options.eval_data else None
+    return [read_prompts(name, tokenizer, **how) for name in (*options.data, options.eval_data) if name]
 
 
 def _rewards(options: GrpoOptions) -> Rewards:
@@ -124,6 +126,7 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
         reference=reference,
         prompts=prepared.data,
         evaluation=prepared.evaluation,
+        mix=prepared.mix,
         tokenizer=prepared.tokenizer,
         completions=completions,
         correction=_correction(options) if completions.samples_elsewhere else None,

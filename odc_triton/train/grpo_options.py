@@ -16,8 +16,10 @@ _FUNCTION = re.compile(r"[\w.]+:\w+")
 class GrpoOptions(RunOptions):
     """Reinforcement learning by GRPO."""
 
-    data: str = option(
-        REQUIRED, "prompts: JSON lines with `prompt`, text or messages, and columns for the reward functions"
+    data: tuple[str, ...] = option(
+        REQUIRED,
+        "prompts: a file, folder or hub id with `prompt`, text or messages, and columns for the reward "
+        "functions; repeatable",
     )
     balance: Literal["mini", "queue"] = option(
         "mini", "how completions are dealt to the ranks; queue: at run time, for ranks that are not equally fast"

@@ -15,6 +15,7 @@ from ..balance.deal import Dealer
 from ..balance.pieces import Entry, SplitPlan
 from ..balance.split import readable_tokens
 from ..checkpoint.repeat import Kept
+from ..data.order import Mix
 from ..engine.api import engine_of, minibatch
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
 from ..rl.learned import Correction, Learned
@@ -69,6 +70,7 @@ class GrpoRun(Run):
         reference: nn.Module | None,
         prompts: Prompts,
         evaluation: Prompts | None,
+        mix: Mix,
         tokenizer: Any,
         completions: CompletionEngine,
         rewards: Rewards,
@@ -76,16 +78,14 @@ class GrpoRun(Run):
         correction: Correction | None = None,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        """`reference`: the model at the start, sharded, where there is a divergence to it. `completions` samples;
-        `correction`: the importance weights if it is not the policy.
+        """`reference`: the model at the start, sharded, where there is a divergence to it. `mix`: how often an epoch
+        takes which of `prompts`. `completions` samples; `correction`: the importance weights if it is not the policy.
         """
         engine = engine_of(model)
-        self.prompts, self.evaluation, self.reference = prompts, evaluation, reference
+        self.prompts, self.evaluation, self.mix, self.reference = prompts, evaluation, mix, reference
         self.correction = correction
         self.per_step = options.prompts_per_rank * engine.world
-        super().__init__(
-            options=options, model=model, identity=identity, epoch_steps=max(len(prompts) // self.per_step, 1)
-        )
+        super().__init__(options=options, model=model, identity=identity, epoch_steps=max(len(mix) // self.per_step, 1))
         counter = shared_counter(options, engine.world)
         self.sampler = Sampler(
             engine,
@@ -148,7 +148,7 @@ class GrpoRun(Run):
         end_s = time.monotonic()
         return self.stepped(
             {
-                "epoch": (state.step + 1) * self.per_step / len(self.prompts),
+                "epoch": (state.step + 1) * self.per_step / len(self.mix),
                 "loss": loss,
                 **self._of_rollout(made),
                 **self._of_update(agreed.sums),
@@ -167,7 +167,7 @@ class GrpoRun(Run):
 
     def _roll_out(self) -> Rollout | int:
         options, step = self.options, self.state.step
-        chosen = prompts_of_step(len(self.prompts), step, per_step=self.per_step, seed=options.seed)
+        chosen = prompts_of_step(self.mix, step, per_step=self.per_step, seed=options.seed)
         slots = [
             Slot(
                 prompt=self.prompts[index],

@@ -60,7 +60,7 @@ def write_report(out: Path, job: type[Run], options: RunOptions, events: list[Ev
         tracks=tracks if draws else {},
         curves=_curves(job, metrics) if draws else [],
         texts=_last_samples(out),
-        facts=_versions() | {name: str(value) for name, value in asdict(options).items() if value is not None},
+        facts=_versions() | {name: _fact(value) for name, value in asdict(options).items() if value not in (None, ())},
     )
     return written
 
@@ -78,6 +78,10 @@ def _last_samples(out: Path) -> Texts | None:
         columns=columns,
         rows=[[line.get(name) for name in columns] for line in last],
     )
+
+
+def _fact(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _curves(job: type[Run], metrics: list[Metrics]) -> list[Curves]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +14,7 @@ from ..base.config_file import write_config
 from ..checkpoint import meta_causal_lm
 from ..checkpoint.pretrained import require_weights
 from ..comm.grid import grid_of
+from ..data.order import Mix
 from ..data.records import DataError
 from ..data.tokenizer import read_tokenizer
 from ..sharding.agree import patient_meetings
@@ -33,6 +34,7 @@ class Prepared(Generic[Data]):
     tokenizer: Any
     data: Data
     evaluation: Data | None
+    mix: Mix  # how often an epoch takes which of the data
     longest: int  # tokens of the longest sample
     largest_token: int
     identity: dict[str, Any]  # what a resumed run must have in common with this one
@@ -43,6 +45,14 @@ class Prepared(Generic[Data]):
 def load_any_tokenizer(options: RunOptions) -> Any:
     """The run's tokenizer: the given one, or the model's."""
     return read_tokenizer(options.tokenizer or options.model)
+
+
+def mix_of(options: RunOptions, sizes: Sequence[int]) -> Mix:
+    """How often an epoch takes the samples or prompts of each --data. Raises ValueError, naming the option."""
+    try:
+        return Mix(tuple(sizes), options.data_weight)
+    except ValueError as error:
+        raise ValueError(f"--data-weight: {error}") from error
 
 
 def take_folder(

@@ -42,7 +42,7 @@ class RunState:
     tokens: int = 0  # targets learned so far, all ranks
     skipped: int = 0  # steps whose loss or gradient was not finite
     repeated: int = 0  # minibatches that were run again as exact sums did not fit their scales
-    sampler: dict[str, int] = field(default_factory=dict)
+    sampler: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

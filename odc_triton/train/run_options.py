@@ -16,7 +16,10 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 class RunOptions:
     """A training run."""
 
-    data: str = option(REQUIRED, "what to train on")
+    data: tuple[str, ...] = option(REQUIRED, "what to train on; repeatable")
+    data_weight: tuple[float, ...] = option(
+        (), "how often an epoch takes each sample of each --data, in their order; repeatable; 1 by default"
+    )
     out: str = option(REQUIRED, "folder for metrics, checkpoints, report and the trained model")
     model: str | None = option(None, "a transformers causal LM: local folder or hub id")
     init: str | None = option(None, "config.json of a model to start with random weights, instead of --model")
@@ -79,6 +82,8 @@ class RunOptions:
     per_rank: ClassVar[str]  # the option that one step takes of on each rank, on average
 
     def __post_init__(self) -> None:
+        if isinstance(self.data, str):
+            object.__setattr__(self, "data", (self.data,))
         require_one_model(self)
         self._require_positive("steps", "lr", "clip_norm", "timeout_minutes", "lora_alpha", "keep", "replicas")
         self._require_not_negative("warmup_steps", "weight_decay", "checkpoint_every", "checkpoint_minutes")
@@ -91,8 +96,7 @@ class RunOptions:
             raise ValueError(f"--lr-floor is {self.lr_floor}; it must be between 0 and 1")
         if self.init is not None and self.tokenizer is None:
             raise ValueError("--init has no tokenizer: give --tokenizer, a folder, a hub id or a tokenizer.json")
-        for name in ("data", "eval_data"):
-            given = getattr(self, name)
+        for name, given in (*(("data", each) for each in self.data), ("eval_data", self.eval_data)):
             if given is not None and Path(given).suffix in (".jsonl", ".json") and not Path(given).exists():
                 raise ValueError(f"{flag(name)} is {given}: there is no such file")
         for name in self.report_to:
@@ -100,9 +104,27 @@ class RunOptions:
                 raise ValueError(f"--report-to is {name!r}; give one of {', '.join(get_args(TrackerName))}")
             if self.report_to.count(name) > 1:
                 raise ValueError(f"--report-to has {name} {self.report_to.count(name)} times; give it once")
+        self._check_weights()
         if not self.resume:
             raise ValueError("--resume is empty; give never, auto or a checkpoint folder")
         self._check_contradictions()
+
+    def _check_weights(self) -> None:
+        weights = self.data_weight
+        if not self.data:
+            raise ValueError("--data is missing: give at least one")
+        if weights and len(weights) != len(self.data):
+            raise ValueError(
+                f"--data-weight is given {len(weights)} times and --data {len(self.data)} times: give one weight for "
+                f"each, or none"
+            )
+        for weight in weights:
+            if not 0 < weight < math.inf:
+                raise ValueError(f"--data-weight is {weight}; it must be positive and finite")
+        if len(self.data) == 1 and weights not in ((), (1.0,)):
+            raise ValueError(
+                f"--data-weight is {weights[0]}, and there is one --data: weights are for several; give --steps"
+            )
 
     def _require_positive(self, *names: str) -> None:
         for name in names:
@@ -158,4 +180,7 @@ class RunOptions:
         """What a run must share with the one that it resumes; JSON."""
         wanted = {name: value for name, value in asdict(self).items() if name not in self.free}
         wanted[self.per_step()] = wanted.pop(self.per_rank) * world
-        return wanted
+        weights = wanted.pop("data_weight")
+        if len(self.data) == 1:
+            return wanted | {"data": self.data[0]}
+        return wanted | {"data": list(self.data), "data_weight": list(weights or (1.0,) * len(self.data))}

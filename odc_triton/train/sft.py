@@ -10,23 +10,23 @@ the model, the data's first records, the folder to write to.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..data.dataset import DataOptions, TokenizedDataset, encode_records, split_samples
+from ..data.dataset import DataOptions, SampleSubset, TokenizedDataset, encode_records, split_samples
+from ..data.mixture import Mixture
 from ..data.prepared import prepare_data
-from ..data.records import DataError
 from ..data.sources import open_source
 from ..data.store import contents
 from ..data.tokenizer import TextEncoder
 from . import prepare as preparing
 from .job import OnMetrics, Sharded, main_of, run_job, train
 from .metrics import Metrics
-from .prepare import Prepared, load_any_tokenizer, take_folder
+from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
 from .run_folder import RunFolder
 from .sft_options import SftOptions
 from .sft_run import Samples, SftRun
@@ -61,6 +61,7 @@ def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[Samples]) -
         data=prepared.data,
         evaluation=prepared.evaluation,
         tokenizer=prepared.tokenizer,
+        mix=prepared.mix,
         cost=cost,
         identity=prepared.identity,
     )
@@ -70,7 +71,7 @@ def check_before_start(options: SftOptions) -> None:
     """Raises OSError and ValueError for what would fail later in the run. Leaves nothing except the folder `out`."""
     encoder = TextEncoder.of(load_any_tokenizer(options))
     largest = 0
-    for name in (options.data, options.eval_data):
+    for name in (*options.data, options.eval_data):
         if name is not None:
             head = encode_records(list(islice(open_source(name), _RECORDS)), encoder, options.token_cap)
             largest = max(largest, *(max(ids, default=0) for ids, _ in head))
@@ -91,19 +92,23 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
     taken, folder = take_folder(options, read, mesh=mesh)
     sets = [TokenizedDataset.load(Path(path)) for path in taken["paths"]]
     largest = max(each.largest_token for each in sets)
-    learned, evaluation = sets[0], sets[1] if len(sets) > 1 else None
+    learned, evaluation = sets[: len(options.data)], sets[len(options.data) :]
     if options.eval_fraction:
-        learned, evaluation = split_samples(sets[0], options.eval_fraction, seed=options.seed)
-    if len(learned) < options.samples_per_rank * world:
+        parts = [split_samples(each, options.eval_fraction, seed=options.seed) for each in learned]
+        learned, evaluation = map(list, zip(*parts, strict=True))
+    mix = mix_of(options, [len(each) for each in learned])
+    if len(mix) < options.samples_per_rank * world:
         raise ValueError(
-            f"{options.data} has {len(learned)} samples and one step takes {options.samples_per_rank} on each of "
-            f"{world} ranks: lower --samples-per-rank, or give more data"
+            f"{', '.join(options.data)}: an epoch has {len(mix)} samples and one step takes "
+            f"{options.samples_per_rank} on each of {world} ranks: lower --samples-per-rank, or give more data"
         )
+    data = _joined(learned, mix.copies)
     return Prepared(
         tokenizer=tokenizer,
-        data=learned,
-        evaluation=evaluation,
-        longest=int(learned.lengths.max()),
+        data=data,
+        evaluation=_joined(evaluation) if evaluation else None,
+        mix=mix,
+        longest=int(data.lengths.max()),
         largest_token=largest,
         identity=taken["identity"],
         folder=folder,
@@ -111,24 +116,23 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
     )
 
 
+def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[int] | None = None) -> Samples:
+    return sets[0] if len(sets) == 1 else Mixture(sets, copies)
+
+
 def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder, longest: int) -> list[Path]:
     """Prepares the samples; returns their files."""
     paths = []
     wanted = DataOptions(max_tokens=longest, too_long=options.too_long)
-    for source in (options.data, options.eval_data):
+    for source in (*options.data, options.eval_data):
         if source is not None:
-            try:
-                data = prepare_data(
-                    source,
-                    TextEncoder.of(tokenizer),
-                    wanted,
-                    folder=folder.file("data"),
-                    progress=_now_and_then(source),
-                )
-            except DataError as error:
-                if "max_tokens" in str(error):
-                    raise DataError(f"{error} (with --token-cap, --truncate and --drop-long)") from error
-                raise
+            data = prepare_data(
+                source,
+                TextEncoder.of(tokenizer),
+                wanted,
+                folder=folder.file("data"),
+                progress=_now_and_then(source),
+            )
             print(f"{source}: {data.summary}", flush=True)
             paths.append(data.path)
     return paths

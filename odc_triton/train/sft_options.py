@@ -13,9 +13,9 @@ from .run_options import RunOptions
 class SftOptions(RunOptions):
     """Supervised fine-tuning."""
 
-    data: str = option(
+    data: tuple[str, ...] = option(
         REQUIRED,
-        "JSON lines with `text`, `prompt` and `completion`, or `messages`; or a data set's folder or hub id",
+        "a file (JSON lines, JSON, Parquet, CSV, Arrow), a folder of them or a hub id; repeatable; docs/data.md",
     )
     steps: int | None = option(None, "optimizer steps; instead of --epochs")
     epochs: float | None = option(None, "passes over the data, instead of --steps; 1 if neither is given")

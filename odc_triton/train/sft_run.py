@@ -19,6 +19,8 @@ from ..balance.split import deal_split
 from ..balance.strategies import assign
 from ..checkpoint.repeat import Kept
 from ..data.dataset import SampleSubset, TokenizedDataset
+from ..data.mixture import Mixture
+from ..data.order import Mix
 from ..engine.api import engine_of, minibatch
 from ..hf import summed_loss
 from ..sequence.enable import enable_split, split_forward
@@ -27,7 +29,7 @@ from .run import Picture, Run, number, shared_counter
 from .samples import Completions
 from .sft_options import SftOptions
 
-Samples = TokenizedDataset | SampleSubset
+Samples = TokenizedDataset | SampleSubset | Mixture
 
 
 class SftRun(Run):
@@ -54,11 +56,14 @@ class SftRun(Run):
         model: nn.Module,
         data: Samples,
         evaluation: Samples | None = None,
+        mix: Mix | None = None,
         tokenizer: Any = None,
         cost: CostModel | None = None,
         identity: dict[str, Any] | None = None,
     ) -> None:
-        """`tokenizer`: for the samples of evaluations, where `eval_samples` asks for some."""
+        """`mix`: how often an epoch takes which of `data`; by default each sample once. `tokenizer`: for the samples of
+        evaluations, where `eval_samples` asks for some.
+        """
         self.data, self.evaluation = data, evaluation
         engine = engine_of(model)
         lengths = data.lengths.tolist()
@@ -75,6 +80,7 @@ class SftRun(Run):
             drop_last=True,
             counter=shared_counter(options, engine.world) if options.balance == QUEUE else None,
             split=splits and (options.split_tokens or True),
+            mix=mix,
         )
         super().__init__(options=options, model=model, identity=identity, epoch_steps=len(self.sampler))
         if splits:

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from odc_triton.balance import BALANCES, CostModel, MinibatchSampler, assign
+from odc_triton.data.order import Mix
 
 LENGTHS = [random.Random(i).randint(1, 100) for i in range(50)]
 
@@ -216,3 +217,54 @@ def test_every_public_name_resolves_and_others_do_not():
         assert callable(getattr(balance, name)) or name == "BALANCES"
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = balance.nothing
+
+
+MIX = Mix((20, 10), (0.5, 3.0))
+
+
+def mixed(**change) -> MinibatchSampler:
+    return sampler(**{"lengths": LENGTHS, "mix": MIX} | change)
+
+
+def test_with_weights_every_epoch_has_as_many_samples_of_each_set():
+    assert MIX.numbers == len(LENGTHS)
+    one, epochs = mixed(world=1, samples_per_rank=8), []
+    for _ in range(4):
+        assert len(one) == 5
+        epochs.append([i for packs in one for i in samples(packs)])
+    for epoch in epochs:
+        assert len(set(epoch)) == len(epoch) == 40
+        assert sorted(i for i in epoch if i >= 20) == list(range(20, 50))
+    assert sorted(i for epoch in epochs[:2] for i in epoch if i < 20) == list(range(20))
+    assert mixed(drop_last=True).state_dict()["samples"] == 50
+
+
+@pytest.mark.parametrize("stop", [0, 3, 6, 9])
+def test_with_weights_a_saved_position_resumes_where_training_was(stop):
+    def two_epochs(of):
+        while of.epoch < 2:
+            yield from of
+
+    expected = list(two_epochs(mixed()))
+    first = mixed()
+    seen = list(itertools.islice(two_epochs(first), stop))
+    resumed = mixed(seed=99)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert seen + list(two_epochs(resumed)) == expected
+
+
+def test_with_other_weights_a_saved_position_is_refused():
+    state = mixed().state_dict()
+    with pytest.raises(ValueError, match=r"saved with taken \[10, 30\], here it is \[20, 30\]"):
+        mixed(mix=Mix((20, 10), (1.0, 3.0))).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"saved with sets \[20, 10\], here it is \[30, 20\]"):
+        mixed(mix=Mix((30, 20))).load_state_dict(state)
+    with pytest.raises(ValueError, match="state has keys"):
+        sampler().load_state_dict(state)
+    with pytest.raises(ValueError, match="mix numbers 30 samples and there are 50 lengths"):
+        mixed(mix=Mix((20, 10)))
+
+
+def test_the_state_of_one_set_is_that_of_saved_runs():
+    assert sampler().state_dict() == sampler(mix=Mix((50,))).state_dict()
+    assert sampler().state_dict().keys() == {"epoch", "minibatch", "seed", "samples", "samples_per_minibatch"}

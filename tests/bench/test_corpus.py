@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.stdlib_corpus import build_corpus, write_corpus
-from odc_triton.data.records import read_records
+from odc_triton.data.json_files import read_records
 
 TRAPS = '''
 import this_module_does_not_exist

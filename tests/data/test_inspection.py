@@ -15,7 +15,7 @@ from odc_triton.cli.command import main
 from odc_triton.data.dataset import DataOptions, tokenize_file
 from odc_triton.data.inspection import inspect_data
 from odc_triton.data.records import DataError
-from odc_triton.data.sources import JsonLines
+from odc_triton.data.sources import File
 from odc_triton.data.tokenizer import TextEncoder
 from tests.support.chats import CHATML, make_tokenizer
 from tests.support.records import CHARACTERS, RECORDS, write_lines
@@ -27,7 +27,7 @@ CHAT = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "
 @given(records=RECORDS, cap=st.integers(2, 12))
 def test_counts_are_those_of_the_preparation(tmp_path_factory, records, cap):
     path = write_lines(tmp_path_factory.getbasetemp() / "inspect.jsonl", *records)
-    found, lengths = inspect_data(JsonLines(path), CHARACTERS, token_cap=cap, vocabulary=100)
+    found, lengths = inspect_data(File(path), CHARACTERS, token_cap=cap, vocabulary=100)
     data = tokenize_file(path, CHARACTERS)
     assert lengths.tolist() == data.lengths.tolist()
     assert (found.records, found.samples) == (len(records), len(data))
@@ -79,6 +79,30 @@ def test_page(folder, capsys):
     assert len(picture) > 5_000
 
 
+def test_several_files_and_their_weights(folder, capsys):
+    (folder / "more.json").write_text(json.dumps([{"conversations": [{"from": "gpt", "value": "yes"}]}] * 6))
+    files = [str(folder / "data$1.jsonl"), str(folder / "more.json")]
+    assert main(["data", "inspect", *files, "--data-weight", "1.5", "--data-weight", "0.5"]) == 0
+    page = capsys.readouterr().out
+    assert "data$1.jsonl: 4 records (1 of text, 2 of messages, 1 of prompt and completion)" in page
+    assert "more.json: 6 records (6 of conversations)" in page
+    assert main(["data", "inspect", *files, "--data-weight", "1.5", "--data-weight", "0.5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first, second = (each["tokens"] for each in found["files"])
+    assert second == 6 * len("yes")
+    wanted = [(6, 1.5 * first), (3, second / 2)]
+    for part, line, (samples, tokens) in zip(found["epoch"], page.splitlines()[-2:], wanted, strict=True):
+        assert (part["samples"], part["tokens"]) == (samples, round(tokens))
+        assert part["share_of_samples"] == samples / 9
+        assert part["share_of_tokens"] == pytest.approx(tokens / sum(each for _, each in wanted))
+        numbers = rf"{samples} samples \({samples / 9:.1%}\), +{round(tokens)} bytes \({part['share_of_tokens']:.1%}\)"
+        assert re.search(rf"{numbers}  of .*{re.escape(part['data'])}, weight {part['weight']:g}$", line)
+    assert main(["data", "inspect", *files, "--data-weight", "1"]) == 1
+    assert "there are 1 weights and 2 data sets: give one for each" in capsys.readouterr().err
+    assert main(["data", "inspect", *files, "--out", str(folder / "two.png")]) == 1
+    assert "--out draws the lengths of one file, and 2 are given: give one" in capsys.readouterr().err
+
+
 def test_json_and_bytes(folder, capsys):
     assert main(["data", "inspect", str(folder / "data$1.jsonl"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -97,7 +121,7 @@ def test_json_and_bytes(folder, capsys):
 def test_agrees_with_training_on_real_tokens(folder):
     path = folder / "data$1.jsonl"
     encoder = TextEncoder.of(make_tokenizer(CHATML))
-    found, _ = inspect_data(JsonLines(path), encoder, token_cap=20)
+    found, _ = inspect_data(File(path), encoder, token_cap=20)
     data = tokenize_file(path, encoder)
     learned = "".join(text for flag, text in found.example if flag)
     assert learned == "yes\x1b[2J<|im_end|>\n"

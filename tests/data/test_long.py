@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from odc_triton.data import chat
+from odc_triton.data import chat, json_files
 from odc_triton.data.dataset import DataOptions, tokenize_file
-from odc_triton.data.records import LARGEST_LINE_BYTES, DataError
+from odc_triton.data.json_files import LARGEST_LINE_BYTES
+from odc_triton.data.records import DataError
 from odc_triton.data.tokenizer import TextEncoder
 from tests.support.chats import WRITERS, make_tokenizer
 from tests.support.records import CHARACTERS, samples_of, write_lines
@@ -16,14 +17,21 @@ from tests.support.records import CHARACTERS, samples_of, write_lines
 
 @pytest.mark.parametrize(
     ("begin", "remedy"),
-    [(b'{"text": "', "split its text"), (b'[{"text": "', "write each element of the JSON array on a line")],
+    [
+        (b'{"text": "fine"}\n{"text": "', "line 2: longer than 16 MiB, .*split its text"),
+        (
+            b'[{"text": "',
+            "is a JSON array of more than 0.03125 GiB, which would be read whole; write one",
+        ),
+    ],
 )
-def test_a_line_past_the_bound_is_named_and_not_read_whole(tmp_path, begin, remedy):
+def test_what_is_past_the_bound_is_named_and_not_read_whole(tmp_path, monkeypatch, begin, remedy):
+    monkeypatch.setattr(json_files, "_LARGEST_ARRAY_BYTES", 2**25)
     path = tmp_path / "data.jsonl"
     with open(path, "wb") as file:
-        file.write(b'{"text": "fine"}\n' + begin)
+        file.write(begin)
         file.truncate(50 * 2**30)  # a hole: what is read whole does not fit into memory
-    with pytest.raises(DataError, match=rf"data\.jsonl, line 2: longer than 16 MiB, .*{remedy}"):
+    with pytest.raises(DataError, match=rf"data\.jsonl,? {remedy}"):
         tokenize_file(path, CHARACTERS, DataOptions(too_long="truncate"))
 
 
@@ -53,7 +61,7 @@ def test_what_is_cut_off_is_not_tokenised(tmp_path, too_long):
     )
     encoder, options = replace(CHARACTERS, encode_batch=encode), DataOptions(max_tokens=8, too_long=too_long)
     if too_long == "error":
-        with pytest.raises(DataError, match=r"data\.jsonl, line 1: at least \d+ tokens, more than max_tokens = 8"):
+        with pytest.raises(DataError, match=r"data\.jsonl, line 1: at least \d+ tokens, more than the cap of 8; raise"):
             tokenize_file(path, encoder, options)
     else:
         assert len(tokenize_file(path, encoder, options)) == (3 if too_long == "truncate" else 1)

@@ -12,9 +12,11 @@ import pytest
 
 from odc_triton.data.dataset import DataOptions, tokenize_source
 from odc_triton.data.dataset import TokenizedDataset as Data
+from odc_triton.data.json_files import read_records
 from odc_triton.data.prepared import prepare_data
-from odc_triton.data.records import DataError, read_records, read_rows
-from odc_triton.data.sources import JsonLines, Rows, open_source
+from odc_triton.data.records import DataError
+from odc_triton.data.sources import File, Rows, open_source
+from odc_triton.data.tables import read_rows
 from tests.support.records import CHARACTERS, ENCODER, NEVER, samples_of, write_lines
 
 ROWS = [
@@ -34,7 +36,7 @@ def test_rows_are_read_like_lines(tmp_path):
         DataOptions(batch_records=1),
         lambda *a: calls.append(a),
     )
-    tokenize_source(JsonLines(path), CHARACTERS, tmp_path / "lines.npz")
+    tokenize_source(File(path), CHARACTERS, tmp_path / "lines.npz")
     assert samples_of(Data.load(tmp_path / "rows.npz")) == samples_of(Data.load(tmp_path / "lines.npz"))
     assert calls == [(1, 0.5), (2, 1.0)]
     forms = [record.form for record in read_rows(ROWS, "rows")]
@@ -46,10 +48,10 @@ def test_rows_are_read_like_lines(tmp_path):
     ("rows", "message"),
     [
         ([], "rows has no rows"),
-        ([{"text": "a"}, ["b"]], "rows, row 1: a list, not a JSON object"),
-        ([{"text": None}], "rows, row 0: needs 'text'.*it has no field"),
+        ([{"text": "a"}, ["b"]], "rows, row 1: a list, not an object"),
+        ([{"text": None}], r"rows, row 0: needs 'text'.*it has 'text' \(null\)"),
         ([{3: "a", "x": 1}], "rows, row 0: needs 'text'.*it has '3', 'x'"),
-        ([{"text": b"a"}], "'text' must be a string, not a bytes"),
+        ([{"text": b"a"}], "'text' must be a string, not bytes"),
         ([{"messages": [{"role": "user", "content": "a", "at": object()}]}], "not JSON: Object of type object is not"),
     ],
 )
@@ -72,10 +74,11 @@ def test_names(tmp_path, monkeypatch):
 
 def test_missing_library_is_named(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
+    (tmp_path / "state.json").touch()
     for name, why in (
         ("owner/name:train", "not a local file, so it was taken for a data set on the hub"),
-        (str(tmp_path), "is a folder"),
-        (f"{tmp_path}:test", "is a folder"),
+        (str(tmp_path), "is a data set of `save_to_disk`"),
+        (f"{tmp_path}:test", "is a data set of `save_to_disk`"),
     ):
         with pytest.raises(DataError, match=rf'{why}.*needs the `datasets` library: pip install "odc-triton\[data\]"'):
             open_source(name)
@@ -122,7 +125,8 @@ def test_saved_data_set(library, tmp_path):
         open_source(f"{tmp_path}/both:dev")
     with pytest.raises(DataError, match="is one data set without splits; leave out ':train'"):
         open_source(f"{tmp_path}/one:train")
-    with pytest.raises(DataError, match=r"cannot be read as a data set \(FileNotFoundError"):
+    (tmp_path / "state.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be read as a data set: "):
         open_source(str(tmp_path))
 
     kept = tmp_path / "kept"
@@ -142,4 +146,4 @@ def test_hub_that_is_out_of_reach(library):
     program = "from odc_triton.data.sources import open_source\nopen_source('nobody/nothing:train')"
     offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # read when the library is imported
     done = subprocess.run([sys.executable, "-c", program], env=offline, capture_output=True, text=True, check=False)
-    assert "nobody/nothing:train cannot be read as a data set (" in done.stderr.splitlines()[-1]
+    assert "nobody/nothing:train cannot be read as a data set: " in done.stderr.splitlines()[-1]

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from odc_triton.data.dataset import tokenize_file
-from odc_triton.data.records import DataError, read_records, read_rows
+from odc_triton.data.json_files import read_records
+from odc_triton.data.records import DataError
+from odc_triton.data.tables import read_rows
 from odc_triton.data.tokenizer import TextEncoder
 from tests.data.test_chat import expected
 from tests.support.chats import CHATML, MARKED, Pieces, make_tokenizer

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from odc_triton.balance.pieces import Piece
+from odc_triton.data.order import Mix
 from odc_triton.rl.learned import Learned
 from odc_triton.rl.objective import Denominators, advantages
 from odc_triton.rl.prompts import completion_seed, prompts_of_step, read_prompts
@@ -72,11 +73,11 @@ def test_seeds_differ_and_do_not_change() -> None:
 
 
 def test_every_prompt_once_in_a_pass() -> None:
-    taken = [index for step in range(6) for index in prompts_of_step(9, step, per_step=3, seed=5)]
+    taken = [index for step in range(6) for index in prompts_of_step(Mix((9,)), step, per_step=3, seed=5)]
     assert sorted(taken[:9]) == sorted(taken[9:]) == list(range(9))
     assert taken[:9] not in (taken[9:], list(range(9)))
-    straddling = prompts_of_step(4, 1, per_step=3, seed=5)  # the last of one pass, the first two of the next
-    assert straddling[0] not in prompts_of_step(4, 0, per_step=3, seed=5)
+    straddling = prompts_of_step(Mix((4,)), 1, per_step=3, seed=5)  # the last of one pass, the first two of the next
+    assert straddling[0] not in prompts_of_step(Mix((4,)), 0, per_step=3, seed=5)
 
 
 def test_prompts_of_messages_end_where_the_assistant_begins(tmp_path: Path) -> None:

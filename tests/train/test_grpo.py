@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_triton.balance import CostModel
 from odc_triton.balance.split import deal_split
+from odc_triton.data.order import Mix
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from tests.support import ranks, slow
@@ -42,7 +43,7 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
     from odc_triton.rl.prompts import completion_seed, prompts_of_step, read_prompts
 
     tokenizer = read_tokenizer(wanted.tokenizer)
-    prompts = read_prompts(wanted.data, tokenizer, most_tokens=wanted.token_cap * world)
+    prompts = read_prompts(wanted.data[0], tokenizer, most_tokens=wanted.token_cap * world)
     model = AutoModelForCausalLM.from_pretrained(wanted.model)
     reference = AutoModelForCausalLM.from_pretrained(wanted.model) if wanted.kl else None
     optimizer = torch.optim.SGD(model.parameters(), lr=wanted.lr)
@@ -51,7 +52,7 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
     options = SamplingOptions(temperature=1.0, max_new_tokens=wanted.max_new_tokens, end_tokens=ends)
     losses, lengths = [], []
     for step in range(wanted.steps):
-        chosen = [prompts[i] for i in prompts_of_step(len(prompts), step, per_step=per_step, seed=wanted.seed)]
+        chosen = [prompts[i] for i in prompts_of_step(Mix((len(prompts),)), step, per_step=per_step, seed=wanted.seed)]
         rows, rewards = [], []
         for place, prompt in enumerate(chosen):
             seeds = [completion_seed(wanted.seed, step, place, n) for n in range(wanted.generations)]

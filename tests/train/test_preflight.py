@@ -49,7 +49,7 @@ def started(*_: object, **__: object) -> None:
         ),
         ({"--init": None, "--model": "no-weights"}, "no-weights has neither model.safetensors nor"),
         ({"--tokenizer": "./missing.json"}, "missing.json"),
-        ({"--data": "chats.jsonl"}, "chats.jsonl, line 1: 'messages' need a tokenizer with a chat template"),
+        ({"--data": "chats.jsonl"}, "chats.jsonl, line 1: messages need a tokenizer with a chat template"),
         ({"--data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
         ({"--eval-data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
         ({"--init": "small.json"}, r"made token \d+ and the model has only 50"),

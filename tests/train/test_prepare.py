@@ -68,4 +68,4 @@ def test_it_says_how_far_it_is(
     folder.lock(resume="never")
     sft._tokenize(wanted, sft.load_any_tokenizer(wanted), folder, longest=wanted.token_cap)
     folder.release()
-    assert f"{wanted.data}: 40 records prepared, 100% of the data" in capsys.readouterr().out
+    assert f"{wanted.data[0]}: 40 records prepared, 100% of the data" in capsys.readouterr().out

@@ -69,7 +69,7 @@ def test_contradictions(folder: Path, changes: dict, words: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"token_cap": 40}, "DataError.*more than max_tokens = 80"),
+        ({"token_cap": 40}, "DataError.*more than the cap of 80; raise --token-cap"),
         (
             {"token_cap": 128, "split_tokens": 5},
             "sample 0 has .* over the token_cap of 128, and its pieces",

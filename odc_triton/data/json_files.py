@@ -1,0 +1,154 @@
+"""Files of JSON: one value a line, or one array of them, or a single one over several lines; packed or not.
+
+Line by line memory does not grow with the file. An array is read whole.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import stat
+import zlib
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from .forms import record_of
+from .records import DataError, Record
+
+# While a line is tokenised it takes about a hundred times its size in memory.
+LARGEST_LINE_BYTES = 16 * 2**20
+_LARGEST_ARRAY_BYTES = 2 * 2**30
+ZSTD = b"\x28\xb5\x2f\xfd"
+INSTALL = 'pip install "odc-triton[data]"'
+Value = tuple[int, str, Any, int]  # its number, how errors name it, itself, the byte of the file where it ends
+
+
+def read_records(path: str | os.PathLike) -> Iterator[Record]:
+    """The records of a file of JSON, one at a time. Raises DataError as `read_json` does, and for unusable ones."""
+    for number, where, value, end in read_json(path):
+        yield record_of(where, value, line=number, end=end)
+
+
+def parse_record(where: str, raw: bytes) -> Record:
+    """The record of one line. `where`: how errors name it. Raises DataError."""
+    return record_of(where, _parse(where, raw), line=0, end=len(raw))
+
+
+def read_json(path: str | os.PathLike) -> Iterator[Value]:
+    """The values of a file (UTF-8; blank lines are skipped). Lines are numbered from 1, an array's elements from 0.
+
+    Raises DataError with the file, and the line where there is one, for what is not JSON, for a line of more than
+    `LARGEST_LINE_BYTES`, and for a file without values.
+    """
+    empty = True
+    try:
+        with opened(path) as raw, unpacked(raw, path) as file:
+            for value in _values(os.fspath(path), file, raw):
+                empty = False
+                yield value
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    if empty:
+        raise DataError(f"{path} is empty; it needs at least one JSON object, each on its own line")
+
+
+def opened(path: str | os.PathLike) -> BinaryIO:
+    """A regular file, to read. Raises OSError, and DataError: a pipe would block here, and can't be read twice."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise DataError(f"{path} cannot be read: it is not a regular file")
+    except ValueError as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{path!r} cannot be read: {error}") from error  # a NUL in the path
+    return open(path, "rb")
+
+
+def unpacked(raw: BinaryIO, path: str | os.PathLike) -> BinaryIO:
+    """`raw`, or what it holds if it is packed by gzip, bzip2, xz or zstd. Reading raises what they raise.
+
+    Raises DataError if pyarrow is needed and not installed.
+    """
+    magic = raw.read(6)
+    raw.seek(0)
+    if magic.startswith(b"\x1f\x8b"):
+        return gzip.open(raw)
+    if magic.startswith(b"BZh"):
+        return bz2.open(raw)
+    if magic.startswith(b"\xfd7zXZ"):
+        return lzma.open(raw)
+    if magic.startswith(ZSTD):
+        return io.BufferedReader(import_pyarrow(f"{path} is packed by zstd").CompressedInputStream(raw, "zstd"))
+    return raw
+
+
+def import_pyarrow(why: str) -> Any:
+    """The library. Raises DataError if it is not installed."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError(f"{why}, and that needs the `datasets` library with its pyarrow: {INSTALL}") from error
+    return pyarrow
+
+
+def _values(path: str, file: BinaryIO, raw: BinaryIO) -> Iterator[Value]:
+    end, first = 0, True
+    lines = iter(lambda: file.readline(LARGEST_LINE_BYTES + 1), b"")
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        end += len(line)
+        if not line.strip():
+            continue
+        if first and line.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            content = line + file.read(_LARGEST_ARRAY_BYTES)
+            if len(content) > _LARGEST_ARRAY_BYTES:
+                raise DataError(
+                    f"{path} is a JSON array of more than {_LARGEST_ARRAY_BYTES / 2**30:g} GiB, which would be read "
+                    "whole; write one object a line"
+                )
+            yield from _elements(path, content, os.fstat(raw.fileno()).st_size)
+            return
+        if len(line) > LARGEST_LINE_BYTES:
+            raise DataError(
+                f"{where}: longer than {LARGEST_LINE_BYTES // 2**20} MiB, the limit for one record; split its text "
+                "into several records"
+            )
+        try:
+            value = _parse(where, line)
+        except DataError:
+            if not first:
+                raise
+            line += file.read(LARGEST_LINE_BYTES)
+            try:  # one value over several lines
+                value = json.loads(line.decode("utf-8-sig"))
+            except (ValueError, RecursionError):
+                value = None
+            if value is None:
+                raise
+        first = False
+        yield number, where, value, end if file is raw else raw.tell()
+
+
+def _elements(path: str, content: bytes, size_bytes: int) -> Iterator[Value]:
+    values = _parse(path, content, "a file that begins with '[' must be one JSON array; or write one object a line")
+    for number, value in enumerate(values):
+        yield number, f"{path}, row {number}", value, size_bytes * (number + 1) // len(values)
+
+
+def _parse(where: str, raw: bytes, remedy: str = "every line must hold one whole JSON object") -> Any:
+    try:
+        # utf-8-sig: Windows editors put a byte order mark at the start.
+        return json.loads(raw.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise DataError(
+            f"{where}: not UTF-8 (byte 0x{byte:02x} at {error.start}); convert the file to UTF-8"
+        ) from error
+    except RecursionError as error:
+        raise DataError(f"{where}: not usable JSON: nested too deeply") from error
+    except ValueError as error:
+        raise DataError(f"{where}: not valid JSON: {error}; {remedy}") from error

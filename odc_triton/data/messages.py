@@ -1,0 +1,139 @@
+"""Messages of a conversation, their tool calls, and the tools: checked, and in the form that chat templates take.
+
+    {"role": "user", "content": …}       as OpenAI, transformers and TRL have them
+    {"from": "human", "value": …}        as ShareGPT, LLaMA-Factory and axolotl have them
+
+A list of messages, or of tools, may be written as a string of JSON: CSV and many tables have no lists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+from .records import DataError, kind_of, names_of, string
+
+Message = dict[str, Any]
+# ShareGPT's roles, with LLaMA-Factory's for tools. A function_call is a turn of the assistant.
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+def read_messages(where: str, fields: dict, name: str) -> list[Message]:
+    """The messages in the field `name`, at least one, each with `role` and `content` (or `tool_calls`).
+
+    Raises DataError, which names a message of the field `messages` by its number alone.
+    """
+    messages = _from_json(fields[name])
+    if not isinstance(messages, list) or not messages:
+        what = "an empty list" if messages == [] else kind_of(messages)
+        raise DataError(f"{where}: {name!r} must be a list of at least one message, not {what}")
+    prefix = "" if name == "messages" else f"{name!r}, "
+    return [_message(f"{where}: {prefix}message {number}", each) for number, each in enumerate(messages)]
+
+
+def read_tools(where: str, fields: dict) -> list[dict[str, Any]] | None:
+    """The field `tools`; None if it is missing or empty. Raises DataError."""
+    tools = _from_json(fields.get("tools"))
+    if tools is None or tools in ([], ""):
+        return None
+    tools = [_from_json(each) for each in tools] if isinstance(tools, list) else tools
+    if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+        raise DataError(
+            f"{where}: 'tools' must be a list of objects, the functions' JSON schemas, or the JSON of one, not "
+            f"{ascii(tools)[:60]}"
+        )
+    _check_json(f"{where}: 'tools'", tools)
+    return tools
+
+
+def with_system(where: str, fields: dict, messages: list[Message]) -> list[Message]:
+    """ShareGPT's field `system`, if it has any text, as the first message. Raises DataError if there are two."""
+    if fields.get("system") in (None, ""):
+        return messages
+    system = string(where, fields, "system")
+    if messages[0]["role"] == "system":
+        raise DataError(f"{where}: has 'system' and a first message of the system; keep one of them")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _message(here: str, message: Any) -> Message:
+    if not isinstance(message, dict):
+        raise DataError(f"{here} is {kind_of(message)}, not an object with 'role' and 'content'")
+    if "role" not in message and {"from", "value"} <= message.keys():
+        message = _of_sharegpt(here, message)
+    calls = message.get("role") in ("assistant", "gpt") and message.get("tool_calls")
+    for name in ("role", "content"):
+        if message.get(name) is None:
+            if name == "content" and calls:
+                continue
+            raise DataError(f"{here} needs 'role' and 'content', or 'from' and 'value'; it has {names_of(message)}")
+        string(here, message, name)
+    # The template may use other fields: reasoning, tool calls, a name.
+    if not message.keys() <= {"role", "content"}:
+        _check_json(f"{here} has another field than 'role' and 'content' that", message)
+    checked = {name: value for name, value in message.items() if value is not None}
+    if message["role"] in ("human", "gpt"):  # which no template knows; it knows its other roles itself
+        checked["role"] = _ROLES[message["role"]]
+    if calls:
+        checked["tool_calls"] = _with_objects(calls)
+    return checked
+
+
+def _of_sharegpt(here: str, message: Message) -> Message:
+    given, value = string(here, message, "from"), string(here, message, "value")
+    if given not in _ROLES:
+        raise DataError(f"{here} is from {given!r}; write one of {', '.join(_ROLES)}")
+    others = {name: each for name, each in message.items() if name not in ("from", "value")}
+    if given == "function_call":
+        return {"role": "assistant", "content": None, "tool_calls": _calls(here, value), **others}
+    return {"role": _ROLES[given], "content": value, **others}
+
+
+def _calls(here: str, value: str) -> list[dict[str, Any]]:
+    """OpenAI's calls, from LLaMA-Factory's string of JSON: one call, or a list of them."""
+    calls = _from_json(value)
+    calls = [calls] if isinstance(calls, dict) else calls
+    if not isinstance(calls, list) or not all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls):
+        raise DataError(
+            f"{here} is a function_call, whose 'value' must be the JSON of an object with 'name' and 'arguments', or "
+            f"of a list of them, not {ascii(value)[:60]}"
+        )
+    return [{"type": "function", "function": call} for call in calls]
+
+
+def _with_objects(calls: Any) -> Any:
+    """Calls whose `arguments` are objects, as templates want them; OpenAI's format has a string of JSON."""
+    if isinstance(calls, list):
+        return [_with_objects(each) for each in calls]
+    if not isinstance(calls, dict):
+        return calls
+    calls = {name: _with_objects(value) if name == "function" else value for name, value in calls.items()}
+    if isinstance(arguments := _from_json(calls.get("arguments")), dict):
+        calls["arguments"] = arguments
+    return calls
+
+
+def _from_json(value: Any) -> Any:
+    """What a string of JSON holds; any other value as it is."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
+
+
+def _check_json(what: str, value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        reason = str(error).encode("ascii", "backslashreplace").decode()
+        raise DataError(f"{what} is not JSON: {reason}; leave it out") from error

@@ -1,0 +1,72 @@
+"""The order of an epoch's samples: one shuffle of what it takes of each data set."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+
+
+def shuffled(count: int, seed: str) -> list[int]:
+    """0 to `count` - 1 in an order that follows from `seed`, the same in every Python."""
+    generator = random.Random(seed)  # of which only `random` is promised to stay; `shuffle` is not
+    keys = [generator.random() for _ in range(count)]
+    return sorted(range(count), key=keys.__getitem__)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """How often an epoch takes each sample of several data sets.
+
+    With weight 2 an epoch takes every sample of the set twice. With weight 0.5 it takes half of them, and the next
+    epoch the other half: a set has an order of its own, in which each epoch goes on where the last one stopped, and
+    from whose end it goes on at its beginning. So all epochs take as many, and after any number of them the samples
+    of a set differ by at most one in how often they were taken.
+
+    Samples are numbered one set after the other. A set whose samples an epoch takes more than once is numbered as
+    often, `copies`, so that no number comes twice in an epoch: packs and pieces of samples are known by numbers.
+
+    Raises ValueError for weights that don't fit the sets, are not positive, or take nothing.
+    """
+
+    sizes: tuple[int, ...]  # samples of each set
+    weights: tuple[float, ...] = ()  # by default 1 for each set
+    taken: tuple[int, ...] = field(init=False)  # samples of each set in an epoch
+    copies: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        weights = self.weights or (1.0,) * len(self.sizes)
+        if len(weights) != len(self.sizes):
+            raise ValueError(f"there are {len(weights)} weights and {len(self.sizes)} data sets: give one for each set")
+        for weight in weights:
+            if not 0 < weight < math.inf:
+                raise ValueError(f"a data set's weight is {weight}; it must be positive and finite")
+        taken = tuple(math.floor(weight * size + 0.5) for weight, size in zip(weights, self.sizes, strict=True))
+        for weight, size, count in zip(weights, self.sizes, taken, strict=True):
+            if not count:
+                raise ValueError(f"weight {weight} of a data set of {size} samples takes none in an epoch: raise it")
+        object.__setattr__(self, "weights", weights)
+        object.__setattr__(self, "taken", taken)
+        object.__setattr__(self, "copies", tuple(-(-n // size) for n, size in zip(taken, self.sizes, strict=True)))
+
+    def __len__(self) -> int:
+        """Samples in an epoch."""
+        return sum(self.taken)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers samples have, copies included."""
+        return sum(size * copies for size, copies in zip(self.sizes, self.copies, strict=True))
+
+    def order(self, epoch: int, seed: str) -> list[int]:
+        """The numbers of the samples that an epoch takes, from 0."""
+        chosen: list[int] = []
+        begin = 0
+        for place, (size, count, copies) in enumerate(zip(self.sizes, self.taken, self.copies, strict=True)):
+            whole, rest = divmod(count, size)
+            chosen += range(begin, begin + whole * size)
+            if rest:
+                own = shuffled(size, f"{seed} set {place}")
+                chosen += (begin + whole * size + own[(epoch * rest + each) % size] for each in range(rest))
+            begin += copies * size
+        return [chosen[place] for place in shuffled(len(chosen), f"{seed} {epoch}")]

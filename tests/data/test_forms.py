@@ -1,0 +1,169 @@
+"""Forms of records: what each becomes, what is learned of it, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from odc_triton.data.dataset import tokenize_file
+from odc_triton.data.forms import record_of
+from odc_triton.data.records import DataError
+from odc_triton.data.tokenizer import TextEncoder
+from tests.data.test_chat import expected
+from tests.support.chats import LLAMA, THINKING, WRITERS, make_tokenizer
+from tests.support.records import samples_of, write_lines
+
+ASK, SAY = {"role": "user", "content": "why"}, {"role": "assistant", "content": "yes"}
+SYSTEM = {"role": "system", "content": "be kind"}
+FROM = [{"from": "human", "value": "why"}, {"from": "gpt", "value": "yes"}]
+TOOL = {"name": "add", "parameters": {"type": "object"}}
+CALL = {"name": "add", "arguments": {"a": 1}}
+CALLS = {"role": "assistant", "tool_calls": [{"type": "function", "function": CALL}]}
+
+
+def read(fields: object):
+    return record_of("data, line 1", fields, line=1, end=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "form", "prompt", "completion"),
+    [
+        ({"text": "a"}, "text", None, "a"),
+        ({"text": "a", "prompt": None, "messages": None}, "text", None, "a"),
+        ({"prompt": "a", "completion": "b"}, "prompt and completion", "a", "b"),
+        ({"instruction": "add", "input": "1", "output": "2"}, "Alpaca", "add\n\n1", "2"),
+        ({"instruction": "say", "input": "", "output": "é"}, "Alpaca", "say", "é"),
+        ({"instruction": "say", "output": "é", "system": "", "history": []}, "Alpaca", "say", "é"),
+        ({"instruction": "a", "input": None, "output": "b", "text": "### a: b", "prompt": "a"}, "Alpaca", "a", "b"),
+    ],
+)
+def test_text(fields, form, prompt, completion):
+    record = read(fields)
+    assert (record.form, record.prompt, record.completion, record.messages) == (form, prompt, completion, None)
+    assert record.characters == len(prompt or "") + len(completion)
+
+
+@pytest.mark.parametrize(
+    ("fields", "messages", "learned_from", "tools"),
+    [
+        ({"messages": [ASK, SAY]}, [ASK, SAY], 0, None),
+        ({"messages": [ASK, SAY], "prompt": "why"}, [ASK, SAY], 0, None),
+        ({"messages": json.dumps([ASK, SAY])}, [ASK, SAY], 0, None),
+        ({"messages": FROM}, [ASK, SAY], 0, None),
+        ({"messages": [{"role": "human", "content": "why"}, {"role": "gpt", "content": "yes"}]}, [ASK, SAY], 0, None),
+        ({"messages": [{**ASK, "role": "developer"}, SAY]}, [{**ASK, "role": "developer"}, SAY], 0, None),
+        ({"conversations": FROM}, [ASK, SAY], 0, None),
+        ({"conversations": [ASK, SAY]}, [ASK, SAY], 0, None),
+        ({"conversations": json.dumps(FROM), "system": "be kind"}, [SYSTEM, ASK, SAY], 0, None),
+        ({"conversations": [{"from": "system", "value": "be kind"}, *FROM], "system": ""}, [SYSTEM, ASK, SAY], 0, None),
+        ({"conversations": [{**FROM[0], "weight": 0}, FROM[1]]}, [{**ASK, "weight": 0}, SAY], 0, None),
+        (
+            {
+                "conversations": [
+                    FROM[0],
+                    {"from": "function_call", "value": json.dumps(CALL)},
+                    {"from": "observation", "value": "1"},
+                    {"from": "function_call", "value": json.dumps([CALL, {**CALL, "arguments": '{"a": 1}'}])},
+                    {"from": "tool", "value": "2"},
+                    FROM[1],
+                ],
+                "tools": json.dumps([TOOL]),
+            },
+            [
+                ASK,
+                CALLS,
+                {"role": "tool", "content": "1"},
+                {**CALLS, "tool_calls": CALLS["tool_calls"] * 2},
+                {"role": "tool", "content": "2"},
+                SAY,
+            ],
+            0,
+            [TOOL],
+        ),
+        ({"prompt": [SYSTEM, ASK], "completion": [SAY]}, [SYSTEM, ASK, SAY], 2, None),
+        ({"prompt": [ASK, SAY, ASK], "completion": [SAY, ASK, SAY]}, [ASK, SAY] * 3, 3, None),
+        ({"prompt": FROM[:1], "completion": FROM[1:], "tools": [TOOL]}, [ASK, SAY], 1, [TOOL]),
+        ({"messages": [ASK, SAY], "tools": "[]"}, [ASK, SAY], 0, None),
+        ({"messages": [ASK, SAY], "tools": ""}, [ASK, SAY], 0, None),
+        ({"messages": [ASK, SAY], "tools": [json.dumps(TOOL)]}, [ASK, SAY], 0, [TOOL]),
+    ],
+)
+def test_messages(fields, messages, learned_from, tools):
+    record = read(fields)
+    assert (record.messages, record.learned_from, record.tools) == (messages, learned_from, tools)
+    assert (record.prompt, record.completion) == (None, "")
+    listed = "prompt and completion as messages"
+    assert record.form == next(name for name in fields if name in ("messages", "conversations", "prompt")).replace(
+        "prompt", listed
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text": "a", "conversations": FROM}, "has 'text' and also 'conversations'; keep one form"),
+        ({"messages": [ASK], "conversations": FROM}, "has 'messages' and also 'conversations'; keep one form"),
+        ({"conversations": FROM, "instruction": "a", "output": "b"}, "'conversations' and also 'instruction' and"),
+        ({"instruction": "a", "input": "b"}, r"needs .*'output' \(Alpaca\); it has 'instruction', 'input'"),
+        ({"instruction": "a", "output": 4}, "'output' must be a string, not a number"),
+        ({"instruction": "a", "output": "b", "input": ["c"]}, "'input' must be a string, not a list"),
+        ({"instruction": "a", "output": "b", "system": "c"}, "has 'system' next to 'instruction'.*as 'messages'"),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]}, "has 'history' next to 'instruction'"),
+        ({"conversations": []}, "'conversations' must be a list of at least one message, not an empty list"),
+        ({"conversations": "hello"}, "'conversations' must be a list of at least one message, not a string"),
+        ({"conversations": [{"from": "bot", "value": "a"}]}, "'conversations', message 0 is from 'bot'; write one of"),
+        ({"conversations": [FROM[0], {"from": "gpt"}]}, "message 1 needs .*'from' and 'value'; it has 'from'"),
+        ({"conversations": [{"from": "gpt", "value": None}]}, "message 0: 'value' must be a string, not null"),
+        ({"conversations": [{"from": "function_call", "value": "add(1)"}]}, "a function_call, whose .*not 'add"),
+        ({"conversations": [{"from": "function_call", "value": "{}"}]}, "a function_call, whose 'value' must be"),
+        ({"conversations": [{"from": "system", "value": "a"}, *FROM], "system": "b"}, "keep one of them"),
+        ({"conversations": FROM, "system": 3}, "'system' must be a string, not a number"),
+        ({"prompt": "a", "completion": [SAY]}, "'completion' is a list and 'prompt' is a string; give both as text"),
+        ({"prompt": [ASK], "completion": "a"}, "'prompt' is a list and 'completion' is a string"),
+        ({"prompt": [], "completion": [SAY]}, "'prompt' must be a list of at least one message, not an empty"),
+        ({"prompt": [ASK], "completion": ["yes"]}, "'completion', message 0 is a string, not an object"),
+        ({"prompt": True, "completion": "a"}, "'prompt' must be a string, not true or false"),
+        ({"messages": [ASK, SAY], "tools": "add"}, "'tools' must be a list of objects.*not 'add'"),
+        ({"messages": [ASK, SAY], "tools": '[{"a": 1}'}, "'tools' must be a list of objects"),
+    ],
+)
+def test_refused(fields, message):
+    with pytest.raises(DataError, match=f"data, line 1: .*{message}") as caught:
+        read(fields)
+    assert not any(word in str(caught.value) for word in ("NoneType", "dict", "a str,", "DataError"))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_of_a_prompt_and_completion_the_completions_turns_are_learned(tmp_path, name):
+    """By prefixes and by marks; against what the template writes, in plain Python."""
+    template, write = WRITERS[name]
+    tokenizer = make_tokenizer(template)
+    talk = [ASK, SAY, {"role": "user", "content": "and"}, {"role": "assistant", "content": "no"}, ASK, SAY]
+    records = [{"prompt": talk[:at], "completion": talk[at:]} for at in (1, 2, 3, 5)]
+    wanted = []
+    for record in records:
+        known = len(write(record["prompt"]))
+        pieces = [(text, learned and at >= known) for at, (text, learned) in enumerate(write(talk))]
+        wanted.append(expected(tokenizer, pieces)[:2])
+    found = samples_of(tokenize_file(write_lines(tmp_path / "data.jsonl", *records), TextEncoder.of(tokenizer)))
+    assert found == wanted
+    assert len({tuple(labels) for _, labels in found}) == 3  # (2, 3): only a turn of the user is between them
+
+
+def test_turns_before_the_completion_need_not_be_learnable(tmp_path):
+    """A prompt may begin with the assistant, and its reasoning may be left out later: neither is learned."""
+    tokenizer = make_tokenizer(THINKING)
+    said = {"role": "assistant", "content": "hm</think>yes"}
+    talk = {"prompt": [said, ASK], "completion": [said]}
+    path = write_lines(tmp_path / "data.jsonl", talk)
+    (sample,) = samples_of(tokenize_file(path, TextEncoder.of(tokenizer)))
+    assert tokenizer.decode([label for label in sample[1] if label != -100]) == "hm</think>yes<|im_end|>"
+    with pytest.raises(DataError, match="line 1: the conversation begins with the assistant"):
+        tokenize_file(write_lines(path, {"messages": [said, ASK, said]}), TextEncoder.of(tokenizer))
+
+
+def test_a_completion_without_the_assistant_has_nothing_to_learn(tmp_path):
+    path = write_lines(tmp_path / "data.jsonl", {"prompt": [ASK, SAY], "completion": [ASK]}, {"text": "fine"})
+    summary = tokenize_file(path, TextEncoder.of(make_tokenizer(LLAMA))).summary
+    assert (summary.samples, summary.dropped_no_target) == (1, 1)
