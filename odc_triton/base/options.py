@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Options = TypeVar("Options")
+_METAVARS = {str: "TEXT", int: "N", float: "X"}
 REQUIRED: Any = MISSING  # the default of an option that must be given
 
 
@@ -65,10 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser, kind: type, *, config: bool =
             group = groups.get(title) or groups.setdefault(title, parser.add_argument_group(title))
         if is_required(entry):
             text += " (required)"
-        else:
-            text += " (default: none)" if entry.default in (None, ()) else f" (default: {entry.default})"
+        elif entry.default not in (None, ()):
+            text += f" (default: {_in_words(entry.default)})"
         settings: dict[str, Any] = {"help": text.replace("%", "%%"), "default": argparse.SUPPRESS}
         group.add_argument(flag(entry.name), **settings, **_how(hints[entry.name]))
+
+
+def _in_words(default: Any) -> str:
+    return {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
 
 
 def _how(hint: Any) -> dict[str, Any]:
@@ -80,7 +85,7 @@ def _how(hint: Any) -> dict[str, Any]:
         return _how(typing.get_args(hint)[0]) | {"action": "append"}
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
-    return {"type": hint, "metavar": hint.__name__.upper()}
+    return {"type": hint, "metavar": _METAVARS[hint]}
 
 
 def flag(name: str) -> str:

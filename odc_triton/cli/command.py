@@ -319,7 +319,7 @@ def _takes_ranks(
     parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[int, Options], int], *, config: bool = False
 ) -> None:
     text = "processes to start on this machine (default: 1)"
-    parser.add_argument("--ranks", type=int, default=argparse.SUPPRESS, help=text)
+    parser.add_argument("--ranks", type=int, metavar="N", default=argparse.SUPPRESS, help=text)
     _takes(parser, kind, run, config=config, ranks=1)
 
 

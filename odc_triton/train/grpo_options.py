@@ -24,39 +24,59 @@ class GrpoOptions(RunOptions):
     balance: Literal["mini", "queue"] = option(
         "mini", "how completions are dealt to the ranks; queue: at run time, for ranks that are not equally fast"
     )
+    steps: int | None = option(None, "steps, each with a rollout; by default one pass over the prompts", group="Steps")
+    lr: float = option(1e-6, "peak learning rate; Muon's is scaled to match AdamW's")
+
+    prompts_per_rank: int = option(4, "prompts per rank and step, on average", group="Steps")
+    generations: int = option(8, "completions of each prompt")
+    iterations: int = option(1, "optimizer steps on each rollout")
+    drop_long: bool = option(False, "leave out prompts that don't fit --token-cap together with their completions")
+    pass_reward: float = option(
+        1.0, "in evaluation, greedy, a prompt is passed with at least this reward", group="Evaluation"
+    )
+
     reward: tuple[str, ...] = option(
-        REQUIRED, "module:function of a reward f(prompts, completions, **columns) -> numbers; repeatable"
+        REQUIRED,
+        "module:function of a reward f(prompts, completions, **columns) -> numbers; repeatable",
+        group="Rewards",
     )
     reward_weight: tuple[float, ...] = option((), "weight of each --reward, in their order; repeatable; 1 by default")
     reward_timeout_s: float = option(60.0, "seconds that a reward function may take for one batch of completions")
-    steps: int | None = option(None, "steps, each with a rollout; by default one pass over the prompts")
-    prompts_per_rank: int = option(4, "prompts per rank and step, on average")
-    generations: int = option(8, "completions of each prompt")
-    max_new_tokens: int = option(512, "most tokens of a completion")
+    scale_rewards: Literal["group", "batch", "none"] = option(
+        "group", "divide advantages by the standard deviation of a prompt's rewards, of all rewards, or not"
+    )
+
+    max_new_tokens: int = option(512, "most tokens of a completion", group="Rollout")
     temperature: float = option(1.0, "of sampling")
     decode_at_once: int = option(64, "most completions that a rank decodes together; fewer even out the ranks")
     hold_weights: bool = option(
         False, "on a GPU: keep whole weights during a rollout, instead of gathering for each token"
     )
     engine: Literal["transformers", "vllm-server", "vllm-colocate"] = option(
-        "transformers", "what samples: the sharded model itself, or vLLM, which gets the weights before each rollout"
+        "transformers",
+        "what samples. transformers: the sharded model itself; vllm-server: a running vLLM; vllm-colocate: a vLLM on "
+        "the ranks' own GPUs. vLLM gets the weights before each rollout",
     )
     vllm_server: str | None = option(None, "address of a running vLLM server, such as http://127.0.0.1:8000")
     vllm_memory: float = option(0.3, "with vllm-colocate: the part of a GPU's memory that vLLM takes")
     importance: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = option(
-        "sequence_mask", "with vLLM: whose ratio of the policy's to vLLM's probability corrects the loss, and how"
+        "sequence_mask",
+        "with vLLM: the ratio of the policy's to vLLM's probability, of each token or of the whole completion, "
+        "corrects the loss; above the cap it is cut (truncate), or the loss is 0 (mask)",
     )
-    importance_cap: float = option(3.0, "with vLLM: the largest such ratio; above it, it is cut, or the loss is 0")
-    loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = option("dapo", "as TRL calls them; docs/grpo.md")
+    importance_cap: float = option(3.0, "with vLLM: the largest such ratio")
+
+    loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = option(
+        "dapo",
+        "dapo: mean over all tokens; grpo: over each completion's, then over completions; dr_grpo: over as many tokens "
+        "as there may be; gspo: as grpo, by the ratio of whole completions; cispo: as dapo, with a clipped ratio as "
+        "weight. All are TRL's",
+        group="Loss",
+    )
     clip: float = option(0.2, "how far a ratio may fall below 1 before it is clipped")
     clip_high: float | None = option(None, "how far it may rise above 1: by default --clip; cispo: its largest ratio")
     kl: float = option(0.0, "weight of the divergence from the model at the start; 0: no reference model")
-    scale_rewards: Literal["group", "batch", "none"] = option("group", "whose standard deviation divides rewards")
-    iterations: int = option(1, "optimizer steps on each rollout")
     mask_truncated: bool = option(False, "learn nothing from completions that were cut at --max-new-tokens")
-    drop_long: bool = option(False, "leave out prompts that don't fit --token-cap together with their completions")
-    pass_reward: float = option(1.0, "in evaluation, greedy, a prompt is passed with at least this reward")
-    lr: float = option(1e-6, "peak learning rate; Muon's is scaled to match AdamW's")
 
     job: ClassVar[str] = "grpo"
     per_rank: ClassVar[str] = "prompts_per_rank"

@@ -21,24 +21,29 @@ class RunOptions:
         (), "how often an epoch takes each sample of each --data, in their order; repeatable; 1 by default"
     )
     out: str = option(REQUIRED, "folder for metrics, checkpoints, report and the trained model")
-    model: str | None = option(None, "a transformers causal LM: local folder or hub id")
+    model: str | None = option(None, "a transformers causal LM: local folder or hub id; this or --init is required")
     init: str | None = option(None, "config.json of a model to start with random weights, instead of --model")
     tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default the model's")
-    steps: int | None = option(None, "optimizer steps")
-    token_cap: int = option(4096, "most tokens in one pack, which is one microbatch")
-    eval_data: str | None = option(None, "what to evaluate on, in the same forms as --data")
-    eval_every: int = option(0, "steps between evaluations, besides the one at the end; 0: only at the end")
-    eval_samples: int = option(0, "held-out samples to complete, greedily, at each evaluation: into samples.jsonl")
-    report_to: tuple[TrackerName, ...] = option((), "tell a tracker each step's metrics; repeatable")
-    run_name: str | None = option(None, "the run's name there; by default that of the folder --out")
-    project: str | None = option(None, "its project in wandb and trackio; by default WANDB_PROJECT, or odc-triton")
+
+    steps: int | None = option(None, "optimizer steps", group="Steps")
+    token_cap: int = option(4096, "most tokens in one pack, which is one microbatch; decides on the memory needed")
     balance: Literal["mini", "queue", "micro", "global", "local"] = option(
-        "mini", "how samples are dealt to the ranks; queue: at run time, for ranks that are not equally fast"
+        "mini",
+        "how a step's samples are dealt to the ranks. mini: as much work for each, in as many packs as it needs. "
+        "queue: the same packs, taken at run time, for ranks that are not equally fast. To compare with FSDP, as many "
+        "packs on each rank: micro, as many samples too; global, packs of alike cost; local, one sample a pack",
     )
     split_sequences: bool = option(False, "cut the longest samples over ranks: for few long samples per rank")
     split_tokens: int = option(0, "tokens per rank that others may read; 0: about 0.4 of the longest sample")
+    replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
+    seed: int = option(0, "seed for the order of the data, dropout and random weights")
+    timeout_minutes: float = option(30.0, "minutes that a live rank may be late; a dead one is named in seconds")
+
     optimizer: Literal["adamw", "adamw_plain", "adamw_foreach", "adamw_fused", "sgd", "muon"] = option(
-        "adamw", "adamw: as torch chooses; sgd: without momentum; muon: the matrices of blocks, the rest by AdamW"
+        "adamw",
+        "adamw: as torch chooses of the next three, which differ in speed and memory; sgd: without momentum; "
+        "muon: the matrices of blocks, the rest by AdamW",
+        group="Optimizer",
     )
     lr: float = option(1e-5, "peak learning rate; Muon's is scaled to match AdamW's")
     schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
@@ -50,7 +55,10 @@ class RunOptions:
     weight_decay: float = option(0.0, "the optimizer's weight decay")
     clip_norm: float = option(1.0, "largest norm of the whole gradient; a larger one is scaled down")
     max_skipped: int = option(10, "steps to skip for a loss or gradient that is not finite; more are an error")
-    lora_rank: int = option(0, "train low-rank adapters of this rank only (needs peft); 0: the whole model")
+
+    lora_rank: int = option(
+        0, "train low-rank adapters of this rank only (needs peft); 0: the whole model", group="What is computed"
+    )
     lora_alpha: float | None = option(None, "adapters are scaled by alpha / rank; by default twice the rank")
     lora_targets: str = option("all-linear", "layers with adapters: names separated by commas")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute; masters and sums of gradients are fp32")
@@ -58,7 +66,12 @@ class RunOptions:
     gradient_checkpointing: bool = option(False, "recompute activations in backward: less memory, more time")
     replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
     fused_head: bool = option(False, "never compute whole logits: less memory, a little more time")
-    checkpoint_every: int = option(0, "steps between checkpoints; 0: none by steps")
+
+    eval_data: str | None = option(None, "what to evaluate on, in the same forms as --data", group="Evaluation")
+    eval_every: int = option(0, "steps between evaluations, besides the one at the end; 0: only at the end")
+    eval_samples: int = option(0, "held-out samples to complete, greedily, at each evaluation: into samples.jsonl")
+
+    checkpoint_every: int = option(0, "steps between checkpoints; 0: none by steps", group="Checkpoints")
     checkpoint_minutes: float = option(0.0, "minutes between checkpoints; 0: none by time")
     checkpoint_background: bool | None = option(
         None,
@@ -66,9 +79,12 @@ class RunOptions:
     )
     keep: int = option(2, "newest checkpoints to keep")
     resume: str = option("never", "never, auto (continue the run in --out, if there is one), or a checkpoint folder")
-    replicas: int | None = option(None, "copies of the model, each on ranks of one host; by default one per host")
-    seed: int = option(0, "seed for the order of the data, dropout and random weights")
-    timeout_minutes: float = option(30.0, "minutes that a live rank may be late; a dead one is named in seconds")
+
+    report_to: tuple[TrackerName, ...] = option(
+        (), "tell a tracker each step's metrics; repeatable", group="Watching the run"
+    )
+    run_name: str | None = option(None, "the run's name there; by default that of the folder --out")
+    project: str | None = option(None, "its project in wandb and trackio; by default WANDB_PROJECT, or odc-triton")
 
     # These affect neither what is learned nor when, so a resumed run may change them.
     free: ClassVar[frozenset[str]] = frozenset(

@@ -17,12 +17,12 @@ class SftOptions(RunOptions):
         REQUIRED,
         "a file (JSON lines, JSON, Parquet, CSV, Arrow), a folder of them or a hub id; repeatable; docs/data.md",
     )
-    steps: int | None = option(None, "optimizer steps; instead of --epochs")
-    epochs: float | None = option(None, "passes over the data, instead of --steps; 1 if neither is given")
+    steps: int | None = option(None, "optimizer steps; instead of --epochs", group="Steps")
+    epochs: float | None = option(None, "passes over the data; 1 if neither this nor --steps is given", group="Steps")
     samples_per_rank: int = option(16, "samples per rank and optimizer step, on average")
     truncate: bool = option(False, "cut samples longer than --token-cap; without it they are an error")
     drop_long: bool = option(False, "leave samples longer than --token-cap out")
-    eval_fraction: float = option(0.0, "fraction of --data to evaluate on instead of learning it")
+    eval_fraction: float = option(0.0, "fraction of --data to evaluate on, not to learn", group="Evaluation")
     eval_sample_tokens: int = option(64, "most tokens of each of --eval-samples")
 
     job: ClassVar[str] = "sft"
