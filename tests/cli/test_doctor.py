@@ -56,7 +56,7 @@ def test_a_machine_without_a_gpu_is_fine() -> None:
             "untested: triton 3.8.0 (tested: 3.6, 3.7, 3.9)",
         ),
         ({"transformers": "5.30.0"}, NOTE, "versions", "untested: transformers 5.30.0"),
-        ({"python": "3.10.4"}, NOTE, "versions", "untested: python 3.10.4 (tested: 3.11, 3.12)"),
+        ({"python": "3.14.1"}, NOTE, "versions", "untested: python 3.14.1 (tested: 3.10, 3.11, 3.12, 3.13)"),
         ({"symmetric_memory_error": "no such module"}, PROBLEM, "symm. memory", "can't be imported: no such module"),
         ({"architectures": ("sm_70", "sm_80")}, PROBLEM, "torch", "no kernels for GPU0, compute capability 9.0"),
     ],

@@ -13,7 +13,7 @@ _OLDEST_TORCH = (2, 11)
 _TRITON = ((3, 6), (3, 10))  # from, and below
 # Versions that the tests have run with: constraints*.txt, and README's table.
 TESTED = {
-    "python": ((3, 11), (3, 12)),
+    "python": ((3, 10), (3, 11), (3, 12), (3, 13)),
     "torch": ((2, 11), (2, 13), (2, 15)),
     "triton": ((3, 6), (3, 7), (3, 9)),
     "transformers": ((5, 17), (5, 23)),
