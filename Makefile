@@ -28,6 +28,10 @@ PAIRS ?= 3.10-2.11 3.11-2.13 3.13-2.15
 test-matrix:
 	tests/matrix $(PAIRS)
 
+# What models and features do, as tests show it: docs/tables.
+tables: venv
+	$(BIN)/python -m pytest -q tests/tables --write-tables docs/tables
+
 # Machine code of every kernel for every architecture, by three tritons that are supported; needs no GPU.
 OTHER_TRITONS := out/triton-3.6.0 out/triton-3.9.0
 aot: venv $(OTHER_TRITONS:%=%/triton/__init__.py)

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,18 @@ pytest.register_assert_rewrite("tests.support")
 from tests.support import place as place  # noqa: E402
 
 os.environ["ODC_TUNED"] = "off"  # what the tests measure must not depend on what was tuned here
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-tables", metavar="FOLDER", help="write the tables that tests/tables shows to be right")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if folder := config.getoption("--write-tables"):
+        from tests.support.tables import TableWriter
+        from tests.tables import TABLES
+
+        config.pluginmanager.register(TableWriter(Path(folder), TABLES))
 
 
 @pytest.fixture(autouse=True)

@@ -132,7 +132,7 @@ def packed_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     side = getattr(module, "_odc_split", None)
     if hasattr(side, "note"):  # `enable_split` looks
-        side.note(module, key, value)
+        side.note(module, key, value, pieces)
     has_pieces = pieces is not None and any(piece is not None for piece in pieces)
     if has_pieces and not (causal and attention_mask is None and batch == 1 and length == key.shape[2]):
         raise ValueError(f"{type(module).__name__} was given pieces of samples with a mask, a cache or no causality")

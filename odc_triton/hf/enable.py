@@ -46,7 +46,8 @@ class _Seen:
         same = self.document[:, None] == self.document[None, :]
         expected = same & (behind >= 0)
         if (window := kwargs.get("local_size")) is not None:
-            self.mask_windows.add(window)
+            if window > 0:  # else no layer can use it: not even a token itself would be seen
+                self.mask_windows.add(window)
             expected &= behind < window
         library = sdpa_mask(**kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
         # Only within documents: some models (GPT-OSS) make masks that join a pack's documents, ours to part.

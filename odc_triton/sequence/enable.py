@@ -31,8 +31,8 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     made with `split=True`. A forward of two tokens finds out which layers attend, and how wide.
 
     Raises TypeError for a model that is not sharded, ValueError for `tokens` below 1, NotImplementedError for what
-    can't be split (replicas, compiled blocks, attention that is not `enable_packing`'s, rotary frequencies that
-    depend on the pack), RanksDiffer if arguments differ.
+    can't be split (replicas, compiled blocks, attention that is not `enable_packing`'s or is not told of pieces,
+    rotary frequencies that depend on the pack), RanksDiffer if arguments differ.
     """
     engine = engine_of(model)
     if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
@@ -122,7 +122,12 @@ class _Recorder:
     def __init__(self) -> None:
         self.seen: dict[nn.Module, LayerShape] = {}
 
-    def note(self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def note(self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, pieces: object) -> None:
+        if pieces is None:
+            raise NotImplementedError(
+                f"{type(module).__name__} is not told which documents are pieces of samples, as its model drops arguments "
+                f"that it does not know: train it on whole samples"
+            )
         shape = LayerShape(
             heads=keys.shape[1],
             key_width=keys.shape[-1],
@@ -142,6 +147,7 @@ def _layers(model: nn.Module) -> list[tuple[nn.Module, LayerShape]]:
     inputs: dict[str, Any] = {
         "input_ids": torch.zeros(1, 2, dtype=torch.long, device=device),
         "position_ids": torch.arange(2, device=device)[None],
+        "pieces": [None],
         "use_cache": False,
     }
     training = [module for module in model.modules() if module.training]

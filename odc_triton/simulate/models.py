@@ -73,6 +73,11 @@ _TOLD = {
         "first_k_dense_replace",
     ),
 }
+# Dense families whose MLPs have two matrices; in the others they are gated and have three.
+_TWO_MATRICES = ("gpt_neox", "nemotron", "phi", "starcoder2")
+# Sizes under other names than `Decoder.of` reads, which would take defaults in their place.
+_OTHER_NAMES = ("bloom", "falcon", "gpt2", "mpt", "opt")
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 _GENERATES = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 
 
@@ -125,15 +130,17 @@ class Model:
 
     @classmethod
     def from_config(cls, config: Any, *, name: str) -> Model:
-        """A decoder with gated MLPs. Norms and biases are left out of the sizes (less than 0.1%).
+        """A decoder of attention and MLPs. Norms and biases are left out of the sizes (less than 0.1%).
 
         Raises what `CostModel.from_config` raises, and ValueError for a mixture of experts of an unknown family or
-        whose config leaves sizes out.
+        whose config leaves sizes out, and for a model of other layers.
         """
         mixed = bool(expert_count(config))
         if mixed:
             _check_mixture(config, name)
-        cost, decoder = CostModel.from_config(config), Decoder.of(config)
+        _check_layers(config, name)
+        gated = getattr(config, "model_type", None) not in _TWO_MATRICES
+        cost, decoder = (kind(config, gated_mlp=gated) for kind in (CostModel.from_config, Decoder.of))
         table = decoder.table
         logits = config.vocab_size * (2 + 4)
         known = getattr(config, "hidden_act", None) == "silu" and not mixed
@@ -196,6 +203,19 @@ def _check_mixture(config: Any, name: str) -> None:
         raise ValueError(
             f"model {name!r} is a {family}, and its config leaves out {', '.join(missing)}: add what the model has"
         )
+
+
+def _check_layers(config: Any, name: str) -> None:
+    family = getattr(config, "model_type", None)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_ATTENTION))
+    if others:
+        raise ValueError(f"model {name!r} has layers that can't be simulated: {', '.join(others)}")
+    if getattr(config, "hidden_size_per_layer_input", None):
+        raise ValueError(
+            f"model {name!r} has an embedding for each layer (hidden_size_per_layer_input), which can't be simulated"
+        )
+    if family in _OTHER_NAMES:
+        raise ValueError(f"model {name!r} is a {family}, whose config calls its sizes by names that are not known here")
 
 
 _COMPUTE, _FULL = 2, 4  # bytes per element

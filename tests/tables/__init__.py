@@ -1,0 +1,5 @@
+"""Tests whose outcomes are tables of the documentation: docs/tables."""
+
+from tests.support.table_models import MODELS
+
+TABLES = (MODELS,)
