@@ -125,8 +125,8 @@ class _Recorder:
     def note(self, module: nn.Module, keys: torch.Tensor, values: torch.Tensor, pieces: object) -> None:
         if pieces is None:
             raise NotImplementedError(
-                f"{type(module).__name__} is not told which documents are pieces of samples, as its model drops arguments "
-                f"that it does not know: train it on whole samples"
+                f"{type(module).__name__} is not told which documents are pieces of samples, as its model drops "
+                f"arguments that it does not know: train it on whole samples"
             )
         shape = LayerShape(
             heads=keys.shape[1],

@@ -1,5 +1,6 @@
 """Tests whose outcomes are tables of the documentation: docs/tables."""
 
+from tests.support.table_composes import COMPOSES
 from tests.support.table_models import MODELS
 
-TABLES = (MODELS,)
+TABLES = (MODELS, COMPOSES)

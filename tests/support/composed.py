@@ -1,0 +1,303 @@
+"""Features of training together, on ranks: by the job of `train sft`, and by a loop on torch's own fully_shard."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
+from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
+from odc_triton.train.sft_options import SftOptions
+from tests.support.sft_case import case, write_case
+from tests.support.table_composes import CAP, FEATURES, Pair
+
+STEPS, PER_STEP, SAVED = 3, 8, 2  # steps, samples of a step, and the step with a checkpoint in the background
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(kw_only=True)
+class Trained:
+    """`losses` and `norms` of each step; whole parameters before the first step, after step SAVED, in the checkpoint
+    of that step, and after the last; `seen`: the features that were at work.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    start: Weights = field(default_factory=dict)
+    middle: Weights = field(default_factory=dict)
+    saved: Weights = field(default_factory=dict)
+    end: Weights = field(default_factory=dict)
+    seen: set[str] = field(default_factory=set)
+
+    def moved(self) -> torch.Tensor:
+        """How all parameters changed, in one vector."""
+        return torch.cat([(self.end[name] - self.start[name]).flatten() for name in sorted(self.end)])
+
+
+def write(folder: Path) -> Path:
+    """Data, a tokenizer, and a small Qwen2, whose heads have 16 elements."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_case(folder, config={"hidden_size": 64})
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "config.json"), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():  # large enough for attention and biases to matter
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder / "base")
+    return folder
+
+
+def options_of(folder: Path, features: tuple[str, ...], *, world: int, out: Path) -> SftOptions:
+    wanted = {"init": None, "model": str(folder / "base"), "out": str(out), "truncate": False, "token_cap": CAP}
+    wanted |= {"steps": STEPS, "samples_per_rank": PER_STEP // world, "warmup_steps": 0, "schedule": "constant"}
+    for feature in features:
+        wanted |= FEATURES[feature].options
+    return case(folder, **wanted)
+
+
+def samples_of(folder: Path) -> TokenizedDataset:
+    encoder = TextEncoder.of(load_tokenizer(folder / "tokenizer.json"))
+    return tokenize_file(folder / "data.jsonl", encoder, DataOptions(max_tokens=CAP, too_long="error"))
+
+
+def whole(model: nn.Module) -> Weights:
+    return {name: whole_tensor(parameter).clone() for name, parameter in model.named_parameters()}
+
+
+def whole_tensor(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    return (model.get_base_model() if hasattr(model, "get_base_model") else model).model.layers
+
+
+# ------------------------------------------------------------------ what shows that a feature is at work
+
+
+def _noting(found: Trained, feature: str, function: Callable) -> Callable:
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        found.seen.add(feature)
+        return function(*args, **kwargs)
+
+    return noted
+
+
+def _watch_model(model: nn.Module, found: Trained, features: tuple[str, ...]) -> None:
+    """Compiles the blocks if that is wanted; notes what is in the model, and what its forwards call."""
+    from odc_triton.nn import Linear, LMHead
+
+    found.start = whole(model)
+    if {Linear, LMHead} <= {type(module) for module in model.modules()}:
+        found.seen.add("replaced layers")
+    if all("lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad):
+        found.seen.add("LoRA")
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            recompute = module._gradient_checkpointing_func
+            module._gradient_checkpointing_func = _noting(found, "checkpointing", recompute)
+
+    def note_dtype(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        if output.dtype == torch.bfloat16:
+            found.seen.add("bf16")
+
+    model.get_input_embeddings().register_forward_hook(note_dtype)
+    if "compile" in features:
+        _compile_blocks(model, found)
+
+
+def _compile_blocks(model: nn.Module, found: Trained) -> None:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    torch._dynamo.reset()
+
+    def compiler(graph: Any, inputs: Any) -> Callable:
+        return _noting(found, "compile", aot_eager(graph, inputs))
+
+    for block in blocks_of(model):
+        block.compile(backend=compiler, dynamic=True)
+
+
+def _watch_run(run: Any, found: Trained) -> None:
+    from odc_triton.optim import Muon
+
+    step, packs = run.train_step, run.next_packs
+
+    def noted_step() -> Any:
+        metrics = step()
+        found.losses.append(metrics["loss"])
+        found.norms.append(metrics["grad_norm"])
+        if metrics["step"] == SAVED:
+            found.middle = whole(run.model)
+        return metrics
+
+    def noted_packs() -> Any:
+        given = packs()
+        if given[2] is not None:
+            found.seen.add("split")
+        return given
+
+    run.train_step, run.next_packs = noted_step, noted_packs
+    steppers = getattr(run.optimizer, "optimizers", [run.optimizer])
+    marks = {
+        "Muon": any(isinstance(each, Muon) for each in steppers),
+        "exact": run.engine.exact,
+        "replicas": run.engine.replicas.count == 2,
+        "queue": run.sampler.balance == "queue",
+    }
+    found.seen |= {name for name, is_on in marks.items() if is_on}
+
+
+# ------------------------------------------------------------------ by the job
+
+
+def _by_job(rank: int, world: int, folder: Path, features: tuple[str, ...], out: Path) -> Trained:
+    """A run of `train sft`. Only compiling is no option of it."""
+    from odc_triton.checkpoint.background import BackgroundCheckpoints
+    from odc_triton.checkpoint.steps import Checkpoints
+    from odc_triton.train import sft
+    from odc_triton.train.job import train
+
+    found, runs = Trained(), []
+
+    def start(options: SftOptions, sharded: Callable, prepared: Any) -> Any:
+        def watched(options: SftOptions) -> Any:
+            model, cost = sharded(options)
+            _watch_model(model, found, features)
+            return model, cost
+
+        runs.append(sft._start(options, watched, prepared))
+        _watch_run(runs[0], found)
+        return runs[0]
+
+    save = _noting(found, "background checkpoints", BackgroundCheckpoints.save)
+    with mock.patch.object(BackgroundCheckpoints, "save", lambda *args, **kwargs: save(*args, **kwargs)):
+        train(options_of(folder, features, world=world, out=out), sft.prepare, start, None)
+    (run,) = runs
+    found.end = whole(run.model)
+    if run.options.checkpoints:
+        checkpoints = Checkpoints(out / "checkpoints", keep=2)
+        checkpoints.load(checkpoints.path_of(SAVED), model=run.model, optimizer=run.optimizer)
+        found.saved = whole(run.model)
+    return found
+
+
+# ------------------------------------------------------------------ by a loop, on a model of torch's own fully_shard
+
+
+def _by_bridge(rank: int, world: int, folder: Path, features: tuple[str, ...], out: Path) -> Trained:
+    """The same steps under `use_odc`."""
+    found, options, data = Trained(), options_of(folder, features, world=world, out=out), samples_of(folder)
+    torch.use_deterministic_algorithms(options.exact)
+    try:
+        model = _bridged(folder, features, options, out)
+        _watch_model(model, found, features)
+        found.seen.add("bridge")
+        if options.replicas and next(model.parameters()).device_mesh.ndim == 2:
+            found.seen.add("replicas")
+        _steps(model, options, data, rank, world, found)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for module in [*blocks_of(model), model]:
+        module.reshard()
+    found.end = whole(model)
+    return found
+
+
+def _bridged(folder: Path, features: tuple[str, ...], options: SftOptions, out: Path) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from odc_triton import enable_split, replace_layers, use_odc
+    from odc_triton.checkpoint.background import BackgroundCheckpoints
+    from odc_triton.checkpoint.steps import Checkpoints
+    from odc_triton.hf import enable_packing
+    from odc_triton.train.model import precision
+    from tests.support.composed_plain import plain_model
+
+    model = plain_model(folder, features)
+    enable_packing(model)
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if options.replace_layers:
+        replace_layers(model, roles=["attention", "embedding", "linear", "head"], verbose=False)
+    world = torch.distributed.get_world_size()
+    shape, names = ((2, world // 2), ("replicate", "shard")) if options.replicas else ((world,), ("shard",))
+    how = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    if options.dtype == "bf16":
+        how["mp_policy"] = precision(options.dtype)
+    for block in blocks_of(model):
+        fully_shard(block, **how)
+    use_odc(fully_shard(model, **how))
+    if options.split_sequences:
+        enable_split(model, tokens=CAP)
+    if options.checkpoints:
+        BackgroundCheckpoints(Checkpoints(out, keep=2), model=model)
+    return model
+
+
+def _steps(
+    model: nn.Module, options: SftOptions, data: TokenizedDataset, rank: int, world: int, found: Trained
+) -> None:
+    from odc_triton import minibatch
+    from odc_triton.balance import MinibatchSampler, PackedDataset, pack_collate, store_counter
+    from odc_triton.hf import summed_loss
+    from odc_triton.optim import Muon
+
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=options.lr, weight_decay=options.weight_decay)
+    if options.optimizer == "muon":
+        optimizer = Muon([parameter for parameter in trained if parameter.ndim == 2], lr=options.lr)
+    queued = options.balance == "queue"
+    sampler = MinibatchSampler(
+        data.lengths.tolist(),
+        options.samples_per_rank,
+        options.token_cap,
+        balance=options.balance,
+        rank=rank,
+        world=world,
+        drop_last=True,
+        counter=store_counter() if queued else None,
+    )
+    for _, dealt in zip(range(STEPS), sampler, strict=False):
+        own = dealt.own_part() if queued else [sample for pack in dealt for sample in pack]
+        found.seen |= {"queue"} if queued else set()
+        total = torch.zeros(())
+        with minibatch(model, tokens=int(data.target_counts[own].sum())) as mb:
+            for members in dealt:
+                (pack,) = pack_collate([PackedDataset(data)[members]])
+                loss = summed_loss(model, pack) / mb.tokens
+                loss.backward()
+                total += loss.detach()
+        torch.distributed.all_reduce(total)
+        found.losses.append(total.item())
+        found.norms.append(whole_tensor(nn.utils.clip_grad_norm_(trained, options.clip_norm)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ------------------------------------------------------------------ many in one launch
+
+
+def on_ranks(rank: int, world: int, folder: Path, pairs: list[Pair], out: Path) -> dict[Pair, Trained | str]:
+    """What was trained, by pair, or what was raised."""
+    sys.modules["matplotlib"] = None  # reports without pictures are quicker
+    found: dict[Pair, Trained | str] = {}
+    for pair in pairs:
+        how = _by_bridge if "bridge" in pair else _by_job
+        try:
+            found[pair] = how(rank, world, folder, pair, out / "-".join(pair))
+        except Exception as error:
+            found[pair] = f"{type(error).__name__}: {error}"
+        gc.collect()
+    return found
