@@ -29,6 +29,7 @@ test-matrix:
 	tests/matrix $(PAIRS)
 
 # What models and features do, as tests show it: docs/tables.
+.PHONY: tables
 tables: venv
 	$(BIN)/python -m pytest -q tests/tables --write-tables docs/tables
 
