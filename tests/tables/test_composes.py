@@ -28,7 +28,7 @@ def outcomes(request: pytest.FixtureRequest, folder: Path) -> dict[Pair, list[Tr
     for replicas, world in WORLDS.items():
         pairs = [pair for pair in PAIRS if ("replicas" in pair) == replicas and " + ".join(pair) in chosen]
         if pairs:
-            given = ranks.run(on_ranks, world, folder, pairs, folder / f"out-{world}", timeout_s=900)
+            given = ranks.run(on_ranks, world, folder, pairs, folder / f"out-{world}", timeout_s=1700)
             found |= {pair: [each[pair] for each in given] for pair in pairs}
     return found
 
@@ -38,7 +38,7 @@ def distance(got: Trained, want: Trained) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)  # the first one waits for the ranks, which run all pairs
+@pytest.mark.timeout(1800)  # the first one waits for the ranks, which run all pairs
 @pytest.mark.parametrize(
     "pair", [pytest.param(pair, id=" + ".join(pair), marks=COMPOSES.mark(*pair)) for pair in PAIRS]
 )

@@ -117,11 +117,11 @@ def _every(rank: int, world: int, cells: list[tuple[str, str]]) -> dict[tuple[st
 def outcomes(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Found | str]]:
     """Of both ranks, for the cells whose tests were selected: one launch runs them all."""
     chosen = {item.callspec.id for item in request.session.items if getattr(item, "originalname", "") == "test_cell"}
-    return ranks.run(_every, 2, [cell for cell in CELLS if "-".join(cell) in chosen], timeout_s=900)
+    return ranks.run(_every, 2, [cell for cell in CELLS if "-".join(cell) in chosen], timeout_s=1700)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1000)  # the first one waits for the ranks, which run all cells
+@pytest.mark.timeout(1800)  # the first one waits for the ranks, which run all cells
 @pytest.mark.parametrize(
     ("name", "column"), [pytest.param(*cell, id="-".join(cell), marks=MODELS.mark(*cell)) for cell in CELLS]
 )
