@@ -215,7 +215,9 @@ def _check_layers(config: Any, name: str) -> None:
             f"model {name!r} has an embedding for each layer (hidden_size_per_layer_input), which can't be simulated"
         )
     if family in _OTHER_NAMES:
-        raise ValueError(f"model {name!r} is a {family}, whose config calls its sizes by names that are not known here")
+        raise ValueError(
+            f"model {name!r} is of the family {family!r}, whose config calls its sizes by names that are not known here"
+        )
 
 
 _COMPUTE, _FULL = 2, 4  # bytes per element

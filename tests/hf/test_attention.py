@@ -59,6 +59,12 @@ MODELS = {
     "gpt2": (transformers.GPT2Config, GPT2, transformers.GPT2LMHeadModel, "sdpa"),
     "phi3": (transformers.Phi3Config, SMALL | {"sliding_window": 6}, transformers.Phi3ForCausalLM, "sdpa"),
     "qwen3-moe": (transformers.Qwen3MoeConfig, SMALL | EXPERTS, transformers.Qwen3MoeForCausalLM, "sdpa"),
+    "qwen2-moe": (  # its masks have a window of 0 tokens, which no layer uses
+        transformers.Qwen2MoeConfig,
+        SMALL | EXPERTS | {"shared_expert_intermediate_size": 24},
+        transformers.Qwen2MoeForCausalLM,
+        "sdpa",
+    ),
     "gpt-oss": (
         transformers.GptOssConfig,
         SMALL | {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},

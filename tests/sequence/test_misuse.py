@@ -212,6 +212,14 @@ def test_positions_that_depend_on_the_pack_are_refused(kind: str) -> None:
         enable_split(fully_shard(model), tokens=8)
 
 
+def test_layers_that_do_not_tell_attention_of_pieces_are_refused() -> None:
+    from odc_triton import enable_split, fully_shard
+
+    model = build(Setup(family="StableLm"), replaced=False)
+    with pytest.raises(NotImplementedError, match=r"StableLmAttention is not told which documents are pieces"):
+        enable_split(fully_shard(model), tokens=8)
+
+
 def _compiled_later(rank: int, world: int) -> None:
     model = sharded(SETUP, rank)
     model.model.layers[1].compile(backend="eager")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -202,6 +203,31 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_local_experts": 8}')
     with pytest.raises(ValueError, match="mixture of experts"):
         Model.find(str(tmp_path))
+
+
+_SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention", "conv"]}, "layers that can't be simulated: conv"),
+        ({"hidden_size_per_layer_input": 8}, "has an embedding for each layer"),
+        ({"model_type": "opt", "ffn_dim": 256}, "of the family 'opt', whose config calls its sizes by names"),
+    ],
+)
+def test_layers_that_are_refused(tmp_path: Path, changes: dict, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_SMALL | changes))
+    with pytest.raises(ValueError, match=message):
+        Model.find(str(tmp_path))
+
+
+@pytest.mark.parametrize(("family", "matrices"), [("starcoder2", 2), ("phi", 2), ("phi3", 3)])
+def test_mlps_of_two_matrices(tmp_path: Path, family: str, matrices: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(_SMALL | {"model_type": family, "intermediate_size": 48}))
+    model = Model.find(str(tmp_path))
+    assert [block.parameters for block in model.blocks] == [4 * 64 * 64 + matrices * 64 * 48] * 2
+    assert model.cost.linear == 6 * (model.parameters - 64 * 100)
 
 
 @pytest.mark.parametrize("name", ["qwen2.5-1.5b", "qwen2.5-7b", "llama-3.1-8b"])
