@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,7 +130,8 @@ def _compile_blocks(model: nn.Module, found: Trained) -> None:
         block.compile(backend=compiler, dynamic=True)
 
 
-def _watch_run(run: Any, found: Trained) -> None:
+def _watch_run(run: Any, found: Trained, went_on: threading.Event) -> None:
+    """`went_on`: set after the step that follows step SAVED."""
     from odc_triton.optim import Muon
 
     step, packs = run.train_step, run.next_packs
@@ -140,6 +142,8 @@ def _watch_run(run: Any, found: Trained) -> None:
         found.norms.append(metrics["grad_norm"])
         if metrics["step"] == SAVED:
             found.middle = whole(run.model)
+        elif metrics["step"] > SAVED:
+            went_on.set()
         return metrics
 
     def noted_packs() -> Any:
@@ -165,11 +169,13 @@ def _watch_run(run: Any, found: Trained) -> None:
 def _by_job(rank: int, world: int, folder: Path, features: tuple[str, ...], out: Path) -> Trained:
     """A run of `train sft`. Only compiling is no option of it."""
     from odc_triton.checkpoint.background import BackgroundCheckpoints
+    from odc_triton.checkpoint.folder import Saving
     from odc_triton.checkpoint.steps import Checkpoints
     from odc_triton.train import sft
     from odc_triton.train.job import train
 
-    found, runs = Trained(), []
+    found, runs, went_on = Trained(), [], threading.Event()
+    save, write = _noting(found, "background checkpoints", BackgroundCheckpoints.save), Saving.write
 
     def start(options: SftOptions, sharded: Callable, prepared: Any) -> Any:
         def watched(options: SftOptions) -> Any:
@@ -178,11 +184,17 @@ def _by_job(rank: int, world: int, folder: Path, features: tuple[str, ...], out:
             return model, cost
 
         runs.append(sft._start(options, watched, prepared))
-        _watch_run(runs[0], found)
+        _watch_run(runs[0], found, went_on)
         return runs[0]
 
-    save = _noting(found, "background checkpoints", BackgroundCheckpoints.save)
-    with mock.patch.object(BackgroundCheckpoints, "save", lambda *args, **kwargs: save(*args, **kwargs)):
+    def write_late(*args: Any) -> Any:
+        assert went_on.wait(120), f"no step followed step {SAVED}"
+        return write(*args)
+
+    with (
+        mock.patch.object(BackgroundCheckpoints, "save", lambda *args, **kwargs: save(*args, **kwargs)),
+        mock.patch.object(Saving, "write", write_late),
+    ):
         train(options_of(folder, features, world=world, out=out), sft.prepare, start, None)
     (run,) = runs
     found.end = whole(run.model)
