@@ -31,7 +31,7 @@ test-matrix:
 # What models and features do, as tests show it: docs/tables.
 .PHONY: tables
 tables: venv
-	$(BIN)/python -m pytest -q tests/tables --write-tables docs/tables
+	$(BIN)/python -m pytest -q tests/tables/test_models.py tests/tables/test_composes.py --write-tables docs/tables
 
 # Machine code of every kernel for every architecture, by three tritons that are supported; needs no GPU.
 OTHER_TRITONS := out/triton-3.6.0 out/triton-3.9.0

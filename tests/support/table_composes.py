@@ -24,7 +24,9 @@ SPLIT_CAP = 72  # the longest sample has more
 FEATURES = {
     "LoRA": Feature(how="`--lora-rank`", options={"lora_rank": 4}),
     "Muon": Feature(how="`--optimizer muon`", options={"optimizer": "muon"}),
-    "background checkpoints": Feature(how="`--checkpoint-every`", options={"checkpoint_every": 2}),
+    "background checkpoints": Feature(
+        how="`--checkpoint-background`", options={"checkpoint_every": 2, "checkpoint_background": True}
+    ),
     "checkpointing": Feature(how="`--gradient-checkpointing`", options={"gradient_checkpointing": True}),
     "compile": Feature(how="`block.compile()`", options={"token_cap": FEW_CAP}),
     "bf16": Feature(how="`--dtype bf16`", options={"dtype": "bf16"}),

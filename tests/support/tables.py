@@ -1,4 +1,4 @@
-"""Tables of docs/tables, made from the outcomes of tests: `pytest tests/tables --write-tables docs/tables`.
+"""Tables of docs/tables, made from the outcomes of tests: `pytest tests/tables --write-tables FOLDER`.
 
 A test that shows what a cell says has `Table.mark(row, column)`. It must assert what `expected` says of the cell: that
 "yes" is right against plain torch, or that the library refuses what is "no: …". A table is written if every cell has a
