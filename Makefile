@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # One thread per process: tests run several ranks side by side.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo demo-rl test test-slow test-matrix aot docs docs-check venv lint format clean
+.PHONY: demo demo-rl test test-slow test-matrix tables aot docs docs-check venv lint format clean
 
 demo: venv
 	$(BIN)/odc-triton demo --out out/demo
@@ -29,7 +29,6 @@ test-matrix:
 	tests/matrix $(PAIRS)
 
 # What models and features do, as tests show it: docs/tables.
-.PHONY: tables
 tables: venv
 	$(BIN)/python -m pytest -q tests/tables/test_models.py tests/tables/test_composes.py --write-tables docs/tables
 
