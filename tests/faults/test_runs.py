@@ -10,13 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
+from odc_triton.base.config_file import write_config
 from odc_triton.checkpoint.steps import verify
 from odc_triton.comm.launch import Interrupted
 from odc_triton.train.metrics import read_metrics
@@ -248,15 +249,9 @@ def test_a_lost_peer_is_named_though_torch_wraps_the_error() -> None:
 
 
 def _command(wanted: SftOptions, *before: str) -> list[str]:
-    command = [sys.executable, *before]
-    plain = SftOptions(data="", out="", init="", tokenizer="")
-    for name, value in asdict(wanted).items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            command.append(flag)
-        elif value not in (None, False) and value != getattr(plain, name):
-            command += [flag, str(value)]
-    return command
+    path = f"{wanted.out}.yaml"
+    write_config(path, wanted, comment="the run")
+    return [sys.executable, *before, "--config", path]
 
 
 def _wait_for_steps(process: subprocess.Popen, out: Path, steps: int) -> None:

@@ -100,7 +100,7 @@ def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
     _samples_are_those_of_the_evaluation(folder, out)
     report = (out / "report.html").read_text()
-    for words in ("Reward", "Length", "Ratio of probabilities", "rollout took", "held-out prompts pass"):
+    for words in ("Reward", "Length", "Ratio of probabilities", "Rollout took", "held-out prompts pass"):
         assert words in report, words
     return lines(out)
 

@@ -38,6 +38,7 @@ def train(rank: int, world: int, wanted: SftOptions, stop: bool, variables: dict
     from odc_triton.train.sft import train_sft
 
     os.environ.update(variables)
+    trackers.Trackers.close.__kwdefaults__["within_s"] = 60.0  # on a busy machine wandb takes over 5 s to start
 
     def on_metrics(metrics: Metrics) -> None:
         if stop and metrics["step"] == STOP - 1:
