@@ -12,6 +12,22 @@ from typing import Any
 from .files import write_file
 from .options import flag, without_none
 
+# What TRL, axolotl and transformers call some options.
+_ELSEWHERE = {
+    "base_model": "model",
+    "learning_rate": "lr",
+    "lr_scheduler_type": "schedule",
+    "max_grad_norm": "clip_norm",
+    "max_length": "token_cap",
+    "max_seq_length": "token_cap",
+    "max_steps": "steps",
+    "micro_batch_size": "samples_per_rank",
+    "model_name_or_path": "model",
+    "num_train_epochs": "epochs",
+    "output_dir": "out",
+    "per_device_train_batch_size": "samples_per_rank",
+    "sequence_len": "token_cap",
+}
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text, in quotes"}
 
 
@@ -28,7 +44,8 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
         name = str(key).replace("-", "_")
         if name not in hints:
             close = difflib.get_close_matches(name, hints, n=1)
-            hint = f"; did you mean {_key(close[0])}?" if close else ""
+            close = close or [name for name in (_ELSEWHERE.get(name),) if name in hints]
+            hint = f"; did you mean {_key(close[0])}?" if close else "; --help lists the names"
             raise ValueError(f"{path}: there is no option {key}{hint}")
         if name in found:
             raise ValueError(f"{path}: {_key(name)} is there twice; keep one")
@@ -37,9 +54,16 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
 
 
 def with_config(kind: type, given: dict[str, Any]) -> dict[str, Any]:
-    """Parsed arguments, completed by those of `--config`, if it was given, which may also have `ranks`."""
+    """Parsed arguments, completed by those of `--config`, if it was given, which may also have `ranks`.
+
+    An argument also takes the place of its alternatives in the file, as `--steps` that of `epochs`.
+    """
     path = given.get("config")
-    return given if path is None else read_config(path, kind, ranks=int) | given
+    if path is None:
+        return given
+    found = read_config(path, kind, ranks=int)
+    taken = {name for pair in getattr(kind, "alternatives", ()) if pair & given.keys() for name in pair}
+    return {name: value for name, value in found.items() if name not in taken} | given
 
 
 def _pairs(path: str | os.PathLike) -> list[tuple[Any, Any]]:

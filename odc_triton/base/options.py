@@ -20,9 +20,13 @@ def option(default: Any, text: str, *, group: str | None = None) -> Any:
 
 
 def require_one_model(options: Any) -> None:
-    """Raises ValueError unless exactly one of `model` and `init` is given."""
+    """Raises ValueError unless exactly one of `model` and `init` is given, and is not the other's kind of path."""
     if (options.model is None) == (options.init is None):
         raise ValueError("give either --model or --init (a config.json)")
+    if options.model is not None and Path(options.model).is_file():
+        raise ValueError(
+            f"--model is {options.model}, a file: give the model's folder or hub id; for random weights --init CONFIG"
+        )
 
 
 def require_at_least(options: Any, least: int, *names: str) -> None:
@@ -85,7 +89,22 @@ def _how(hint: Any) -> dict[str, Any]:
         return _how(typing.get_args(hint)[0]) | {"action": "append"}
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": typing.get_args(hint)}
-    return {"type": hint, "metavar": _METAVARS[hint]}
+    return {"type": {int: whole_number, float: _number}.get(hint, hint), "metavar": _METAVARS[hint]}
+
+
+def whole_number(text: str) -> int:
+    """The type of an argument, for argparse."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is {text!r}; give a number") from None
 
 
 def flag(name: str) -> str:

@@ -307,6 +307,8 @@ def _takes(
         try:
             if config:
                 given = with_config(kind, given)
+            if given.get("ranks", 1) < 1:
+                raise ValueError(f"--ranks is {given['ranks']}; give at least 1")
             wanted = read_options(kind, given)
         except ValueError as error:
             parser.error(str(error))
@@ -318,8 +320,10 @@ def _takes(
 def _takes_ranks(
     parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[int, Options], int], *, config: bool = False
 ) -> None:
+    from ..base.options import whole_number
+
     text = "processes to start on this machine (default: 1)"
-    parser.add_argument("--ranks", type=int, metavar="N", default=argparse.SUPPRESS, help=text)
+    parser.add_argument("--ranks", type=whole_number, metavar="N", default=argparse.SUPPRESS, help=text)
     _takes(parser, kind, run, config=config, ranks=1)
 
 

@@ -51,6 +51,8 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
             )
         path = newest
     tokenizer = _tokenizer(options)
+    if tokenizer is None:
+        print(f"{options.out} gets no tokenizer: give --tokenizer to have one in it")
     model = meta_causal_lm(model=options.model, init=options.init)
     run = read_state(path).get("identity", {})
     rank = run.get("lora_rank")

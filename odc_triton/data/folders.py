@@ -35,16 +35,20 @@ def kind_of_file(path: str | os.PathLike) -> str:
     named = _named_kind(Path(path))
     try:
         with opened(path) as raw:
-            magic = raw.read(6)
+            head = raw.read(512)
             raw.seek(0)
             packed = unpacked(raw, path) is not raw
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
     if packed and named in ("Parquet", "Arrow"):
         raise DataError(f"{path} is a packed {named} file, which can't be read in parts; unpack it")
-    if magic.startswith(b"PK\x03\x04"):
+    if head.startswith(b"PK\x03\x04"):
         raise DataError(f"{path} is a zip archive, as .npz files are; give the files that it holds or was made from")
-    return next((kind for begin, kind in _MAGIC.items() if magic.startswith(begin)), named or "JSON")
+    kind = next((kind for begin, kind in _MAGIC.items() if head.startswith(begin)), named or "JSON")
+    is_utf_16 = head[:2] in (b"\xff\xfe", b"\xfe\xff")  # which the reader names
+    if kind == "JSON" and not packed and b"\0" in head and not is_utf_16:
+        raise DataError(f"{path} is no text: give JSON lines, JSON, CSV, Parquet or Arrow")
+    return kind
 
 
 def files_of(folder: str, split: str | None) -> tuple[str, list[Path]]:

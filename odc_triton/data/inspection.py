@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,13 +18,14 @@ import numpy as np
 from ..base.files import atomic_file
 from ..base.report import require_matplotlib
 from .chat import ASSISTANT, Conversation, Spans, joined_spans
-from .dataset import DataOptions, TokenizedDataset, tokenize_source
+from .dataset import DataOptions, TokenizedDataset, never_ends, tokenize_source
 from .order import Mix
 from .records import IGNORED, Record, message_text
 from .sources import Source, open_source
 from .tokenizer import TextEncoder, read_config, read_tokenizer
 
 _NO_CAP = 2**31 - 1
+_LOOKED_AT = 16  # records, for the warning
 _PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
 _BAR = 40  # characters
 _SHOWN = 240  # characters of one part of the example, at most
@@ -50,6 +52,7 @@ class Inspection:
     largest_token: int
     vocabulary: int | None  # token ids that the model has
     tokens_outside: int | None  # tokens that it lacks
+    warning: str | None  # what to know before a training run
     example: list[tuple[bool, str]]  # one sample of middle length: (is learned, its text), in turn
 
 
@@ -90,6 +93,7 @@ def inspect_data(
         vocabulary=vocabulary,
         tokens_outside=None if vocabulary is None else _count_from(data.tokens, vocabulary),
         example=_example(data, encoder),
+        warning=never_ends(list(islice(source, _LOOKED_AT)), encoder, _NO_CAP) if unit == "tokens" else None,
     )
     return inspection, lengths
 
@@ -108,6 +112,8 @@ def main(
 
     With several names also what `weights` make of them. Raises ValueError for a picture of several.
     """
+    if token_cap < 2:
+        raise ValueError(f"--token-cap is {token_cap}; give at least 2: one token to predict and one before it")
     if picture is not None and len(names) > 1:
         raise ValueError(f"--out draws the lengths of one file, and {len(names)} are given: give one")
     encoder = _bytes() if tokenizer is None else TextEncoder.of(read_tokenizer(tokenizer))
@@ -120,6 +126,7 @@ def main(
         all_found.append(found)
         if picture is not None:
             draw_lengths(lengths, found, picture)
+            print(f"a picture of the lengths is in {picture}", file=sys.stderr)
     fits = not any(found.tokens_outside for found in all_found)
     if len(names) == 1 and not weights:
         return json.dumps(asdict(found), indent=2) if as_json else describe(found), fits
@@ -170,6 +177,8 @@ def describe(found: Inspection) -> str:
     ]
     if unit == "bytes":
         lines.append("lengths are bytes of UTF-8, without the chat template: give --tokenizer to count tokens")
+    if found.warning is not None:
+        lines.append(f"warning: {found.warning}")
     if found.nothing_to_learn:
         lines.append(f"{found.nothing_to_learn:,} records have nothing to learn and would be dropped")
     lines += ["", f"length in {unit}"]

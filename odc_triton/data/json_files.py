@@ -139,7 +139,10 @@ def _elements(path: str, content: bytes, size_bytes: int) -> Iterator[Value]:
         yield number, f"{path}, row {number}", value, size_bytes * (number + 1) // len(values)
 
 
-def _parse(where: str, raw: bytes, remedy: str = "every line must hold one whole JSON object") -> Any:
+_EACH_LINE = 'every line must hold one whole JSON object, as {"text": "…"} for plain text'
+
+
+def _parse(where: str, raw: bytes, remedy: str = _EACH_LINE) -> Any:
     try:
         # utf-8-sig: Windows editors put a byte order mark at the start.
         return json.loads(raw.decode("utf-8-sig"))

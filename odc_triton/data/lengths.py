@@ -47,7 +47,7 @@ def _of_data_set(path: Path) -> Iterator[tuple[str, object]]:
             offsets = arrays["offsets"]
     except KeyError as error:
         raise ValueError(f"{path} has no `offsets`: {wanted}") from error
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, TypeError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, TypeError, AttributeError) as error:  # the last: 3.10
         raise ValueError(f"{path} is damaged or is not an .npz: {wanted}") from error
     yield from ((f"{path}, sample {n}", length) for n, length in enumerate(np.diff(offsets).tolist()))
 

@@ -165,8 +165,8 @@ class TextEncoder:
     def _of_transformers(cls, tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
         if tokenizer.eos_token_id is None:
             raise ValueError(
-                f"{type(tokenizer).__name__} has no end-of-sequence token; set its eos_token, "
-                "so that the model learns where a completion ends"
+                f"the tokenizer {tokenizer.name_or_path} has no end-of-sequence token: set its eos_token, in "
+                f"tokenizer_config.json in its folder, so that the model learns where a completion ends"
             )
         bos = tokenizer.bos_token_id
         begins = bos is not None and tokenizer("", verbose=False)["input_ids"][:1] == [bos]

@@ -166,8 +166,9 @@ def _start_undertaker() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     functions_pid = os.getpid()
     if os.fork() == 0:
-        die_with_parent(functions_pid, signal.SIGTERM)
-        signal.sigwait([signal.SIGTERM])
+        die_with_parent(number=signal.SIGTERM)
+        if os.getppid() == functions_pid:  # else it ended before that call
+            signal.sigwait([signal.SIGTERM])
         os.killpg(functions_pid, signal.SIGKILL)  # by number: a session of its own, never the rank's
 
 
@@ -189,9 +190,10 @@ def _find(name: str) -> Callable | str:
         for part in path.split("."):
             found = getattr(found, part)
     except AttributeError:
-        return f"reward {name}: {module} has no {path}: name one of its functions"
+        own = ", ".join(name for name in vars(module) if not name.startswith("_")) or "nothing"
+        return f"reward {name}: {module.__file__} has no {path}: name one of its functions; it has {own}"
     if not callable(found):
-        return f"reward {name}: {path} is a {type(found).__name__}, and a reward is a function"
+        return f"reward {name}: {path} is {found!r:.60}, no function: name one of {module.__file__}"
     try:
         inspect.signature(found).bind_partial(**dict.fromkeys(_KEYWORDS))
     except TypeError as error:

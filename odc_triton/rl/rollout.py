@@ -23,7 +23,7 @@ from ..base.errors import RolloutFailed, describe
 from ..engine.engine import Engine
 from .generation import CompletionEngine, Request, Sampled, SamplingOptions
 from .prompts import Prompt
-from .rewards import Rewards
+from .rewards import RewardFailed, Rewards
 
 Span = tuple[str, float, float, str]  # kind, start and end in seconds, label: of an event
 _EMPTY = 1 << 40  # added to the queue's counter: nothing is left
@@ -101,7 +101,7 @@ class Sampler:
             self._counter.add(key, _EMPTY)
         for kind, start_s, end_s, label in events:
             self.engine.events.add(kind, start_s, end_s, label=label, microbatch=-1)
-        message = vars(own) | {"stop": stop(), "failed": None if error is None else describe(error)}
+        message = vars(own) | {"stop": stop(), "failed": None if error is None else _told(error)}
         messages = self.engine.meet("exchange the completions", message)
         if self.engine.rank == 0:
             self._counter.delete_key(key)
@@ -189,3 +189,8 @@ def _unpacked(sent: list[Any]) -> Sampled:
         logps=np.frombuffer(base64.b64decode(logps), dtype="<f4").tolist(),
         ended=ended,
     )
+
+
+def _told(error: Exception) -> str:
+    """A failed reward's own words, or an error with its class."""
+    return str(error) if isinstance(error, RewardFailed) else describe(error)

@@ -68,9 +68,11 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
 
     def read(folder: RunFolder) -> dict[str, Any]:
         found = _read(options, tokenizer)
-        for prompts in found:
+        for prompts, use in zip(found, [*["to learn from"] * len(options.data), "to evaluate on"], strict=False):
             left_out = f", {prompts.dropped} left out as too long" if prompts.dropped else ""
-            print(f"{prompts.name}: {len(prompts)} prompts, at most {prompts.longest} tokens{left_out}", flush=True)
+            print(
+                f"{prompts.name}: {len(prompts)} prompts {use}, at most {prompts.longest} tokens{left_out}", flush=True
+            )
         return {"prepared": [each.digest() for each in found]}
 
     taken, folder = take_folder(options, read, mesh=mesh)

@@ -94,6 +94,8 @@ class RunOptions:
             *("split_sequences", "split_tokens", "eval_samples", "report_to", "run_name", "project"),
         )
     )
+    # Of each of these only one may be given.
+    alternatives: ClassVar[tuple[frozenset[str], ...]] = (frozenset(("model", "init")),)
     job: ClassVar[str]  # the word after `odc-triton train`
     per_rank: ClassVar[str]  # the option that one step takes of on each rank, on average
 

@@ -9,6 +9,7 @@ the model, the data's first records, the folder to write to.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -17,7 +18,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..data.dataset import DataOptions, SampleSubset, TokenizedDataset, encode_records, split_samples
+from ..data.dataset import DataOptions, SampleSubset, TokenizedDataset, encode_records, never_ends, split_samples
 from ..data.mixture import Mixture
 from ..data.prepared import prepare_data
 from ..data.sources import open_source
@@ -73,8 +74,11 @@ def check_before_start(options: SftOptions) -> None:
     largest = 0
     for name in (*options.data, options.eval_data):
         if name is not None:
-            head = encode_records(list(islice(open_source(name), _RECORDS)), encoder, options.token_cap)
+            records = list(islice(open_source(name), _RECORDS))
+            head = encode_records(records, encoder, options.token_cap)
             largest = max(largest, *(max(ids, default=0) for ids, _ in head))
+            if name in options.data and (warning := never_ends(records, encoder, options.token_cap)):
+                print(f"{name}: {warning}", file=sys.stderr)
     preparing.check_before_start(options, largest)
 
 
@@ -96,6 +100,8 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
     if options.eval_fraction:
         parts = [split_samples(each, options.eval_fraction, seed=options.seed) for each in learned]
         learned, evaluation = map(list, zip(*parts, strict=True))
+        if folder is not None:
+            print(f"{sum(map(len, evaluation))} samples are held out, {sum(map(len, learned))} are learned", flush=True)
     mix = mix_of(options, [len(each) for each in learned])
     if len(mix) < options.samples_per_rank * world:
         raise ValueError(

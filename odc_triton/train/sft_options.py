@@ -25,6 +25,10 @@ class SftOptions(RunOptions):
     eval_fraction: float = option(0.0, "fraction of --data to evaluate on, not to learn", group="Evaluation")
     eval_sample_tokens: int = option(64, "most tokens of each of --eval-samples")
 
+    alternatives: ClassVar[tuple[frozenset[str], ...]] = (
+        *RunOptions.alternatives,
+        *map(frozenset, (("steps", "epochs"), ("truncate", "drop_long"), ("eval_data", "eval_fraction"))),
+    )
     job: ClassVar[str] = "sft"
     per_rank: ClassVar[str] = "samples_per_rank"
     free: ClassVar[frozenset[str]] = RunOptions.free | {"eval_sample_tokens"}

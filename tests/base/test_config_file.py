@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -24,6 +24,7 @@ class Options:
     exact: bool = option(False, "exact")
     balance: Literal["mini", "queue"] = option("mini", "dealing")
     weight: tuple[float, ...] = option((), "weights")
+    alternatives: ClassVar = (frozenset(("token_cap", "balance")),)
 
 
 def read(folder: Path, text: str) -> dict:
@@ -61,7 +62,8 @@ def test_forms_of_values(tmp_path: Path, text: str, wanted: dict) -> None:
     ("text", "said"),
     [
         ("token-capp: 5", "there is no option token-capp; did you mean token-cap?"),
-        ("zzzzz: 5", r"there is no option zzzzz\Z"),
+        ("zzzzz: 5", r"there is no option zzzzz; --help lists the names\Z"),
+        ("learning_rate: 5", "there is no option learning_rate; did you mean lr?"),
         ("token-cap: 5\ntoken_cap: 6", "token-cap is there twice"),
         ("lr: 1\nlr: 2", "lr is there twice"),
         ("token-cap: 5.5", "token-cap is 5.5; give a whole number"),
@@ -101,5 +103,8 @@ def test_arguments_come_before_the_file(tmp_path: Path) -> None:
     found = with_config(Options, {"config": str(path), "lr": 3.0})
     assert (found["data"], found["lr"], found["ranks"]) == (["a", "b"], 3.0, 2)
     assert with_config(Options, {"lr": 3.0}) == {"lr": 3.0}
+    path.write_text("data: a\ntoken_cap: 7\n")
+    found = with_config(Options, {"config": str(path), "balance": "queue"})
+    assert "token_cap" not in found, "an argument takes the place of what it contradicts"
     with pytest.raises(ValueError, match="--data is missing"):
         read_options(Options, {"lr": 3.0})

@@ -67,3 +67,22 @@ def test_a_mistyped_option(words: list[str], said: str, capsys: pytest.CaptureFi
         main(words)
     assert stopped.value.code == 2
     assert f"unrecognized arguments: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "0"], "--ranks is 0; give at least 1"),
+        (["--ranks", "two"], "argument --ranks: it is 'two'; give a whole number"),
+        (["--lr", "fast"], "argument --lr: it is 'fast'; give a number"),
+        (["--init", "c.json", "--model", __file__], "give either --model or --init"),
+        (["--model", __file__], f"--model is {__file__}, a file: give the model's folder or hub id"),
+    ],
+)
+def test_a_wrong_value(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from odc_triton.cli.command import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "sft", "--data", "x", "--out", "y", *words])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err

@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.data import chat
-from odc_triton.data.dataset import DataOptions, tokenize_file
+from odc_triton.data.dataset import DataOptions, never_ends, tokenize_file
 from odc_triton.data.records import DataError
+from odc_triton.data.sources import open_source
 from odc_triton.data.tokenizer import TextEncoder
 from tests.support.chats import CHATML, MARKED, MARKED_WORDS, SPACED, THINKING, WRITERS, Pieces, chatml, make_tokenizer
 from tests.support.records import samples_of, write_lines
@@ -61,6 +62,17 @@ def test_samples_by_template(tokenizers, tmp_path, name):
     assert data.summary.dropped_no_target == (name == "marked words")
     # No end token is added: the template says how a conversation ends.
     assert samples_of(data)[0][0] == tokenizer.apply_chat_template(conversations[0])["input_ids"]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_template_that_never_writes_the_end_token(tmp_path, ends):
+    """Its models would not stop."""
+    encoder = TextEncoder.of(make_tokenizer(CHATML.replace("<|im_end|>", "<|end|>") if ends else CHATML))
+    path = write_lines(tmp_path / "data.jsonl", {"text": "a"}, {"messages": said("a", "b", "c", "d")})
+    told = never_ends(list(open_source(str(path))), encoder, 64)
+    assert told is None if ends else "no turn of the assistant with the tokenizer's end token, <|end|>" in told
+    write_lines(path, {"text": "a"})
+    assert never_ends(list(open_source(str(path))), encoder, 64) is None
 
 
 def test_offsets_without_white_space(tmp_path):

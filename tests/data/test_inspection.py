@@ -135,7 +135,8 @@ def test_agrees_with_training_on_real_tokens(folder):
         (["empty.jsonl"], "empty.jsonl is empty"),
         (["nothing.jsonl"], "nothing.jsonl leaves no sample to train on"),
         (["missing.jsonl"], "missing.jsonl cannot be read: No such file"),
-        (["data$1.jsonl", "--token-cap", "1"], "max_tokens is 1; it must be at least 2"),
+        (["picture.png"], "picture.png is no text: give JSON lines"),
+        (["data$1.jsonl", "--token-cap", "1"], "--token-cap is 1; give at least 2"),
         (["data$1.jsonl", "--tokenizer", "empty.jsonl.json"], "there is no such file"),
     ],
 )
@@ -143,6 +144,7 @@ def test_unusable_data_ends_with_one_line(folder, capsys, monkeypatch, arguments
     monkeypatch.chdir(folder)
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text"')
     (folder / "empty.jsonl").write_text("")
+    (folder / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     write_lines(folder / "nothing.jsonl", {"messages": [{"role": "user", "content": "a"}]})
     assert main(["data", "inspect", *arguments]) == 1
     printed = capsys.readouterr()

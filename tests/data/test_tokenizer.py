@@ -96,7 +96,7 @@ def test_model_tokenizer_keeps_its_beginning_of_sequence():
     assert (begun.before_text, begun.before_prompt, begun.before_completion) == ((0,), (0,), ())
     assert (begun.encode_batch(["a a"]), begun.end_id) == ([[2, 2]], 1)
     del options["eos_token"]
-    with pytest.raises(ValueError, match="has no end-of-sequence token; set its eos_token"):
+    with pytest.raises(ValueError, match="has no end-of-sequence token: set its eos_token"):
         TextEncoder.of(transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options))
     with pytest.raises(ValueError, match=r"has no token '<\|end\|>'"):
         TextEncoder.of(words)

@@ -224,7 +224,7 @@ def test_a_failure_of_the_function_keeps_the_process(rewards: Callable[..., Rewa
         ("no_such_module:exact", "there is no module no_such_module: start the job in the folder that has it"),
         ("my_rewards.deeper:exact", "there is no module my_rewards.deeper"),
         ("my_rewards:exakt", "has no exakt: name one of its functions"),
-        ("my_rewards:number", "number is a int, and a reward is a function"),
+        ("my_rewards:number", "number is 3, no function: name one of"),
         ("my_rewards:positional", r"can't be called with the keywords .* end its parameters with \*\*columns"),
         ("broken:exact", "importing broken raised ZeroDivisionError: division by zero"),
         ("needs:exact", "importing needs needs no_such_package, which is not installed"),
