@@ -162,6 +162,7 @@ class FsdpModules:
 
         @torch.compiler.disable
         def before(module: Any, args: Any) -> None:
+            self._require_whole()
             check_sync()
             if found is not None and found.all_reduces:  # also after set_requires_gradient_sync(True)
                 module.set_requires_all_reduce(False, recurse=False)
@@ -188,6 +189,7 @@ class FsdpModules:
         """A forward outside of minibatches ended: raises RuntimeError if it read old values."""
         stale = [bridged.name for bridged in self._bridged if bridged.is_stale()]
         if error is not None or stale:
+            self._is_torn |= not hasattr(self.module, "reset_iter_state")  # its own hook did not run
             self.reset()  # as the end of a minibatch does
         if stale and error is None:
             raise RuntimeError(
@@ -203,11 +205,7 @@ class FsdpModules:
 
     def check_places(self) -> None:
         """Raises for what changed since `use_odc` and can't be combined with it."""
-        if self._is_torn:
-            raise RuntimeError(
-                f"an earlier minibatch failed inside FSDP2, which torch {torch.__version__} can't reset (2.13 can): "
-                f"start again from the last checkpoint"
-            )
+        self._require_whole()
         if torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(
                 "torch.use_deterministic_algorithms(True), and gradients of a model of torch's fully_shard are added "
@@ -227,6 +225,13 @@ class FsdpModules:
                     f"unit {found.name} communicates in another way since use_odc: leave out set_custom_all_gather and "
                     f"set_custom_reduce_scatter"
                 )
+
+    def _require_whole(self) -> None:
+        if self._is_torn:
+            raise RuntimeError(
+                f"an earlier pass failed inside FSDP2, which torch {torch.__version__} can't reset (2.13 can): start "
+                f"again from the last checkpoint"
+            )
 
     def expire(self) -> None:
         """Publishing has resharded all units, so FSDP2 gathers them again."""
