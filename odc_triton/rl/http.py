@@ -92,7 +92,7 @@ class Server:
             raw.settimeout(_left(deadline))
             with connection.getresponse() as response:
                 parts = []
-                while True:
+                while not response.isclosed():  # Python 3.13 closes it, and the socket, with its last byte
                     raw.settimeout(_left(deadline))
                     if not (part := response.read1(2**20)):
                         break
