@@ -149,8 +149,9 @@ def test_wrong_options_of_the_command(config: str, lengths: str, tmp_path: Path,
     assert "--lengths" in capsys.readouterr().err
     assert main([*given, "--lengths", lengths, "--variants", "odc"]) == 1
     assert "'odc'; choose from 'FSDP2 + LB-Micro'" in capsys.readouterr().err
-    assert main([*given, "--lengths", lengths, "--ranks", "0"]) == 1
-    assert "ranks is 0" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*given, "--lengths", lengths, "--ranks", "0"])
+    assert "--ranks is 0" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
