@@ -297,21 +297,6 @@ def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -
         yield ids, [(masked, len(ids))]
 
 
-def never_ends(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> str | None:
-    """What to say if conversations of `batch` are learned and none of their turns ends with the end token."""
-    chats = [record for record in batch if record.messages is not None]
-    if not chats:
-        return None
-    learned = [ids[start:end] for ids, spans in encode_records(chats, encoder, max_tokens) for start, end in spans]
-    if not learned or any(encoder.end_id in ids for ids in learned):
-        return None
-    end = encoder.end_id if encoder.decode is None else encoder.decode([encoder.end_id])
-    return (
-        f"the chat template ends no turn of the assistant with the tokenizer's end token, {end}: the trained model "
-        f"will not stop there. Make the token that ends a turn the eos_token, or stop at it when you generate"
-    )
-
-
 def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) -> list[tuple[list[int], Spans]]:
     if not records:
         return []

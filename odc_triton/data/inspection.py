@@ -18,7 +18,7 @@ import numpy as np
 from ..base.files import atomic_file
 from ..base.report import require_matplotlib
 from .chat import ASSISTANT, Conversation, Spans, joined_spans
-from .dataset import DataOptions, TokenizedDataset, never_ends, tokenize_source
+from .dataset import DataOptions, TokenizedDataset, encode_records, tokenize_source
 from .order import Mix
 from .records import IGNORED, Record, message_text
 from .sources import Source, open_source
@@ -93,9 +93,36 @@ def inspect_data(
         vocabulary=vocabulary,
         tokens_outside=None if vocabulary is None else _count_from(data.tokens, vocabulary),
         example=_example(data, encoder),
-        warning=never_ends(list(islice(source, _LOOKED_AT)), encoder, _NO_CAP) if unit == "tokens" else None,
+        warning=_warning(source, encoder) if unit == "tokens" else None,
     )
     return inspection, lengths
+
+
+def never_ends(
+    batch: Sequence[Record], encoded: Sequence[tuple[list[int], Spans]], encoder: TextEncoder, max_tokens: int
+) -> str | None:
+    """What to say if conversations are learned and none of their turns ends with the end token.
+
+    `encoded`: what `encode_records` made of `batch`; of samples longer than `max_tokens` the end may be missing.
+    """
+    learned = [
+        ids[start:end]
+        for record, (ids, spans) in zip(batch, encoded, strict=True)
+        for start, end in spans
+        if record.messages is not None and len(ids) <= max_tokens
+    ]
+    if not learned or any(encoder.end_id in ids for ids in learned):
+        return None
+    end = encoder.end_id if encoder.decode is None else encoder.decode([encoder.end_id])
+    return (
+        f"the chat template ends no turn of the assistant with the tokenizer's end token, {end}: the trained model "
+        f"will not stop there. Make the token that ends a turn the eos_token, or stop at it when you generate"
+    )
+
+
+def _warning(source: Source, encoder: TextEncoder) -> str | None:
+    records = list(islice(source, _LOOKED_AT))
+    return never_ends(records, list(encode_records(records, encoder, _NO_CAP)), encoder, _NO_CAP)
 
 
 def main(

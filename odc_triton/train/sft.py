@@ -18,7 +18,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..data.dataset import DataOptions, SampleSubset, TokenizedDataset, encode_records, never_ends, split_samples
+from ..data.dataset import DataOptions, SampleSubset, TokenizedDataset, encode_records, split_samples
+from ..data.inspection import never_ends
 from ..data.mixture import Mixture
 from ..data.prepared import prepare_data
 from ..data.sources import open_source
@@ -75,9 +76,9 @@ def check_before_start(options: SftOptions) -> None:
     for name in (*options.data, options.eval_data):
         if name is not None:
             records = list(islice(open_source(name), _RECORDS))
-            head = encode_records(records, encoder, options.token_cap)
+            head = list(encode_records(records, encoder, options.token_cap))
             largest = max(largest, *(max(ids, default=0) for ids, _ in head))
-            if name in options.data and (warning := never_ends(records, encoder, options.token_cap)):
+            if name in options.data and (warning := never_ends(records, head, encoder, options.token_cap)):
                 print(f"{name}: {warning}", file=sys.stderr)
     preparing.check_before_start(options, largest)
 

@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.data import chat
-from odc_triton.data.dataset import DataOptions, never_ends, tokenize_file
+from odc_triton.data.dataset import DataOptions, encode_records, tokenize_file
+from odc_triton.data.inspection import never_ends
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import open_source
 from odc_triton.data.tokenizer import TextEncoder
@@ -69,10 +70,17 @@ def test_a_template_that_never_writes_the_end_token(tmp_path, ends):
     """Its models would not stop."""
     encoder = TextEncoder.of(make_tokenizer(CHATML.replace("<|im_end|>", "<|end|>") if ends else CHATML))
     path = write_lines(tmp_path / "data.jsonl", {"text": "a"}, {"messages": said("a", "b", "c", "d")})
-    told = never_ends(list(open_source(str(path))), encoder, 64)
-    assert told is None if ends else "no turn of the assistant with the tokenizer's end token, <|end|>" in told
-    write_lines(path, {"text": "a"})
-    assert never_ends(list(open_source(str(path))), encoder, 64) is None
+    records = list(open_source(str(path)))
+
+    def told(some, cap=64):
+        return never_ends(some, list(encode_records(some, encoder, cap)), encoder, cap)
+
+    if ends:
+        assert told(records) is None
+    else:
+        assert "no turn of the assistant with the tokenizer's end token, <|end|>" in told(records)
+    assert told(records[:1]) is None, "a text is not a conversation"
+    assert told(records, cap=2) is None, "an end that is cut off is not missed"
 
 
 def test_offsets_without_white_space(tmp_path):

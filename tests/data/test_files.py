@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from odc_triton.data.dataset import TokenizedDataset, tokenize_file, tokenize_source
@@ -23,9 +25,6 @@ from odc_triton.data.sources import File, open_source
 from odc_triton.data.tokenizer import TextEncoder
 from tests.support.chats import make_tokenizer
 from tests.support.records import CHARACTERS, ENCODER, NEVER, samples_of, write_lines
-
-pa = pytest.importorskip("pyarrow")
-pytest.importorskip("pyarrow.parquet")
 
 TOOLS = [{"name": "add", "p": {"a": 1}}, {"name": "sub", "p": {"b": "x", "c": None}}]
 TEMPLATE = (
@@ -175,7 +174,8 @@ def test_json_lines_keep_what_a_table_has_no_place_for(tmp_path):
 
 
 def test_what_datasets_writes_as_json_is_read_as_objects(tmp_path):
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     features = datasets.Features(
         {
             "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
