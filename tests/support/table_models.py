@@ -42,6 +42,14 @@ _GPT2 = {
     "attn_pdrop": 0.0,
 }
 _LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_ROUTED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+_GROUPS = {"n_group": 2, "topk_group": 1}
 _WINDOW = {"sliding_window": 6}
 _BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -263,47 +271,20 @@ ROWS = [
         name="DeepSeek-V2",
         kind="mixture",
         family="DeepseekV2",
-        sizes=_LATENT
-        | {
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "num_key_value_heads": 4,
-        },
+        sizes=_LATENT | _ROUTED | {"num_key_value_heads": 4},
         refused=_MIXTURE,
     ),
     Row(
         name="DeepSeek-V3",
         kind="mixture",
         family="DeepseekV3",
-        sizes=_LATENT
-        | {
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "num_key_value_heads": 4,
-        },
+        sizes=_LATENT | _ROUTED | _GROUPS | {"num_key_value_heads": 4},
     ),
     Row(
         name="GLM-4.5 (Glm4Moe)",
         kind="mixture",
         family="Glm4Moe",
-        sizes={
-            "head_dim": 16,
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-        },
+        sizes=_ROUTED | _GROUPS | {"head_dim": 16},
         refused=_MIXTURE,
     ),
     Row(name="Granite-MoE", kind="mixture", family="GraniteMoe", sizes=_LOCAL_EXPERTS, refused=_MIXTURE),
