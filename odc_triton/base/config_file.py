@@ -53,6 +53,11 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
     return {name: value for name, value in found.items() if value is not None}
 
 
+def written_options(path: str | os.PathLike) -> dict[str, Any]:
+    """What `write_config` wrote, by the names of the fields, unchecked. Raises ValueError if it can't be read."""
+    return {str(key).replace("-", "_"): value for key, value in _pairs(path)}
+
+
 def with_config(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     """Parsed arguments, completed by those of `--config`, if it was given, which may also have `ranks`.
 

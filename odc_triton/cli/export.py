@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ..base.config_file import written_options
 from ..base.options import REQUIRED, option, require_one_model
 
 
@@ -14,21 +15,23 @@ class ExportOptions:
     """Export."""
 
     out: str = option(REQUIRED, "folder to create")
-    model: str | None = option(None, "the model that was trained: local folder or hub id")
+    model: str | None = option(None, "the model that was trained: local folder or hub id; by default the run's")
     init: str | None = option(None, "config.json of the model, where training began with random weights")
-    tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default that of --model")
+    tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default the run's, or --model's")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of the weights that are written")
     merge: bool = option(False, "for a run with --lora-rank: the whole model, with its adapters added to it")
 
     def __post_init__(self) -> None:
-        require_one_model(self)
+        if self.model is not None or self.init is not None:
+            require_one_model(self)
 
 
 def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     """Writes `checkpoint`, or the newest one in this folder, into `options.out`; returns the one written.
 
     For a run with `--lora-rank` it writes the adapters, as the run itself does at its end, or with `merge` the whole
-    model for plain transformers. One process reads it, whatever the number of ranks that wrote it.
+    model for plain transformers. One process reads it, whatever the number of ranks that wrote it. The
+    model and the tokenizer are those of the run's run.yaml, unless `options` name a model.
 
     Raises what `load_checkpoint` and `save_pretrained` raise, ValueError for `merge` of a run without adapters, and
     FileNotFoundError if there is no checkpoint.
@@ -50,6 +53,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
                 f"{path} is neither a checkpoint (step-…), nor a folder of them, nor a run's folder with any"
             )
         path = newest
+    options = _with_model(options, path)
     tokenizer = _tokenizer(options)
     if tokenizer is None:
         print(f"{options.out} gets no tokenizer: give --tokenizer to have one in it")
@@ -67,6 +71,21 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     save_pretrained(model, options.out, tokenizer, dtype=dtype, merge=options.merge)
     return path
+
+
+def _with_model(options: ExportOptions, checkpoint: Path) -> ExportOptions:
+    """With the run's model and tokenizer, if `options` name no model. Paths are as the run was given them."""
+    if options.model is not None or options.init is not None:
+        return options
+    from ..train.prepare import CONFIG
+
+    config = checkpoint.absolute().parent.parent / CONFIG
+    if not config.exists():
+        raise ValueError(f"give either --model or --init (a config.json): there is no {config} that names the model")
+    run = written_options(config)
+    return replace(
+        options, model=run.get("model"), init=run.get("init"), tokenizer=options.tokenizer or run.get("tokenizer")
+    )
 
 
 def _tokenizer(options: ExportOptions) -> Any:

@@ -57,6 +57,8 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "run").rename(tmp_path / "whole" / "checkpoints")
     command[1] = str(tmp_path / "whole")  # as `train sft` leaves it
+    assert main(["export", command[1], "--out", str(tmp_path / "again")]) == 1
+    assert "give either --model or --init (a config.json): there is no" in capsys.readouterr().err
     assert main([*command, "--out", str(tmp_path / "again")]) == 0
     assert "whole/checkpoints/step-00000002 is in" in capsys.readouterr().out
     assert main([*command, "--out", str(tmp_path / "fp32")]) == 1
@@ -72,7 +74,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "is neither a checkpoint (step-…), nor a folder of them, nor a run's folder with any" in capsys.readouterr().err
     )
     with pytest.raises(SystemExit):
-        main(["export", str(tmp_path), "--out", str(tmp_path / "o")])
+        main(["export", str(tmp_path), "--model", "a", "--init", "b", "--out", str(tmp_path / "o")])
     said = capsys.readouterr().err
     assert "give either --model or --init" in said
     assert said.startswith("usage: odc-triton export CHECKPOINT --NAME VALUE …")

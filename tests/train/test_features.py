@@ -143,7 +143,9 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
     assert any("up_proj" in name for name in names) == (targets == "all-linear")
     assert not (tmp_path / "out" / "model").exists()
     exported = tmp_path / "exported"
-    assert main(["export", str(tmp_path / "out"), "--model", str(tmp_path / "base"), "--out", str(exported)]) == 0
+    assert main(["export", str(tmp_path / "out"), "--out", str(exported)]) == 0
+    tokenizers = [path / "tokenizer.json" for path in (exported, tmp_path / "out" / "adapter")]
+    assert tokenizers[0].read_bytes() == tokenizers[1].read_bytes()
     weights, config = "adapter_model.safetensors", "adapter_config.json"
     assert (exported / weights).read_bytes() == (tmp_path / "out" / "adapter" / weights).read_bytes()
     its, want = (json.loads((path / config).read_text()) for path in (exported, tmp_path / "out" / "adapter"))
@@ -153,7 +155,7 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")  # the other one has an adapter inside
     merged = PeftModel.from_pretrained(base, exported)
     assert plain_loss(merged, samples) == trained
-    command = ["export", str(tmp_path / "out"), "--model", str(tmp_path / "base"), "--merge"]
+    command = ["export", str(tmp_path / "out" / "checkpoints"), "--model", str(tmp_path / "base"), "--merge"]
     assert main([*command, "--out", str(tmp_path / "merged")]) == 0
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     want = merged.merge_and_unload().state_dict()
