@@ -390,6 +390,7 @@ def test_memcheck_cut_short(tmp_path: Path) -> None:
     assert found.runs["memcheck"]["data"]["errors"] is None
 
 
+@pytest.mark.slow
 def test_installed_without_network(tmp_path: Path) -> None:
     installed = install(tmp_path)
     code = "import odc_kernels.peers, odc_triton.comm.layout; print(odc_kernels.__path__[0])"

@@ -14,7 +14,7 @@ from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.steps import Checkpoints, verify
 from tests.checkpoint.test_background import settle
 from tests.checkpoint.test_faults import MODEL, saved_twice, unfinished
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.checkpointed import make, train
 
 
@@ -53,7 +53,7 @@ def _look(rank: int, world: int, folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("victim", "way"),
-    [(0, "saving"), (1, "saving"), (1, "loading"), (0, "in the background"), (1, "in the background")],
+    [(0, "saving"), slow(1, "saving"), (1, "loading"), slow(0, "in the background"), (1, "in the background")],
 )
 def test_killed_at_any_moment(tmp_path: Path, victim: int, way: str) -> None:
     """The other rank names the dead one; the newest checkpoint is whole; the next run takes away what is left."""

@@ -47,10 +47,10 @@ def whole(folder: Path) -> tuple[SftOptions, list[float]]:
     ("world", "told", "fault"),
     [
         (3, False, Fault(rank=1, phase="lock", minibatch=4, moment=5)),
-        (2, True, Fault(rank=0, phase="forward", minibatch=4, moment=7)),
+        slow(2, True, Fault(rank=0, phase="forward", minibatch=4, moment=7)),
         (2, True, Fault(rank=0, phase="save", moment=9)),
-        (2, False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
-        (2, False, Fault(rank=1, phase="load", moment=4)),
+        slow(2, False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
+        slow(2, False, Fault(rank=1, phase="load", moment=4)),
         (2, False, Fault(rank=1, phase="step", minibatch=4, signal=signal.SIGSTOP)),
     ],
     ids=lambda value: value.phase if isinstance(value, Fault) else None,

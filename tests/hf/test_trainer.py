@@ -238,6 +238,7 @@ def _with_keywords(rank: int, world: int, function: Any, args: tuple, changes: d
     return function(rank, world, *args, **changes)
 
 
+@pytest.mark.slow
 def test_resume_is_exact_on_one_rank(tmp_path: Path) -> None:
     (whole,) = _run(_train, 1, str(tmp_path / "whole"), save_strategy="steps", save_steps=2)
     checkpoint = str(tmp_path / "whole" / "checkpoint-2")

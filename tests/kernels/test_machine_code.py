@@ -101,6 +101,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 def test_each_fault_is_found(out: Path) -> None:
     failed, codes = compiled(out / "bad", "--cases", "tests.support.bad_kernels", "--arch", "90", "--kernel", *BAD)
     assert failed == 1

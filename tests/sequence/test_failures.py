@@ -16,7 +16,7 @@ import torch
 
 from odc_triton.balance.pieces import Piece as P
 from odc_triton.base.errors import OfRanks
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.splitting import (
     DEALS,
     Dealt,
@@ -236,7 +236,9 @@ def _said_by_others(stop: Stop, backend: str) -> list[tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"), [*((name, "cpu") for name in STOPS), *((name, "cpu-interpreter") for name in [*STOPS][2:])]
+    ("name", "backend"),
+    [*((name, "cpu") for name in STOPS), ("waiting", "cpu-interpreter")]
+    + [slow(name, "cpu-interpreter") for name in [*STOPS][2:-1]],
 )
 def test_all_others_name_the_rank_that_stands_still_alone(name: str, backend: str) -> None:
     stop = STOPS[name]
@@ -246,7 +248,7 @@ def test_all_others_name_the_rank_that_stands_still_alone(name: str, backend: st
         assert re.search(rf"(for|of) rank {stop.victim}( at|$)", said), said
 
 
-@pytest.mark.parametrize("backend", ["cpu", "cpu-interpreter"])
+@pytest.mark.parametrize("backend", [slow("cpu"), "cpu-interpreter"])
 @pytest.mark.parametrize("name", [name for name in STOPS if "behind" in name])
 def test_a_killed_rank_is_named_through_another(name: str, backend: str) -> None:
     """One of the others waits for a rank that only waits for the killed one: on kernels its wait goes on until then."""
