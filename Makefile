@@ -18,9 +18,9 @@ demo-rl: venv
 test: lint
 	$(BIN)/python -m pytest -n 3 -m "not slow and not gpu"
 
-# Then once more what simulates a GPU's streams, as early as they may be: `make test` has them late.
+# What `make test` leaves out; then what simulates a GPU's streams, as early as they may be: `make test` has them late.
 test-slow: venv
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -n 3 -m "slow and not gpu"
 	ODC_SIMULATED_STREAMS=early $(BIN)/python -m pytest -m "not slow and not gpu" $(shell grep -lr cpu-apart tests --include='test_*.py')
 
 # The tests under the oldest, the usual and the newest Python and torch; one pair: make test-matrix PAIRS=3.13-2.15
