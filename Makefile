@@ -28,9 +28,9 @@ PAIRS ?= 3.10-2.11 3.11-2.13 3.13-2.15
 test-matrix:
 	tests/matrix $(PAIRS)
 
-# What models and features do, as tests show it: docs/tables.
+# What models and features do, as tests show it: docs/models.md, docs/composes.md.
 tables: venv
-	$(BIN)/python -m pytest -q tests/tables/test_models.py tests/tables/test_composes.py --write-tables docs/tables
+	$(BIN)/python -m pytest -q tests/tables/test_models.py tests/tables/test_composes.py --write-tables docs
 
 # Machine code of every kernel for every architecture, by three tritons that are supported; needs no GPU.
 OTHER_TRITONS := out/triton-3.6.0 out/triton-3.9.0

@@ -13,8 +13,8 @@ project = "odc-triton"
 author = "the authors of odc-triton"
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "commands", "docstrings", "outcomes"]
-exclude_patterns = ["_ext", "check", "tables"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "commands", "docstrings"]
+exclude_patterns = ["_ext", "check"]
 nitpicky = True
 # Types in signatures that this site does not describe stay plain code; all other references must resolve.
 nitpick_ignore_regex = [("py:(class|obj|data|exc)", ".*")]

@@ -16,7 +16,7 @@ os.environ["ODC_TUNED"] = "off"  # what the tests measure must not depend on wha
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-tables", metavar="FOLDER", help="write the tables that tests/tables shows to be right")
+    parser.addoption("--write-tables", metavar="FOLDER", help="write tables that tests made into the folder's pages")
 
 
 def pytest_configure(config: pytest.Config) -> None:

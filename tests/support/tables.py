@@ -1,29 +1,27 @@
-"""Tables of docs/tables, made from the outcomes of tests: `pytest tests/tables --write-tables FOLDER`.
+"""Tables of the documentation, made from the outcomes of tests: `pytest tests/tables --write-tables docs`.
 
 A test that shows what a cell says has `Table.mark(row, column)`. It must assert what `expected` says of the cell: that
-"yes" is right against plain torch, or that the library refuses what is "no: …". A table is written if every cell has a
-test and all of them passed; else its old file stays, and the session fails.
+"yes" is right against plain torch, or that the library refuses what is "no: …". A table is written below `BELOW` in
+its page if every cell has a test and all of them passed; else the old one stays, and the session fails.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-MADE_BY = "make tables"
+BELOW = "<!-- `make tables` writes what is below. -->\n"
 Cell = tuple[str, str, str]  # table, row, column
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """`rows`: names with their kinds; `expected(row, column)`: "yes" or "no: …", or None where there is no cell.
-    `symmetric`: a test of (row, column) is one of (column, row) too.
+    """`name`: of its page in docs/. `rows`: names with their kinds; `expected(row, column)`: "yes" or "no: …", or None
+    where there is no cell. `symmetric`: a test of (row, column) is one of (column, row) too.
     """
 
     name: str
@@ -35,20 +33,23 @@ class Table:
     def mark(self, row: str, column: str) -> pytest.MarkDecorator:
         return pytest.mark.cell(self.name, row, column)
 
-    def cells(self, row: str) -> dict[str, str]:
-        every = {column: self.expected(row, column) for column in self.columns}
-        return {column: words for column, words in every.items() if words is not None}
-
-    def content(self) -> dict[str, Any]:
-        """The file's, without versions."""
-        rows = [{"name": name, "kind": kind, "cells": self.cells(name)} for name, kind in self.rows]
-        return {"made_by": MADE_BY, "columns": list(self.columns), "rows": rows}
+    def markdown(self) -> str:
+        """Equal reasons share one note below the table."""
+        notes: list[str] = []
+        lines = [["", *self.columns], ["---", *(":-:" for _ in self.columns)]]
+        for name, kind in self.rows:
+            cells = [_cell(self.expected(name, column), notes) for column in self.columns]
+            lines.append([f"**{name}**<br>{kind}", *cells])
+        table = [f"| {' | '.join(line)} |" for line in lines]
+        return "\n".join([*table, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1)), ""])
 
     def missing(self, passed: dict[Cell, bool]) -> list[str]:
         """What keeps the table from being written."""
         found = []
         for row, _ in self.rows:
-            for column in self.cells(row):
+            for column in self.columns:
+                if self.expected(row, column) is None:
+                    continue
                 same = [(self.name, row, column)] + [(self.name, column, row)] * self.symmetric
                 outcomes = [passed[cell] for cell in same if cell in passed]
                 if not all(outcomes) or not outcomes:
@@ -56,14 +57,26 @@ class Table:
         return found
 
     def write(self, folder: Path) -> None:
-        versions = {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
-        content = {**self.content(), "versions": versions}
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+        page = folder / f"{self.name}.md"
+        above, _, _ = page.read_text().partition(BELOW)
+        versions = " and ".join(f"{name} {version(name).partition('+')[0]}" for name in ("torch", "transformers"))
+        page.write_text(f"{above}{BELOW}\n{self.markdown()}\nMade by `make tables`, with {versions}.\n")
+
+
+def _cell(outcome: str | None, notes: list[str]) -> str:
+    if outcome is None:
+        return ""
+    word, _, reason = outcome.partition(": ")
+    sign = {"yes": "✓", "no": "✗"}[word]
+    if not reason:
+        return sign
+    if reason not in notes:
+        notes.append(reason)
+    return f"{sign}<sup>{notes.index(reason) + 1}</sup>"
 
 
 class TableWriter:
-    """A plugin of pytest that writes `tables` into `folder` when the session ends."""
+    """A plugin of pytest that writes `tables` into the pages in `folder` when the session ends."""
 
     def __init__(self, folder: Path, tables: Iterable[Table]) -> None:
         self.folder, self.tables = folder, list(tables)
@@ -82,9 +95,10 @@ class TableWriter:
         if hasattr(session.config, "workerinput"):  # pytest-xdist's workers send their reports to one process
             return
         for table in self.tables:
+            page = self.folder / f"{table.name}.md"
             if missing := table.missing(self.passed):
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
-                print(f"\n{table.name}.json is left as it is, for {len(missing)} cells:", *missing, sep="\n  ")
+                print(f"\n{page} is left as it is, for {len(missing)} cells:", *missing, sep="\n  ")
             else:
                 table.write(self.folder)
-                print(f"\n{table.name}.json is in {self.folder}")
+                print(f"\n{page} has its new table")

@@ -1,4 +1,4 @@
-"""Tests whose outcomes are tables of the documentation: docs/tables."""
+"""Tests whose outcomes are tables of the documentation."""
 
 from tests.support.table_composes import COMPOSES
 from tests.support.table_models import MODELS

@@ -1,4 +1,4 @@
-"""Each pair of features trains together as plain torch does, or is refused: docs/tables/composes.json."""
+"""Each pair of features trains together as plain torch does, or is refused: docs/composes.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each family of models does, on two ranks, against plain transformers in one process: docs/tables/models.json."""
+"""What each family of models does, on two ranks, against plain transformers in one process: docs/models.md."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
-"""Tables of docs/tables: the committed ones are those of the tests, and only passed tests write them."""
+"""Tables of the documentation: the committed ones are those of the tests, and only passed tests write them."""
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.support.tables import Table, TableWriter
+from tests.support.tables import BELOW, Table, TableWriter
 from tests.tables import TABLES
 
-FOLDER = Path(__file__).parents[2] / "docs" / "tables"
+DOCS = Path(__file__).parents[2] / "docs"
 YES, NO = ("a", "x"), ("b", "y")
 REFUSED = {("b", "x"): "no: not this one", NO: "no: nor that"}
 SMALL = Table(
@@ -21,21 +22,32 @@ SMALL = Table(
     rows=(("a", "first"), ("b", "second")),
     expected=lambda row, column: None if (row, column) == ("a", "y") else REFUSED.get((row, column), "yes"),
 )
+TABLE = """
+|  | x | y |
+| --- | :-: | :-: |
+| **a**<br>first | ✓ |  |
+| **b**<br>second | ✗<sup>1</sup> | ✗<sup>2</sup> |
+
+1. not this one
+2. nor that
+"""
 CELLS = [YES, ("b", "x"), NO]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_the_committed_table_is_that_of_the_tests(table: Table) -> None:
-    committed = json.loads((FOLDER / f"{table.name}.json").read_text())
-    assert set(committed.pop("versions")) == {"torch", "transformers"}
-    assert committed == table.content(), "run `make tables` and commit docs/tables"
+    _, _, committed = (DOCS / f"{table.name}.md").read_text().partition(BELOW)
+    made, _, versions = committed.rpartition("\nMade by ")
+    assert made == f"\n{table.markdown()}", "run `make tables` and commit the page"
+    assert re.fullmatch(r"`make tables`, with torch [\d.]+ and transformers [\d.]+\.\n", versions)
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_cells_are_yes_or_say_why_not(table: Table) -> None:
-    for row in table.content()["rows"]:
-        for words in row["cells"].values():
-            assert words == "yes" or (words.startswith("no: ") and len(words) < 80)
+    for row, _ in table.rows:
+        for column in table.columns:
+            words = table.expected(row, column)
+            assert words in ("yes", None) or (words.startswith("no: ") and len(words) < 80)
 
 
 def report(cell: tuple[str, str], outcome: str, when: str = "call") -> SimpleNamespace:
@@ -63,8 +75,8 @@ ENDS: dict[str, tuple[Callable[[], list[SimpleNamespace]], str | None]] = {
 @pytest.mark.parametrize("how", ENDS)
 def test_only_passed_tests_write_a_table(how: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     reports, problem = ENDS[how]
-    old = tmp_path / "small.json"
-    old.write_text("the old one")
+    page = tmp_path / "small.md"
+    page.write_text(f"# Small\n\n{BELOW}the old one")
     session = SimpleNamespace(config=SimpleNamespace(), exitstatus=0)
     writer = TableWriter(tmp_path, [SMALL])
     for each in [*_all_but_one(), *reports()]:
@@ -72,14 +84,17 @@ def test_only_passed_tests_write_a_table(how: str, tmp_path: Path, capsys: pytes
     writer.pytest_sessionfinish(session)
     if problem:
         assert session.exitstatus == 1
-        assert old.read_text() == "the old one"
-        assert f"small.json is left as it is, for 1 cells:\n  a, x: {problem}" in capsys.readouterr().out
+        assert page.read_text() == f"# Small\n\n{BELOW}the old one"
+        assert f"small.md is left as it is, for 1 cells:\n  a, x: {problem}" in capsys.readouterr().out
         return
     assert session.exitstatus == 0
-    made = json.loads(old.read_text())
-    assert made["rows"] == [
-        {"name": "a", "kind": "first", "cells": {"x": "yes"}},
-        {"name": "b", "kind": "second", "cells": {"x": "no: not this one", "y": "no: nor that"}},
-    ]
-    assert made["columns"] == ["x", "y"]
-    assert made["made_by"] == "make tables"
+    above, _, below = page.read_text().partition(BELOW)
+    assert above == "# Small\n\n"
+    assert below.startswith(TABLE)
+    assert "Made by `make tables`, with torch " in below
+
+
+def test_equal_reasons_share_a_note() -> None:
+    same = replace(SMALL, expected=lambda row, column: "no: why" if row == "b" else "yes")
+    assert same.markdown().splitlines()[3] == "| **b**<br>second | ✗<sup>1</sup> | ✗<sup>1</sup> |"
+    assert same.markdown().endswith("\n\n1. why\n")
