@@ -41,7 +41,7 @@ class SimulateOptions:
     nodes: int = option(1, "nodes, of equally many GPUs")
     gpu: str | None = option(None, "kind of GPU: v100, a100, a6000, l40s, h100, h200, b200; else --topology's or a100")
     topology: str | None = option(None, "snapshot of one node's GPUs and links (JSON)")
-    minibatch: str = option("1,2,4,8", "samples per GPU and optimizer step; several with commas")
+    minibatch: str = option("1,2,4,8", "samples per GPU and step; several with commas, those that the data fill")
     token_cap: int | None = option(None, "most tokens in one microbatch; by default the longest sequence")
     split_sequences: bool = option(False, "also cut long sequences over ranks, as one more setting")
     hybrid: bool = option(True, "with several nodes, each holds a whole copy of the parameters in shards")
@@ -111,7 +111,8 @@ def main(options: SimulateOptions) -> int:
         slow={} if options.slow == 1 else {0: options.slow},
         jitter=options.jitter,
     )
-    sizes = options.minibatches
+    filled = len(lengths) // options.gpus
+    sizes = [size for size in options.minibatches if size <= filled] or options.minibatches[:1]  # which raises
     drawn = sizes[len(sizes) // 2]
     trials = options.trials or max(4, min(16, 512 // options.gpus))
     rows = rank_settings(
@@ -132,6 +133,8 @@ def main(options: SimulateOptions) -> int:
         f"{model.name} ({model.parameters / 1e9:.1f} B parameters{active}) on {machine}\n"
         f"speed-up: over FSDP2 + LB-Micro with the same minibatch; mean of {trials} minibatches; simulated"
     )
+    if len(sizes) < len(options.minibatches):
+        head += f"\nminibatches of more than {filled} per GPU are left out: the {len(lengths)} sequences can't fill one"
     shown = table(cells(rows), COLUMNS)
     print(f"{head}\n\n{shown}\n\n{verdict(rows)}")
     if options.out:

@@ -151,6 +151,10 @@ def test_files_that_are_refused(say: Say, tmp_path: Path) -> None:
     status, _, err = say("--lengths", few, "--gpus", 8, "--minibatch", 1)
     assert status == 1
     assert "3 sequences can't fill a minibatch of 8" in err
+    few.write_text("5 6 7 " * 7)
+    status, out, _ = say("--lengths", few, "--gpus", 8, "--trials", 1)
+    assert status == 0
+    assert "minibatches of more than 2 per GPU are left out: the 21 sequences can't fill one\n" in out
     (tmp_path / "empty.txt").write_text("")
     assert "has no lengths" in say("--lengths", tmp_path / "empty.txt")[2]
     for content in ("{", "[]", "{}"):
