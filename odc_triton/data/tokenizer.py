@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.files import atomic_file, reading
+from ..base.files import atomic_file, read_json_object, reading
 from .chat import ChatTemplate
 
 if TYPE_CHECKING:
@@ -266,6 +266,8 @@ def read_config(source: str) -> Any:
     from transformers import AutoConfig
 
     with reading(source):
+        if Path(source).is_file():
+            read_json_object(source, "give the config.json of a model")
         try:
             return AutoConfig.from_pretrained(source, trust_remote_code=False)
         except OSError:

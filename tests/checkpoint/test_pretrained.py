@@ -228,13 +228,15 @@ def test_a_models_own_code_is_never_run(tmp_path: Path, monkeypatch: pytest.Monk
             {"intermediate_size": "wide"},
             r"can't make a causal LM of this config \(TypeError|is not the config of a model",
         ),
+        ('{"model_type": ', "is not valid JSON .* give the config.json of a model"),
+        ("[]", "holds a list, not an object: give the config.json of a model"),
     ],
 )
-def test_a_config_of_no_model_is_named(tmp_path: Path, changes: dict, said: str) -> None:
+def test_a_config_of_no_model_is_named(tmp_path: Path, changes: dict | str, said: str) -> None:
     from odc_triton.checkpoint import meta_causal_lm
 
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(QWEN2 | changes))
+    path.write_text(changes if isinstance(changes, str) else json.dumps(QWEN2 | changes))
     with pytest.raises(ValueError, match=said) as caught:
         meta_causal_lm(init=str(path))
     assert str(caught.value).startswith(str(path))
