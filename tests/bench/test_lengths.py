@@ -31,18 +31,9 @@ from odc_triton.comm.launch import launch
 from odc_triton.data.lengths import read_lengths
 from odc_triton.data.records import Record
 from tests.support import ranks
+from tests.support.models import SIZES
 
-CONFIG = {
-    "model_type": "qwen2",
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-}
+CONFIG = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]} | SIZES
 
 
 @pytest.fixture

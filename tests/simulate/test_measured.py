@@ -14,16 +14,9 @@ from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import DataSummary, TokenizedDataset
 from odc_triton.simulate.job import simulate
 from odc_triton.simulate.study import SequenceTime, from_measured
+from tests.support.models import SIZES
 
-CONFIG = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
+CONFIG = SIZES | {"max_position_embeddings": 1024}
 STEP, LAUNCH, LINEAR, QUADRATIC = 0.5, 0.02, 1e-3, 1e-7
 
 

@@ -14,23 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from .models import GPT2_SIZES, SIZES
+
 # For families whose attention has our adapter, with head sizes that its kernel supports.
-_SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SIZES = SIZES | {"head_dim": 16}
 _WIDE = _SIZES | {"hidden_size": 64, "head_dim": None}  # for families whose configuration has no head_dim
-_GPT2 = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-_GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
 _BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3, "num_key_value_heads": None}
 
 _OURS = """\
@@ -93,7 +81,7 @@ FAMILIES = {
     ),
     "gpt2": Family(  # tied; its blocks' weights are Conv1D's
         name="GPT2",
-        sizes=_GPT2,
+        sizes=GPT2_SIZES,
         model="LMHeadModel",
         found=(
             "attention: none\nembedding: transformer.wte, transformer.wpe\nlinear: lm_head\n"

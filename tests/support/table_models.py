@@ -8,24 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.models import SIZES as BASE
 from tests.support.tables import Table
 
 FUSED = "fuses q, k, v"
 COLUMNS = ("trains", "packs", "splits", "replaces layers", FUSED, "fused head", "LoRA", "simulate")
 
 # Heads of 16 elements, which the fused projection supports.
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SIZES: dict[str, Any] = BASE | {"hidden_size": 64}
 _GPT2 = {
     "hidden_size": None,
     "intermediate_size": None,
