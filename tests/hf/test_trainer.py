@@ -1,4 +1,4 @@
-"""ODCTrainer on real ranks: against plain torch and a loop of our own; evaluation, checkpoints, wrong input."""
+"""ODCTrainer on real ranks: against plain torch and a loop of our own; evaluation, checkpoints."""
 
 from __future__ import annotations
 
@@ -10,112 +10,47 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from tests.support import ranks, slow
 from tests.support.models import build
-
-LENGTHS = [5, 17, 9, 26, 3, 12, 7, 21, 4, 15, 6, 11]
-STEPS = 5
-LR = 1e-2
-
-
-def samples() -> list[dict[str, list[int]]]:
-    generator = torch.Generator().manual_seed(7)
-    ids = [torch.randint(3, 97, (length,), generator=generator).tolist() for length in LENGTHS]
-    # A third of each sample is a prompt, which is not learned.
-    return [{"input_ids": x, "labels": [-100] * (len(x) // 3) + x[len(x) // 3 :]} for x in ids]
-
-
-def _arguments(folder: str, **changes: Any) -> Any:
-    from transformers import TrainingArguments
-
-    if "RANK" in os.environ:  # as under torchrun; accelerate asks for them, and then takes the group that there is
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    wanted = {
-        "output_dir": folder,
-        "per_device_train_batch_size": 4,
-        "max_steps": STEPS,
-        "learning_rate": LR,
-        "warmup_steps": 2,
-        "max_grad_norm": 0.5,
-        "weight_decay": 0.1,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "optim": "adamw_torch",
-    }
-    return TrainingArguments(**wanted | changes)
-
-
-def _adapted(model: nn.Module, seed: int) -> nn.Module:
-    import peft
-
-    model.name_or_path = "the/base"
-    torch.manual_seed(seed)
-    options = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, options)
-
-
-def _sharded(seed: int = 0, bf16: bool = False, exact: bool | None = None, lora: bool = False) -> nn.Module:
-    """`lora`: the base is always the same, and `seed` is that of its adapters."""
-    from odc_triton import MixedPrecisionPolicy, fully_shard
-    from odc_triton.hf import enable_packing
-
-    model = build("qwen2", 0 if lora else seed)
-    enable_packing(model)
-    model = _adapted(model, seed) if lora else model
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
-    return fully_shard(model, mp_policy=policy, exact=exact)
-
-
-_OF_TRAINER = ("sampler", "callbacks", "eval_dataset", "compute_metrics", "data_collator")
-
-
-def _trainer(folder: str, world: int, *, seed: int = 0, bf16: bool = False, lora: bool = False, **changes: Any) -> Any:
-    """A step takes four samples, whatever the world."""
-    from odc_triton.hf import ODCTrainer
-
-    given = {name: changes.pop(name) for name in _OF_TRAINER if name in changes}
-    args = _arguments(folder, per_device_train_batch_size=4 // world, **changes)
-    return ODCTrainer(_sharded(seed, bf16, lora=lora), args, train_dataset=samples(), **given)
-
-
-def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    from odc_triton import full_parameters
-
-    return {name: value.clone() for name, value in full_parameters(model)}
-
-
-def _logs(trainer: Any, key: str) -> list[float]:
-    return [entry[key] for entry in trainer.state.log_history if key in entry]
-
+from tests.support.trainer_case import (
+    LENGTHS,
+    LR,
+    STEPS,
+    arguments,
+    logs,
+    odc_trainer,
+    sample_loss,
+    samples,
+    sharded_model,
+    weights_of,
+    with_adapters,
+)
 
 # ------------------------------------------------------------------ the same training
 
 
 def _train(rank: int, world: int, folder: str, resume: str | bool | None = None, **changes: Any) -> dict[str, Any]:
-    trainer = _trainer(folder, world, **changes)
+    trainer = odc_trainer(folder, world, **changes)
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/final")
     return _summary(trainer, rank)
 
 
 def _summary(trainer: Any, rank: int) -> dict[str, Any]:
-    result = {key: _logs(trainer, key) for key in ("loss", "grad_norm", "target_tokens", "learning_rate")}
+    result = {key: logs(trainer, key) for key in ("loss", "grad_norm", "target_tokens", "learning_rate")}
     # One rank alone: reads are one-sided.
-    return result | {"weights": _weights(trainer.model) if rank == 0 else None}
+    return result | {"weights": weights_of(trainer.model) if rank == 0 else None}
 
 
 def _deterministic(rank: int, world: int, folder: str, resume: str | None) -> dict[str, torch.Tensor]:
     from odc_triton.hf import ODCTrainer
 
     changes = {"full_determinism": True, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
-    model = _sharded(exact=True)
-    ODCTrainer(model, _arguments(folder, **changes), train_dataset=samples()).train(resume_from_checkpoint=resume)
-    return _weights(model)
+    model = sharded_model(exact=True)
+    ODCTrainer(model, arguments(folder, **changes), train_dataset=samples()).train(resume_from_checkpoint=resume)
+    return weights_of(model)
 
 
 def test_full_determinism_on_exact_sums(tmp_path: Path) -> None:
@@ -133,7 +68,7 @@ def _train_one_sample_a_step(rank: int, world: int, folder: str) -> dict[str, An
 
     sampler = MinibatchSampler(LENGTHS, 1, max(LENGTHS), seed=42, rank=rank, world=world)
     sampler.samples_per_minibatch = 1
-    trainer = _trainer(folder, 1, sampler=sampler)
+    trainer = odc_trainer(folder, 1, sampler=sampler)
     events(trainer.model)
     trainer.train()
     seen = events(trainer.model)
@@ -150,7 +85,7 @@ def _plain(samples_per_step: int, *, lora: bool = False) -> dict[str, Any]:
     from odc_triton.balance import MinibatchSampler
 
     data, model = samples(), build("qwen2").train()
-    model = _adapted(model, 0) if lora else model
+    model = with_adapters(model, 0) if lora else model
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -163,7 +98,7 @@ def _plain(samples_per_step: int, *, lora: bool = False) -> dict[str, Any]:
     for packs in minibatches:
         chosen = [data[index] for pack in packs for index in pack]
         tokens = sum(label != -100 for sample in chosen for label in sample["labels"][1:])
-        loss = sum(_sample_loss(model, sample) for sample in chosen) / tokens
+        loss = sum(sample_loss(model, sample) for sample in chosen) / tokens
         loss.backward()
         result["grad_norm"].append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
@@ -172,11 +107,6 @@ def _plain(samples_per_step: int, *, lora: bool = False) -> dict[str, Any]:
         result["loss"].append(loss.item())
         result["target_tokens"].append(tokens)
     return result | {"weights": dict(model.named_parameters())}
-
-
-def _sample_loss(model: nn.Module, sample: dict[str, list[int]]) -> torch.Tensor:
-    logits = model(input_ids=torch.tensor([sample["input_ids"]]), use_cache=False).logits[0, :-1]
-    return F.cross_entropy(logits, torch.tensor(sample["labels"])[1:], reduction="sum")
 
 
 def _assert_alike(results: list[dict[str, Any]], plain: dict[str, Any]) -> None:
@@ -291,7 +221,7 @@ def test_another_step_size_is_refused(tmp_path: Path) -> None:
 
 
 def _resume_with_larger_steps(rank: int, world: int, folder: str) -> None:
-    _trainer(folder, 1).train(resume_from_checkpoint=True)  # four samples a rank
+    odc_trainer(folder, 1).train(resume_from_checkpoint=True)  # four samples a rank
 
 
 def test_saved_models(tmp_path: Path) -> None:
@@ -329,7 +259,7 @@ def _evaluate(rank: int, world: int, folder: str) -> dict[str, Any]:
             control.should_training_stop = state.global_step == 4
 
     stops = Stops()
-    trainer = _trainer(
+    trainer = odc_trainer(
         folder,
         world,
         callbacks=[stops],
@@ -345,7 +275,7 @@ def _evaluate(rank: int, world: int, folder: str) -> dict[str, Any]:
     trainer.train()
     own = trainer.evaluate()["eval_loss"]
     return _summary(trainer, rank) | {
-        "eval_loss": _logs(trainer, "eval_loss"),
+        "eval_loss": logs(trainer, "eval_loss"),
         "seen": stops.seen,
         "own": own,
         "best": trainer.state.best_global_step,
@@ -369,7 +299,7 @@ def test_evaluation_callbacks_and_the_best_model(tmp_path: Path) -> None:
     data = samples()[:7]
     tokens = sum(label != -100 for sample in data for label in sample["labels"][1:])
     with torch.no_grad():
-        want = sum(_sample_loss(model, sample) for sample in data) / tokens
+        want = sum(sample_loss(model, sample) for sample in data) / tokens
     # Sums in another order, and packs against samples.
     torch.testing.assert_close(first["own"], want.item(), rtol=1e-6, atol=0)
 
@@ -389,7 +319,7 @@ def _metrics(rank: int, world: int, folder: str) -> dict[str, Any]:
         return {"right": int(((words == labels) & (labels != -100)).sum())}
 
     data = samples()[:6]
-    trainer = _trainer(folder, world, compute_metrics=accuracy, data_collator=pad, per_device_eval_batch_size=2)
+    trainer = odc_trainer(folder, world, compute_metrics=accuracy, data_collator=pad, per_device_eval_batch_size=2)
     trainer.train()
     trainer.eval_dataset = data
     result = _summary(trainer, rank) | {
@@ -399,7 +329,7 @@ def _metrics(rank: int, world: int, folder: str) -> dict[str, Any]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # as where no torchrun started this
         os.environ.pop(name)
     with pytest.raises(ValueError, match="accelerate counts 1 processes, and the model has 2 ranks: start them with"):
-        type(trainer)(trainer.model, _arguments(folder))
+        type(trainer)(trainer.model, arguments(folder))
     return result
 
 
@@ -414,92 +344,3 @@ def test_metrics_and_predictions(tmp_path: Path) -> None:
         right += int((words == torch.tensor(sample["labels"])[1:]).sum())
     assert [result["right"] for result in results] == [right, right]
     assert right > 0  # or a wrong mask would not show
-
-
-# ------------------------------------------------------------------ what is refused
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4; set 1"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: override compute_loss"),
-        ({"torch_compile": True}, "torch_compile=True: compile the model's blocks"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
-        ({"optim": "lomo"}, "steps inside of the backward"),
-        ({"save_only_model": True, "load_best_model_at_end": True, "save_strategy": "steps"}, "leave save_only_model"),
-        ({"data_collator": lambda batch: batch}, "training packs samples without padding"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_arguments_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    if "load_best_model_at_end" in changes:
-        changes = changes | {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-    with pytest.raises(ValueError, match=words):
-        _trainer(str(tmp_path), 1, **changes)
-
-
-@pytest.mark.parametrize("name", ["fp16", "bf16", "fsdp", "deepspeed", "full_determinism", "save_on_each_node"])
-def test_other_ways_to_train_are_refused(tmp_path: Path, name: str) -> None:
-    """Set on the arguments afterwards: TrainingArguments itself wants a GPU, or a package, for some of them."""
-    from odc_triton.hf import ODCTrainer
-
-    args = _arguments(str(tmp_path))
-    setattr(args, name, True)
-    with pytest.raises(ValueError, match=f"TrainingArguments has {name}=True: "):
-        ODCTrainer(_sharded(), args, train_dataset=samples())
-
-
-def test_fsdp_of_accelerates_launcher_is_refused(tmp_path: Path) -> None:
-    """accelerate takes it from the environment, on GPUs only: here a subclass says that it did."""
-    from odc_triton.hf import ODCTrainer
-
-    class Launched(ODCTrainer):
-        def create_accelerator_and_postprocess(self) -> None:
-            super().create_accelerator_and_postprocess()
-            self.is_fsdp_enabled = True
-
-    with pytest.raises(ValueError, match="accelerate was started with fsdp"):
-        Launched(_sharded(), _arguments(str(tmp_path)), train_dataset=samples())
-
-
-def test_models_are_refused(tmp_path: Path) -> None:
-    from odc_triton import fully_shard
-    from odc_triton.balance import MinibatchSampler
-    from odc_triton.hf import ODCTrainer
-
-    args = _arguments(str(tmp_path))
-    with pytest.raises(ValueError, match=r"Qwen2ForCausalLM is not sharded: call odc_triton.hf.enable_packing"):
-        ODCTrainer(build("qwen2"), args, train_dataset=samples())
-    with pytest.raises(TypeError, match="model is a ODCLinear; give the transformers model"):
-        ODCTrainer(fully_shard(nn.Linear(3, 3)), args, train_dataset=samples())
-    unpacked = ODCTrainer(fully_shard(build("qwen2")), args, train_dataset=samples())
-    with pytest.raises(ValueError, match="two samples fit into a pack"):
-        unpacked.train()
-    sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS), rank=1, world=3)
-    with pytest.raises(ValueError, match="sampler is of rank 1 of 3, the model of rank 0 of 1"):
-        ODCTrainer(_sharded(), args, train_dataset=samples(), sampler=sampler).train()
-    with pytest.raises(TypeError, match="sampler is a list"):
-        ODCTrainer(_sharded(), args, train_dataset=samples(), sampler=[[0]]).train()
-
-
-def test_data_is_refused(tmp_path: Path) -> None:
-    from torch.utils.data import DataLoader
-
-    from odc_triton.hf import ODCTrainer
-
-    class PlainBatches(ODCTrainer):
-        def get_train_dataloader(self) -> DataLoader:
-            return DataLoader([{"input_ids": torch.ones(3, dtype=torch.int64)}], batch_size=1)
-
-    args, model = _arguments(str(tmp_path)), _sharded()
-    with pytest.raises(TypeError, match="a batch is a dict and not a list of packs"):
-        PlainBatches(model, args, train_dataset=samples()).train()
-    with pytest.raises(ValueError, match=r"sample 1 has \['text'\]: it needs input_ids"):
-        ODCTrainer(model, args, train_dataset=[*samples()[:1], {"text": "a"}]).train()
-    with pytest.raises(TypeError, match="generator has no length"):
-        ODCTrainer(model, args, train_dataset=(sample for sample in samples())).train()
-    with pytest.raises(ValueError, match="training needs a train_dataset"):
-        ODCTrainer(model, args).train()
-    with pytest.raises(ValueError, match="evaluation needs an eval_dataset"):
-        ODCTrainer(model, args).evaluate()

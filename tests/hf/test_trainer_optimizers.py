@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.hf.test_trainer import LENGTHS, _arguments, _sample_loss, _sharded, _weights, samples
 from tests.support import ranks
 from tests.support.models import build
+from tests.support.trainer_case import LENGTHS, arguments, sample_loss, samples, sharded_model, weights_of
 
 STEPS = 3
 NAMES = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
@@ -25,10 +25,10 @@ def _sharded_weights(rank: int, world: int, folder: str) -> dict[str, dict[str, 
 
     found = {}
     for name in NAMES:
-        args = _arguments(folder, per_device_train_batch_size=4 // world, **_changes(name))
-        trainer = ODCTrainer(_sharded(), args, train_dataset=samples())
+        args = arguments(folder, per_device_train_batch_size=4 // world, **_changes(name))
+        trainer = ODCTrainer(sharded_model(), args, train_dataset=samples())
         trainer.train()
-        found[name] = _weights(trainer.model)
+        found[name] = weights_of(trainer.model)
     return found
 
 
@@ -39,7 +39,7 @@ def _plain_weights(name: str, folder: str) -> dict[str, torch.Tensor]:
     from odc_triton.balance import MinibatchSampler
 
     data, model = samples(), build("qwen2").train()
-    kind, how = Trainer.get_optimizer_cls_and_kwargs(_arguments(folder, **_changes(name)), model)
+    kind, how = Trainer.get_optimizer_cls_and_kwargs(arguments(folder, **_changes(name)), model)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -49,7 +49,7 @@ def _plain_weights(name: str, folder: str) -> dict[str, torch.Tensor]:
     for packs in [packs for _ in range(STEPS) for packs in sampler][:STEPS]:
         chosen = [data[index] for pack in packs for index in pack]
         tokens = sum(label != -100 for sample in chosen for label in sample["labels"][1:])
-        (sum(_sample_loss(model, sample) for sample in chosen) / tokens).backward()
+        (sum(sample_loss(model, sample) for sample in chosen) / tokens).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()

@@ -1,0 +1,99 @@
+"""What ODCTrainer refuses, with the remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.models import build
+from tests.support.trainer_case import LENGTHS, arguments, odc_trainer, samples, sharded_model
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4; set 1"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: override compute_loss"),
+        ({"torch_compile": True}, "torch_compile=True: compile the model's blocks"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
+        ({"optim": "lomo"}, "steps inside of the backward"),
+        ({"save_only_model": True, "load_best_model_at_end": True, "save_strategy": "steps"}, "leave save_only_model"),
+        ({"data_collator": lambda batch: batch}, "training packs samples without padding"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_arguments_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    if "load_best_model_at_end" in changes:
+        changes = changes | {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    with pytest.raises(ValueError, match=words):
+        odc_trainer(str(tmp_path), 1, **changes)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16", "fsdp", "deepspeed", "full_determinism", "save_on_each_node"])
+def test_other_ways_to_train_are_refused(tmp_path: Path, name: str) -> None:
+    """Set on the arguments afterwards: TrainingArguments itself wants a GPU, or a package, for some of them."""
+    from odc_triton.hf import ODCTrainer
+
+    args = arguments(str(tmp_path))
+    setattr(args, name, True)
+    with pytest.raises(ValueError, match=f"TrainingArguments has {name}=True: "):
+        ODCTrainer(sharded_model(), args, train_dataset=samples())
+
+
+def test_fsdp_of_accelerates_launcher_is_refused(tmp_path: Path) -> None:
+    """accelerate takes it from the environment, on GPUs only: here a subclass says that it did."""
+    from odc_triton.hf import ODCTrainer
+
+    class Launched(ODCTrainer):
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.is_fsdp_enabled = True
+
+    with pytest.raises(ValueError, match="accelerate was started with fsdp"):
+        Launched(sharded_model(), arguments(str(tmp_path)), train_dataset=samples())
+
+
+def test_models_are_refused(tmp_path: Path) -> None:
+    from odc_triton import fully_shard
+    from odc_triton.balance import MinibatchSampler
+    from odc_triton.hf import ODCTrainer
+
+    args = arguments(str(tmp_path))
+    with pytest.raises(ValueError, match=r"Qwen2ForCausalLM is not sharded: call odc_triton.hf.enable_packing"):
+        ODCTrainer(build("qwen2"), args, train_dataset=samples())
+    with pytest.raises(TypeError, match="model is a ODCLinear; give the transformers model"):
+        ODCTrainer(fully_shard(nn.Linear(3, 3)), args, train_dataset=samples())
+    unpacked = ODCTrainer(fully_shard(build("qwen2")), args, train_dataset=samples())
+    with pytest.raises(ValueError, match="two samples fit into a pack"):
+        unpacked.train()
+    sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS), rank=1, world=3)
+    with pytest.raises(ValueError, match="sampler is of rank 1 of 3, the model of rank 0 of 1"):
+        ODCTrainer(sharded_model(), args, train_dataset=samples(), sampler=sampler).train()
+    with pytest.raises(TypeError, match="sampler is a list"):
+        ODCTrainer(sharded_model(), args, train_dataset=samples(), sampler=[[0]]).train()
+
+
+def test_data_is_refused(tmp_path: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    from odc_triton.hf import ODCTrainer
+
+    class PlainBatches(ODCTrainer):
+        def get_train_dataloader(self) -> DataLoader:
+            return DataLoader([{"input_ids": torch.ones(3, dtype=torch.int64)}], batch_size=1)
+
+    args, model = arguments(str(tmp_path)), sharded_model()
+    with pytest.raises(TypeError, match="a batch is a dict and not a list of packs"):
+        PlainBatches(model, args, train_dataset=samples()).train()
+    with pytest.raises(ValueError, match=r"sample 1 has \['text'\]: it needs input_ids"):
+        ODCTrainer(model, args, train_dataset=[*samples()[:1], {"text": "a"}]).train()
+    with pytest.raises(TypeError, match="generator has no length"):
+        ODCTrainer(model, args, train_dataset=(sample for sample in samples())).train()
+    with pytest.raises(ValueError, match="training needs a train_dataset"):
+        ODCTrainer(model, args).train()
+    with pytest.raises(ValueError, match="evaluation needs an eval_dataset"):
+        ODCTrainer(model, args).evaluate()

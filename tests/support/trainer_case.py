@@ -1,0 +1,95 @@
+"""A small job of ODCTrainer, for its tests: the same steps whatever the number of ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support.models import build
+
+LENGTHS = [5, 17, 9, 26, 3, 12, 7, 21, 4, 15, 6, 11]
+STEPS = 5
+LR = 1e-2
+
+
+def samples() -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(7)
+    ids = [torch.randint(3, 97, (length,), generator=generator).tolist() for length in LENGTHS]
+    # A third of each sample is a prompt, which is not learned.
+    return [{"input_ids": x, "labels": [-100] * (len(x) // 3) + x[len(x) // 3 :]} for x in ids]
+
+
+def arguments(folder: str, **changes: Any) -> Any:
+    from transformers import TrainingArguments
+
+    if "RANK" in os.environ:  # as under torchrun; accelerate asks for them, and then takes the group that there is
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    wanted = {
+        "output_dir": folder,
+        "per_device_train_batch_size": 4,
+        "max_steps": STEPS,
+        "learning_rate": LR,
+        "warmup_steps": 2,
+        "max_grad_norm": 0.5,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "optim": "adamw_torch",
+    }
+    return TrainingArguments(**wanted | changes)
+
+
+def with_adapters(model: nn.Module, seed: int) -> nn.Module:
+    import peft
+
+    model.name_or_path = "the/base"
+    torch.manual_seed(seed)
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, options)
+
+
+def sharded_model(seed: int = 0, bf16: bool = False, exact: bool | None = None, lora: bool = False) -> nn.Module:
+    """`lora`: the base is always the same, and `seed` is that of its adapters."""
+    from odc_triton import MixedPrecisionPolicy, fully_shard
+    from odc_triton.hf import enable_packing
+
+    model = build("qwen2", 0 if lora else seed)
+    enable_packing(model)
+    model = with_adapters(model, seed) if lora else model
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
+    return fully_shard(model, mp_policy=policy, exact=exact)
+
+
+_OF_TRAINER = ("sampler", "callbacks", "eval_dataset", "compute_metrics", "data_collator")
+
+
+def odc_trainer(
+    folder: str, world: int, *, seed: int = 0, bf16: bool = False, lora: bool = False, **changes: Any
+) -> Any:
+    """A step takes four samples, whatever the world."""
+    from odc_triton.hf import ODCTrainer
+
+    given = {name: changes.pop(name) for name in _OF_TRAINER if name in changes}
+    args = arguments(folder, per_device_train_batch_size=4 // world, **changes)
+    return ODCTrainer(sharded_model(seed, bf16, lora=lora), args, train_dataset=samples(), **given)
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    from odc_triton import full_parameters
+
+    return {name: value.clone() for name, value in full_parameters(model)}
+
+
+def logs(trainer: Any, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def sample_loss(model: nn.Module, sample: dict[str, list[int]]) -> torch.Tensor:
+    logits = model(input_ids=torch.tensor([sample["input_ids"]]), use_cache=False).logits[0, :-1]
+    return F.cross_entropy(logits, torch.tensor(sample["labels"])[1:], reduction="sum")
