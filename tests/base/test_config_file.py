@@ -24,7 +24,7 @@ class Options:
     exact: bool = option(False, "exact")
     balance: Literal["mini", "queue"] = option("mini", "dealing")
     weight: tuple[float, ...] = option((), "weights")
-    alternatives: ClassVar = (frozenset(("token_cap", "balance")),)
+    alternatives: ClassVar[tuple[frozenset[str], ...]] = (frozenset(("token_cap", "balance")),)
 
 
 def read(folder: Path, text: str) -> dict:
