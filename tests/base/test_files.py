@@ -1,12 +1,13 @@
-"""What can only be a path must be there; what may be a hub's name is let through."""
+"""Files are written whole or not at all; what can only be a path must be there, what may be a hub's name passes."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from odc_triton.base.files import reading, require_source
+from odc_triton.base.files import reading, require_source, write_file
 
 
 def test_paths_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,3 +38,37 @@ def test_a_name_that_no_hub_has_says_what_it_was_taken_for(tmp_path: Path, monke
     (tmp_path / "model").mkdir()
     with pytest.raises(OSError, match=r"^no!$"), reading("model"):
         raise OSError("no!")
+
+
+def test_write_file_replaces_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "f"
+    write_file(path, b"old")
+    write_file(path, b"new")
+    assert path.read_bytes() == b"new"
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        write_file(path, b"newer")
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["f"]
+
+
+def test_write_file_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing; create it"):
+        write_file(tmp_path / "missing" / "f", b"")
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(NotADirectoryError, match="is not a folder"):
+        write_file(tmp_path / "file" / "f", b"")
+    with pytest.raises(IsADirectoryError, match="add a file name"):
+        write_file(tmp_path, b"")
+
+    # Tests may run as root, whom no mode bits stop.
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(PermissionError, match=r"no permission .*choose another folder"):
+        write_file(tmp_path / "f", b"")

@@ -1,27 +1,22 @@
-"""The report against brute force: time sampled by cells, pictures read by pixels, pages parsed."""
+"""The report: pictures read by pixels, pages parsed."""
 
 from __future__ import annotations
 
 import base64
 import io
-import json
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from odc_triton.base.events import BUSY_KINDS, Event
-from odc_triton.base.files import write_file
+from odc_triton.base.events import BUSY_KINDS
 from odc_triton.base.report import (
     COLOURS,
     Curves,
@@ -32,184 +27,8 @@ from odc_triton.base.report import (
     table,
     timeline_figure,
 )
-from odc_triton.base.trace import (
-    STATES,
-    UNRECORDED,
-    chrome_trace,
-    excerpt,
-    headline,
-    idle_fraction,
-    meetings,
-    save_trace,
-    seconds_text,
-    segments,
-    shares,
-    timeline_text,
-    whole,
-    window_s,
-)
-
-
-def span(rank, kind, start_s, end_s, minibatch=0, microbatch=-1, label=""):
-    return Event(
-        rank=rank,
-        kind=kind,
-        start_s=start_s,
-        end_s=end_s,
-        minibatch=minibatch,
-        microbatch=microbatch,
-        label=label,
-    )
-
-
-def odc_like(minibatches=2, start_s=50.0):
-    """Rank 0 works 3 s of each 4, then waits 1 s; both meet at 4 s, step until 4.5 s, and meet again."""
-    events = []
-    for minibatch in range(minibatches):
-        t = start_s + 5 * minibatch
-        for rank, busy_s in ((0, 3.0), (1, 4.0)):
-            events += [
-                span(rank, "forward", t, t + 1, minibatch, 0),
-                span(rank, "backward", t + 1, t + busy_s, minibatch, 0),
-                span(rank, "accumulate", t + 1.5, t + 2, minibatch, 0),
-                span(rank, "wait", t + busy_s, t + 4, minibatch, label="gradients landed"),
-                span(rank, "step", t + 4, t + 5, minibatch),
-                span(rank, "wait", t + 5, t + 5, minibatch, label="parameters readable"),
-            ]
-    return events
-
-
-# Spans on a grid of whole seconds: a sample in the middle of every cell then measures time exactly.
-cells = st.integers(0, 12)
-spans = st.builds(
-    lambda rank, kind, ends, minibatch: span(rank, kind, float(min(ends)), float(max(ends)), minibatch),
-    st.integers(0, 2),
-    st.sampled_from((*BUSY_KINDS, "wait")),
-    st.tuples(cells, cells),
-    st.integers(0, 2),
-)
-
-
-def state_at(events, rank, time_s):
-    over = [e for e in events if e.rank == rank and e.start_s < time_s < e.end_s]
-    if any(e.kind == "wait" for e in over):
-        return {"wait"}
-    if not over:
-        return {UNRECORDED}
-    innermost = max((e.start_s, -e.end_s) for e in over)
-    return {e.kind for e in over if (e.start_s, -e.end_s) == innermost}
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(spans, min_size=1, max_size=12))
-def test_segments_and_idle_fraction_equal_sampled_time(events):
-    start_s, end_s = window_s(events)
-    ranks = segments(events)
-    assert list(ranks) == sorted({event.rank for event in events})
-    idle = 0
-    for rank, flat in ranks.items():
-        reached_s = start_s
-        for segment in flat:
-            assert segment.start_s == reached_s < segment.end_s
-            reached_s = segment.end_s
-        assert reached_s == end_s
-        for cell in range(int(start_s), int(end_s)):
-            states = state_at(events, rank, cell + 0.5)
-            assert next(s.state for s in flat if s.start_s < cell + 0.5 < s.end_s) in states
-            idle += bool(states & {"wait", UNRECORDED})
-    cells_of_all = (end_s - start_s) * len(ranks)
-    assert idle_fraction(events) == pytest.approx(idle / cells_of_all if cells_of_all else 0.0)
-
-
-def test_idle_fraction_of_a_known_minibatch():
-    assert idle_fraction(odc_like(3)) == pytest.approx(1 / 10)
-    within = [span(0, "backward", 0, 10), span(0, "wait", 2, 4), span(0, "accumulate", 5, 6)]
-    assert idle_fraction(within) == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="0 events"):
-        idle_fraction([])
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(spans, min_size=1, max_size=12), st.integers(1, 9))
-def test_shares_equal_overlap_summed_by_hand(events, columns):
-    start_s, end_s = window_s(events)
-    edges_s = np.linspace(start_s, end_s + 1, columns + 1)
-    for flat in segments(events).values():
-        part = shares(flat, edges_s)
-        assert set(part) == set(STATES)
-        for column, (left_s, right_s) in enumerate(pairwise(edges_s)):
-            expected = Counter()
-            for s in flat:
-                expected[s.state] += max(0.0, min(right_s, s.end_s) - max(left_s, s.start_s))
-            for state in STATES:
-                assert part[state][column] == pytest.approx(expected[state] / (right_s - left_s), abs=1e-9)
-
-
-@given(st.lists(st.floats(0, 50), min_size=1, max_size=50))
-def test_whole_numbers_lose_no_area(amounts):
-    rounded = whole(np.array(amounts))
-    assert rounded.dtype.kind == "i"
-    assert np.all(np.abs(np.cumsum(rounded) - np.cumsum(amounts)) <= 0.5 + 1e-9)
-
-
-def test_meetings_need_all_ranks_at_one_moment():
-    assert [(m.at_s, m.minibatch, m.microbatch) for m in meetings(odc_like(1))] == [
-        (54.0, 0, -1),
-        (55.0, 0, -1),
-    ]
-    alone = [event for event in odc_like(1) if event.rank == 0]
-    assert meetings(alone) == []
-    absent = [span(0, "wait", 0, 1, label="peer"), span(1, "forward", 0, 1)]
-    assert meetings(absent) == []
-    apart = [span(0, "wait", 0, 1, label="peer"), span(1, "wait", 2, 3, label="peer")]
-    assert meetings(apart) == []
-    locks = [span(rank, "wait", 0, 1, label="lock of wte.weight") for rank in (0, 1)]
-    assert meetings(locks) == []
-    own_bytes = [span(rank, "wait", 0, 1, label="gather") for rank in (0, 1)]
-    assert meetings(own_bytes) == []
-    # The second layer's wait of rank 0 pairs with the second of rank 1, though their labels are the same.
-    layers = [span(r, "wait", t + late, t + 1, 0, 3, "layer") for r, late in ((0, 0.0), (1, 0.5)) for t in (1, 5)]
-    assert [(m.at_s, m.microbatch) for m in meetings(layers)] == [(1.5, 3), (5.5, 3)]
-
-
-def test_excerpt_cuts_pauses_but_no_idle_time():
-    first = odc_like(1, start_s=10.0)
-    second = [span(e.rank, e.kind, e.start_s + 90, e.end_s + 90, 1, e.microbatch, e.label) for e in first]
-    third = [span(0, "forward", 300, 301, 2)]
-    chosen = excerpt({"a": [*third, *second, *first]}, minibatches=range(2))["a"]
-    expected = odc_like(2, start_s=0.0)
-    assert set(chosen) == set(expected)
-    assert idle_fraction(chosen) == pytest.approx(idle_fraction(first))
-    with pytest.raises(ValueError, match=r"'a' has no event.*\[0\]"):
-        excerpt({"a": first}, minibatches=[7])
-
-
-def test_excerpt_keeps_minibatches_that_overlap_in_time_as_they_are():
-    events = [span(0, "step", 5, 8, 0), span(1, "step", 5, 6, 0), span(1, "forward", 6, 9, 1)]
-    moved = excerpt({"a": events}, minibatches=(0, 1))["a"]
-    assert sorted((e.start_s, e.end_s) for e in moved) == [(0, 1), (0, 3), (1, 4)]
-
-
-def test_seconds_text():
-    values = {4.4: "4.40 s", 0.0123: "12.3 ms", 123.4: "123 s", 1234.5: "1,234 s", 5e-5: "50.0 µs", 0: "0 s"}
-    assert {value: seconds_text(value) for value in values} == values
-
-
-def test_headline():
-    assert headline(odc_like(2)) == ("10.0 s", "10.0% idle", "2 meetings per minibatch")
-
-
-def test_timeline_text_shows_busy_idle_and_lengths():
-    tracks = {"short": odc_like(1), "long": odc_like(2, start_s=7.0)}
-    lines = timeline_text(tracks, width=107).splitlines()
-    assert lines[0] == "short: 5.00 s, 10.0% idle, 2 meetings per minibatch"
-    assert lines[1] == "rank 0 " + "#" * 30 + "." * 10 + "#" * 10
-    assert lines[2] == "rank 1 " + "#" * 50
-    assert lines[4] == "rank 0 " + ("#" * 30 + "." * 10 + "#" * 10) * 2
-    with pytest.raises(ValueError, match="5 characters"):
-        timeline_text(tracks, width=5)
-    with pytest.raises(ValueError, match="0 tracks"):
-        timeline_text({})
+from odc_triton.base.trace import STATES, timeline_text
+from tests.support.timelines import odc_like, span
 
 
 def thin_waits(count, idle):
@@ -281,32 +100,6 @@ def test_save_timeline_is_a_png_of_2400_pixels(tmp_path):
     assert os.listdir(tmp_path) == ["t.png"]
     with pytest.raises(ValueError, match="0 tracks"):
         save_timeline({}, tmp_path / "u.png")
-
-
-def test_chrome_trace_nests_names_and_units(tmp_path):
-    tracks = {"FSDP2": odc_like(1, start_s=1e5 + 1 / 3), "ODC": odc_like(2)}
-    tracks["ODC"].insert(0, span(0, "accumulate", 51.0, 51.25))  # starts with its backward
-    save_trace(tracks, tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())
-    assert trace == chrome_trace(tracks)
-    names = {(e["name"], e["pid"], e["tid"]): e["args"] for e in trace["traceEvents"] if e["ph"] == "M"}
-    assert names["process_name", 1, 1] == {"name": "FSDP2"}
-    assert names["process_name", 2, 1] == {"name": "ODC"}
-    assert names["thread_name", 2, 2] == {"name": "rank 1"}
-    complete = [e for e in trace["traceEvents"] if e["ph"] == "X"]
-    assert len(complete) == sum(map(len, tracks.values()))
-    assert min(e["ts"] for e in complete if e["pid"] == 1) == 0
-    step = next(e for e in complete if e["pid"] == 2 and e["tid"] == 2 and e["name"] == "step")
-    assert (step["ts"], step["dur"], step["cat"], step["args"]["minibatch"]) == (4e6, 1e6, "busy", 0)
-    # A viewer keeps a stack per thread: every span must end before the one around it does.
-    for lane in {(e["pid"], e["tid"]) for e in complete}:
-        stack = []
-        for e in (e for e in complete if (e["pid"], e["tid"]) == lane):
-            start_ns, end_ns = round(e["ts"] * 1000), round((e["ts"] + e["dur"]) * 1000)
-            while stack and stack[-1] <= start_ns:
-                stack.pop()
-            assert not stack or end_ns <= stack[-1]
-            stack.append(end_ns)
 
 
 def test_table_is_aligned_and_escaped():
@@ -411,40 +204,6 @@ def test_values_between_gaps_are_dots_and_names_stay_on_the_picture():
     figure.draw_without_rendering()
     box = figure.axes[0].get_legend().get_window_extent()
     assert figure.axes[0].bbox.x1 <= box.x0 < box.x1 <= figure.bbox.x1
-
-
-def test_write_file_replaces_whole_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "f"
-    write_file(path, b"old")
-    write_file(path, b"new")
-    assert path.read_bytes() == b"new"
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
-        write_file(path, b"newer")
-    assert path.read_bytes() == b"new"
-    assert os.listdir(tmp_path) == ["f"]
-
-
-def test_write_file_names_what_is_wrong(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing; create it"):
-        write_file(tmp_path / "missing" / "f", b"")
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(NotADirectoryError, match="is not a folder"):
-        write_file(tmp_path / "file" / "f", b"")
-    with pytest.raises(IsADirectoryError, match="add a file name"):
-        write_file(tmp_path, b"")
-
-    # Tests may run as root, whom no mode bits stop.
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(PermissionError, match=r"no permission .*choose another folder"):
-        write_file(tmp_path / "f", b"")
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
