@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..base.config_file import written_options
+from ..base.files import require_source
 from ..base.options import REQUIRED, option, require_one_model
 
 
@@ -80,28 +81,29 @@ def _with_model(options: ExportOptions, checkpoint: Path) -> ExportOptions:
     from ..train.prepare import CONFIG
 
     config = checkpoint.absolute().parent.parent / CONFIG
-    if not config.exists():
+    run = written_options(config) if config.exists() else {}
+    names = ["model", "init"] if options.tokenizer else ["model", "init", "tokenizer"]
+    found = {name: run[name] for name in names if isinstance(run.get(name), str)}
+    if ("model" in found) == ("init" in found):
         raise ValueError(f"give either --model or --init (a config.json): there is no {config} that names the model")
-    run = written_options(config)
-    return replace(
-        options, model=run.get("model"), init=run.get("init"), tokenizer=options.tokenizer or run.get("tokenizer")
-    )
+    for source in found.values():
+        try:
+            require_source(source)
+        except FileNotFoundError as error:
+            remedy = "run this where the run was started, or give --model or --init, and --tokenizer"
+            raise FileNotFoundError(f"{error}; {config} names it: {remedy}") from None
+    return replace(options, **found)
 
 
 def _tokenizer(options: ExportOptions) -> Any:
     """None for random weights and no --tokenizer."""
-    source = options.tokenizer or options.model
-    if source is None:
+    from ..data.tokenizer import read_tokenizer
+
+    if options.tokenizer is not None:
+        return read_tokenizer(options.tokenizer)
+    if options.model is None:
         return None
-    if Path(source).suffix == ".json":
-        from ..data.tokenizer import load_tokenizer, to_transformers
-
-        return to_transformers(load_tokenizer(source))
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        return read_tokenizer(options.model)
     except (OSError, ValueError):
-        if options.tokenizer is not None:
-            raise
         return None  # the model's folder has none

@@ -59,6 +59,10 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command[1] = str(tmp_path / "whole")  # as `train sft` leaves it
     assert main(["export", command[1], "--out", str(tmp_path / "again")]) == 1
     assert "give either --model or --init (a config.json): there is no" in capsys.readouterr().err
+    (tmp_path / "whole" / "run.yaml").write_text("init: c/config.json\ntokenizer: [3]\n")
+    assert main(["export", command[1], "--out", str(tmp_path / "again")]) == 1
+    assert "c/config.json: there is no such file or folder; " in (said := capsys.readouterr().err)
+    assert "run.yaml names it: run this where the run was started, or give --model or --init" in said
     assert main([*command, "--out", str(tmp_path / "again")]) == 0
     assert "whole/checkpoints/step-00000002 is in" in capsys.readouterr().out
     assert main([*command, "--out", str(tmp_path / "fp32")]) == 1
