@@ -128,7 +128,7 @@ def make_report(results: list[Measured], memory: dict, slowdown: dict, work: Wor
 
 
 COLUMNS = (
-    *("", "s per minibatch", "ODC + split is faster by", "95% interval", "idle", "waited for a core", "private MB"),
+    *("", "s per minibatch", "its time over ODC + split's", "95% interval", "idle", "waited for a core", "private MB"),
     "loss at the end",
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+TRACEBACK = "\nTraceback (most recent call last):"
 _MOST_CHARACTERS = 4000
 
 
@@ -18,9 +19,13 @@ def describe(error: BaseException) -> str:
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error for a command's user, in one line. Its class is named only where the text needs it (KeyError: 'x')."""
+    """An error for a command's user, in one line; a traceback that it holds, as of a reward, keeps its lines below.
+
+    Its class is named only where the text needs it (KeyError: 'x').
+    """
     spoken = isinstance(error, (ValueError, OSError, RuntimeError, ImportError)) and str(error)
-    return " ".join((str(error) if spoken else f"{type(error).__name__}: {error}").split())
+    text, mark, trace = (str(error) if spoken else f"{type(error).__name__}: {error}").partition(TRACEBACK)
+    return " ".join(text.split()) + mark + trace
 
 
 class OdcError(RuntimeError):

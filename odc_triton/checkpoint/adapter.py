@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ def write_adapter(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> 
         config.save_pretrained(folder)
     finally:
         config.inference_mode = former
+    shutil.copymode(folder / "adapter_config.json", folder / "adapter_model.safetensors")  # else its owner's alone
 
 
 def adapted_weights(part: nn.Module) -> dict[str, list[tuple[Any, str]]]:

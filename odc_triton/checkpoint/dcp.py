@@ -79,7 +79,8 @@ class _DigestedFile:
         return self._size_bytes
 
     def flush(self) -> None:
-        self._file.flush()
+        if not self.closed:  # a wrapper of torch's flushes once more when it is collected
+            self._file.flush()
 
     def fileno(self) -> int:
         return self._file.fileno()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def _write_model(root: nn.Module, model: nn.Module, folder: Path, dtype: torch.d
     total_bytes = 0
 
     def flush() -> None:
-        save_file(pending, folder / f"part-{len(files)}", metadata={"format": "pt"})
+        part = folder / f"part-{len(files)}"
+        save_file(pending, part, metadata={"format": "pt"})
+        shutil.copymode(folder / "config.json", part)  # safetensors lets nobody else read it
         files.append(list(pending))
         pending.clear()
 

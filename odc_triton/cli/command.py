@@ -81,21 +81,36 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_did_you_mean(unknown, parser)}")
+        given = sys.argv[1:] if arguments is None else arguments
+        commands = _commands(parser)
+        chosen = max((each for each in commands if _names(each, given)), key=lambda each: len(each.prog))
+        chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_did_you_mean(unknown, chosen, commands)}")
     return options
 
 
-def _did_you_mean(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
-    """The options of any command that mistyped ones may have meant."""
-    known, parsers = set(), [parser]
-    while parsers:
-        for action in parsers.pop()._actions:
-            known.update(action.option_strings)
-            if isinstance(action, argparse._SubParsersAction):
-                parsers += action.choices.values()
-    words = (word.partition("=")[0] for word in unknown if word.startswith("--"))
-    close = [match for word in words for match in difflib.get_close_matches(word, sorted(known), n=1)]
-    return f"; did you mean {', '.join(close)}?" if close else ""
+def _commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+    """`parser` and those of its commands, and of theirs."""
+    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return [parser, *(found for each in inner for child in each.choices.values() for found in _commands(child))]
+
+
+def _names(parser: argparse.ArgumentParser, given: Sequence[str]) -> bool:
+    """Whether the arguments begin with the words of this command."""
+    words = parser.prog.split()[1:]
+    return [*given[: len(words)]] == words
+
+
+def _did_you_mean(
+    unknown: Sequence[str], chosen: argparse.ArgumentParser, commands: Sequence[argparse.ArgumentParser]
+) -> str:
+    """The options that mistyped ones may have meant, or the commands that have them."""
+    said = []
+    for word in [word.partition("=")[0] for word in unknown if word.startswith("--")]:
+        if others := [each.prog for each in commands if word in each._option_string_actions]:
+            said.append(f"; {word} is of {', '.join(others)}, not of {chosen.prog}")
+        elif close := difflib.get_close_matches(word, sorted(chosen._option_string_actions), n=1):
+            said.append(f"; did you mean {close[0]}?")
+    return "".join(said)
 
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:
@@ -111,6 +126,8 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out is {options.out}, which is a file: give a folder")
     from odc_bench.demo import main as train_in_four_ways
 
     return train_in_four_ways(options.out)

@@ -44,7 +44,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     from ..checkpoint.folder import load_checkpoint, read_state
     from ..checkpoint.steps import newest_in
     from ..sharding.shard import fully_shard
-    from ..train.model import add_adapters
+    from ..train.model import add_adapters, name_special_tokens
 
     path = Path(checkpoint)
     if not (path / ".metadata").exists():
@@ -59,6 +59,8 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     if tokenizer is None:
         print(f"{options.out} gets no tokenizer: give --tokenizer to have one in it")
     model = meta_causal_lm(model=options.model, init=options.init)
+    if tokenizer is not None:
+        name_special_tokens(model, tokenizer)
     run = read_state(path).get("identity", {})
     rank = run.get("lora_rank")
     if options.merge and not rank:

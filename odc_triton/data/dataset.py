@@ -240,8 +240,7 @@ def _write_samples(
                         least = "at least " if record.characters > CHARACTERS_PER_TOKEN * options.max_tokens else ""
                         raise DataError(
                             f"{record.where}: {least}{len(ids)} tokens, more than the cap of "
-                            f"{options.max_tokens}; raise --token-cap (max_tokens), or give --truncate or --drop-long "
-                            f"(too_long)"
+                            f"{options.max_tokens}; raise --token-cap, or give --truncate or --drop-long"
                         )
                     if options.too_long == "drop":
                         counts["dropped_too_long"] += 1
@@ -328,7 +327,7 @@ def _batches(records: Iterable[Record], options: DataOptions) -> Iterator[list[R
 
 def _why_nothing_is_left(summary: DataSummary) -> str:
     if summary.dropped_too_long > summary.dropped_no_target:
-        return "; raise --token-cap (max_tokens), or give --truncate (too_long)"
+        return "; raise --token-cap, or give --truncate"
     return "; is there a completion, or a turn whose role is 'assistant', and does it begin below the cap?"
 
 

@@ -150,7 +150,8 @@ class Rewards:
         except TimeoutError:
             raise RewardTimedOut(
                 f"{reward} did not return within its timeout of {self.timeout_s:g} s for {count} completions: make it "
-                f"faster, or give more time. {self._culprit(function, batch, time.monotonic() + self.timeout_s)}"
+                f"faster, or raise --reward-timeout-s. "
+                f"{self._culprit(function, batch, time.monotonic() + self.timeout_s)}"
             ) from None
         except ProcessEnded as end:
             raise RewardProcessDied(

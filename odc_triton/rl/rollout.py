@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..balance.queue import Counter
-from ..base.errors import RolloutFailed, describe
+from ..base.errors import TRACEBACK, RolloutFailed, describe
 from ..engine.engine import Engine
 from .generation import CompletionEngine, Request, Sampled, SamplingOptions
 from .prompts import Prompt
@@ -107,8 +107,9 @@ class Sampler:
             self._counter.delete_key(key)
         failed = {rank: theirs["failed"] for rank, theirs in enumerate(messages) if theirs["failed"] is not None}
         if failed:
-            words = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-            raise RolloutFailed(list(failed), f"a rollout failed ({words})") from error
+            words = "; ".join(f"rank {rank}: {text.partition(TRACEBACK)[0]}" for rank, text in failed.items())
+            _, mark, trace = next(iter(failed.values())).partition(TRACEBACK)  # one says enough
+            raise RolloutFailed(list(failed), f"a rollout failed ({words}){mark}{trace}") from error
         asked = next((theirs["stop"] for theirs in messages if theirs["stop"] is not None), None)
         return self._joined(slots, messages) if asked is None else asked
 

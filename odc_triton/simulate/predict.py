@@ -42,7 +42,7 @@ class SimulateOptions:
     gpu: str | None = option(None, "kind of GPU: v100, a100, a6000, l40s, h100, h200, b200; else --topology's or a100")
     topology: str | None = option(None, "snapshot of one node's GPUs and links (JSON)")
     minibatch: str = option("1,2,4,8", "samples per GPU and step; several with commas, those that the data fill")
-    token_cap: int | None = option(None, "most tokens in one microbatch; by default the longest sequence")
+    token_cap: int | None = option(None, "most tokens in a microbatch; by default the longest sequence, at least 4096")
     split_sequences: bool = option(False, "also cut long sequences over ranks, as one more setting")
     hybrid: bool = option(True, "with several nodes, each holds a whole copy of the parameters in shards")
     checkpointing: bool = option(True, "recompute activations in backward: less memory, a third more work")
@@ -85,6 +85,7 @@ class SimulateOptions:
         return sizes
 
 
+_USUAL_CAP = 4096  # the default of `train sft`: short sequences share packs there
 _DRAWN = 10_000  # lengths of a named distribution
 
 
@@ -93,7 +94,7 @@ def main(options: SimulateOptions) -> int:
     lengths, whence = _lengths(options)
     model = Model.find(options.model)
     kind, links, machine = _machine(options)
-    cap = options.token_cap or max(lengths)
+    cap = options.token_cap or max(_USUAL_CAP, *lengths)
     over = sum(length > cap for length in lengths)
     if over:
         raise ValueError(

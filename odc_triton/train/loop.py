@@ -185,7 +185,10 @@ class Loop:
         self.saved_step = run.state.step
         run.rested()
         if self._is_first:
-            print(f"continuing after step {run.state.step} of {run.steps}, from {path}", flush=True)
+            if run.state.step < run.steps:
+                print(f"continuing after step {run.state.step} of {run.steps}, from {path}", flush=True)
+            else:
+                print(f"all {run.steps} steps are done already, in {path}", flush=True)
 
     def _evaluates_now(self) -> bool:
         if not self.run.evaluates:
@@ -236,7 +239,6 @@ class Loop:
             written = write_report(self.out, type(run), run.options, events, ranks=ranks)
             folder = save_model(run, self.out, self.prepared.tokenizer)
             trackers.close(within_s=min(END_S, run.engine.meetings.timeout_s / 2))  # the others wait below
-            print(
-                f"{run.state.step} steps done; {', '.join(written)}, metrics.jsonl and {folder.name}/ are in {self.out}"
-            )
+            written = ", ".join([*written, "metrics.jsonl"])
+            print(f"{run.state.step} steps done; {written} and {folder.name}/ are in {self.out}")
         run.engine.meet("the trained model is written", {})  # rank 0 has read the others' shards

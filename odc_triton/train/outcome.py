@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.events import Event
+from ..base.options import flag
 from ..base.report import Curves, Texts, can_draw, installed, save_html, save_timeline
 from ..base.trace import excerpt, save_trace
 from ..checkpoint import save_pretrained
@@ -34,7 +35,12 @@ def save_model(run: Run, out: Path, tokenizer: Any) -> Path:
 
 
 def write_report(out: Path, job: type[Run], options: RunOptions, events: list[Event], *, ranks: int) -> list[str]:
-    """Writes report.html, trace.json and, with matplotlib, timeline.png; returns their names. Only rank 0 calls it."""
+    """Writes report.html, trace.json and, with matplotlib, timeline.png; returns their names. Only rank 0 calls it.
+
+    Of a finished run that was started again, which took no step, the report that there is stays.
+    """
+    if (out / "report.html").exists() and all(event.kind != "step" for event in events):
+        return []
     metrics = read_metrics(out / "metrics.jsonl")
     numbers = {event.minibatch for event in events}
     tracks = excerpt({"the last minibatches": events}, minibatches=numbers) if numbers else {}
@@ -60,7 +66,7 @@ def write_report(out: Path, job: type[Run], options: RunOptions, events: list[Ev
         tracks=tracks if draws else {},
         curves=_curves(job, metrics) if draws else [],
         texts=_last_samples(out),
-        facts=_versions() | {name: _fact(value) for name, value in asdict(options).items() if value not in (None, ())},
+        facts=_versions() | {flag(n): _fact(v) for n, v in asdict(options).items() if v not in (None, ())},
     )
     return written
 
@@ -112,7 +118,9 @@ def in_words(job: type[Run], metrics: list[Metrics], *, ranks: int) -> str:
 
 
 def _some(metrics: list[Metrics]) -> list[Metrics]:
-    """At most a dozen lines, evenly spaced, first and last among them."""
+    """At most a dozen lines, evenly spaced, first and last among them; of a run that evaluates, those that have it."""
+    evaluated = [line for line in metrics if any(name.startswith("eval_") for name in line)]
+    metrics = evaluated if len(evaluated) > 1 else metrics
     if len(metrics) <= _ROWS:
         return metrics
     return [metrics[round(i * (len(metrics) - 1) / (_ROWS - 1))] for i in range(_ROWS)]

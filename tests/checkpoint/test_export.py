@@ -36,6 +36,8 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (weights, _) = ranks.run(_run, 2, tmp_path / "run")
     plain = build("gpt2-tied").eval()
     plain.config.save_pretrained(tmp_path / "config")
+    settings = json.loads((tmp_path / "config" / "config.json").read_text())
+    (tmp_path / "config" / "config.json").write_text(json.dumps(settings | {"eos_token_id": None}))
     save_tokenizer(train_tokenizer(["some words, some more words"] * 9, vocab_size=300), tmp_path / "tokenizer.json")
     config, tokenizer = str(tmp_path / "config" / "config.json"), str(tmp_path / "tokenizer.json")
     for dtype in ("fp32", "bf16"):
@@ -53,7 +55,8 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             want = plain.to(torch_dtype)(input_ids=IDS, use_cache=False).logits
             assert torch.equal(got(input_ids=IDS, use_cache=False).logits, want)
         assert json.loads((out / "generation_config.json").read_text())["bos_token_id"] == 1
-        assert AutoTokenizer.from_pretrained(out).encode("some words")
+        assert got.generation_config.eos_token_id == AutoTokenizer.from_pretrained(out).eos_token_id == 0
+        assert (out / "model.safetensors").stat().st_mode == (out / "config.json").stat().st_mode
     (tmp_path / "whole").mkdir()
     (tmp_path / "run").rename(tmp_path / "whole" / "checkpoints")
     command[1] = str(tmp_path / "whole")  # as `train sft` leaves it

@@ -39,6 +39,14 @@ def test_an_error_is_told_in_few_words(error: Exception, said: str) -> None:
     assert re.fullmatch(said, describe(error))
 
 
+def test_only_a_traceback_keeps_its_lines() -> None:
+    from odc_triton.base.errors import RolloutFailed, in_a_line
+
+    trace = "\nTraceback (most recent call last):\n  File \"mine.py\", line 6, in bad\nKeyError: 'white'"
+    assert in_a_line(RolloutFailed([0], f"a reward\n  raised{trace}")) == f"a reward raised{trace}"
+    assert in_a_line(KeyError("a\nb")) == r"KeyError: 'a\nb'"
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     from odc_triton import __version__
     from odc_triton.cli.command import main
@@ -58,6 +66,10 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         (["train", "sft", "--data", "x", "--out", "y", "--seeed=8"], "--seeed=8; did you mean --seed?"),
         (["doctor", "--qqqqqqq"], "--qqqqqqq\n"),
+        (
+            ["train", "grpo", "--eval-fraction", "0.1"],
+            "--eval-fraction 0.1; --eval-fraction is of odc-triton train sft, not of odc-triton train grpo\n",
+        ),
     ],
 )
 def test_a_mistyped_option(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,7 +78,9 @@ def test_a_mistyped_option(words: list[str], said: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
-    assert f"unrecognized arguments: {said}" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert f"unrecognized arguments: {said}" in printed
+    assert printed.startswith(f"usage: odc-triton {words[0]}")
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ def names() -> set[str]:
     return {*shared, *sockets}
 
 
-def assert_none_since(before: set[str], *, timeout_s: float = 20) -> None:
-    """No new name stays. Other jobs on this machine have some too, but not for long."""
+def assert_none_since(before: set[str], *, timeout_s: float = 120) -> None:
+    """No new name stays. Other jobs on this machine have some too, but not for minutes."""
     new = names() - before
     deadline_s = time.monotonic() + timeout_s
     while new := new & names():
