@@ -120,10 +120,13 @@ class DigestedFiles(FileSystem):
         except BaseException as raised:
             with contextlib.suppress(OSError):  # what is left in the buffer fails again
                 file.close()
-            problem = file.problem or raised
+            problem, file.problem = file.problem or raised, None
             if isinstance(problem, OSError):
                 problem.filename = str(path)  # neither writing nor syncing names it
-            raise problem from None
+            try:
+                raise problem from None
+            finally:
+                del problem  # with its traceback's frames it would be a cycle
         self.written[Path(path).name] = file.written()
 
 
