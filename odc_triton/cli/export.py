@@ -31,11 +31,11 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     """Writes `checkpoint`, or the newest one in this folder, into `options.out`; returns the one written.
 
     For a run with `--lora-rank` it writes the adapters, as the run itself does at its end, or with `merge` the whole
-    model for plain transformers. One process reads it, whatever the number of ranks that wrote it. The
-    model and the tokenizer are those of the run's run.yaml, unless `options` name a model.
+    model for plain transformers. One process reads it, whatever the number of ranks that wrote it. Model and tokenizer
+    are those that the run's run.yaml names, unless `options` name a model.
 
-    Raises what `load_checkpoint` and `save_pretrained` raise, ValueError for `merge` of a run without adapters, and
-    FileNotFoundError if there is no checkpoint.
+    Raises what `load_checkpoint` and `save_pretrained` raise, ValueError for `merge` of a run without adapters and if
+    nothing names the model, and FileNotFoundError if there is no checkpoint, or no file that run.yaml names.
     """
     import torch
 
