@@ -151,7 +151,9 @@ def main(ranks: int, options: BenchOptions) -> int:
         amounts = Amounts(tokens=tokens, flops=flops, ranks=ranks, peak=peak)
         text = text_of(results, amounts)
         save_json(out / "lengths.json", as_data(results, amounts, said | seen))
-        lines = [heading, "", text, "", *(f"- {key}: {value}" for key, value in (said | seen).items())]
+        facts = asdict(options) | {key: value for key, value in (said | seen).items() if key != "options"}
+        told = [f"- {key}: {_plain(value)}" for key, value in facts.items() if value is not None]
+        lines = [heading, "", text, "", *told]
         write_file(out / "lengths.md", ("\n".join(lines) + "\n").encode())
         return text
 
@@ -177,3 +179,7 @@ def verdict(results: Sequence[Result], dtype: str) -> int:
         return 1
     broken = [result for result in results if result.failure is not None and not result.ran_out_of_memory]
     return 1 if broken or not any(result.turns for result in results) else 0
+
+
+def _plain(value: object) -> object:
+    return ", ".join(f"{name} {each}" for name, each in value.items()) if isinstance(value, dict) else value

@@ -235,14 +235,19 @@ class Job:
         self._folder.cleanup()
 
     def leftovers(self) -> list[str]:
-        """Processes of the job, and with them what memory they map; temporary files; names in /dev/shm; sockets."""
+        """Processes of the job, and with them what memory they map; temporary files; names in /dev/shm; sockets.
+
+        The store's threads close those of killed ranks when they are next scheduled: they have 10 s.
+        """
         pids = {process.pid for process in self.processes}
         found = [f"process {pid}" for pid, session in _sessions() if session in pids]
         found += [f"file {name}" for name in self._kept]
         new = set(os.listdir("/dev/shm")) - self._shared
         found += [f"/dev/shm/{name}" for name in new if any(str(pid) in name for pid in pids)]
-        sockets = Path("/proc/net/unix").read_text()
-        return found + [f"socket {self._name}"] * (self._name in sockets)
+        deadline_s = time.monotonic() + 10
+        while (stays := self._name in Path("/proc/net/unix").read_text()) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return found + [f"socket {self._name}"] * stays
 
 
 def _sessions() -> Iterator[tuple[int, int]]:
