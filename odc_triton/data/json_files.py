@@ -154,4 +154,8 @@ def _parse(where: str, raw: bytes, remedy: str = _EACH_LINE) -> Any:
     except RecursionError as error:
         raise DataError(f"{where}: not usable JSON: nested too deeply") from error
     except ValueError as error:
-        raise DataError(f"{where}: not valid JSON: {error}; {remedy}") from error
+        why = str(error)
+        line = raw.rstrip()
+        if isinstance(error, json.JSONDecodeError) and b"\n" not in line:  # its own "line 1" would mislead
+            why = f"{error.msg}, at character {min(error.pos, len(line)) + 1}"
+        raise DataError(f"{where}: not valid JSON: {why}; {remedy}") from error

@@ -178,7 +178,7 @@ def test_samples_against_a_plain_loop(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": "a"', "not valid JSON"),
+        (b'{"text": "a"', "not valid JSON: Expecting ',' delimiter, at character 13; every line"),
         (b'{"text": ' + b"9" * 5000 + b"}", "not valid JSON"),
         (b"[" * 200_000, "nested too deeply"),
         (b'["text"]', "a list, not an object with 'text'"),
