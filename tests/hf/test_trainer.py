@@ -116,9 +116,10 @@ def _assert_alike(results: list[dict[str, Any]], plain: dict[str, Any]) -> None:
         torch.testing.assert_close(result["loss"], plain["loss"], rtol=1e-5, atol=0)
         torch.testing.assert_close(result["grad_norm"], plain["grad_norm"], rtol=1e-4, atol=0)
     for name, want in plain["weights"].items():
-        # By norm: Adam turns a gradient that is all rounding into steps of up to the learning rate.
+        # By norm: Adam turns a gradient that is all rounding into steps of up to the learning rate. The gradients of
+        # keys' biases are nearly so, and the biases are small: hence a thousandth of a step besides.
         error = (results[0]["weights"][name] - want).norm()
-        assert error <= 1e-4 * want.norm(), f"{name}: {error}"
+        assert error <= 1e-4 * want.norm() + 1e-3 * LR, f"{name}: {error}"
 
 
 @pytest.mark.parametrize("world", [1, 2])
