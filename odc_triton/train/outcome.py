@@ -118,7 +118,7 @@ def in_words(job: type[Run], metrics: list[Metrics], *, ranks: int) -> str:
 
 
 def _some(metrics: list[Metrics]) -> list[Metrics]:
-    """At most a dozen lines, evenly spaced, first and last among them; of a run that evaluates, those that have it."""
+    """At most a dozen lines, evenly spaced, first and last among them; only evaluated ones, if there are two."""
     evaluated = [line for line in metrics if any(name.startswith("eval_") for name in line)]
     metrics = evaluated if len(evaluated) > 1 else metrics
     if len(metrics) <= _ROWS:
