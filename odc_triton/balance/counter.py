@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 
 import torch.distributed as dist
 
+from ..base.deadlines import Timeout, timedelta_of
 from ..base.errors import DeadlineExceeded
 
 
@@ -60,11 +61,11 @@ def _ask(store: dist.Store, questions: SimpleQueue, answers: SimpleQueue) -> Non
             answers.put(error)
 
 
-def store_counter(group: dist.ProcessGroup | None = None, timeout: timedelta = timedelta(minutes=30)) -> StoreCounter:
+def store_counter(group: dist.ProcessGroup | None = None, timeout: Timeout = timedelta(minutes=30)) -> StoreCounter:
     """A counter that the ranks of `group` (default: all) share, apart from every other call's.
 
     Every rank of the group calls it equally often and in the same order; it waits for nobody. `timeout`: how late an
-    answer may be. Raises RuntimeError if there is no process group.
+    answer may be, a timedelta or seconds. Raises RuntimeError if there is no process group.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -75,4 +76,4 @@ def store_counter(group: dist.ProcessGroup | None = None, timeout: timedelta = t
     members = "-".join(map(str, dist.get_process_group_ranks(group or dist.group.WORLD)))
     place = f"odc/queues/{uuid.uuid5(uuid.NAMESPACE_OID, members).hex}"
     number = store.add(f"{place}/{dist.get_rank()}", 1)
-    return StoreCounter(dist.PrefixStore(f"{place}/{number}", store.clone()), timeout.total_seconds())
+    return StoreCounter(dist.PrefixStore(f"{place}/{number}", store.clone()), timedelta_of(timeout).total_seconds())

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..base.deadlines import Timeout, timedelta_of
 from ..comm.grid import Grid, grid_of
 from ..comm.layout import Plan, place_regions
 from ..comm.replicas import Replicas
@@ -46,7 +47,7 @@ def use_odc(
     model: Module,
     *,
     divide_factor: float | None = None,
-    timeout: timedelta = timedelta(minutes=30),
+    timeout: Timeout = timedelta(minutes=30),
     backend: str = "auto",
 ) -> Module:
     """Makes a model of torch's `fully_shard` train by on-demand communication, and returns it. Collective.
@@ -57,7 +58,7 @@ def use_odc(
 
     divide_factor: what gradients are divided by. By default what `set_gradient_divide_factor` said, else FSDP2's
         default, the number of ranks; with `minibatch(model, tokens=…)` 1.
-    timeout: how late a live rank may be at a meeting; a dead rank is named within seconds.
+    timeout: how late a live rank may be at a barrier, a timedelta or seconds; a dead rank is named within seconds.
     backend: as in `odc_triton.fully_shard`.
 
     It takes memory besides FSDP2's: on each rank a copy of its shards in the dtype that modules compute in, and the
@@ -67,7 +68,8 @@ def use_odc(
     remedy for options that can't be combined with it, RanksDiffer if the ranks differ, DeadlineExceeded if one does
     not come.
     """
-    _check_options(model, divide_factor, timeout)
+    _check_options(model, divide_factor)
+    timeout = timedelta_of(timeout)
     mesh = mesh_of(model)
     device, grid = backend_of(backend, mesh), grid_of(mesh)
     meetings = open_meetings(grid, timeout)
@@ -274,7 +276,7 @@ class _NoSplits(NoSplits):
             )
 
 
-def _check_options(model: Any, divide_factor: Any, timeout: Any) -> None:
+def _check_options(model: Any, divide_factor: Any) -> None:
     if sys.platform != "linux":
         raise OSError(f"odc-triton shares memory between ranks by Linux's memfd and does not run on {sys.platform}")
     if not isinstance(model, nn.Module):
@@ -283,8 +285,6 @@ def _check_options(model: Any, divide_factor: Any, timeout: Any) -> None:
         raise ValueError(f"{type(model).__name__} trains by on-demand communication already: call use_odc once")
     if divide_factor is not None and not (isinstance(divide_factor, (int, float)) and divide_factor > 0):
         raise ValueError(f"divide_factor is {divide_factor!r}; it must be a positive number")
-    if not isinstance(timeout, timedelta) or timeout <= timedelta():
-        raise ValueError(f"timeout is {timeout!r}; it must be a positive timedelta")
 
 
 def _divide_factor(units: list[FoundUnit], given: float | None) -> float | None:

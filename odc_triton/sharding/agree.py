@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..base.deadlines import Timeout, timedelta_of
 from ..base.errors import RanksDiffer, describe
 from ..comm.grid import Grid
 from ..comm.layout import Plan, first_difference
@@ -202,15 +203,16 @@ _DIMENSIONS = ("replicate", "shard")
 _TAG = "odc"
 
 
-def default_mesh(timeout: timedelta, backend: str = "auto", *, replicas: int | None = None) -> DeviceMesh:
+def default_mesh(timeout: Timeout, backend: str = "auto", *, replicas: int | None = None) -> DeviceMesh:
     """All ranks, in `replicas` groups that each hold the model once; by default one group per host. Collective.
 
     One-dimensional for one replica, else ("replicate", "shard"). Without a process group it starts torchrun's, or else
-    a world of one, with `timeout`. An existing group is used as it is: `init_device_mesh` would add another group to
-    gloo's where there are GPUs.
+    a world of one, with `timeout`, a timedelta or seconds. An existing group is used as it is: `init_device_mesh` would
+    add another group to gloo's where there are GPUs.
 
     Raises ValueError if the ranks can't be split into that many, RanksDiffer if they are unevenly spread over hosts.
     """
+    timeout = timedelta_of(timeout)
     chosen = backend_of(backend, None)
     start_process_group(chosen, timeout)
     if replicas is None:

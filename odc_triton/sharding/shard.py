@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc_kernels.staged import Staging
 
+from ..base.deadlines import Timeout, timedelta_of
 from ..comm.grid import Grid, grid_of, refuse_mesh
 from ..comm.layout import Plan, make_plan
 from ..comm.meeting import Meetings
@@ -91,7 +92,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     backend: str = "auto",
-    timeout: timedelta = timedelta(minutes=30),
+    timeout: Timeout = timedelta(minutes=30),
     debug: bool = False,
     exact: bool | None = None,
     shard_placement_fn: Any = None,
@@ -115,7 +116,8 @@ def fully_shard(
     ignored_params: stay as they are on every rank.
     backend: "cpu", "cuda", or "auto": the mesh's, and without a mesh CUDA if there is a GPU. For debugging:
         "cpu-apart" lays memory out on the CPU as on CUDA, "cpu-interpreter" runs Triton's kernels too.
-    timeout: how late a live rank may be at a meeting; once memory is shared, a dead rank is named within seconds.
+    timeout: how late a live rank may be at a barrier, a timedelta or seconds; once memory is shared, a dead rank is
+        named within seconds.
     debug: catch collectives inside a minibatch.
     exact: sum gradients as 64-bit integers, so that sums have the same bits in whatever order ranks add to them; twice
         the memory for gradient shards. By default what `torch.use_deterministic_algorithms` says now. A minibatch may
@@ -125,7 +127,8 @@ def fully_shard(
     Raises ValueError, TypeError, NotImplementedError or RuntimeError for models and options that can't be sharded,
     RanksDiffer with the first difference if the ranks differ, DeadlineExceeded if a rank does not come.
     """
-    _check_options(module, mp_policy, reshard_after_forward, timeout, ignored_params)
+    _check_options(module, mp_policy, reshard_after_forward, ignored_params)
+    timeout = timedelta_of(timeout)
     _refuse_given(shard_placement_fn=shard_placement_fn, offload_policy=offload_policy, dp_mesh_dims=dp_mesh_dims)
     mesh = mesh if mesh is not None else default_mesh(timeout, backend)
     if not isinstance(mesh, DeviceMesh):
@@ -263,9 +266,7 @@ def _attach(
     job.meetings.meet("sharded", {})
 
 
-def _check_options(
-    module: Any, mp_policy: Any, reshard_after_forward: Any, timeout: timedelta, ignored_params: Any
-) -> None:
+def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, ignored_params: Any) -> None:
     if sys.platform != "linux":
         raise OSError(f"odc-triton shares memory between ranks by Linux's memfd and does not run on {sys.platform}")
     if isinstance(module, (list, tuple)):
@@ -290,8 +291,6 @@ def _check_options(
             raise ValueError(f"mp_policy has {name}={dtype}; it must be one of {names}")
     if not isinstance(reshard_after_forward, (bool, int, type(None))):
         raise TypeError(f"reshard_after_forward is {reshard_after_forward!r}; it must be a bool, an int or None")
-    if not isinstance(timeout, timedelta) or timeout <= timedelta():
-        raise ValueError(f"timeout is {timeout!r}; it must be a positive timedelta")
     for parameter in ignored_params or ():
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(f"ignored_params holds {parameter!r}; give the parameters themselves, not their names")

@@ -288,7 +288,7 @@ def _host_stops(rank: int, world: int) -> str:
     from odc_triton.balance import store_counter
 
     model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S))
-    counter = store_counter(timeout=timedelta(seconds=2))
+    counter = store_counter(timeout=2)
     queued = next(iter(sampler(rank, world, samples_per_rank=12 // world, counter=counter)))
     try:
         with minibatch(model, tokens=len(queued.own_part())):

@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import signal
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -116,7 +115,7 @@ def test_a_failed_minibatch_is_named_and_the_next_one_is_right() -> None:
 
 
 def _dies(rank: int, world: int) -> None:
-    model, batches = under_odc(timeout=timedelta(seconds=20)), batches_of("both branches", 0, 4)
+    model, batches = under_odc(timeout=20), batches_of("both branches", 0, 4)
     train(model, batches[rank::3])
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)

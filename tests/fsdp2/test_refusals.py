@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 from torch import nn
 
@@ -117,7 +115,7 @@ REFUSED = [
 def _refusals(rank: int, world: int) -> list[str]:
     from odc_triton import use_odc
 
-    return [caught(lambda make=make: use_odc(make(), timeout=timedelta(seconds=20))) for make, _ in REFUSED]
+    return [caught(lambda make=make: use_odc(make(), timeout=20)) for make, _ in REFUSED]
 
 
 def test_refused_by_name() -> None:

@@ -97,8 +97,8 @@ def _options(rank: int, world: int) -> dict[str, str]:
         "param_dtype": lambda: fully_shard(net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.int8)),
         "reshard_after_forward": lambda: fully_shard(net(), reshard_after_forward="yes"),
         "backend": lambda: fully_shard(net(), backend="nvshmem"),
-        "timeout": lambda: fully_shard(net(), timeout=30),
-        "zero timeout": lambda: fully_shard(net(), timeout=timedelta()),
+        "timeout": lambda: fully_shard(net(), timeout="30"),
+        "zero timeout": lambda: fully_shard(net(), timeout=0),
     }
     return {name: caught(action) for name, action in cases.items()}
 
@@ -134,8 +134,8 @@ def test_options() -> None:
         "param_dtype": r"ValueError.*param_dtype=torch\.int8.*bfloat16",
         "reshard_after_forward": "TypeError.*'yes'",
         "backend": "ValueError.*'nvshmem'.*'cpu'",
-        "timeout": "ValueError.*30.*timedelta",
-        "zero timeout": "ValueError.*positive timedelta",
+        "timeout": "ValueError: timeout is '30'; it must be a positive timedelta or number of seconds",
+        "zero timeout": "ValueError: timeout is 0; it must be a positive timedelta or number of seconds",
     }
     (messages,) = ranks.run(_options, 1)
     compare(messages, expected)
@@ -212,7 +212,7 @@ def _different(rank: int, world: int) -> dict[str, str]:
         "dtype": caught(lambda: fully_shard(net().double() if other else net())),
         "requires_grad": caught(lambda: fully_shard(frozen())),
         "policy": caught(lambda: fully_shard(net(), mp_policy=policy)),
-        "timeout": caught(lambda: fully_shard(net(), timeout=timedelta(minutes=1 + rank))),
+        "timeout": caught(lambda: fully_shard(net(), timeout=60 * (1 + rank))),
         "refused on one": caught(lambda: fully_shard(quantised())),
         "tokens on one": caught(give_tokens_on_one_rank),
         "negative tokens": caught(bad_tokens(-1)),
