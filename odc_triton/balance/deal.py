@@ -60,7 +60,7 @@ class Dealer:
                 from .counter import store_counter
 
                 self.counter = store_counter()
-        deal = self._split(lengths, range(len(lengths)), ride=False) if self.split_tokens and lengths else None
+        deal = self._split(lengths, names, ride=False) if self.split_tokens and lengths else None
         whole = [i for of_rank in deal.whole for i in of_rank] if deal else range(len(lengths))
         packs = whole and queue_packs(
             [lengths[i] for i in whole],
@@ -69,7 +69,6 @@ class Dealer:
             cost=self.cost,
             preload=deal.waves_cost if deal else 0.0,
         )
-        named = deal and deal.named(names)
         # Not by epoch and minibatch: those come again after load_state_dict, and a failed one leaves its key.
         key = f"minibatch/{self._queues}"
         self._queues += 1
@@ -79,8 +78,8 @@ class Dealer:
             counter=self.counter,
             rank=self.rank,
             world=self.world,
-            waves=named and [named.waves_of(rank) for rank in range(self.world)],
-            split=named and named.plan,
+            waves=deal and [deal.waves_of(rank) for rank in range(self.world)],
+            split=deal and deal.plan,
         )
 
     def _split(self, lengths: Sequence[int], names: Sequence[int], *, ride: bool = True) -> SplitDeal:

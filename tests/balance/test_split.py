@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from odc_triton.balance import CostModel, MinibatchSampler, PackedDataset, assign, count_target_tokens, pack_collate
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
 from odc_triton.balance.queue import OwnCounter
-from odc_triton.balance.split import _cut, deal_split
+from odc_triton.balance.split import _cut, deal_split, readable_tokens
 
 COST = CostModel.paper_7b()
+COSTS = [COST, CostModel(quadratic=1.0, linear=0.0), CostModel(quadratic=0.0, linear=1.0)]
 IGNORED = -100
 
 
@@ -61,8 +62,9 @@ def wait_graph(dealt: list[list[list[Entry]]], layers: int = 2) -> TopologicalSo
 def minibatches(draw: st.DrawFn) -> dict:
     ranks = draw(st.integers(1, 9))
     token_cap = draw(st.sampled_from([90, 1000, 5000, 70_000]))
-    longest = draw(st.sampled_from([token_cap, min(2, ranks) * token_cap]))
-    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=4 * ranks))
+    longest = draw(st.sampled_from([token_cap, min(2, ranks) * token_cap, ranks * token_cap]))
+    shortest = draw(st.sampled_from([1, longest // 2]))
+    lengths = draw(st.lists(st.integers(shortest, longest), min_size=1, max_size=4 * ranks))
     quadratic, linear = draw(st.sampled_from([(COST.quadratic, COST.linear), (1.0, 0.0), (0.0, 1.0)]))
     return {
         "lengths": lengths,
@@ -122,11 +124,40 @@ def test_every_token_once_within_the_limits(given: dict) -> None:
     except ValueError as error:
         assert max(given["lengths"]) > given["token_cap"]
         assert re.search(r"sample \d+ has \d+ tokens, over the token_cap of", str(error))  # noqa: PT017
+        deal_split(**given | {"tokens": sum(given["lengths"])})
         return
     check(given, [deal.packs(rank) for rank in range(given["ranks"])], deal.plan)
     assert deal_split(**given) == deal or deal.plan is not None
     if max(given["lengths"]) <= given["token_cap"]:
         assert deal.estimate <= lb_mini_estimate(given) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("shortest", [0.05, 1.0])
+@pytest.mark.parametrize("cost", COSTS)
+def test_readable_tokens_are_enough_for_any_minibatch(cost: CostModel, shortest: float) -> None:
+    """`shortest`: of the samples, in caps."""
+    chance, were_split = random.Random(0), 0
+    for _ in range(20):
+        ranks, token_cap = chance.randint(2, 12), chance.choice([90, 1000, 70_000])
+        samples = ranks * chance.randint(1, 4)
+        longest = chance.choice([2, ranks]) * token_cap
+        data = [chance.randint(int(shortest * token_cap) + 1, longest) for _ in range(2 * samples)]
+        options = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
+        options["tokens"] = readable_tokens(data, samples=samples, **options)
+        lengths = chance.sample(data, samples)
+        deal = deal_split(lengths, **options)
+        check(options | {"lengths": lengths}, [deal.packs(rank) for rank in range(ranks)], deal.plan)
+        were_split += deal.plan is not None
+    assert were_split > 10
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(140, 8), (70_000, 8), (70_000, 2)])
+@pytest.mark.parametrize("cost", COSTS)
+def test_readable_tokens_are_enough_to_cut_one_long_sample(length: int, ranks: int, cost: CostModel) -> None:
+    """Of 140 tokens on 8 ranks a part has 18, but no piece has fewer than 64."""
+    options = {"ranks": ranks, "token_cap": 70_000, "cost": cost}
+    tokens = readable_tokens([length], samples=1, **options)
+    assert deal_split([length], tokens=tokens, **options).plan is not None
 
 
 @settings(max_examples=100, deadline=None)
@@ -143,6 +174,7 @@ def test_with_a_queue_every_token_once_in_any_order_of_taking(given: dict, chanc
         ]
         queues = [next(iter(each)) for each in samplers]
     except ValueError as error:
+        assert given["tokens"] > 0, "its own number is enough"
         assert max(lengths) > given["token_cap"]
         assert re.search(r"sample \d+ has \d+ tokens, over the token_cap of", str(error))  # noqa: PT017
         return
@@ -196,7 +228,7 @@ def test_longer_than_the_cap() -> None:
     assert deal.plan.sequences.keys() == {0}
     even = deal_split([3999], ranks=2, token_cap=2000, tokens=3000, cost=COST)
     assert [[tokens_of(pack, [3999]) for pack in even.packs(rank)] for rank in range(2)] == [[2000], [1999]]
-    with pytest.raises(ValueError, match=r"sample 0 has 3000 tokens, over the token_cap of 2000, and its pieces"):
+    with pytest.raises(ValueError, match=r"sample 0 has 3000 tokens, over the token_cap of 2000, .*pieces need 1500"):
         deal_split([3000, 10], ranks=2, token_cap=2000, tokens=100, cost=COST)
     with pytest.raises(ValueError, match="over the token_cap of 4000"):
         deal_split([4001], ranks=2, token_cap=2000, tokens=4000, cost=COST)
@@ -278,6 +310,13 @@ def test_every_rank_yields_its_part_of_one_plan() -> None:
     assert (2000 < one.split_tokens < 2300, sizes) == (True, {700})
     with pytest.raises(ValueError, match="split is True with balance 'micro'"):
         samplers(balance="micro")
+
+
+@pytest.mark.parametrize("balance", ["mini", "queue"])
+def test_a_sample_that_cannot_be_cut_is_named_by_its_place_in_the_data_set(balance: str) -> None:
+    one, _ = samplers(balance=balance, token_cap=3600, split=100, counter=OwnCounter())
+    with pytest.raises(ValueError, match=r"sample 0 has 4000 tokens, over the token_cap of 3600"):
+        list(one)
 
 
 def test_a_queue_holds_the_whole_samples_and_counts_each_target_once() -> None:
