@@ -11,10 +11,11 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from ..base.errors import DeadlineExceeded, RankLost, RanksDiffer
@@ -25,7 +26,25 @@ log = logging.getLogger("odc_triton")
 _LOOK_S = 0.5  # how often a waiting rank checks that its peers are alive
 _FIRST_WARNING_S = 60.0
 _GAVE_UP = "(gave up)"
+_PROBE = 0x0DC  # the tag of messages that try a connection
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 100e-6, 5e-3
+
+
+def _is_connected(peer: int) -> bool:
+    """Whether gloo's connection to rank `peer` of the job holds, which the kernel closes when its process dies, on
+    another host too. True where the process group has no gloo.
+    """
+    try:
+        gloo = dist.group.WORLD._get_backend(torch.device("cpu"))
+    except RuntimeError:  # of GPUs alone
+        return True
+    if gloo.name() != "gloo":
+        return True
+    try:
+        gloo.send([torch.zeros(1, dtype=torch.uint8)], peer, _PROBE)  # only announced: it is never received
+    except RuntimeError:
+        return False
+    return True
 
 
 class Meetings:
@@ -39,6 +58,7 @@ class Meetings:
         self.held = 0
         self._store = store
         self.signs: Signs | None = None  # set once ranks see each other; tells dead ranks from late ones
+        self.is_connected: Callable[[int], bool] = lambda peer: True  # tells dead ranks until then
         self.held_up_by: Callable[[int], int | None] | None = None  # for whom a rank waits between two meetings
 
     def _key(self, number: int, rank: int) -> str:
@@ -55,11 +75,18 @@ class Meetings:
         self.tell(_GAVE_UP, {"reason": reason})
 
     @classmethod
-    def in_corner(cls, store: dist.Store, corner: str, *, rank: int, world: int, timeout: timedelta) -> Meetings:
-        """Meetings in a corner of the store that only these ranks use, separate from those of earlier calls."""
+    def in_corner(
+        cls, store: dist.Store, corner: str, *, rank: int, ranks: Sequence[int], timeout: timedelta
+    ) -> Meetings:
+        """Meetings in a corner of the store that only these ranks use, separate from those of earlier calls.
+
+        `ranks`: by their numbers in the job; `rank`: this one's place among them.
+        """
         number = store.add(f"{corner}/calls/{rank}", 1)
         corner_store = dist.PrefixStore(f"{corner}/{number}", store)
-        return cls(store=corner_store, rank=rank, world=world, timeout_s=timeout.total_seconds())
+        meetings = cls(store=corner_store, rank=rank, world=len(ranks), timeout_s=timeout.total_seconds())
+        meetings.is_connected = lambda peer: _is_connected(ranks[peer])
+        return meetings
 
     def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Waits for all ranks and returns their messages, by rank.
@@ -113,8 +140,7 @@ class Meetings:
                 ranks = self.at_fault(ranks)
                 words = self._words(purpose, ranks, waited_s)
                 if waited_s > self.timeout_s:
-                    self.require_alive(ranks, purpose, lambda ranks=ranks: ranks)  # those behind others may be gone
-                    raise DeadlineExceeded(ranks, f"{words}: the deadline has passed")
+                    self.late(purpose, DeadlineExceeded(ranks, f"{words}: the deadline has passed"))
                 if waited_s > warn_at_s:
                     patient = self.timeout_s == math.inf
                     log.warning("%s; %s", words, "it's alive" if patient else f"its deadline is {self.timeout_s:.0f} s")
@@ -160,10 +186,25 @@ class Meetings:
             found.add(chain[-1])
         return sorted(found)
 
+    def late(self, purpose: str, error: DeadlineExceeded) -> NoReturn:
+        """Raises RankLost if a rank is gone: others may be late for that alone. Else raises `error`."""
+        ranks = list(error.ranks)
+        if self.signs is not None:
+            # Of those for which this rank did not wait, one that has left or given up is not to blame.
+            excused = [
+                any(words) for words in zip(self.signs.seen(Word.LEFT), self.signs.seen(Word.BROKEN), strict=True)
+            ]
+            ranks = [rank for rank in range(self.world) if rank in ranks or not excused[rank]]
+        self.require_alive(ranks, purpose, lambda: ranks)
+        raise error
+
+    def _is_alive(self, rank: int) -> bool:
+        if self.signs is not None:
+            return self.signs.is_alive(rank)
+        return rank == self.rank or self.is_connected(rank)
+
     def require_alive(self, ranks: list[int], purpose: str, missing: Callable[[], list[int]]) -> None:
-        if self.signs is None:
-            return
-        gone = [rank for rank in ranks if not self.signs.is_alive(rank)]
+        gone = [rank for rank in ranks if not self._is_alive(rank)]
         if gone:
             # A rank that arrived at the last moment and then ended has not failed this wait.
             gone = sorted(set(gone) & set(missing()))
@@ -178,18 +219,17 @@ class Meetings:
             unknown = "the rendezvous store is gone"
         else:
             unknown = f"the connection to ranks {ranks} broke: {cause}"
-        if self.signs is None:
-            ranks, left = [], []
-        else:
-            # The store's host is a rank or the launcher; a dying rank takes a moment to release its locks.
-            for _ in range(20 if cause is not None else 1):
-                gone = [rank for rank in ranks if not self.signs.is_alive(rank)]
-                if gone:
-                    break
-                time.sleep(0.1)
-            # A rank that gave up because another ended is not to blame.
-            broken, left = self.signs.seen(Word.BROKEN), self.signs.seen(Word.LEFT)
-            ranks = [rank for rank in gone if not broken[rank]] or gone
+        # The store's host is a rank or the launcher; a dying rank takes a moment to release its locks.
+        for _ in range(20 if cause is not None else 1):
+            gone = [rank for rank in ranks if not self._is_alive(rank)]
+            if gone:
+                break
+            time.sleep(0.1)
+        # A rank that gave up because another ended is not to blame.
+        broken, left = [
+            [0] * self.world if self.signs is None else self.signs.seen(w) for w in (Word.BROKEN, Word.LEFT)
+        ]
+        ranks = [rank for rank in gone if not broken[rank]] or gone
         words = ", ".join(f"rank {rank} {'left the training loop' if left[rank] else 'died'}" for rank in ranks)
         raise RankLost(
             ranks,

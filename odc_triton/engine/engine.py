@@ -391,7 +391,10 @@ class Engine:
 
     def drain(self, purpose: str) -> None:
         """Waits until this rank's device has done what was enqueued; peers are told next."""
-        self.streams.drain(purpose)
+        try:
+            self.streams.drain(purpose)
+        except DeadlineExceeded as error:
+            self.meetings.late(purpose, error)
 
     @property
     def _exchanges(self) -> bool:

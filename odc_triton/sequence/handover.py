@@ -106,7 +106,8 @@ class Handover:
             if time.monotonic() - start_s > self._meetings.timeout_s:
                 holder = heap.lock_holder(layer, owner)
                 ranks = [] if holder is None else [heap.first + holder]
-                raise DeadlineExceeded(ranks, f"rank {heap.first + heap.rank} could not add the {purpose}")
+                late = DeadlineExceeded(ranks, f"rank {heap.first + heap.rank} could not add the {purpose}")
+                self._meetings.late(purpose, late)
             time.sleep(_NAP_S)
         try:
             place.add_(rows)
@@ -269,9 +270,6 @@ class KernelHandover(Handover):
         self._require_none_failed(purpose)
         self._meetings.require_alive(gone, purpose, lambda: gone)
         ranks = self._meetings.at_fault([first + rank for rank in late])
-        if set(ranks) - {first + rank for rank in late}:  # one behind those may be gone
-            self._meetings.require_alive(ranks, purpose, lambda: ranks)
         names = ", ".join(f"rank {rank}" for rank in ranks)
-        raise DeadlineExceeded(
-            ranks, f"rank {first + self.room.rank} waited for {names} at '{purpose}': the deadline has passed"
-        )
+        words = f"rank {first + self.room.rank} waited for {names} at '{purpose}': the deadline has passed"
+        self._meetings.late(purpose, DeadlineExceeded(ranks, words))

@@ -63,7 +63,7 @@ def open_meetings(grid: Grid, timeout: timedelta) -> Meetings:
         dist.distributed_c10d._get_default_store(),
         f"odc/{uuid.uuid5(uuid.NAMESPACE_OID, ranks).hex}",
         rank=grid.rank,
-        world=grid.world,
+        ranks=grid.ranks,
         timeout=timeout,
     )
 
@@ -248,11 +248,11 @@ def even_hosts(hosts: Sequence[str]) -> int:
 
 
 def _count_hosts(timeout: timedelta) -> int:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if world == 1:
+    ranks = range(dist.get_world_size())
+    if len(ranks) == 1:
         return 1
     store = distributed_c10d._get_default_store()
-    meetings = Meetings.in_corner(store, "odc/hosts", rank=rank, world=world, timeout=timeout)
+    meetings = Meetings.in_corner(store, "odc/hosts", rank=dist.get_rank(), ranks=ranks, timeout=timeout)
     messages = meetings.meet("finding each rank's host", {"host": host_name()})
     return even_hosts([theirs["host"] for theirs in messages])
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import leftovers, ranks, slow
-from tests.support.blocks import SLOW_S, batch, build
+from tests.support import bridged, leftovers, ranks, slow
+from tests.support.blocks import batch, build
+from tests.support.deadlines import LONG_S, SHORT_S
 
 # ---------------------------------------------------------------------- a microbatch raised
 
@@ -290,6 +291,42 @@ def _killed(rank: int, world: int, victim: int, where: str, folder: str) -> tupl
             optimizer.step()
 
     return _guarded(action)
+
+
+def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: str) -> tuple:
+    from odc_triton import fully_shard, use_odc
+    from odc_triton.comm.meeting import Meetings
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    make, shard = (build, fully_shard) if call == "fully_shard" else (bridged.sharded, use_odc)
+    model = make()
+    if rank == victim:
+        if where == "before":
+            die()
+        Meetings.meet = die
+    return _guarded(lambda: shard(model, timeout=timedelta(seconds=LONG_S)))
+
+
+@pytest.mark.parametrize(
+    ("call", "victim", "where"),
+    [
+        ("fully_shard", 1, "before"),
+        ("use_odc", 0, "at the first meeting"),
+        slow("fully_shard", 0, "at the first meeting"),
+        slow("use_odc", 2, "before"),
+    ],
+)
+def test_killed_at_the_start(call: str, victim: int, where: str) -> None:
+    """Before ranks share memory, in which they see who is alive."""
+    with ranks.start(_killed_at_the_start, 3, call, victim, where) as job:
+        for outcome in job.wait_for([rank for rank in range(3) if rank != victim]):
+            assert outcome.error is None, outcome.error
+            kind, named, text, waited_s = outcome.value
+            assert (kind, named) == ("RankLost", [victim]), text
+            assert f"rank {victim} died" in text
+            assert waited_s < LONG_S / 2, "not at the deadline"
 
 
 MANY = 2_000

@@ -3,5 +3,5 @@
 Where a timedelta is wanted: `timedelta(seconds=LONG_S)`.
 """
 
-SHORT_S = 1.0  # of what must expire: the test waits for it
+SHORT_S = 1.5  # of what must expire: the test waits for it
 LONG_S = 300.0  # of what must not: seen only by a test that fails, below pytest's own 900 s
