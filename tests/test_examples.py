@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
@@ -28,7 +29,7 @@ def _run(example: str, world: int, *arguments: str) -> str:
     """What the example prints, on `world` ranks of torchrun."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     command = [sys.executable, *launcher, str(EXAMPLES / example), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=os.environ | OFFLINE)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, env=os.environ | OFFLINE)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -50,7 +51,7 @@ def test_the_diff_turns_one_script_into_the_other(diff: str, page: str, new_line
     assert sum(line.startswith("-") for line in lines) <= new_lines
     name = diff.removeprefix("fsdp2_to_") + ".py"
     (tmp_path / name).write_text((EXAMPLES / "fsdp2.py").read_text())
-    subprocess.run(["git", "apply", "-p0", file], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(["git", "apply", "-p0", file], cwd=tmp_path, check=True, timeout=LONG_S)
     assert (tmp_path / name).read_text() == (EXAMPLES / name).read_text()
     assert file.read_text().rstrip() in (EXAMPLES.parent / "docs" / f"{page}.md").read_text()
 
@@ -159,7 +160,7 @@ def test_notebook(tmp_path: Path) -> None:
     script = tmp_path / "notebook.py"
     script.write_text("\n".join(codes))
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200, env=clean | OFFLINE)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=LONG_S, env=clean | OFFLINE)
     assert done.returncode == 0, done.stderr
     start, end = map(float, re.findall(r"loss ([\d.]+) -> ([\d.]+)", done.stdout)[0])
     assert end < start / 4

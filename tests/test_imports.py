@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deadlines import LONG_S
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "odc_triton"
 
@@ -173,4 +175,4 @@ def test_a_world_of_one_without_a_process_group() -> None:
 
 def test_importing_the_package_imports_no_trainer() -> None:
     code = "import sys, odc_triton.hf; assert 'transformers.trainer' not in sys.modules; odc_triton.hf.ODCTrainer"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=LONG_S)

@@ -22,11 +22,11 @@ from odc_triton.balance import CostModel, MinibatchSampler, PackedDataset, Queue
 from odc_triton.balance.queue import OwnCounter
 from tests.support import ranks
 from tests.support.blocks import Blocks
+from tests.support.deadlines import LONG_S
 
 COST = CostModel(quadratic=1e-6, linear=1e-3)
 CAP = 4000
 LENGTHS = [random.Random(i).randint(1, 60) for i in range(40)]
-SLOW_S = 60  # a timeout that no test reaches
 SETTINGS = {"samples_per_rank": 4, "token_cap": 90, "seed": 3, "balance": "queue"}
 
 
@@ -256,7 +256,7 @@ def _one_dies(rank: int, world: int, victim: int) -> str:
     """The victim takes a pack and is killed while it computes; the others go on."""
     from odc_triton import RankLost, fully_shard, minibatch
 
-    model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S))
+    model = fully_shard(build(), timeout=timedelta(seconds=LONG_S))
     queued = next(iter(sampler(rank, world, samples_per_rank=12 // world)))
     try:
         with minibatch(model, tokens=sum(LENGTHS[i] for i in queued.own_part())) as mb:
@@ -275,19 +275,19 @@ def _one_dies(rank: int, world: int, victim: int) -> str:
 def test_a_rank_killed_with_a_pack_in_its_hands_is_named_to_the_others(victim: int, store_in_rank_0: bool) -> None:
     start_s = time.monotonic()
     with ranks.start(_one_dies, 3, victim, store_in_rank_0=store_in_rank_0) as job:
-        outcomes = job.join(timeout_s=SLOW_S / 2)
+        outcomes = job.join()
     assert outcomes[victim].signal == signal.SIGKILL
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
             assert f"rank {victim} died" in str(outcome.value), outcome.error
-    assert time.monotonic() - start_s < SLOW_S / 2
+    assert time.monotonic() - start_s < LONG_S / 2
 
 
 def _host_stops(rank: int, world: int) -> str:
     from odc_triton import DeadlineExceeded, fully_shard, minibatch
     from odc_triton.balance import store_counter
 
-    model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S))
+    model = fully_shard(build(), timeout=timedelta(seconds=LONG_S))
     counter = store_counter(timeout=2)
     queued = next(iter(sampler(rank, world, samples_per_rank=12 // world, counter=counter)))
     try:
@@ -309,7 +309,7 @@ def _host_stops(rank: int, world: int) -> str:
 def test_a_store_whose_host_is_stopped_is_not_waited_for_for_ever() -> None:
     """Without the deadline the ask, and with one connection for all the report of it too, would never return."""
     with ranks.start(_host_stops, 2, store_in_rank_0=True) as job:
-        (outcome,) = job.wait_for([1], timeout_s=SLOW_S / 2)
+        (outcome,) = job.wait_for([1])
     assert "did not answer within 2.0 s which pack" in str(outcome.value), outcome.error
 
 
@@ -320,7 +320,7 @@ class LateStore:
         self.goes_on, self.answered = threading.Event(), threading.Event()
 
     def add(self, key: str, amount: int) -> int:
-        self.goes_on.wait(SLOW_S)
+        self.goes_on.wait(LONG_S)
         self.answered.set()
         return 1
 
@@ -334,7 +334,7 @@ def test_an_answer_that_came_too_late_is_nobodys() -> None:
     with pytest.raises(DeadlineExceeded, match=r"did not answer within 0\.1 s which pack of 'first'"):
         counter.add("first", 1)
     store.goes_on.set()
-    assert store.answered.wait(SLOW_S)
+    assert store.answered.wait(LONG_S)
     with pytest.raises(DeadlineExceeded, match="which pack of 'second'"):
         counter.add("second", 1)
 
@@ -344,7 +344,7 @@ def test_many_threads_at_one_real_store() -> None:
     from odc_triton.balance.counter import StoreCounter
 
     store = torch.distributed.TCPStore("127.0.0.1", 0, None, True)
-    queues = [queue_of(60, rank, 4, StoreCounter(store.clone(), SLOW_S)) for rank in range(4)]
+    queues = [queue_of(60, rank, 4, StoreCounter(store.clone(), LONG_S)) for rank in range(4)]
     seen: list[list[list[int]]] = [[] for _ in queues]
 
     def work(rank: int) -> None:
@@ -354,6 +354,6 @@ def test_many_threads_at_one_real_store() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(SLOW_S)
+        thread.join(LONG_S)
     assert sorted(i for packs in seen for members in packs for i in members) == list(range(60))
     assert not store.check(["q"])

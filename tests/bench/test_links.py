@@ -12,6 +12,7 @@ import torch
 from bench.suites.links import ON_CPU, PairOfGpus, Shape, integers, main, measure_links, measure_pair, pairs_of
 from bench.suites.links_report import COLUMNS, Call, Link, as_data, matrix_of, operators_of, rows_of, text_of
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 from tests.support.snapshots import topology
 
 SMALL = Shape(rows=32, columns=48, tokens=16, seconds=0.1)
@@ -140,7 +141,7 @@ def _by_kernels(rank: int, world: int, token: str) -> tuple[list[str], list[tupl
     from bench.suites.links import _wrong_results, on_gpu
     from odc_triton.comm.memory import ApartHeap
 
-    heap = ApartHeap(rank=rank, world=2, size_bytes=SMALL.part_bytes, slots=1, token=token, timeout_s=60)
+    heap = ApartHeap(rank=rank, world=2, size_bytes=SMALL.part_bytes, slots=1, token=token, timeout_s=LONG_S)
     heap.shard(SMALL.weight, rank).copy_(integers(SMALL.rows // 2, SMALL.columns, rank, heap.device))
     dist.barrier()
     operators = on_gpu(SMALL, heap)

@@ -35,6 +35,7 @@ from bench.kernels.run import check, main, problems, run_cells
 from bench.kernels.timing import Machine, median_interval, quantiles
 from bench.provenance import append_line
 from odc_kernels.peers import PeerShards, split
+from tests.support.deadlines import LONG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = all_operators()
@@ -354,7 +355,7 @@ run.run_cells([(hanging, given)], run.Report(), machine=None, seed=1, folder=Pat
 def test_a_cell_that_hangs_ends_the_process_and_is_named(tmp_path: Path) -> None:
     append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
     code = HANGS.format(folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 1
     assert "run_cells" in done.stderr, "where it hung"
     assert len(Report.load(tmp_path, ABOUT).begun) == 1
@@ -389,7 +390,7 @@ def bench(*words: str) -> subprocess.CompletedProcess:
     # But for what triton 3.6's interpreter does, as in pyproject.toml.
     allowed = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
     command = [sys.executable, "-W", "error", "-W", allowed, "-m", "bench.kernels.run", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONG_S)
 
 
 def test_without_a_gpu_it_checks_and_says_that_it_timed_nothing(tmp_path: Path) -> None:

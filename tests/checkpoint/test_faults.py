@@ -26,6 +26,7 @@ from odc_triton.checkpoint.dcp import read_metadata
 from odc_triton.checkpoint.steps import Checkpoints, verify
 from tests.support import ranks
 from tests.support.checkpointed import make, train
+from tests.support.deadlines import LONG_S
 from tests.support.models import build
 
 MODEL = "qwen2"
@@ -376,7 +377,7 @@ def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(module, "_LOCK_WAIT_S", 0.2)
     with ranks.start(_hold, 1, tmp_path, 600.0) as job:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LONG_S
         while not (tmp_path / "step-00000002").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -16,6 +16,7 @@ from tests.checkpoint.test_background import settle
 from tests.checkpoint.test_faults import MODEL, saved_twice, unfinished
 from tests.support import ranks, slow
 from tests.support.checkpointed import make, train
+from tests.support.deadlines import LONG_S
 
 
 def _until_killed(rank: int, world: int, folder: Path, way: str) -> None:
@@ -61,7 +62,7 @@ def test_killed_at_any_moment(tmp_path: Path, victim: int, way: str) -> None:
     for moment in range(3):
         (tmp_path / "ready").unlink(missing_ok=True)
         with ranks.start(_until_killed, 2, tmp_path, way) as job:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + LONG_S
             while not (tmp_path / "ready").exists():
                 assert time.monotonic() < deadline
                 time.sleep(0.01)

@@ -12,19 +12,20 @@ from torch import nn
 
 from odc_triton.comm.memory.rendezvous import _MOST_SILENT, greetings
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 
 
 def test_silent_clients_keep_nobody_waiting() -> None:
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=1000))
         place = listener.getsockname()
-        silent = [stack.enter_context(socket.create_connection(place, timeout=5)) for _ in range(_MOST_SILENT + 2)]
+        silent = [stack.enter_context(socket.create_connection(place, timeout=LONG_S)) for _ in range(_MOST_SILENT + 2)]
         silent[-1].sendall(b"half")
         with socket.create_connection(place) as gone:
             gone.sendall(b"half")
         speaker = stack.enter_context(socket.create_connection(place))
         speaker.sendall(b"a greeting and more")
-        arrivals = greetings(listener, 10, time.monotonic() + 10)
+        arrivals = greetings(listener, 10, time.monotonic() + LONG_S)
         connection, said = next(arrivals)
         with connection:
             assert (said, connection.recv(9)) == (b"a greeting", b" and more")

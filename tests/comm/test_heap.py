@@ -23,14 +23,15 @@ from odc_triton.comm.memory.locks import ByteLocks
 from odc_triton.comm.memory.rendezvous import peer_uid, receive_files, send_files
 from odc_triton.comm.memory.shm import SharedMemoryHeap, _new_memfd
 from tests.support import leftovers, ranks
+from tests.support.deadlines import LONG_S
 
 ROUNDS = 200
-SOON = timedelta(seconds=30)
+SOON = timedelta(seconds=LONG_S)
 
 
 def _heap(rank: int, world: int, size_bytes: int = 4096, slots: int = 1) -> SharedMemoryHeap:
     return SharedMemoryHeap(
-        rank=rank, world=world, size_bytes=size_bytes, slots=slots, token=f"test-{os.getppid()}", timeout_s=20
+        rank=rank, world=world, size_bytes=size_bytes, slots=slots, token=f"test-{os.getppid()}", timeout_s=LONG_S
     )
 
 
@@ -92,7 +93,7 @@ def test_other_users_are_turned_away() -> None:
     stranger = os.fork()
     if stranger == 0:
         os.setuid(65534)
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + LONG_S
         while time.monotonic() < deadline_s:
             with socket.socket(socket.AF_UNIX) as connection:
                 try:
@@ -111,7 +112,7 @@ def test_other_users_are_turned_away() -> None:
 
 
 def _connected(address: str) -> socket.socket:
-    connection, deadline_s = socket.socket(socket.AF_UNIX), time.monotonic() + 10
+    connection, deadline_s = socket.socket(socket.AF_UNIX), time.monotonic() + LONG_S
     while connection.connect_ex(address) != 0:
         assert time.monotonic() < deadline_s, "nobody listens there"
         time.sleep(0.01)
@@ -126,7 +127,7 @@ def test_rendezvous_names_who_is_missing() -> None:
 
     def come_after_a_silent_client() -> None:
         with _connected(f"\0odc-{token}"):
-            received.extend(receive_files(1, token=token, rank=2, timeout_s=10))
+            received.extend(receive_files(1, token=token, rank=2, timeout_s=LONG_S))
 
     with open("/dev/null") as file:
         peer = threading.Thread(target=come_after_a_silent_client)
@@ -212,7 +213,7 @@ def _killed_holder(rank: int, world: int) -> tuple:
     store.wait(["held"], SOON)
     before = (heap.try_lock(0, 0), heap.lock_holder(0, 0), heap.is_alive(1))
     os.kill(heap.seen(Word.PID)[1], signal.SIGKILL)
-    deadline_s = time.monotonic() + 10
+    deadline_s = time.monotonic() + LONG_S
     while not heap.try_lock(0, 0):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
@@ -221,7 +222,7 @@ def _killed_holder(rank: int, world: int) -> tuple:
 
 def test_kill_releases_locks() -> None:
     with ranks.start(_killed_holder, 2) as job:
-        first, second = job.join(60)
+        first, second = job.join()
     assert first.error is None, first.error
     before, after = first.value
     assert before == (False, 1, True)

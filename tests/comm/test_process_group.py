@@ -19,6 +19,7 @@ from odc_triton.comm.process_group import gpu_index, group_kinds, start_process_
 from odc_triton.sharding.backend import backend_of
 from odc_triton.sharding.collect import refuse_unshardable
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 
 A, B, C = "GPU-a", "GPU-b", "GPU-c"
 TORCHRUN = {"RANK": "11", "LOCAL_RANK": "3", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
@@ -116,7 +117,7 @@ class _Gpus:
 def _one_without() -> tuple[str, str]:
     rank = int(os.environ["RANK"])
     try:
-        start_process_group(backend_of("cpu", None) if rank == 0 else _Gpus(), timedelta(seconds=60))
+        start_process_group(backend_of("cpu", None) if rank == 0 else _Gpus(), timedelta(seconds=LONG_S))
     except RuntimeError as error:
         return type(error).__name__, str(error)
     return "started", ""
@@ -134,7 +135,7 @@ def test_a_rank_without_a_gpu_is_told_to_all() -> None:
 def _users_group(rank: int, world: int) -> tuple[float, bool]:
     from odc_triton.sharding.agree import default_mesh
 
-    mesh = default_mesh(timedelta(minutes=1), "cpu")
+    mesh = default_mesh(timedelta(seconds=LONG_S), "cpu")
     return _one_step(), mesh.get_group() is dist.group.WORLD
 
 

@@ -17,6 +17,7 @@ from odc_triton.data.prepared import prepare_data
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import File, Rows, open_source
 from odc_triton.data.tables import read_rows
+from tests.support.deadlines import LONG_S
 from tests.support.records import CHARACTERS, ENCODER, NEVER, samples_of, write_lines
 
 ROWS = [
@@ -96,7 +97,7 @@ def test_pipe_is_refused_at_once(tmp_path):
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    reader.join(10)
+    reader.join(LONG_S)
     assert outcome == [f"{tmp_path / 'pipe'} cannot be read: it is not a regular file"]
 
 

@@ -16,8 +16,8 @@ from odc_triton.engine import gradients as accumulate
 from odc_triton.engine.gradients import LockedAccumulator, Target
 from odc_triton.engine.streams import Streams
 from odc_triton.nn.operand import add_rows
+from tests.support.deadlines import LONG_S
 
-SLOW_S = 60.0
 Add = Callable[[], None]
 
 
@@ -38,9 +38,9 @@ class WatchedLock:
 @pytest.fixture(params=["whole", "by pieces"])
 def place(request: pytest.FixtureRequest) -> tuple[SharedMemoryHeap, LockedAccumulator, torch.Tensor, Add]:
     """One rank's heap and accumulator, its shard, and what adds 1 to each element of it."""
-    heap = SharedMemoryHeap(rank=0, world=1, size_bytes=4096, slots=1, token="unused", timeout_s=SLOW_S)
+    heap = SharedMemoryHeap(rank=0, world=1, size_bytes=4096, slots=1, token="unused", timeout_s=LONG_S)
     shard = heap.shard(Region(shape=(6, 2), dtype="float32", itemsize=4, offset_bytes=0), 0)
-    adder = LockedAccumulator(heap, Streams(), SLOW_S)
+    adder = LockedAccumulator(heap, Streams(), LONG_S)
     target, told = Target(slot=0, shards=[shard], rank=0), {"name": "w", "waited": lambda waits: None}
 
     def add() -> None:
@@ -79,20 +79,20 @@ def test_a_thread_waits_for_another_ones_addition(place: tuple) -> None:
     def slowly(*given: object) -> None:
         at_work.append(threading.current_thread())
         (adding if len(at_work) == 1 else met).set()
-        goes_on.wait(SLOW_S)
+        goes_on.wait(LONG_S)
         add_rows(*given)
 
     threads = [threading.Thread(target=add), threading.Thread(target=add)]
     with mock.patch.object(accumulate, "add_rows", slowly):
         threads[0].start()
-        assert adding.wait(SLOW_S)
+        assert adding.wait(LONG_S)
         met.clear()
         threads[1].start()
-        assert met.wait(SLOW_S)  # the second one has come to the lock, or past it
+        assert met.wait(LONG_S)  # the second one has come to the lock, or past it
         meanwhile = list(at_work)
         goes_on.set()
         for thread in threads:
-            thread.join(SLOW_S)
+            thread.join(LONG_S)
     assert meanwhile == threads[:1]
     assert at_work == threads
     assert shard.tolist() == [[2, 2]] * 6

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from odc_triton.sharding.footprint import memory_plan
 from tests.checkpoint.test_dcp import _train as train_dealt
 from tests.support import ranks, slow, two_hosts
+from tests.support.deadlines import LONG_S
 from tests.support.models import CASES, build, microbatches
 from tests.support.parity import relative, unsharded, whole_model_error
 from tests.support.replicas import STEPS, Rows, _train, mesh_of
@@ -257,7 +258,7 @@ def test_a_one_dimensional_checkpoint_loads(tmp_path: Path) -> None:
 def _killed(rank: int, world: int, where: str, victim: int) -> tuple:
     from odc_triton import OdcError, fully_shard, minibatch
 
-    model = fully_shard(build("conv"), mesh=mesh_of((2, 2)), timeout=timedelta(seconds=60))
+    model = fully_shard(build("conv"), mesh=mesh_of((2, 2)), timeout=timedelta(seconds=LONG_S))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (batch,) = microbatches("conv", [3], seed=0)
 
@@ -291,7 +292,7 @@ def _killed(rank: int, world: int, where: str, victim: int) -> tuple:
 def test_a_killed_rank_is_named_by_all_others(where: str, victim: int) -> None:
     with ranks.start(_killed, 4, where, victim) as job:
         others = [rank for rank in range(4) if rank != victim]
-        for outcome in job.wait_for(others, timeout_s=30):
+        for outcome in job.wait_for(others):
             assert outcome.error is None, outcome.error
             kind, named, text, seconds = outcome.value
             assert (kind, named) == ("RankLost", [victim]), text
@@ -349,7 +350,7 @@ def _stopped(rank: int, world: int, where: str) -> tuple:
 @pytest.mark.parametrize("where", ["in a minibatch", "before its part of the sum"])
 def test_a_stopped_rank_is_named_at_the_deadline(where: str) -> None:
     with ranks.start(_stopped, 4, where) as job:
-        outcomes = job.wait_for([0, 1, 2], timeout_s=90)
+        outcomes = job.wait_for([0, 1, 2])
         assert [outcome.error for outcome in outcomes] == [None] * 3
         # Rank 1 waits for the stopped one's part of the sum, and gives up first; nobody is to blame but rank 3.
         for outcome in outcomes:
@@ -367,7 +368,7 @@ def test_two_hosts(tmp_path: Path) -> None:
         pytest.skip(reason)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = ["unshare", "-rn", sys.executable, "-m", "tests.support.two_hosts", str(tmp_path)]
-    subprocess.run(command, check=True, timeout=180, env=environment, cwd=Path(__file__).parents[2])
+    subprocess.run(command, check=True, timeout=LONG_S, env=environment, cwd=Path(__file__).parents[2])
     seen = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
     _, want, want_norms = unsharded("conv", two_hosts.STEPS)
     for rank, theirs in enumerate(seen):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.support import bridged, leftovers, ranks, slow
 from tests.support.blocks import batch, build
-from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.deadlines import LONG_S
 
 # ---------------------------------------------------------------------- a microbatch raised
 
@@ -92,7 +92,7 @@ def _interrupted(rank: int, world: int) -> list[str]:
         dist.barrier()
         os.kill(os.getpid(), signal.SIGINT)
 
-    model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S))
+    model = fully_shard(build(), timeout=timedelta(seconds=LONG_S))
     seen = []
     try:
         with minibatch(model):
@@ -165,7 +165,7 @@ def _late(rank: int, world: int, where: str, timeout_s: float, sleep_s: float) -
 
 @pytest.mark.parametrize("where", ["fully_shard", "enter", "leave", "evaluation"])
 def test_never_arrives(where: str) -> None:
-    with ranks.start(_late, 3, where, 2, SLOW_S) as job:
+    with ranks.start(_late, 3, where, 2, LONG_S) as job:
         for outcome in job.wait_for([0, 2]):
             kind, named, text, _, _ = outcome.value
             assert kind == "DeadlineExceeded", text
@@ -232,7 +232,7 @@ def test_stopped(holding_lock: bool) -> None:
 def _leaving(rank: int, world: int, exits: bool) -> tuple:
     from odc_triton import fully_shard, minibatch
 
-    model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S if exits else 2))
+    model = fully_shard(build(), timeout=timedelta(seconds=LONG_S if exits else 2))
 
     def action() -> None:
         for _ in range(1 if rank == 1 else 2):
@@ -241,7 +241,7 @@ def _leaving(rank: int, world: int, exits: bool) -> tuple:
 
     result = _guarded(action)
     if rank == 1 and not exits:
-        time.sleep(SLOW_S)
+        time.sleep(LONG_S)
     return result
 
 
@@ -263,7 +263,7 @@ def _killed(rank: int, world: int, victim: int, where: str, folder: str) -> tupl
 
     tempfile.tempdir = folder
     os.environ["TMPDIR"] = folder
-    model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S))
+    model = fully_shard(build(), timeout=timedelta(seconds=LONG_S))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     heap = model._odc_engine.heap
 
@@ -336,7 +336,7 @@ def _works_on(rank: int, world: int) -> tuple:
     """Rank 1 is killed in its second microbatch, rank 0 has many left."""
     from odc_triton import fully_shard, minibatch
 
-    model = fully_shard(build(), timeout=timedelta(seconds=SLOW_S))
+    model = fully_shard(build(), timeout=timedelta(seconds=LONG_S))
     done = []
 
     def action() -> None:
@@ -354,7 +354,7 @@ def _works_on(rank: int, world: int) -> tuple:
 
 def test_a_death_is_known_at_the_next_microbatch() -> None:
     with ranks.start(_works_on, 2) as job:
-        outcome = job.join(60)[0]
+        outcome = job.join()[0]
     assert outcome.error is None, outcome.error
     done, kind, named, text, _ = outcome.value
     assert (kind, named) == ("RankLost", [1])
@@ -375,7 +375,7 @@ def test_killed(where: str, store_in_rank_0: bool, tmp_path: Path) -> None:
     victim = 0 if store_in_rank_0 else 1
     before = leftovers.names()
     with ranks.start(_killed, 3, victim, where, str(tmp_path), store_in_rank_0=store_in_rank_0) as job:
-        outcomes = job.join(60)
+        outcomes = job.join()
         for rank, outcome in enumerate(outcomes):
             if rank == victim:
                 assert outcome.signal == signal.SIGKILL

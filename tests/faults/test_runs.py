@@ -26,6 +26,7 @@ from tests.faults import campaign
 from tests.faults.inject import Fault
 from tests.faults.trial import run_trial
 from tests.support import ranks, slow
+from tests.support.deadlines import LONG_S
 from tests.support.leftovers import environment, interrupted
 from tests.support.sft_case import case, write_case
 
@@ -255,7 +256,7 @@ def _command(wanted: SftOptions, *before: str) -> list[str]:
 
 
 def _wait_for_steps(process: subprocess.Popen, out: Path, steps: int) -> None:
-    deadline_s = time.monotonic() + 200
+    deadline_s = time.monotonic() + LONG_S
     while len(read_metrics(out / "metrics.jsonl")) < steps:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline_s
@@ -276,7 +277,7 @@ def test_the_command_is_told_to_stop(tmp_path: Path, number: int) -> None:
             os.killpg(process.pid, number)
         else:
             process.send_signal(number)
-        text, problems = process.communicate(timeout=60)
+        text, problems = process.communicate(timeout=LONG_S)
     finally:
         process.kill()
     assert process.returncode == 128 + number, problems
@@ -315,7 +316,7 @@ def test_torchrun_brings_the_job_back(tmp_path: Path) -> None:
         children = psutil.Process(process.pid).children(recursive=True)
         (victim,) = [each for each in children if each.environ().get("RANK") == "1"]
         os.kill(victim.pid, signal.SIGKILL)
-        text, problems = process.communicate(timeout=250)
+        text, problems = process.communicate(timeout=LONG_S)
     finally:
         process.kill()
     assert process.returncode == 0, problems

@@ -15,6 +15,7 @@ from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
 from tests.faults.inject import Fault, run_with
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 
 WITHIN_S = 10.0  # after the death, or after the deadline
 DEADLINE_S = 8.0  # for trials in which a rank is stopped; a busy machine could exceed a shorter one
@@ -44,9 +45,9 @@ def run_trial(wanted: SftOptions, fault: Fault, *, world: int, told: bool, folde
     scratch.mkdir()
     stops = fault.signal == signal.SIGSTOP
     out = folder / "out"
-    wanted = replace(wanted, out=str(out), resume="auto", timeout_minutes=(DEADLINE_S if stops else 120) / 60)
+    wanted = replace(wanted, out=str(out), resume="auto", timeout_minutes=(DEADLINE_S if stops else LONG_S) / 60)
     if fault.phase == "load":
-        ranks.run(run_with, world, replace(wanted, timeout_minutes=2.0, keep=9), None, str(scratch))
+        ranks.run(run_with, world, replace(wanted, timeout_minutes=LONG_S / 60, keep=9), None, str(scratch))
         for path in (out / "checkpoints").glob("step-*"):
             if path.name != "step-00000002":
                 shutil.rmtree(path)
@@ -60,7 +61,7 @@ def run_trial(wanted: SftOptions, fault: Fault, *, world: int, told: bool, folde
         assert ended_s < WITHIN_S + (DEADLINE_S if stops else 0), f"the others took {ended_s:.1f} s to end"
     _nothing_stays(pids, scratch)
     resumed_at = _checkpoints_are_whole(out)
-    ends = ranks.run(run_with, world, replace(wanted, timeout_minutes=2.0), None, str(scratch))
+    ends = ranks.run(run_with, world, replace(wanted, timeout_minutes=LONG_S / 60), None, str(scratch))
     assert ends == ["ended"] * world
     _is_as_if_nothing_had_been(out, losses)
     _nothing_stays([], scratch)
@@ -78,7 +79,7 @@ def _watch(job: ranks.Job, fault: Fault, told: bool) -> tuple[bool, float, list[
     """(whether the fault struck, how long the others took from then on, the last lines of their errors)."""
     victim = job.processes[fault.rank]
     others = [rank for rank in range(len(job.processes)) if rank != fault.rank]
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + LONG_S
     while victim.is_alive() and not _is_stopped(victim.pid):
         wait([victim.sentinel], timeout=0.02)
         assert time.monotonic() < deadline_s, "the run neither ended nor met its fault"
@@ -87,7 +88,7 @@ def _watch(job: ranks.Job, fault: Fault, told: bool) -> tuple[bool, float, list[
     if struck and told:
         for rank in others:
             os.kill(job.processes[rank].pid, signal.SIGTERM)
-    outcomes = job.wait_for(others, timeout_s=60)
+    outcomes = job.wait_for(others)
     ended_s = time.monotonic() - start_s
     if not struck:
         assert all(outcome.value == "ended" for outcome in outcomes), outcomes

@@ -14,7 +14,8 @@ import torch
 
 from tests.gpu.marks import MARKS, gpu_of, take_gpu
 from tests.support import ranks
-from tests.support.blocks import SLOW_S, batch, build
+from tests.support.blocks import batch, build
+from tests.support.deadlines import LONG_S
 from tests.support.leftovers import assert_none_since, names
 
 pytestmark = MARKS
@@ -37,7 +38,7 @@ def train_until_killed(
     if backend == "cuda":
         take_gpu(rank)
         device = "cuda"
-    model = fully_shard(build(), backend=backend, timeout=timedelta(seconds=SLOW_S))
+    model = fully_shard(build(), backend=backend, timeout=timedelta(seconds=LONG_S))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     well_s = time.monotonic()
 

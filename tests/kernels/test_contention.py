@@ -14,6 +14,7 @@ from odc_kernels.scatter import scatter
 from odc_kernels.tiles import WgradTile
 from odc_kernels.wgrad import wgrad
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 
 pytestmark = pytest.mark.skipif(not place.INTERPRETED, reason="tests/gpu/test_cuda_heap.py does it on GPUs")
 WGRAD_TILE = WgradTile(n=16, k=16, t=16, group=2)
@@ -27,7 +28,7 @@ def _scatters(rank: int, world: int, exact: bool) -> torch.Tensor:
     from odc_triton.comm.memory import SharedMemoryHeap
 
     region = Region(shape=(11, 16), dtype="int64" if exact else "float32", itemsize=8 if exact else 4, offset_bytes=0)
-    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=30)
+    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=LONG_S)
     shards = [heap.shard(region, owner) for owner in range(world)]
     adds = ExactAdds(factor=2.0**40, largest=torch.zeros(1, dtype=torch.int32)) if exact else None
     peers = replace(PeerShards.of(shards, shape=region.shape, rank=rank), exact=adds)
@@ -55,7 +56,7 @@ def _wgrads(rank: int, world: int) -> torch.Tensor:
     from odc_triton.comm.memory import SharedMemoryHeap
 
     region = Region(shape=(20, 16), dtype="float32", itemsize=4, offset_bytes=0)
-    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=30)
+    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=LONG_S)
     shards = [heap.shard(region, owner) for owner in range(world)]
     peers = PeerShards.of(shards, shape=region.shape, rank=rank)
     dy, x = _integers(6, 20, rank), _integers(6, 16, rank + 10)

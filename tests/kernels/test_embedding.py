@@ -21,6 +21,7 @@ from odc_kernels.embedding import (
 )
 from odc_kernels.peers import PeerShards, join
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 from tests.support.place import split
 
 pytestmark = place.MARKS
@@ -210,7 +211,7 @@ def _adds(rank: int, world: int) -> torch.Tensor:
     from odc_triton.comm.memory import SharedMemoryHeap
 
     region = Region(shape=(7, 16), dtype="float32", itemsize=4, offset_bytes=0)
-    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=30)
+    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=LONG_S)
     shards = [heap.shard(region, owner) for owner in range(world)]
     weight = PeerShards.of(shards, shape=region.shape, rank=rank)
     ids, dy = _contended(rank)

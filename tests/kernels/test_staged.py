@@ -16,6 +16,7 @@ from odc_kernels.peers import PeerShards, split
 from odc_kernels.staged import StagedWeight, check, pull
 from odc_kernels.tiles import LinearTile
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 
 pytestmark = place.MARKS
 
@@ -172,7 +173,7 @@ def _late(rank: int, world: int, operator: str) -> torch.Tensor | None:
 
     buffer = Region(shape=SHAPE, dtype="float32", itemsize=4, offset_bytes=0)
     flags = Region(shape=(8,), dtype="float32", itemsize=4, offset_bytes=12288)
-    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=16384, slots=1, token="late", timeout_s=30)
+    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=16384, slots=1, token="late", timeout_s=LONG_S)
     x, dy, weight = late_inputs()
     staged = StagedWeight(
         buffer=heap.whole(buffer),

@@ -20,6 +20,7 @@ from odc_triton import fully_shard, minibatch, replace_layers
 from odc_triton.engine.gradients import LockedAccumulator
 from odc_triton.engine.parameter import ShardedParameter
 from tests.support import ranks, slow
+from tests.support.deadlines import LONG_S
 from tests.support.models import _causal_lm
 from tests.support.parity import TRANSFORMS
 
@@ -30,7 +31,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
-WAIT_S = 60
 
 # Of a gradient's norm. fp32 sums in another order, inductor's and the kernels' too. The floor is for what is zero but
 # for rounding.
@@ -299,7 +299,7 @@ def test_inside_the_operators_addresses_are_the_heaps(compiler: str, engine: str
 
 
 def _wait_for(file: Path) -> None:
-    deadline_s = time.monotonic() + WAIT_S
+    deadline_s = time.monotonic() + LONG_S
     while not file.exists():
         assert time.monotonic() < deadline_s, f"{file.name} did not come"
         time.sleep(0.005)

@@ -142,7 +142,7 @@ def test_a_killed_rank_is_named(where: str, shape: tuple[int, ...], backend: str
     world = torch.Size(shape).numel()
     others = [rank for rank in range(world) if rank != 1]
     with ranks.start(_killed, world, where, shape, backend) as job:
-        for outcome in job.wait_for(others, timeout_s=30):
+        for outcome in job.wait_for(others):
             assert outcome.error is None, outcome.error
             kind, named, text, seconds = outcome.value
             assert kind == "RankLost", text

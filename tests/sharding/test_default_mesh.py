@@ -11,8 +11,9 @@ import torch.distributed as dist
 from odc_triton.base.errors import RanksDiffer
 from odc_triton.sharding.agree import default_mesh, even_hosts
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 
-SOON = timedelta(seconds=60)
+SOON = timedelta(seconds=LONG_S)
 
 
 @pytest.mark.parametrize(("hosts", "want"), [("a", 1), ("aaa", 1), ("aabb", 2), ("abc", 3)])

@@ -270,7 +270,7 @@ def _raising(rank: int, world: int) -> None:
 
 def test_every_rank_hears_of_a_failing_initialiser() -> None:
     with ranks.start(_raising, 3) as job:
-        outcomes = job.join(30)
+        outcomes = job.join()
     assert outcomes[0].error_type == "ArithmeticError"
     for outcome in outcomes[1:]:
         assert outcome.error_type == "OdcError"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 from tests.support.refusals import caught, compare, net
 
 # ---------------------------------------------------------------------- what is given to fully_shard
@@ -255,7 +256,7 @@ def _silent(rank: int, world: int) -> dict[str, str]:
 
     original = net()
     early = torch.optim.SGD(original.parameters(), lr=0.1)
-    model = fully_shard(original, timeout=timedelta(seconds=20))
+    model = fully_shard(original, timeout=timedelta(seconds=LONG_S))
     messages = {"optimizer made before": caught(early.step)}
     messages["names ignored"] = caught(lambda: fully_shard(net(), ignored_params=["0.weight"]))
 

@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.deadlines import LONG_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def compiled(out: Path, *arguments: str, timeout_s: float = 250) -> tuple[int, dict[tuple[str, int], dict[str, Any]]]:
+def compiled(
+    out: Path, *arguments: str, timeout_s: float = LONG_S
+) -> tuple[int, dict[tuple[str, int], dict[str, Any]]]:
     """The exit code, and the findings by (case's name, architecture). `out` keeps results between runs."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "bench.kernels.aot", "--out", str(out), "--processes", "1", *arguments]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-SLOW_S = 60  # a timeout that no test reaches: a rank named earlier was found dead, not late
-
 
 class Blocks(nn.Module):
     def __init__(self, width: int = 4, out: int = 2) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
 from odc_triton.train.sft_options import SftOptions
+from tests.support.deadlines import LONG_S
 from tests.support.sft_case import case, write_case
 from tests.support.table_composes import CAP, FEATURES, Pair
 
@@ -188,7 +189,7 @@ def _by_job(rank: int, world: int, folder: Path, features: tuple[str, ...], out:
         return runs[0]
 
     def write_late(*args: Any) -> Any:
-        assert went_on.wait(120), f"no step followed step {SAVED}"
+        assert went_on.wait(LONG_S), f"no step followed step {SAVED}"
         return write(*args)
 
     with (

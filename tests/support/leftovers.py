@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.support.deadlines import LONG_S
+
 
 def environment() -> dict[str, str]:
     """For a process that a test starts: it finds the package and the tests wherever it runs."""
@@ -24,7 +26,7 @@ def names() -> set[str]:
     return {*shared, *sockets}
 
 
-def assert_none_since(before: set[str], *, timeout_s: float = 120) -> None:
+def assert_none_since(before: set[str], *, timeout_s: float = LONG_S) -> None:
     """No new name stays. Other jobs on this machine have some too, but not for minutes."""
     new = names() - before
     deadline_s = time.monotonic() + timeout_s
@@ -37,7 +39,7 @@ def interrupted(command: list[str], has_come: Callable[[subprocess.Popen], bool]
     """Runs `command`, sends Ctrl-C to all its processes, as a terminal does, once `has_come`; returns its status and
     what it wrote to stderr. It must leave nothing behind.
     """
-    before, deadline_s = names(), time.monotonic() + 100
+    before, deadline_s = names(), time.monotonic() + LONG_S
     process = subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -46,7 +48,7 @@ def interrupted(command: list[str], has_come: Callable[[subprocess.Popen], bool]
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)
-        _, problems = process.communicate(timeout=60)
+        _, problems = process.communicate(timeout=LONG_S)
         with contextlib.suppress(ProcessLookupError):
             while True:
                 os.killpg(process.pid, 0)

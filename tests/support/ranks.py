@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
 
+from tests.support.deadlines import LONG_S
+
 _PRELOAD = ["tests.support.preload", "tests.support.models"]
 
 
@@ -72,7 +74,7 @@ class Job:
     store: Any
     outcomes: dict[int, Outcome] = field(default_factory=dict)
 
-    def wait_for(self, only: list[int], timeout_s: float = 120) -> list[Outcome]:
+    def wait_for(self, only: list[int], timeout_s: float = LONG_S) -> list[Outcome]:
         """Waits for these ranks to end, while others may go on; a rank that does not end is an assertion error."""
         ranks = {self.connections[rank]: rank for rank in only if rank not in self.outcomes}
         while ranks:
@@ -89,7 +91,7 @@ class Job:
             self.processes[rank].join(timeout_s)
         return [self.outcomes[rank] for rank in only]
 
-    def join(self, timeout_s: float = 120) -> list[Outcome]:
+    def join(self, timeout_s: float = LONG_S) -> list[Outcome]:
         """Waits for all ranks to end."""
         return self.wait_for(list(range(len(self.processes))), timeout_s)
 
@@ -130,7 +132,7 @@ def start(function: Callable, world: int, *args: Any, store_in_rank_0: bool = Fa
     return Job(processes, connections, store)
 
 
-def run(function: Callable, world: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+def run(function: Callable, world: int, *args: Any, timeout_s: float = LONG_S) -> list[Any]:
     """Runs to the end and returns what each rank returned; any rank's error fails the test with its traceback."""
     with start(function, world, *args) as job:
         outcomes = job.join(timeout_s)

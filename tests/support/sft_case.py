@@ -7,6 +7,7 @@ from pathlib import Path
 
 from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
 from odc_triton.train.sft_options import SftOptions
+from tests.support.deadlines import LONG_S
 
 LICENSE = Path(__file__).parents[2] / "LICENSE"  # real text that does not change
 VOCABULARY = 300
@@ -71,6 +72,6 @@ def case(folder: Path, **changes: object) -> SftOptions:
         "truncate": True,
         "lr": 1e-3,
         "warmup_steps": 2,
-        "timeout_minutes": 1.0,
+        "timeout_minutes": LONG_S / 60,
     }
     return SftOptions(**wanted | changes)

@@ -13,6 +13,8 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+from tests.support.deadlines import LONG_S
+
 PORT = "29500"  # in a separate namespace
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 STEPS = 3
@@ -25,7 +27,7 @@ def why_not() -> str | None:
             ["unshare", "-rn", "ip", "link", "add", "odc0", "type", "veth", "peer", "name", "odc1"],
             capture_output=True,
             text=True,
-            timeout=20,
+            timeout=LONG_S,
         )
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         return str(error)
@@ -34,7 +36,7 @@ def why_not() -> str | None:
 
 def start(folder: str) -> int:
     """Connects the namespaces, starts the ranks, and returns how many of them failed; the last one kills itself."""
-    other = subprocess.Popen(["unshare", "-n", "sleep", "300"])
+    other = subprocess.Popen(["unshare", "-n", "sleep", "3000"])
     try:
         inside = ["nsenter", "-t", str(other.pid), "-n"]
         here = os.readlink("/proc/self/ns/net")
@@ -60,7 +62,7 @@ def start(folder: str) -> int:
                 "as a rank",
             ]
             started.append(subprocess.Popen(command, env=os.environ | places))
-        codes = [process.wait(timeout=120) for process in started]
+        codes = [process.wait(timeout=LONG_S) for process in started]
         return sum(code != 0 for code in codes[:3])
     finally:
         other.kill()
@@ -83,16 +85,16 @@ def be_rank(folder: str) -> None:
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LONG_S))
     seen = {}
     try:
-        fully_shard(Rows(), mesh=mesh_of((4,)), timeout=timedelta(seconds=60))
+        fully_shard(Rows(), mesh=mesh_of((4,)), timeout=timedelta(seconds=LONG_S))
     except OdcError as error:
         seen["one dimension"] = str(error)
-    grid = engine_of(fully_shard(Rows(), timeout=timedelta(seconds=60))).grid
+    grid = engine_of(fully_shard(Rows(), timeout=timedelta(seconds=LONG_S))).grid
     seen["without a mesh"] = grid.replicas, grid.twins
     seen["trained"] = train(rank, 4, (2, 2), "conv", "cpu", "root", STEPS)
-    model = fully_shard(Rows(), mesh=mesh_of((2, 2)), timeout=timedelta(seconds=60))
+    model = fully_shard(Rows(), mesh=mesh_of((2, 2)), timeout=timedelta(seconds=LONG_S))
     seen["heaps"] = _heaps()
     dist.barrier()
     start_s = time.monotonic()

@@ -75,7 +75,7 @@ def test_the_same_bits_after_a_kill(folder: Path, tmp_path: Path, whole: tuple, 
     (tmp_path / "tmp").mkdir()
     given = options(folder, tmp_path / "out", checkpoint_every=2), str(tmp_path / "tmp")
     with ranks.start(run_with, 2, given[0], fault, given[1]) as job:
-        assert job.join(60)[fault.rank].signal == signal.SIGKILL
+        assert job.join()[fault.rank].signal == signal.SIGKILL
     assert ranks.run(run_with, 2, given[0], None, given[1]) == ["ended"] * 2
     assert left(tmp_path / "out") == whole
 

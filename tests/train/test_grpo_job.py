@@ -180,7 +180,7 @@ def test_a_stopped_run_goes_on_as_if_it_never_was(folder: Path, tmp_path: Path, 
 def test_a_lost_rank_is_named_and_the_run_goes_on(folder: Path, tmp_path: Path, whole: list[dict], phase: str) -> None:
     wanted = options(folder, tmp_path / "out", checkpoint_every=1, eval_data=str(folder / "held_out.jsonl"))
     with ranks.start(train, 2, wanted, f"kill {phase}", 2) as job:
-        first, second = job.join(60)
+        first, second = job.join()
     assert second.signal == signal.SIGKILL
     assert first.error_type in ("RankLost", "MinibatchFailed"), first.error
     assert "rank 1 died" in first.error
@@ -228,7 +228,7 @@ def one_too_few(completions: list[str], **_: object) -> list[float]:
 def test_a_reward_that_fails_ends_the_run_on_all_ranks(folder: Path, tmp_path: Path, function: str, words: str) -> None:
     name = f"tests.train.test_grpo_job:{function}"
     with ranks.start(train, 2, options(folder, tmp_path / "out", reward=(name,)), None) as job:
-        for outcome in job.join(60):
+        for outcome in job.join():
             assert outcome.error_type == "RolloutFailed", outcome.error
             assert words in outcome.error
             assert name in outcome.error
@@ -274,7 +274,7 @@ def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
 
 def test_too_few_prompts(folder: Path, tmp_path: Path) -> None:
     with ranks.start(train, 1, options(folder, tmp_path / "out", prompts_per_rank=13), None) as job:
-        (outcome,) = job.join(60)
+        (outcome,) = job.join()
     assert "12 prompts and one step takes 13" in outcome.error
 
 

@@ -17,6 +17,7 @@ from odc_triton.train.metrics import read_metrics
 from odc_triton.train.run_folder import require_same
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 from tests.support.grpo_case import VOWELS
 from tests.support.sft_case import case, write_case
 
@@ -51,7 +52,7 @@ def job(rank: int, world: int, wanted: SftOptions, prompts: GrpoOptions) -> tupl
         shutil.rmtree(newer)
     sft.train_sft(replace(wanted, resume="auto"))
 
-    mesh = default_mesh(timedelta(minutes=1), "cpu", replicas=None)
+    mesh = default_mesh(timedelta(seconds=LONG_S), "cpu", replicas=None)
     prepared = grpo.prepare(prompts, mesh=mesh)
     prepared.folder.release()
     taken = [[prepared.data[i].given for i in prepared.mix.order(epoch, "prompts 0")] for epoch in range(2)]

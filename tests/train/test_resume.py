@@ -83,7 +83,7 @@ def test_goes_on_with_other_replicas(folder: Path, tmp_path: Path) -> None:
 def test_replicas_that_the_ranks_cant_be_split_into(folder: Path, tmp_path: Path) -> None:
     wanted = case(folder, out=str(tmp_path / "out"), replicas=3)
     with ranks.start(train, 2, wanted, None) as job:
-        for outcome in job.join(60):
+        for outcome in job.join():
             assert outcome.error_type == "ValueError", outcome.error
             assert "2 ranks can't be split into 3 equal replicas: give a divisor of 2" in outcome.error
 

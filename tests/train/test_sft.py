@@ -22,6 +22,7 @@ from odc_triton.train.model import replace
 from odc_triton.train.optimizers import make_schedule
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 from tests.support.sft_case import QWEN2, case, write_case
 
 STEPS = 5
@@ -144,7 +145,7 @@ def test_command_trains_and_exports(folder: Path, tmp_path: Path) -> None:
     write_config(tmp_path / "given.yaml", wanted, comment="the run", ranks=1)
     command = [sys.executable, "-m", "odc_triton.cli", "train", "sft", "--config", str(tmp_path / "given.yaml")]
     command += ["--ranks", "2", "--fused-head"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))

@@ -79,7 +79,7 @@ def test_contradictions(folder: Path, changes: dict, words: str) -> None:
 def test_what_does_not_fit(folder: Path, tmp_path: Path, changes: dict, words: str) -> None:
     wanted = options(folder, tmp_path / "out", split_sequences=True, **changes)
     with ranks.start(train, 2, wanted, None) as job:
-        outcomes = job.join(60)
+        outcomes = job.join()
     for outcome in outcomes:
         assert outcome.error is not None
         assert re.search(words, outcome.error), outcome.error
