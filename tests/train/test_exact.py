@@ -52,6 +52,15 @@ def test_the_same_bits_after_a_stop(folder: Path, tmp_path: Path, whole: tuple, 
     assert lines[0]["repeated"] == lines[-1]["repeated"] == 1  # the first minibatch's scales were guesses
 
 
+def test_a_repeated_minibatch_of_a_queue_has_its_packs_again(folder: Path, tmp_path: Path, whole: tuple) -> None:
+    wanted = options(folder, tmp_path / "out", steps=1, balance="queue")
+    assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
+    (line,) = left(tmp_path / "out")[1]
+    assert line["repeated"] == 1
+    # Its packs have other samples than LB-Mini's: fp32 sums in another order.
+    assert line == pytest.approx(whole[1][0], rel=1e-5)
+
+
 KILLS = [
     Fault(rank=rank, phase=phase, minibatch=minibatch, moment=moment)
     for rank, phase, minibatch, moment in (
