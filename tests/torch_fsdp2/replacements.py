@@ -73,7 +73,7 @@ def _assertions(tree: ast.AST) -> Iterator[ast.AST]:
 def _minibatches(tree: ast.Module) -> tuple[dict[int, list[str]], dict[int, list[str]], set[int]]:
     """Lines to insert before and after lines, and the lines of functions that have a step.
 
-    `begin(model)` comes before a step's forward and `end(model)` after its backward. A loop over microbatches is a step.
+    `begin(model)` comes before a step's forward, `end(model)` after its backward. A loop over microbatches is a step.
     """
     before, after, stepping = defaultdict(list), defaultdict(list), set()
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
