@@ -45,6 +45,7 @@ from .enable import enable_packing, is_packed
 from .grpo_metrics import Alone, PackMetrics, merged
 from .grpo_rows import DealtRows, Row, batch_of, counted, deal, rows_of
 from .loss import predictions
+from .neftune import embedding_noise
 from .sharded_trainer import ShardedTrainer
 
 _TRL = "1.16."
@@ -87,6 +88,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         "bf16": "TRL sets it by default. Set bf16=False, and give fully_shard "
         "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
         "entropy_coef": "the bonus is a mean over a microbatch's tokens, and packs differ: set 0",
+        "label_smoothing_factor": "TRL's loss has no labels to smooth: leave it out",
         "use_adaptive_entropy": "the bonus is a mean over a microbatch's tokens, and packs differ: leave it out",
         "cast_lm_head_to_fp32": "it replaces the head of a model that is sharded already: leave it out, the "
         "log-probabilities are in fp32",
@@ -234,7 +236,9 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         for pack in best_fit_decreasing(lengths, token_cap=cap) if lengths else []:
             taken = rows[pack]
             samples = [{"input_ids": ids[row][masks[row]], "labels": labels[row][masks[row]]} for row in taken]
-            logits, targets = predictions(model, to_device(pack_collate([samples])[0], input_ids.device))
+            packed = to_device(pack_collate([samples])[0], input_ids.device)
+            with embedding_noise(model, self._noise_alpha, packed):
+                logits, targets = predictions(model, packed)
             found = log_probs(logits.float() / self.temperature, targets)
             place, column = scored[taken, first:].nonzero(as_tuple=True)  # in the pack's order
             where = taken[place].to(input_ids.device), column.to(input_ids.device)

@@ -67,7 +67,6 @@ class ShardedTrainer(Trainer):
         "torch_compile": "compile the model's blocks instead, before or after fully_shard",
         "full_determinism": "gradients are added in the order of their arrival: give fully_shard exact=True",
         "auto_find_batch_size": "a minibatch that fails fails on all ranks: give the sampler a smaller token_cap",
-        "label_smoothing_factor": "override compute_loss, which returns a pack's loss",
         "use_liger_kernel": "apply it to the model before fully_shard",
         "save_on_each_node": "rank 0 writes for all nodes, into a folder that they share: leave it out",
         "torch_empty_cache_steps": "empty the cache in a callback",
@@ -93,6 +92,8 @@ class ShardedTrainer(Trainer):
                 f"start them with torchrun, which sets RANK, WORLD_SIZE and LOCAL_RANK, before "
                 f"{type(args).__name__}"
             )
+        # Trainer's own hook would scale the noise by the pack's length.
+        self._noise_alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
         for name in ("fsdp", "deepspeed"):  # accelerate's launcher asks for them by the environment
             if getattr(self, f"is_{name}_enabled"):
                 raise ValueError(f"accelerate was started with {name}: {self.refused[name]} of its configuration")

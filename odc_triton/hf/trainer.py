@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, TrainingArguments
@@ -21,9 +22,12 @@ from transformers.trainer_utils import EvalLoopOutput
 from ..balance import CostModel, MinibatchSampler
 from ..balance.collate import PackedDataset, count_target_tokens, pack_collate
 from ..checkpoint.repeat import repeating
+from ..data.records import IGNORED
 from ..engine.api import minibatch
 from .enable import ATTENTION_NAME
-from .loss import summed_loss
+from .loss import predictions
+from .neftune import embedding_noise
+from .sft_metrics import append, token_losses
 from .sharded_trainer import ShardedTrainer
 
 SAMPLER = "odc_sampler.json"  # in checkpoints whose odc/ is only torch.distributed.checkpoint's
@@ -83,6 +87,11 @@ class ODCTrainer(ShardedTrainer):
         super().__init__(model, args, **trainer)
         self._sampler = sampler
         self._target_tokens = 0
+        self._is_sft = any(each.__name__ == "SFTTrainer" for each in type(self).__mro__)  # which has metrics of tokens
+        self._sums = torch.zeros(
+            4, dtype=torch.float64, device=self.args.device
+        )  # loss, entropy, most likely targets, targets; of this rank
+        self._rows: Tensor | None = None  # the same of each row of a padded batch
         self._split_tokens = self._engine.splits.tokens if split else 0
         if split and not self._split_tokens:
             raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")
@@ -172,17 +181,28 @@ class ODCTrainer(ShardedTrainer):
         self._set_training(model)
         run = partial(self._minibatch, model, inputs)
         loss_sum, mb = repeating(run) if self._engine.exact else run()
-        told = self._engine.meet(f"sum up minibatch {mb.index}", {"loss_sum": loss_sum.item()})
+        mine = {"loss_sum": loss_sum.item()}
+        if self._is_sft:
+            mine |= {"sums": self._sums[1:3].tolist(), "tokens": sum(pack["input_ids"].numel() for pack in inputs)}
+        told = self._engine.meet(f"sum up minibatch {mb.index}", mine)
         self._target_tokens += mb.tokens
+        if self._is_sft:
+            self._total_train_tokens += sum(each["tokens"] for each in told)
+            sums = [sum(column) for column in zip(*(each["sums"] for each in told), strict=True)]
+            append(self._metrics["train"], sums, mb.tokens, self._total_train_tokens)
         return torch.tensor(sum(each["loss_sum"] for each in told), dtype=torch.float32, device=self.args.device)
 
     def _minibatch(self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, minibatch]:
         """The loss of this rank's packs, as a part of that of all ranks; gradients have landed."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
-        with minibatch(model, tokens=count_target_tokens(inputs), split=getattr(inputs, "split", None)) as mb:
+        split = getattr(inputs, "split", None)
+        self._sums.zero_()
+        with minibatch(model, tokens=count_target_tokens(inputs), split=split) as mb:
             tokens = max(mb.tokens, 1)
             for pack in inputs:
-                loss = self.compute_loss(model, self._prepare_inputs(pack), num_items_in_batch=tokens)
+                pack = self._prepare_inputs(pack)
+                with embedding_noise(model, self._noise_alpha, pack, split):
+                    loss = self.compute_loss(model, pack, num_items_in_batch=tokens)
                 loss.backward()
                 loss_sum += loss.detach()
         return loss_sum, mb
@@ -196,8 +216,34 @@ class ODCTrainer(ShardedTrainer):
         have another number of packs.
         """
         if return_outputs:  # Trainer's own evaluation, of padded batches
-            return super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch)
-        return summed_loss(model, inputs) / num_items_in_batch
+            return self._padded_loss(model, inputs)
+        logits, targets = predictions(model, inputs)
+        if not self._is_sft:
+            smoothing = self.args.label_smoothing_factor
+            loss = F.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=smoothing)
+            return loss / num_items_in_batch
+        sums = token_losses(logits, targets, self.args, measured=True).sum(1)
+        self._sums[1:3] += sums[1:].detach()
+        return sums[0] / num_items_in_batch
+
+    def _padded_loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+        """The mean over a padded batch's target tokens, and the model's outputs."""
+        labels = inputs["labels"][:, 1:]
+        taken = labels != IGNORED
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False})
+        found = token_losses(outputs.logits[:, :-1][taken], labels[taken], self.args, measured=self._is_sft)
+        rows = torch.zeros(4, len(labels), dtype=torch.float64, device=found.device)
+        rows[: len(found)].index_add_(1, taken.nonzero()[:, 0], found.double())
+        rows[3] = taken.sum(1)
+        self._rows = rows.T.contiguous()
+        return found[0].sum() / taken.sum().clamp(min=1), outputs
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, Any, Any]:
+        found = super().prediction_step(*args, **kwargs)
+        if self._rows is not None:  # accelerate leaves out rows that only fill up the last batches
+            self._sums += self.accelerator.gather_for_metrics(self._rows).sum(0)
+            self._rows = None
+        return found
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Those of all packs, by Trainer's estimate."""
@@ -225,31 +271,42 @@ class ODCTrainer(ShardedTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The loss per target token over all ranks' packs; for other batches Trainer's own loop."""
+        """The loss per target token of all ranks: over packs, or, for other batches, in Trainer's own loop."""
+        self._sums.zero_()
         if not isinstance(dataloader, PackLoader):
-            return super().evaluation_loop(
+            output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
+            if self._sums[3]:  # else without labels, or by a compute_loss that gives the outputs itself
+                output.metrics[f"{metric_key_prefix}_loss"] = self._mean_loss(self._sums.tolist())
+            return output
         self.model.eval()
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.callback_handler.eval_dataloader = dataloader
-        sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)  # loss, target tokens
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
         with torch.no_grad():
             for packs in dataloader:
                 for pack in packs:
-                    sums[0] += self.compute_loss(self.model, self._prepare_inputs(pack), num_items_in_batch=1)
-                sums[1] += count_target_tokens(packs)
+                    loss_sum += self.compute_loss(self.model, self._prepare_inputs(pack), num_items_in_batch=1)
+                self._sums[3] += count_target_tokens(packs)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
-        told = self._engine.meet("evaluation", {"sums": sums.tolist()})
-        loss_sum, targets = (sum(each["sums"][index] for each in told) for index in (0, 1))
-        loss = loss_sum / targets if targets else float("nan")
+        self._sums[0] = loss_sum
+        told = self._engine.meet("evaluation", {"sums": self._sums.tolist()})
+        sums = [sum(column) for column in zip(*(each["sums"] for each in told), strict=True)]
         return EvalLoopOutput(
             predictions=None,
             label_ids=None,
-            metrics={f"{metric_key_prefix}_loss": loss},
+            metrics={f"{metric_key_prefix}_loss": self._mean_loss(sums)},
             num_samples=len(dataloader.dataset),
         )
+
+    def _mean_loss(self, sums: Sequence[float]) -> float:
+        """Of an evaluation's sums over all ranks, which also give SFTTrainer's metrics."""
+        loss, *others, targets = sums
+        if self._is_sft:
+            append(self._metrics["eval"], others, targets, self._total_train_tokens)
+        return loss / targets if targets else float("nan")
 
     # ------------------------------------------------------------------ resuming
 

@@ -21,6 +21,7 @@ from tests.support.trainer_case import (
     arguments,
     logs,
     odc_trainer,
+    pad,
     sample_loss,
     samples,
     sharded_model,
@@ -307,15 +308,6 @@ def test_evaluation_callbacks_and_the_best_model(tmp_path: Path) -> None:
 
 
 def _metrics(rank: int, world: int, folder: str) -> dict[str, Any]:
-    def pad(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-        longest = max(len(sample["input_ids"]) for sample in batch)
-        fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-        rows = [sample | {"attention_mask": [1] * len(sample["input_ids"])} for sample in batch]
-        return {
-            name: torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in rows])
-            for name, value in fill.items()
-        }
-
     def accuracy(predicted: Any) -> dict[str, float]:
         words, labels = predicted.predictions[:, :-1].argmax(-1), predicted.label_ids[:, 1:]
         return {"right": int(((words == labels) & (labels != -100)).sum())}
@@ -324,9 +316,12 @@ def _metrics(rank: int, world: int, folder: str) -> dict[str, Any]:
     trainer = odc_trainer(folder, world, compute_metrics=accuracy, data_collator=pad, per_device_eval_batch_size=2)
     trainer.train()
     trainer.eval_dataset = data
+    evaluated, predicted = trainer.evaluate(), trainer.predict(data)
+    trainer.compute_metrics = None
     result = _summary(trainer, rank) | {
-        "right": trainer.evaluate()["eval_right"],
-        "shape": trainer.predict(data).predictions.shape,
+        "right": evaluated["eval_right"],
+        "shape": predicted.predictions.shape,
+        "losses": [evaluated["eval_loss"], predicted.metrics["test_loss"], trainer.evaluate()["eval_loss"]],
     }
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # as where no torchrun started this
         os.environ.pop(name)
@@ -340,9 +335,13 @@ def test_metrics_and_predictions(tmp_path: Path) -> None:
         assert result["shape"] == (6, max(LENGTHS[:6]), 97)
     model = build("qwen2").eval()
     model.load_state_dict(results[0]["weights"])
-    right = 0
+    right, loss, tokens = 0, 0.0, 0
     for sample in samples()[:6]:
         words = model(input_ids=torch.tensor([sample["input_ids"]])).logits[0, :-1].argmax(-1)
         right += int((words == torch.tensor(sample["labels"])[1:]).sum())
+        loss += sample_loss(model, sample).item()
+        tokens += sum(label != -100 for label in sample["labels"][1:])
     assert [result["right"] for result in results] == [right, right]
+    for result in results:  # the mean over all tokens, whatever the batches; sums come in another order
+        assert result["losses"] == pytest.approx([loss / tokens] * 3, rel=1e-6)
     assert right > 0  # or a wrong mask would not show

@@ -17,7 +17,6 @@ from tests.support.trainer_case import LENGTHS, arguments, odc_trainer, samples,
     ("changes", "words"),
     [
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4; set 1"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1: override compute_loss"),
         ({"torch_compile": True}, "torch_compile=True: compile the model's blocks"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"optim": "lomo"}, "steps inside of the backward"),

@@ -86,6 +86,13 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in full_parameters(model)}
 
 
+def assert_weights_alike(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    """By norm: Adam turns a gradient that is all rounding into steps of up to the learning rate."""
+    assert found.keys() == want.keys()
+    error = sum((found[name] - value).square().sum() for name, value in want.items()).sqrt()
+    assert error <= 1e-4 * sum(value.square().sum() for value in want.values()).sqrt()
+
+
 def logs(trainer: Any, key: str) -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
 
@@ -93,3 +100,39 @@ def logs(trainer: Any, key: str) -> list[float]:
 def sample_loss(model: nn.Module, sample: dict[str, list[int]]) -> torch.Tensor:
     logits = model(input_ids=torch.tensor([sample["input_ids"]]), use_cache=False).logits[0, :-1]
     return F.cross_entropy(logits, torch.tensor(sample["labels"])[1:], reduction="sum")
+
+
+def in_order(count: int = 4) -> list[dict[str, list[int]]]:
+    """The samples that `STEPS` steps of `count` take, in the order of ODCTrainer."""
+    from odc_triton.balance import MinibatchSampler
+
+    data, sampler = samples(), MinibatchSampler(LENGTHS, count, max(LENGTHS), seed=42, rank=0, world=1)
+    steps = [packs for _ in range(STEPS) for packs in sampler][:STEPS]
+    return [data[index] for packs in steps for pack in packs for index in pack]
+
+
+def plain_trainer(folder: str, *, lora: bool = False, seed: int = 0, **changes: Any) -> Any:
+    """transformers' own Trainer on a whole model: the steps of `odc_trainer`, one sample a microbatch."""
+    from transformers import Trainer
+
+    given = {name: changes.pop(name) for name in _OF_TRAINER if name in changes}
+    args = arguments(
+        folder,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=4,
+        train_sampling_strategy="sequential",
+        use_cpu=True,
+        **changes,
+    )
+    model = with_adapters(build("qwen2"), seed) if lora else build("qwen2", seed)
+    return Trainer(model, args, train_dataset=in_order(), **{"data_collator": pad} | given)
+
+
+def pad(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    longest = max(len(sample["input_ids"]) for sample in batch)
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    rows = [sample | {"attention_mask": [1] * len(sample["input_ids"])} for sample in batch]
+    return {
+        name: torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in rows])
+        for name, value in fill.items()
+    }

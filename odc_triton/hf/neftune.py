@@ -1,0 +1,46 @@
+"""NEFTune's noise on packs: each sample's is scaled by its own length, as transformers' hook scales it for it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..balance.pieces import SplitPlan
+from .enable import innermost
+
+
+@contextmanager
+def embedding_noise(
+    model: nn.Module, alpha: float | None, pack: Mapping[str, Any], split: SplitPlan | None = None
+) -> Iterator[None]:
+    """While a training forward of `pack` runs, uniform noise of up to alpha / sqrt(L * D) is added to the embeddings.
+
+    L: tokens of a token's sample, with `split` of the whole sample that a piece is of. D: width of the embeddings.
+    Without `alpha` nothing is added.
+    """
+    if alpha is None:
+        yield
+        return
+    bounds = pack["cu_seq_lens_q"]
+    tokens = lengths = bounds.diff()
+    if split is not None and "pieces" in pack:
+        whole = [piece and split.sequences[piece.sample].pieces[-1].piece.stop for piece in pack["pieces"]]
+        lengths = torch.tensor([each or 0 for each in whole], device=tokens.device)
+        lengths = torch.where(lengths > 0, lengths, tokens)
+
+    def add(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        if not module.training:
+            return output
+        largest = alpha / (lengths * output.shape[-1]).sqrt()
+        largest = largest.repeat_interleave(tokens, output_size=output.shape[-2])[:, None]
+        return output + torch.zeros_like(output).uniform_(-1, 1) * largest.to(output.dtype)
+
+    hook = innermost(model).get_input_embeddings().register_forward_hook(add)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,80 @@
+"""ODCTrainer in front of TRL's SFTTrainer, against SFTTrainer alone on one process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.support import ranks, slow
+from tests.support.models import build
+from tests.support.trainer_case import assert_weights_alike, in_order, samples, sharded_model, weights_of
+from tests.support.trl_case import environment, tokenizer
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
+
+
+def _arguments(folder: str, changes: dict[str, Any]) -> Any:
+    from trl import SFTConfig
+
+    wanted = {
+        "output_dir": folder,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 12,  # TRL's metrics of an evaluation are means of batches
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+    }
+    return SFTConfig(**wanted | changes)
+
+
+def _train(rank: int, world: int, folder: str, changes: dict[str, Any], plain: bool = False) -> dict[str, Any]:
+    from datasets import Dataset
+    from trl import SFTTrainer
+
+    from odc_triton.hf import ODCTrainer
+
+    class Ours(ODCTrainer, SFTTrainer):
+        pass
+
+    environment()
+    if plain:
+        changes = changes | {"train_sampling_strategy": "sequential"}
+    args = _arguments(folder, {"per_device_train_batch_size": 4 // world} | changes)
+    data = Dataset.from_list(in_order() if plain else samples())
+    given = {"eval_dataset": Dataset.from_list(samples()), "processing_class": tokenizer()}
+    model: nn.Module = build("qwen2") if plain else sharded_model()
+    trainer = (SFTTrainer if plain else Ours)(model, args, train_dataset=data, **given)
+    trainer.train()
+    weights = dict(model.named_parameters()) if plain else weights_of(model) if rank == 0 else {}
+    return {"logs": trainer.state.log_history, "weights": {name: value.detach() for name, value in weights.items()}}
+
+
+@pytest.mark.parametrize(
+    ("world", "changes"),
+    [(2, {}), slow(1, {}), slow(1, {"loss_type": "dft"}), slow(2, {"label_smoothing_factor": 0.1})],
+    ids=str,
+)
+def test_as_trl(tmp_path: Path, world: int, changes: dict[str, Any]) -> None:
+    """Losses, metrics and weights."""
+    results = ranks.run(_train, world, str(tmp_path / "odc"), changes)
+    (plain,) = ranks.run(_train, 1, str(tmp_path / "plain"), changes, True)
+    skipped = ("runtime", "per_second", "epoch", "total_flos")  # TRL's data are those of all epochs, padded
+    for result in results:
+        for got, want in zip(result["logs"], plain["logs"], strict=True):
+            for name, value in want.items():
+                if not name.endswith(skipped):  # the order of sums differs
+                    assert got[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert {"entropy", "mean_token_accuracy", "num_tokens"} <= plain["logs"][0].keys()
+    assert any(entry.get("mean_token_accuracy") for entry in plain["logs"])
+    assert_weights_alike(results[0]["weights"], plain["weights"])
