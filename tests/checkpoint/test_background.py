@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,14 @@ STEPS = 4
 
 @contextmanager
 def writers_held_back() -> Iterator[threading.Event]:
-    """In this block this rank's writers wait for the event, which is set when the block ends."""
+    """In this block this rank's background writers wait for the event, which is set when the block ends."""
     go_on, write = threading.Event(), Saving.write
 
-    def late(saving: Saving, is_dropped: Any) -> dict[str, Any]:
-        while not go_on.wait(0.01):
-            if is_dropped():
+    def late(saving: Saving, *is_dropped: Callable[[], bool]) -> dict[str, Any]:
+        while is_dropped and not go_on.wait(0.01):
+            if is_dropped[0]():
                 raise InterruptedError("dropped")
-        return write(saving, is_dropped)
+        return write(saving, *is_dropped)
 
     with mock.patch.object(Saving, "write", late):
         try:

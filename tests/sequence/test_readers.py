@@ -1,0 +1,26 @@
+"""Which pieces wait for which: readers of a piece and sources of another are two views of one relation."""
+
+from __future__ import annotations
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from odc_triton.balance.pieces import Piece, SplitPlan
+from odc_triton.sequence.exchange import SequenceExchange
+
+
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=6), st.none() | st.integers(1, 20))
+@example([10, 5, 26], 6)  # the piece in the middle is all that the last one reads
+def test_readers_and_sources_agree(tokens: list[int], window: int | None) -> None:
+    """A token attends to itself and the `window` - 1 before it."""
+    pieces = [Piece(0, sum(tokens[:at]), sum(tokens[: at + 1])) for at in range(len(tokens))]
+    exchange = object.__new__(SequenceExchange)  # of its parts they need the plan only
+    exchange.plan = SplitPlan.of([[[piece]] for piece in pieces])
+    attends = {
+        (reader, source)
+        for reader in pieces
+        for source in pieces
+        if source.start < reader.start and (window is None or source.stop - 1 > reader.start - window)
+    }
+    assert {(each, source.piece) for each in pieces for source in exchange.sources(each, window)} == attends
+    assert {(reader.piece, each) for each in pieces for reader in exchange.readers(each, window)} == attends
