@@ -8,12 +8,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import __version__
-from ..base.signals import handling
+from .start import ending_at_once, say_stopped, start_job
 
 if TYPE_CHECKING:
     from ..simulate.predict import SimulateOptions
@@ -32,30 +31,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not sys.platform.startswith("linux"):
         print(f"odc-triton runs on Linux only, not on {sys.platform}", file=sys.stderr)
         return 1
-    with _importing():
+    with ending_at_once():
         options = _parse(arguments)
     try:
         status = options.run(options)
         sys.stdout.flush()  # here, so that a closed pipe raises below, not when the interpreter exits
         return status
     except KeyboardInterrupt as stop:
-        return _say_stopped(getattr(stop, "signal", signal.SIGINT))  # the launcher's has the signal
+        return say_stopped(getattr(stop, "signal", signal.SIGINT))  # the launcher's has the signal
     except BrokenPipeError:  # `odc-triton doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
         return 141
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         print(f"odc-triton: {error}", file=sys.stderr)
         return 1
-
-
-def _say_stopped(number: int) -> int:
-    os.write(2, f"odc-triton: stopped by {signal.Signals(number).name}\n".encode())
-    return 128 + number
-
-
-def _importing() -> AbstractContextManager[None]:
-    """Ctrl-C ends the process at once: during an import KeyboardInterrupt is lost, or becomes another error."""
-    return handling(lambda number, _: os._exit(_say_stopped(number)), signal.SIGINT)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -176,24 +165,12 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def _train_sft(ranks: int, wanted: SftOptions) -> int:
-    with _importing():  # the check imports too
-        from ..comm.launch import launch, warn_of_few_cores
-        from ..train.sft import check_before_start, run_sft
-
-        check_before_start(wanted)
-    warn_of_few_cores(ranks)
-    launch(run_sft, wanted, ranks=ranks)
+    start_job("odc_triton.train.sft", "run_sft", wanted, ranks=ranks)
     return 0
 
 
 def _train_grpo(ranks: int, wanted: GrpoOptions) -> int:
-    with _importing():
-        from ..comm.launch import launch, warn_of_few_cores
-        from ..train.grpo import check_before_start, run_grpo
-
-        check_before_start(wanted)
-    warn_of_few_cores(ranks)
-    launch(run_grpo, wanted, ranks=ranks)
+    start_job("odc_triton.train.grpo", "run_grpo", wanted, ranks=ranks)
     return 0
 
 

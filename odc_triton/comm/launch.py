@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import math
 import multiprocessing
 import os
 import pickle
@@ -19,9 +20,11 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 from ..base.errors import OfRanks, in_a_line
 from ..base.signals import STOPS, StopRequest, handling
@@ -91,20 +94,9 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     Raises RuntimeError with the error of the rank that failed first, in one line (without naming a rank if all failed
     alike); Interrupted, a KeyboardInterrupt, if the job was told to stop.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks is {ranks}; give at least 1")
-    if ranks > 1:  # as torchrun does: the ranks inherit it
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with _store() as store:
-        job = _Job(ranks)
-        with handling(job.hear, *STOPS):
-            try:
-                job.start(function, args, store)
-                job.wait()
-            finally:
-                job.end()
-    job.raise_failure()
-    return [pickle.loads(job.values[rank]) for rank in range(ranks)]
+    with Job(ranks) as job:
+        job.start()
+        return job.run(function, *args)
 
 
 def warn_of_few_cores(ranks: int) -> None:
@@ -129,36 +121,78 @@ def _store() -> Iterator[str]:
         server.close()
 
 
-class _Job:
-    """The ranks' processes, what they sent, and what they were told."""
+class Job:
+    """The ranks' processes, what they sent, and what they were told: `start`, then `run`. Leaving the block kills them.
 
-    def __init__(self, ranks: int) -> None:
+    [Note: forked ranks] With `method="fork"` ranks have what this process has imported, and so begin at once. It is for
+    a process without threads that has not asked for GPUs: CUDA can't be used in the forks of one that has.
+    """
+
+    def __init__(self, ranks: int, *, method: Literal["spawn", "fork"] = "spawn") -> None:
+        if ranks < 1:
+            raise ValueError(f"ranks is {ranks}; give at least 1")
         self.ranks = ranks
         self.values: dict[int, bytes] = {}
         self.failures: list[_Failure] = []
         self.stop = StopRequest()
+        self._method = method
         self._stopped: set[int] = set()  # the ranks that ended by that signal
         self._failed_s: float | None = None
+        self._done_s: float | None = None  # when the first rank had done its work
         self._running: dict[int, tuple[Any, Connection]] = {}
+        if ranks > 1:  # as torchrun does: the ranks inherit it
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    def start(self, function: Callable[..., Any], args: tuple, store: str) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._signal_all(signal.SIGKILL)
+        for process, connection in self._running.values():
+            process.join()
+            connection.close()
+
+    def start(self, preload: str | None = None) -> None:
+        """Starts the processes, which import the module `preload` and wait for `run`. Raises Interrupted."""
+        if self._method == "spawn":
+            resource_tracker.ensure_running()  # else the first start does it, which unblocks Ctrl-C
+        with handling(self.hear, *STOPS):
+            for rank in range(self.ranks):
+                self._start(rank, preload)
+        if self.stop.signal is not None:
+            raise Interrupted(self.stop.signal)
+
+    def _start(self, rank: int, preload: str | None) -> None:
+        context = multiprocessing.get_context(self._method)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(theirs, preload, _environment(rank, self.ranks), os.getpid()))
+        # Until `_rank` has handlers. Before that, a process forked has ours, and one spawned dies of SIGTERM.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS if self._method == "fork" else [signal.SIGINT])
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        theirs.close()
+        self._running[rank] = process, ours
+        if self.stop.signal is not None:  # before this rank was there to hear it
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, self.stop.signal)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = math.inf) -> list[Any]:
+        """What `function(*args)` returns, by rank; raises what `launch` does.
+
+        `timeout_s`: for all ranks to end after one has done its work. It is for functions that end with a barrier.
+        """
+        from .local_store import NAME
+
         work = pickle.dumps((function, args))
-        resource_tracker.ensure_running()  # else the first start does it, which unblocks Ctrl-C
-        for rank in range(self.ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            given = (sender, work, _environment(rank, self.ranks, store), os.getpid())
-            process = context.Process(target=_rank, args=given)
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # in the rank, see `_rank`
-            try:
-                process.start()
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            sender.close()
-            self._running[rank] = process, receiver
-            if self.stop.signal is not None:  # before this rank was there to hear it
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, self.stop.signal)
+        with handling(self.hear, *STOPS), _store() as store:  # it has threads: after the forks
+            for _, connection in self._running.values():
+                with contextlib.suppress(OSError):  # that rank has died: see `_ended`
+                    connection.send(({NAME: store}, work))
+            self._wait(timeout_s)
+        self._raise_failure()
+        return [pickle.loads(self.values[rank]) for rank in range(self.ranks)]
 
     def hear(self, number: int, _: Any = None) -> None:
         """Passes a signal on to the ranks; a second request kills them."""
@@ -171,37 +205,46 @@ class _Job:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
-    def wait(self) -> None:
+    def _wait(self, timeout_s: float) -> None:
         """Waits until no rank is running."""
         steps = [(_ALONE_S, signal.SIGTERM), (_ALONE_S + _GRACE_S, signal.SIGKILL)]
         while self._running:
-            if self._failed_s is not None and steps and time.monotonic() - self._failed_s > steps[0][0]:
+            now_s = time.monotonic()
+            if self._failed_s is not None and steps and now_s - self._failed_s > steps[0][0]:
                 self._signal_all(steps.pop(0)[1])
+            if self._failed_s is None and self._done_s is not None and now_s - self._done_s > timeout_s:
+                self._fail_late(timeout_s)
             wait([process.sentinel for process, _ in self._running.values()] + self._unread(), timeout=0.2)
-            for rank, (process, receiver) in list(self._running.items()):
-                if rank not in self.values and receiver.poll():
-                    self._read(rank, receiver)
+            for rank, (process, connection) in list(self._running.items()):
+                if rank not in self.values and connection.poll():
+                    self._read(rank, connection)
                 if not process.is_alive():
-                    self._ended(rank, process, receiver)
+                    self._ended(rank, process, connection)
 
     def _unread(self) -> list[Connection]:
-        return [receiver for rank, (_, receiver) in self._running.items() if rank not in self.values]
+        return [connection for rank, (_, connection) in self._running.items() if rank not in self.values]
 
-    def _read(self, rank: int, receiver: Connection) -> None:
+    def _read(self, rank: int, connection: Connection) -> None:
         try:
-            kind, content = pickle.loads(receiver.recv_bytes())
-        except EOFError:  # it died; see `_ended`
+            kind, content = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionResetError):  # it died; see `_ended`
             self.values[rank] = b""
             return
         self.values[rank] = content if kind == "value" else b""
         if kind == "failure":
             self._fail(content)
+        else:
+            self._is_done()
 
-    def _ended(self, rank: int, process: Any, receiver: Connection) -> None:
+    def _is_done(self) -> None:
+        if self._done_s is None:
+            self._done_s = time.monotonic()
+
+    def _ended(self, rank: int, process: Any, connection: Connection) -> None:
         process.join()
         if rank not in self.values:
-            self._read(rank, receiver)
-        receiver.close()
+            self._read(rank, connection)
+        connection.close()
         del self._running[rank]
         agreed = tuple(128 + number for number in STOPS)
         if process.exitcode in agreed and self.stop.signal is None:  # only that rank was told, and its peers agreed
@@ -215,19 +258,23 @@ class _Job:
         ours = self._failed_s is not None or self.stop.signal is not None  # by our SIGTERM or SIGKILL
         if not ended_well and not known and not (ours and process.exitcode in (-signal.SIGTERM, -signal.SIGKILL)):
             self._fail(_Failure(rank=rank, text=how_it_ended(process.exitcode)))
+        elif ended_well:
+            self._is_done()
+
+    def _fail_late(self, timeout_s: float) -> None:
+        """Kills the ranks that have not ended."""
+        for rank, (process, _) in self._running.items():
+            what = "is stopped and has not" if _is_stopped(process.pid) else "has not"
+            text = f"its process {what} ended {timeout_s:g} s after the first rank had done its work"
+            self._fail(_Failure(rank=rank, text=text))
+        self._signal_all(signal.SIGKILL)
 
     def _fail(self, failure: _Failure) -> None:
         self.failures.append(failure)
         if self._failed_s is None:
             self._failed_s = time.monotonic()
 
-    def end(self) -> None:
-        """Kills ranks that are still running: there are some only if waiting for them was interrupted."""
-        self._signal_all(signal.SIGKILL)
-        for process, _ in self._running.values():
-            process.join()
-
-    def raise_failure(self) -> None:
+    def _raise_failure(self) -> None:
         # An error about ranks that were told to end is not a failure.
         failures = [each for each in self.failures if not each.about or not each.about <= self._stopped]
         if failures:
@@ -248,25 +295,33 @@ def how_it_ended(exit_code: int) -> str:
     return f"its process was killed by {name}{hint}"
 
 
-def _environment(rank: int, ranks: int, store: str) -> dict[str, str]:
-    from .local_store import NAME
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by SIGSTOP or a debugger."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "Tt"
 
+
+def _environment(rank: int, ranks: int) -> dict[str, str]:
     sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    return {NAME: store} | {name: str(value) for name, value in sizes.items()}
+    return {name: str(value) for name, value in sizes.items()}
 
 
-def _rank(sender: Connection, work: bytes, environment: dict[str, str], parent_pid: int) -> None:
+def _rank(connection: Connection, preload: str | None, environment: dict[str, str], parent_pid: int) -> None:
     """What runs in a rank's process.
 
     Until the work has its own handler, Ctrl-C ends the process as SIGTERM does. Before this function the interpreter
     would print a KeyboardInterrupt; in an import it is lost or becomes another error.
     """
     die_with_parent(parent_pid)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    for number in STOPS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     os.environ.update(environment)
     status = 0
     try:
+        if preload is not None:
+            import_module(preload)
+        variables, work = connection.recv()
+        os.environ.update(variables)
         function, args = pickle.loads(work)  # imports what the work needs
         message = "value", pickle.dumps(function(*args))
     except Exception as error:
@@ -280,6 +335,6 @@ def _rank(sender: Connection, work: bytes, environment: dict[str, str], parent_p
         message, status = None, status_of(end)
     if message is not None:
         with contextlib.suppress(BrokenPipeError):
-            sender.send_bytes(pickle.dumps(message))
-    sender.close()
+            connection.send_bytes(pickle.dumps(message))
+    connection.close()
     end_process(status)

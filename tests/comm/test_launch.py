@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -12,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from odc_triton.comm.launch import Interrupted, RemoteTraceback, launch
-from tests.support import leftovers
-from tests.support.deadlines import LONG_S
+from odc_triton.comm.launch import Interrupted, Job, RemoteTraceback, launch
+from tests.support import leftovers, slow
+from tests.support.deadlines import LONG_S, SHORT_S
 
 
 def _work(what: str, folder: str) -> dict:
@@ -108,6 +109,25 @@ def test_a_failure_after_a_wish_to_stop(tmp_path: Path) -> None:
         launch(_work, "Ctrl-C, and a failure", str(tmp_path), ranks=2)
 
 
+def _late(how: str) -> str:
+    if how == "stopped" and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "at exit" and os.environ["RANK"] == "1":
+        atexit.register(time.sleep, LONG_S)
+    return how
+
+
+@pytest.mark.parametrize(("how", "words"), [("stopped", "is stopped and has not ended"), ("at exit", "has not ended")])
+def test_a_rank_that_does_not_end_is_named(how: str, words: str) -> None:
+    """After the last barrier no rank waits for it."""
+    with Job(2, method="fork") as job:
+        job.start()
+        said = f"rank 1 failed first: its process {words} {SHORT_S:g} s after the first rank had done its work"
+        with pytest.raises(RuntimeError, match=said):
+            job.run(_late, how, timeout_s=SHORT_S)
+        assert not job._running
+
+
 _SCRIPT = """
 import sys
 from odc_triton.comm.launch import Interrupted, launch
@@ -131,9 +151,30 @@ def test_ctrl_c_while_ranks_start(tmp_path: Path) -> None:
     assert found == (128 + signal.SIGINT, "")
 
 
-def test_ranks_die_with_their_launcher(tmp_path: Path) -> None:
+_WAITING = """
+import sys, time
+from odc_triton.comm.launch import Job
+if __name__ == "__main__":
+    with Job(2, method=METHOD) as job:
+        sys.path.insert(0, sys.argv[1])
+        job.start(preload="writes_its_pid")
+        time.sleep(600)
+"""
+_WRITES_ITS_PID = """
+import os, pathlib
+pathlib.Path(__file__).with_name(f"rank-{os.environ['RANK']}").write_text(str(os.getpid()))
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [slow(_SCRIPT), slow(_WAITING.replace("METHOD", "'spawn'")), _WAITING.replace("METHOD", "'fork'")],
+    ids=["working", "waiting", "waiting, forked"],
+)
+def test_ranks_die_with_their_launcher(tmp_path: Path, code: str) -> None:
     script = tmp_path / "script.py"
-    script.write_text(_SCRIPT)
+    script.write_text(code)
+    (tmp_path / "writes_its_pid.py").write_text(_WRITES_ITS_PID)
     launcher = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=leftovers.environment())
     try:
         deadline_s = time.monotonic() + LONG_S

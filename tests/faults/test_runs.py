@@ -27,7 +27,7 @@ from tests.faults.inject import Fault
 from tests.faults.trial import run_trial
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
-from tests.support.leftovers import environment, interrupted
+from tests.support.leftovers import ctrl_c, environment, interrupted
 from tests.support.sft_case import case, write_case
 
 
@@ -291,18 +291,34 @@ def test_the_command_is_told_to_stop(tmp_path: Path, number: int) -> None:
 def _has_come_to(moment: str, process: subprocess.Popen, out: Path) -> bool:
     if moment == "importing":
         return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
-    if moment == "starting ranks":
-        return any("spawn_main" in " ".join(each.cmdline()) for each in psutil.Process(process.pid).children())
-    return (out / "run.json").exists()  # "preparing"
+    if moment == "preparing":
+        return (out / "run.json").exists()
+    children = psutil.Process(process.pid).children()
+    return len(children) == {"checking": 1, "starting ranks": 2}[moment]
 
 
-@pytest.mark.parametrize("moment", ["importing", *(slow(each) for each in ("starting ranks", "preparing"))])
-def test_ctrl_c_in_the_first_seconds(tmp_path: Path, moment: str) -> None:
-    """Before any rank can save anything."""
+_AT_FIRST = [
+    ("importing", signal.SIGINT),
+    *(
+        slow(moment, number)
+        for moment in ("importing", "checking", "starting ranks", "preparing")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+        if (moment, number) != ("importing", signal.SIGINT)
+    ),
+]
+
+
+@pytest.mark.parametrize(("moment", "number"), _AT_FIRST)
+def test_stopped_in_the_first_seconds(tmp_path: Path, moment: str, number: int) -> None:
+    """Before any rank can save anything. Ctrl-C goes to all processes, the others to the command only."""
     wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)
     command = _command(wanted, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2")
-    status, problems = interrupted(command, lambda process: _has_come_to(moment, process, tmp_path / "out"))
-    assert (status, problems) == (128 + signal.SIGINT, "odc-triton: stopped by SIGINT\n")
+    how = ctrl_c if number == signal.SIGINT else lambda process: process.send_signal(number)
+    status, problems = interrupted(command, lambda process: _has_come_to(moment, process, tmp_path / "out"), how)
+    if number == signal.SIGKILL:
+        assert (status, problems) == (-signal.SIGKILL, "")
+    else:
+        assert (status, problems) == (128 + number, f"odc-triton: stopped by {signal.Signals(number).name}\n")
 
 
 @pytest.mark.slow

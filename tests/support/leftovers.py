@@ -35,9 +35,18 @@ def assert_none_since(before: set[str], *, timeout_s: float = LONG_S) -> None:
         time.sleep(0.1)
 
 
-def interrupted(command: list[str], has_come: Callable[[subprocess.Popen], bool]) -> tuple[int, str]:
-    """Runs `command`, sends Ctrl-C to all its processes, as a terminal does, once `has_come`; returns its status and
-    what it wrote to stderr. It must leave nothing behind.
+def ctrl_c(process: subprocess.Popen) -> None:
+    """As a terminal sends it: to all processes."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def interrupted(
+    command: list[str],
+    has_come: Callable[[subprocess.Popen], bool],
+    how: Callable[[subprocess.Popen], None] = ctrl_c,
+) -> tuple[int, str]:
+    """Runs `command`, stops it once `has_come`; returns its status and what it wrote to stderr. It must leave nothing
+    behind.
     """
     before, deadline_s = names(), time.monotonic() + LONG_S
     process = subprocess.Popen(
@@ -47,7 +56,7 @@ def interrupted(command: list[str], has_come: Callable[[subprocess.Popen], bool]
         while process.poll() is None and not has_come(process):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
-        os.killpg(process.pid, signal.SIGINT)
+        how(process)
         _, problems = process.communicate(timeout=LONG_S)
         with contextlib.suppress(ProcessLookupError):
             while True:

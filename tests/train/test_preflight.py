@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from odc_triton.cli import start
 from odc_triton.cli.command import main
-from odc_triton.comm import launch
 from tests.support.sft_case import QWEN2, write_case
 
 
@@ -67,7 +67,7 @@ def test_said_before_the_start(folder, monkeypatch, capsys, changes, said):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(launch, "launch", started)
+    monkeypatch.setattr(start, "warn_of_few_cores", started)
     given = {"--data": "data.jsonl", "--init": "config.json", "--tokenizer": "tokenizer.json", "--out": "out"} | changes
     command = ["train", "sft", *(word for pair in given.items() if pair[1] is not None for word in pair)]
     if said is None:

@@ -1,0 +1,55 @@
+"""Starts the ranks of a training job, after its check, so that what takes seconds to import is imported once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import AbstractContextManager
+from importlib import import_module
+from types import ModuleType
+
+from ..base.signals import STOPS, handling
+from ..comm.launch import Job, warn_of_few_cores
+from ..train.run_options import RunOptions
+
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+def say_stopped(number: int) -> int:
+    """Says on stderr that a signal stopped the command; returns its exit status."""
+    os.write(2, f"odc-triton: stopped by {signal.Signals(number).name}\n".encode())
+    return 128 + number
+
+
+def ending_at_once() -> AbstractContextManager[None]:
+    """A stop request ends the process at once: during an import KeyboardInterrupt is lost, or becomes another error."""
+    return handling(lambda number, _: os._exit(say_stopped(number)), *STOPS)
+
+
+def start_job(name: str, run: str, options: RunOptions, *, ranks: int) -> None:
+    """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank."""
+    has_gpu = any(map(os.path.exists, _GPU_DEVICES))
+    with Job(ranks, method="spawn" if has_gpu else "fork") as job:
+        module = _start_and_check(job, name, options) if has_gpu else _check_and_fork(job, name, options)
+        warn_of_few_cores(ranks)
+        job.run(getattr(module, run), options, timeout_s=60 * options.timeout_minutes)
+
+
+def _start_and_check(job: Job, name: str, options: RunOptions) -> ModuleType:
+    """Ranks import the module while this process does and checks; a failed check ends them."""
+    job.start(preload=name)
+    with ending_at_once():
+        module = import_module(name)
+        module.check_before_start(options)
+    return module
+
+
+def _check_and_fork(job: Job, name: str, options: RunOptions) -> ModuleType:
+    """The module is imported once, see [Note: forked ranks]. The check is in a fork too, as it may start threads."""
+    with ending_at_once():
+        module = import_module(name)
+    with Job(1, method="fork") as check:
+        check.start()
+        check.run(module.check_before_start, options)
+    job.start()
+    return module

@@ -1,0 +1,43 @@
+"""How the command starts ranks: forked after the check; where there is a GPU, spawned before it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from odc_triton.cli import start
+from tests.support import leftovers, started
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "fault", "words"),
+    [
+        (False, "", None),
+        (True, "", None),
+        (False, "refused", "no such data"),
+        (True, "refused, late", "no such data"),
+        (False, "the check is killed", "its process was killed by SIGKILL"),
+        (True, "an import kills", "rank 1 failed first: its process was killed by SIGKILL"),
+        (True, "an import fails", "rank 1 failed first: no such library"),
+    ],
+)
+def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, fault: str, words: str | None) -> None:
+    before = leftovers.names()
+    monkeypatch.setattr(start, "_GPU_DEVICES", ("/",) if has_gpu else ())
+    monkeypatch.setenv("ODC_TEST_START", fault)
+    monkeypatch.setenv("ODC_TEST_FOLDER", str(tmp_path))
+    options = started.Options(fault=fault, folder=tmp_path)
+    if words is None:
+        start.start_job(started.__name__, "run", options, ranks=2)
+    else:
+        with pytest.raises((RuntimeError, ValueError), match=words):
+            start.start_job(started.__name__, "run", options, ranks=2)
+    pids = {path.name: int(path.read_text()) for path in tmp_path.iterdir()}
+    assert ("ran-0" in pids and "ran-1" in pids) == (words is None)
+    assert ("imported-0" in pids and "imported-1" in pids) == has_gpu
+    assert (pids["checked"] == os.getpid()) == has_gpu
+    assert not [name for name, pid in pids.items() if pid != os.getpid() and psutil.pid_exists(pid)]
+    leftovers.assert_none_since(before)
