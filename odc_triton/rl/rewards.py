@@ -144,19 +144,17 @@ class Rewards:
 
     def _rewards_of(self, function: int, batch: dict[str, list]) -> list[float]:
         reward, count = f"reward {self.names[function]}", len(batch["prompts"])
-        deadline = time.monotonic() + self.timeout_s
+        deadline = self._deadline()
         try:
             answer = self._call(function, batch, deadline)
         except TimeoutError:
             raise RewardTimedOut(
                 f"{reward} did not return within its timeout of {self.timeout_s:g} s for {count} completions: make it "
                 f"faster, or raise --reward-timeout-s. "
-                f"{self._culprit(function, batch, time.monotonic() + self.timeout_s)}"
+                f"{self._culprit(function, batch, self._deadline())}"
             ) from None
         except ProcessEnded as end:
-            raise RewardProcessDied(
-                f"in {reward} {end}. {self._culprit(function, batch, time.monotonic() + self.timeout_s)}"
-            ) from None
+            raise RewardProcessDied(f"in {reward} {end}. {self._culprit(function, batch, self._deadline())}") from None
         if "raised" in answer:
             where = self._culprit(function, batch, deadline)
             raise RewardRaised(f"{reward} raised {answer['raised']}. {where}\n{answer['trace']}")
@@ -174,6 +172,11 @@ class Rewards:
                     f"does not apply"
                 )
         return [math.nan if each is None else each for each in rewards]
+
+    def _deadline(self) -> float:
+        """A whole timeout from now on: starting the process does not count."""
+        self._running()
+        return time.monotonic() + self.timeout_s
 
     def _call(self, function: int, batch: dict[str, list], deadline: float) -> dict[str, Any]:
         process = self._running()

@@ -26,6 +26,7 @@ from odc_triton.engine.api import engine_of
 from tests.checkpoint.test_faults import MODEL, unfinished
 from tests.support import ranks
 from tests.support.checkpointed import make, train
+from tests.support.deadlines import SHORT_S
 from tests.support.models import build
 
 STEPS = 4
@@ -205,11 +206,14 @@ def _late_writer(rank: int, world: int, folder: Path) -> str:
     model, optimizer = make(MODEL, bf16=False)
     background = BackgroundCheckpoints(Checkpoints(folder, keep=1), model=model)
     train(model, optimizer, MODEL, range(1))
-    engine_of(model).meetings.timeout_s = 2.0
     with writers_held_back() as go_on:
         if rank == 0:
             go_on.set()
         background.save(optimizer=optimizer, state={}, step=1)
+        if rank == 0:
+            writers()[0].join()
+        dist.barrier()
+        engine_of(model).meetings.timeout_s = SHORT_S
         with pytest.raises(DeadlineExceeded) as caught:
             background.wait()
         assert caught.value.ranks == [1]
@@ -222,7 +226,7 @@ def _late_writer(rank: int, world: int, folder: Path) -> str:
 
 def test_a_disk_that_hangs_is_named_on_all_ranks(tmp_path: Path) -> None:
     for text in ranks.run(_late_writer, 2, tmp_path):
-        assert re.search(r"ranks \[1\] have not written their part of .*step-00000001 within 2 s", text), text
+        assert re.search(r"ranks \[1\] have not written their part of .*step-00000001 within \d+ s", text), text
 
 
 # ------------------------------------------------------------------ who waits
@@ -245,9 +249,8 @@ def test_a_second_save_waits_for_the_first_and_says_so(
         background.save(optimizer=optimizer, state={"step": 1}, step=1)
         later = threading.Timer(0.3, go_on.set)
         later.start()
-        start_s = time.monotonic()
         background.save(optimizer=optimizer, state={"step": 2}, step=2)
-        assert time.monotonic() - start_s > 0.25
+        assert go_on.is_set()
         later.join()
     first = tmp_path / "step-00000001"
     assert capsys.readouterr().out == f"waiting for {first}, which is still being written\n"

@@ -66,4 +66,4 @@ def _among_silent_clients(rank: int, world: int) -> tuple[list[bool], float]:
 def test_silent_clients_keep_no_replica_waiting() -> None:
     for alive, seconds in ranks.run(_among_silent_clients, 2):
         assert alive == [True, True]
-        assert seconds < 15  # waiting for each stranger in turn is longer
+        assert seconds < LONG_S / 2  # not until the strangers' deadline

@@ -23,7 +23,7 @@ from odc_triton.comm.memory.locks import ByteLocks
 from odc_triton.comm.memory.rendezvous import peer_uid, receive_files, send_files
 from odc_triton.comm.memory.shm import SharedMemoryHeap, _new_memfd
 from tests.support import leftovers, ranks
-from tests.support.deadlines import LONG_S
+from tests.support.deadlines import LONG_S, SHORT_S
 
 ROUNDS = 200
 SOON = timedelta(seconds=LONG_S)
@@ -107,7 +107,7 @@ def test_other_users_are_turned_away() -> None:
                     os._exit(0)
         os._exit(2)
     with open("/dev/null") as file, pytest.raises(DeadlineExceeded, match=r"ranks \[1\]"):
-        send_files([file.fileno()], token=token, world=2, timeout_s=1)
+        send_files([file.fileno()], token=token, world=2, timeout_s=SHORT_S)
     assert os.waitstatus_to_exitcode(os.waitpid(stranger, 0)[1]) == 0
 
 
@@ -133,7 +133,7 @@ def test_rendezvous_names_who_is_missing() -> None:
         peer = threading.Thread(target=come_after_a_silent_client)
         peer.start()
         with pytest.raises(DeadlineExceeded) as caught:
-            send_files([file.fileno()], token=token, world=4, timeout_s=2)
+            send_files([file.fileno()], token=token, world=4, timeout_s=2 * SHORT_S)
         peer.join()
     assert caught.value.ranks == [1, 3]
     assert not os.get_inheritable(received[0])
@@ -209,7 +209,7 @@ def _killed_holder(rank: int, world: int) -> tuple:
     if rank == 1:
         assert heap.try_lock(0, 0)
         store.set("held", "1")
-        time.sleep(60)
+        time.sleep(LONG_S)
     store.wait(["held"], SOON)
     before = (heap.try_lock(0, 0), heap.lock_holder(0, 0), heap.is_alive(1))
     os.kill(heap.seen(Word.PID)[1], signal.SIGKILL)

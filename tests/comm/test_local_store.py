@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import threading
-import time
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from unittest import mock
@@ -21,6 +20,7 @@ from odc_triton.comm.local_store import LocalStore, StoreServer
 from odc_triton.comm.meeting import Meetings
 from odc_triton.comm.memory.rendezvous import listen, send_files
 from tests.support import leftovers
+from tests.support.deadlines import LONG_S, SHORT_S
 
 
 def _sockets() -> list[object]:
@@ -41,16 +41,17 @@ def test_the_store_is_as_tcps() -> None:
         answers = []
         for base in (dist.TCPStore("127.0.0.1", 0, None, True), LocalStore(name)):
             store = dist.PrefixStore("a", base)
-            store.set_timeout(timedelta(seconds=0.2))
             store.set("text", "b")
             other = store.clone()
             given = [store.add("number", 2), other.add("number", -3), store.get("number"), other.multi_get(["text"])]
             given += [store.compare_set("text", "b", "c"), store.compare_set("text", "b", "d")]
             given += [store.compare_set("new", "x", "y"), store.compare_set("new", "", "z"), base.get("a/new")]
             given += [store.check(["text", "none"]), store.delete_key("text"), store.delete_key("text")]
+            store.set_timeout(timedelta(seconds=SHORT_S / 5))
             for late in (lambda store=store: store.get("text"), lambda store=store: store.wait(["text", "number"])):
                 with pytest.raises(dist.DistStoreError, match="wait timeout"):
                     late()
+            store.set_timeout(timedelta(seconds=LONG_S))
             answers.append([*given, store.check(["number"])])
     assert answers[0] == answers[1]
 
@@ -59,9 +60,9 @@ def test_a_stopped_launcher_is_named() -> None:
     name = f"odc-test-{os.getpid()}"
     with listen(name, backlog=1):  # it takes connections and answers nothing
         store = LocalStore(name)
-        store.set_timeout(timedelta(seconds=0.2))
-        meetings = Meetings(store=store, rank=0, world=2, timeout_s=0.2)
-        with pytest.raises(RankLost, match=r"store does not answer \(the launcher is stopped: .* for 0\.2 s\)"):
+        store.set_timeout(timedelta(seconds=SHORT_S / 5))
+        meetings = Meetings(store=store, rank=0, world=2, timeout_s=SHORT_S)
+        with pytest.raises(RankLost, match=r"store does not answer \(the launcher is stopped: .* for 0\.3 s\)"):
             meetings.meet("begin", {})
 
 
@@ -72,10 +73,13 @@ def test_what_waits_is_answered_and_the_dead_are_named() -> None:
         setter.start()
         assert store.get("key") == b"value"
         setter.join()
-        store.set_timeout(timedelta(seconds=0.2))
-        with mock.patch.object(StoreServer, "_add", side_effect=lambda *_: time.sleep(0.6)):
+        store.set_timeout(timedelta(seconds=SHORT_S / 5))
+        answers = threading.Event()
+        with mock.patch.object(StoreServer, "_add", side_effect=lambda *_: answers.wait(LONG_S)):
             with pytest.raises(dist.DistStoreError, match="the launcher is stopped"):
                 store.add("number", 1)
+            answers.set()
+        store.set_timeout(timedelta(seconds=LONG_S))
         assert store.get("key") == b"value", "the late answer is no answer to this"
     with pytest.raises(dist.DistNetworkError, match="the launcher's store can't be reached"):
         store.clone().get("key")
@@ -101,6 +105,6 @@ def test_other_users_are_turned_away() -> None:
 
 def test_a_name_that_is_taken() -> None:
     with _store() as name:
-        for take in (lambda: StoreServer(name), lambda: send_files([], token=name[4:], world=2, timeout_s=1)):
+        for take in (lambda: StoreServer(name), lambda: send_files([], token=name[4:], world=2, timeout_s=SHORT_S)):
             with pytest.raises(FileExistsError, match=f"has taken the socket @{name}.*ss -xlp"):
                 take()

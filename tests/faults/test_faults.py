@@ -8,7 +8,6 @@ import re
 import signal
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from tests.support import bridged, leftovers, ranks, slow
 from tests.support.blocks import batch, build
-from tests.support.deadlines import LONG_S
+from tests.support.deadlines import LONG_S, SHORT_S
 
 # ---------------------------------------------------------------------- a microbatch raised
 
@@ -92,7 +91,7 @@ def _interrupted(rank: int, world: int) -> list[str]:
         dist.barrier()
         os.kill(os.getpid(), signal.SIGINT)
 
-    model = fully_shard(build(), timeout=timedelta(seconds=LONG_S))
+    model = fully_shard(build(), timeout=LONG_S)
     seen = []
     try:
         with minibatch(model):
@@ -134,30 +133,36 @@ def _guarded(action) -> tuple[str, list[int], str, float]:
 
 def _late(rank: int, world: int, where: str, timeout_s: float, sleep_s: float) -> tuple:
     from odc_triton import begin_minibatch, end_minibatch, fully_shard, minibatch
+    from odc_triton.comm import meeting
 
     lines: list[str] = []
+    meeting._FIRST_WARNING_S = SHORT_S / 2
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("odc_triton").addHandler(handler)
 
-    def doze(here: str) -> None:
-        if rank == 1 and here == where:
-            time.sleep(sleep_s)
+    def doze(here: str, model: torch.nn.Module | None = None) -> None:
+        if here == where:
+            dist.barrier()  # the others are not late
+            if model is not None:
+                model._odc_engine.meetings.timeout_s = timeout_s
+            if rank == 1:
+                time.sleep(sleep_s)
 
     def action() -> None:
         doze("fully_shard")
-        model = fully_shard(build(), timeout=timedelta(seconds=timeout_s))
+        model = fully_shard(build(), timeout=timeout_s if where == "fully_shard" else LONG_S)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         with minibatch(model):
             model(batch(0)).sum().backward()
-        optimizer.register_step_pre_hook(lambda *_: doze("evaluation"))
+        optimizer.register_step_pre_hook(lambda *_: doze("evaluation", model))
         optimizer.step()
         if where == "evaluation":
             model(batch(0))
-        doze("enter")
+        doze("enter", model)
         begin_minibatch(model)
         model(batch(0)).sum().backward()
-        doze("leave")
+        doze("leave", model)
         end_minibatch(model)
 
     return *_guarded(action), lines
@@ -165,27 +170,28 @@ def _late(rank: int, world: int, where: str, timeout_s: float, sleep_s: float) -
 
 @pytest.mark.parametrize("where", ["fully_shard", "enter", "leave", "evaluation"])
 def test_never_arrives(where: str) -> None:
-    with ranks.start(_late, 3, where, 2, LONG_S) as job:
+    with ranks.start(_late, 3, where, SHORT_S, LONG_S) as job:
         for outcome in job.wait_for([0, 2]):
             kind, named, text, _, _ = outcome.value
             assert kind == "DeadlineExceeded", text
             assert named == [1]
             waited_s = float(re.search(r"has waited ([\d.]+) s for rank 1 at '", text)[1])
-            assert 2 <= waited_s < 4, "the deadline is 2 s"
+            assert waited_s >= SHORT_S
 
 
 @pytest.mark.parametrize("where", ["enter", slow("evaluation")])
 def test_late_but_live(where: str) -> None:
-    first, second = ranks.run(_late, 2, where, 6, 3.5)
+    first, second = ranks.run(_late, 2, where, LONG_S, SHORT_S)
     assert first[0] == second[0] == "no error", first[2] + second[2]
-    assert any("for rank 1 at" in line and "deadline is 6 s" in line for line in first[4]), first[4]
+    assert any("for rank 1 at" in line and "deadline is 300 s" in line for line in first[4]), first[4]
     assert second[4] == []
 
 
 def _stopped(rank: int, world: int, holding_lock: bool) -> tuple:
     from odc_triton import fully_shard, minibatch
 
-    model = fully_shard(build(), timeout=timedelta(seconds=2))
+    dist.barrier()  # they start together
+    model = fully_shard(build(), timeout=SHORT_S)
     heap = model._odc_engine.heap
 
     def stop(*_: object) -> None:
@@ -232,7 +238,9 @@ def test_stopped(holding_lock: bool) -> None:
 def _leaving(rank: int, world: int, exits: bool) -> tuple:
     from odc_triton import fully_shard, minibatch
 
-    model = fully_shard(build(), timeout=timedelta(seconds=LONG_S if exits else 2))
+    model = fully_shard(build(), timeout=LONG_S)
+    if not exits:
+        model._odc_engine.meetings.timeout_s = SHORT_S
 
     def action() -> None:
         for _ in range(1 if rank == 1 else 2):
@@ -255,7 +263,7 @@ def test_leaves_the_loop_early(exits: bool) -> None:
             assert "'enter minibatch 1'" in text
             assert "last seen in minibatch 0" in text
             assert "left the training loop" in text or not exits
-            assert waited_s < 10
+            assert waited_s < LONG_S / 2
 
 
 def _killed(rank: int, world: int, victim: int, where: str, folder: str) -> tuple:
@@ -263,7 +271,7 @@ def _killed(rank: int, world: int, victim: int, where: str, folder: str) -> tupl
 
     tempfile.tempdir = folder
     os.environ["TMPDIR"] = folder
-    model = fully_shard(build(), timeout=timedelta(seconds=LONG_S))
+    model = fully_shard(build(), timeout=LONG_S)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     heap = model._odc_engine.heap
 
@@ -306,7 +314,7 @@ def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: s
         if where == "before":
             die()
         Meetings.meet = die
-    return _guarded(lambda: shard(model, timeout=timedelta(seconds=LONG_S)))
+    return _guarded(lambda: shard(model, timeout=LONG_S))
 
 
 @pytest.mark.parametrize(
@@ -336,7 +344,7 @@ def _works_on(rank: int, world: int) -> tuple:
     """Rank 1 is killed in its second microbatch, rank 0 has many left."""
     from odc_triton import fully_shard, minibatch
 
-    model = fully_shard(build(), timeout=timedelta(seconds=LONG_S))
+    model = fully_shard(build(), timeout=LONG_S)
     done = []
 
     def action() -> None:
@@ -385,5 +393,5 @@ def test_killed(where: str, store_in_rank_0: bool, tmp_path: Path) -> None:
             assert kind == "RankLost", text
             assert named == [victim]
             assert f"rank {victim} died" in text
-            assert waited_s < 10
+            assert waited_s < LONG_S / 2
         assert_nothing_left(tmp_path, before, job)

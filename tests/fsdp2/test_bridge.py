@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.support import ranks
 from tests.support.bridged import LAYOUTS, batches_of, count_of, loss_of, made, train, under_odc
+from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.refusals import caught
 
 # ---------------------------------------------------------------------- precision
@@ -115,7 +116,7 @@ def test_a_failed_minibatch_is_named_and_the_next_one_is_right() -> None:
 
 
 def _dies(rank: int, world: int) -> None:
-    model, batches = under_odc(timeout=20), batches_of("both branches", 0, 4)
+    model, batches = under_odc(timeout=LONG_S), batches_of("both branches", 0, 4)
     train(model, batches[rank::3])
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -134,9 +135,9 @@ def _comes_late(rank: int, world: int) -> None:
 
     model = under_odc()
     train(model, [])
-    model._odc_engine.meetings.timeout_s = 1.0  # the ranks may have started further apart
+    model._odc_engine.meetings.timeout_s = SHORT_S  # the ranks may have started further apart
     if rank == 1:
-        time.sleep(2.5)
+        time.sleep(2 * SHORT_S)
     train(model, [])
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from tests.support import ranks
 from tests.support.bridged import LAYOUTS, Branches, made, sharded, train, under_odc
+from tests.support.deadlines import LONG_S
 from tests.support.refusals import caught
 
 
@@ -115,7 +116,7 @@ REFUSED = [
 def _refusals(rank: int, world: int) -> list[str]:
     from odc_triton import use_odc
 
-    return [caught(lambda make=make: use_odc(make(), timeout=20)) for make, _ in REFUSED]
+    return [caught(lambda make=make: use_odc(make(), timeout=LONG_S)) for make, _ in REFUSED]
 
 
 def test_refused_by_name() -> None:

@@ -6,7 +6,6 @@ import os
 import signal
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ def train_until_killed(
     if backend == "cuda":
         take_gpu(rank)
         device = "cuda"
-    model = fully_shard(build(), backend=backend, timeout=timedelta(seconds=LONG_S))
+    model = fully_shard(build(), backend=backend, timeout=LONG_S)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     well_s = time.monotonic()
 

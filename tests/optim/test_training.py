@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from datetime import timedelta
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch import nn
 from odc_triton.base.errors import OdcError
 from odc_triton.sharding.footprint import memory_plan
 from tests.support import ranks, slow
+from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.models import CASES, build, microbatches
 from tests.support.recorded import give_gradients, sharded
 
@@ -149,7 +149,7 @@ def test_a_killed_rank_is_named(where: str, shape: tuple[int, ...], backend: str
             assert named == [1], text
             assert "rank 1 died" in text
             assert awaited in text
-            assert seconds < 10  # found dead, not late
+            assert seconds < LONG_S / 2  # found dead, not late
 
 
 def _raises(rank: int, world: int) -> tuple[list[tuple], float]:
@@ -181,7 +181,7 @@ def test_a_rank_that_raises_keeps_nobody_waiting() -> None:
             assert (first[0], first[2]) == ("RankLost", [1]), first
         assert second[0] == "RuntimeError"
         assert "the ranks have lost each other" in second[1]
-        assert seconds < 10
+        assert seconds < LONG_S / 2
 
 
 def _late(rank: int, world: int) -> tuple[str, list[int], str]:
@@ -189,12 +189,13 @@ def _late(rank: int, world: int) -> tuple[str, list[int], str]:
     from odc_triton.optim import Muon
     from tests.support.recorded import Matrices
 
-    model = fully_shard(Matrices(), timeout=timedelta(seconds=1))
+    model = fully_shard(Matrices(), timeout=LONG_S)
     optimizer = Muon(model.matrices())
     give_gradients(model, 0)
     optimizer.step()
+    model._odc_engine.meetings.timeout_s = SHORT_S
     if rank == 1:
-        time.sleep(2)
+        time.sleep(2 * SHORT_S)
     try:
         optimizer.step()
     except OdcError as error:

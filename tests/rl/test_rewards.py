@@ -27,6 +27,7 @@ from odc_triton.rl.rewards import (
     RewardTimedOut,
 )
 from tests.support import leftovers
+from tests.support.deadlines import LONG_S, SHORT_S
 
 FUNCTIONS = """
 import os, pathlib, signal, subprocess, sys, time
@@ -72,7 +73,7 @@ def text(prompts, **columns):
     return ["1.0"] * len(prompts)
 
 def hangs(prompts, **columns):
-    started = subprocess.Popen(["sleep", "60"])
+    started = subprocess.Popen(["sleep", "3000"])
     with pathlib.Path(__file__).with_name("started").open("a") as file:
         print(started.pid, file=file)
     while any("bad" in prompt for prompt in prompts):
@@ -82,7 +83,7 @@ def hangs(prompts, **columns):
 def killed(prompts, **columns):
     if any("bad" in prompt for prompt in prompts):
         if os.fork() == 0:  # holds the socket
-            time.sleep(60)
+            time.sleep(3000)
         os.kill(os.getpid(), signal.SIGKILL)
     return [1.0] * len(prompts)
 
@@ -111,7 +112,7 @@ def _functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def rewards() -> Iterator[Callable[..., Rewards]]:
     made: list[Rewards] = []
 
-    def make(*functions: str, timeout_s: float = 30, weights: list[float] | None = None) -> Rewards:
+    def make(*functions: str, timeout_s: float = LONG_S, weights: list[float] | None = None) -> Rewards:
         made.append(Rewards([f"my_rewards:{name}" for name in functions], weights=weights, timeout_s=timeout_s))
         return made[-1]
 
@@ -126,7 +127,7 @@ def _started(folder: Path) -> list[int]:
 
 
 def _assert_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LONG_S
     while left := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
         assert time.monotonic() < deadline, f"processes {left} are still there"
         time.sleep(0.02)
@@ -185,13 +186,13 @@ def test_megabytes_do_not_block(rewards: Callable[..., Rewards]) -> None:
         ("exact", RewardRaised, ["missing 1 required positional argument: 'answer'"]),
         ("killed", RewardProcessDied, ["killed by SIGKILL (out of memory?", "at completion 2 of 3"]),
         ("leaves", RewardProcessDied, ["ended with status 3"]),
-        ("hangs", RewardTimedOut, ["timeout of 3 s for 3 completions", "it was at completion 2 of 3", "a bad"]),
+        ("hangs", RewardTimedOut, ["timeout of 1.5 s for 3 completions", "it was at completion 2 of 3", "a bad"]),
     ],
 )
 def test_failures(
     rewards: Callable[..., Rewards], tmp_path: Path, function: str, error: type[RewardFailed], words: list[str]
 ) -> None:
-    scored = rewards(function, "pid", timeout_s=3.0 if function == "hangs" else 30)
+    scored = rewards(function, "pid", timeout_s=SHORT_S if function == "hangs" else LONG_S)
     with pytest.raises(error) as raised:
         _score(scored)
     message = str(raised.value).replace("one completion at a time", "one at a time")
@@ -202,6 +203,7 @@ def test_failures(
     if error is RewardRaised:
         assert "my_rewards.py" in message or function == "exact"  # the last lines of its traceback
         assert "reward_process.py" not in message
+    scored.timeout_s = LONG_S
     if function in ("raises", "not_a_number", "killed", "hangs"):  # what was well before is so again
         assert _score(scored, ["good"])[0] == [1]
     if function == "hangs":
@@ -297,7 +299,7 @@ def test_the_process_ends_with_its_rank(tmp_path: Path, number: int) -> None:
     while len(_started(tmp_path)) < 2:  # then the function is busy, and reads nothing from its rank
         time.sleep(0.01)
     os.killpg(rank.pid, number)
-    _, err = rank.communicate(timeout=20)
+    _, err = rank.communicate(timeout=LONG_S)
     assert err.count("KeyboardInterrupt") == (number == signal.SIGINT)
     _assert_gone([pid, *_started(tmp_path)])
 

@@ -69,3 +69,10 @@ def interrupted(
         process.wait()
     assert_none_since(before)
     return process.returncode, problems
+
+
+def is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -17,6 +17,7 @@ from odc_triton.data.lengths import read_lengths
 from odc_triton.data.records import DataError
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.run_folder import RunFolder
+from tests.support.deadlines import LONG_S
 
 DEEP = "[" * 100_000
 FIFO = None
@@ -40,7 +41,7 @@ READERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
 }
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(LONG_S)
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

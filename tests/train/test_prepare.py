@@ -17,19 +17,18 @@ from odc_triton.train import sft
 from odc_triton.train.run_folder import RunFolder
 from odc_triton.train.sft_options import SftOptions
 from tests.support import ranks
+from tests.support.deadlines import SHORT_S
 from tests.support.sft_case import case, write_case
-
-DEADLINE_S = 1.5
 
 
 def _prepare(rank: int, world: int, wanted: SftOptions) -> tuple[int, list[str], str]:
     """How many samples there are after a long preparation; and what the others learn of one in which rank 0 died."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=DEADLINE_S), dist.group.WORLD)
-    mesh = default_mesh(timedelta(seconds=DEADLINE_S), "cpu", replicas=wanted.replicas)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S), dist.group.WORLD)
+    mesh = default_mesh(timedelta(seconds=SHORT_S), "cpu", replicas=wanted.replicas)
     tokenize = sft._tokenize
 
     def slowly(*given: object) -> list[Path]:
-        time.sleep(1.5 * DEADLINE_S)
+        time.sleep(1.5 * SHORT_S)
         return tokenize(*given)
 
     def dies(*given: object) -> None:
@@ -48,7 +47,7 @@ def _prepare(rank: int, world: int, wanted: SftOptions) -> tuple[int, list[str],
 
 
 def test_a_long_preparation_is_waited_for_and_a_death_in_it_has_a_name(tmp_path: Path) -> None:
-    wanted = case(write_case(tmp_path), timeout_minutes=DEADLINE_S / 60, samples_per_rank=2)
+    wanted = case(write_case(tmp_path), timeout_minutes=SHORT_S / 60, samples_per_rank=2)
     with ranks.start(_prepare, 2, wanted) as job:
         first, second = job.join()
     assert first.signal == signal.SIGKILL, first.error
