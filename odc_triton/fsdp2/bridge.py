@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ..base.deadlines import Timeout, timedelta_of
 from ..comm.grid import Grid, grid_of
@@ -36,7 +36,7 @@ from ..sharding.agree import (
 )
 from ..sharding.backend import Backend, backend_of
 from .found import FoundUnit, find_units, fsdp_modules, mesh_of, refuse_accumulation
-from .unit import BridgedUnit, Zeros
+from .unit import BridgedParameter, BridgedUnit, Zeros
 
 Module = TypeVar("Module", bound=nn.Module)
 _CALL = "use_odc"
@@ -84,7 +84,7 @@ def use_odc(
         problem = device.unusable_peers(agreed.devices)
     compare_surroundings(meetings, problem, Tuned(), call=_CALL)
     heap = open_heap(meetings, grid, device, plan, agreed)
-    engine = Engine(
+    engine = BridgedEngine(
         grid=grid,
         heap=heap,
         signs=meetings.signs,
@@ -96,12 +96,12 @@ def use_odc(
         debug=False,
     )
     engine.divide_factor, engine.splits = factor, _NoSplits()
-    _connect(units, plan, engine, device)
-    engine.units.append(FsdpModules(model, engine))
+    bridged = _connect(units, plan, engine, device)
+    engine.units.append(FsdpModules(model, engine, bridged))
     engine.publish()
     with refusing(meetings, _CONNECTED, call=_CALL):
-        for bridged in engine.parameters:
-            bridged.check_layout()
+        for each in bridged:
+            each.check_layout()
     all_came(meetings, _CONNECTED, call=_CALL)
     model._odc_engine = engine
     if grid.rank == 0:
@@ -109,11 +109,11 @@ def use_odc(
     return model
 
 
-def _connect(units: list[FoundUnit], plan: Plan, engine: Engine, device: Backend) -> None:
-    """Makes FSDP2 communicate through the heap: one of the engine's parameters for each unit."""
+def _connect(units: list[FoundUnit], plan: Plan, engine: Engine, device: Backend) -> list[BridgedUnit]:
+    """Makes FSDP2 communicate through the heap."""
     # On FSDP2's own streams, which it orders and waits for.
     accumulator = device.accumulator(engine.heap, Streams(), engine.meetings.timeout_s)
-    zeros = Zeros()
+    zeros, connected = Zeros(), []
     for slot, (unit, compute, gradient) in enumerate(zip(units, plan.compute, plan.gradient, strict=True)):
         bridged = BridgedUnit(
             unit,
@@ -126,7 +126,33 @@ def _connect(units: list[FoundUnit], plan: Plan, engine: Engine, device: Backend
             zeros=zeros,
         )
         bridged.connect()
-        engine.parameters.append(bridged)
+        engine.parameters += bridged.parameters
+        connected.append(bridged)
+    return connected
+
+
+class BridgedEngine(Engine):
+    """An engine whose sharded parameters FSDP2 has: the user may tie or replace them, and hook their gradients."""
+
+    def publish(self, *, stepped: bool = False) -> None:
+        for unit in self.units:
+            unit.follow()
+        super().publish(stepped=stepped)
+
+    def end(self, error: BaseException | None = None) -> None:
+        super().end(error)
+        for parameter in self.trainable():
+            parameter.run_hooks()
+
+    def _land(self, touched: set[int]) -> None:
+        places = {parameter: place for place, parameter in enumerate(self.parameters)}
+        for place in sorted(touched):
+            tied = self.parameters[place]
+            if tied.tied_to is not None:
+                add = partial(torch._foreach_add_, [tied.tied_to.gradient], [tied.gradient])
+                self.streams.first.compute(add)
+                touched.add(places[tied.tied_to])
+        super()._land(touched)
 
 
 class FsdpModules:
@@ -137,19 +163,11 @@ class FsdpModules:
 
     is_root = False
 
-    def __init__(self, model: FSDPModule, engine: Engine) -> None:
-        self.module, self._engine = model, engine
-        self._bridged = list(engine.parameters)
+    def __init__(self, model: FSDPModule, engine: Engine, bridged: list[BridgedUnit]) -> None:
+        self.module, self._engine, self._bridged = model, engine, bridged
         self._has_run = False  # before its first forward FSDP2 has no state to reset
         self._is_torn = False  # a pass began and did not end, and this torch can't reset FSDP2
         self._modules = fsdp_modules(model)
-        trained = {id(each.sharded) for bridged in self._bridged for each in bridged.found.trained}
-        self._places = [
-            (module, name)
-            for module in model.modules()
-            for name, parameter in module.named_parameters(recurse=False)
-            if id(parameter) in trained
-        ]
         found = {id(module): bridged.found for bridged in self._bridged for module in bridged.found.modules}
         for module in self._modules:
             self._watch(module, found.get(id(module)))
@@ -166,6 +184,8 @@ class FsdpModules:
         def before(module: Any, args: Any) -> None:
             self._require_whole()
             check_sync()
+            if not self._has_run:
+                self.follow()
             if found is not None and found.all_reduces:  # also after set_requires_gradient_sync(True)
                 module.set_requires_all_reduce(False, recurse=False)
             passes.forward_begins()
@@ -208,6 +228,7 @@ class FsdpModules:
     def check_places(self) -> None:
         """Raises for what changed since `use_odc` and can't be combined with it."""
         self._require_whole()
+        self.follow()
         if torch.are_deterministic_algorithms_enabled():
             raise RuntimeError(
                 "torch.use_deterministic_algorithms(True), and gradients of a model of torch's fully_shard are added "
@@ -228,6 +249,19 @@ class FsdpModules:
                     f"set_custom_reduce_scatter"
                 )
 
+    def follow(self) -> None:
+        """All parameters are sharded, and FSDP2 has those that the model has: FSDP2 itself would take others that were
+        assigned since `use_odc` at its first forward, but `use_odc` has had it look before.
+        """
+        for module in self._modules:
+            module.reshard()  # a root stays whole after an evaluation, and would not be gathered again
+        first: dict[int, BridgedParameter] = {}
+        for each in self._engine.parameters:
+            if not self._has_run:
+                each.found.adopt()
+            same = first.setdefault(id(each.sharded), each)
+            each.bind(None if same is each else same)
+
     def _require_whole(self) -> None:
         if self._is_torn:
             raise RuntimeError(
@@ -240,11 +274,8 @@ class FsdpModules:
 
     def reset(self) -> None:
         """Ends the minibatch for FSDP2, also one that failed in the middle of a pass."""
-        for module, name in self._places:
-            if not isinstance(whole := getattr(module, name), DTensor):
-                whole.grad = (
-                    None  # its backward began and did not end, which reset_iter_state forgets before torch 2.15
-                )
+        for bridged in self._bridged:
+            bridged.forget()  # reset_iter_state does it from torch 2.15 on
         if not hasattr(self.module, "reset_iter_state"):  # it came with torch 2.13
             self._is_torn |= self._engine.state.failure is not None
         elif self._has_run:

@@ -1,7 +1,8 @@
 """What torch's `fully_shard` made of a model: its units, and how it lays out a unit's shard.
 
 torch has public hooks for the communication, and nothing public that says which parameters a unit has, in which order,
-or which options it was given. So this file reads FSDP2's state. It never writes it, and nothing else reads it.
+or which options it was given. So this file reads FSDP2's state, and nothing else does. It changes it only by telling
+FSDP2 that a module's parameter is another one now (`FoundParameter.adopt`).
 
 A unit's shard is flat: its parameters' shards one after another, each padded to the first rank's. What is gathered
 holds all parameters, in the dtypes that modules compute in; what is reduced holds those that train, in one dtype.
@@ -28,15 +29,43 @@ _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FoundParameter:
-    """A parameter of a unit. `sharded`: the DTensor that optimizers hold; `compute_dtype`: what modules see.
+    """A parameter of a unit. `compute_dtype`: what modules see.
 
     `reduce_dtype`: what its gradient is summed in, according to its MixedPrecisionPolicy.
     """
 
     name: str
-    sharded: nn.Parameter
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype | None
+    fsdp: Any = field(repr=False)  # torch's FSDPParam
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The DTensor that optimizers hold."""
+        return self.fsdp.sharded_param
+
+    @property
+    def registered(self) -> nn.Parameter:
+        """What its module has under its name: `sharded`, while the unit is whole the whole parameter, or another one
+        that was assigned since.
+        """
+        return getattr(self.fsdp._module_info.module, self.fsdp._module_info.param_name)
+
+    def adopt(self) -> None:
+        """FSDP2 takes what was assigned to the module, as it does before its first forward. Raises RuntimeError for
+        what can't take the parameter's place.
+        """
+        old, new = self.sharded, self.registered
+        if new is old:
+            return
+        shape, placements = tuple(old.shape), old.placements
+        same = isinstance(new, DTensor) and new.device_mesh == old.device_mesh and new.placements == placements
+        if not same or new.shape != old.shape or new.dtype != old.dtype:
+            raise RuntimeError(
+                f"{self.name} was replaced after use_odc by a {type(new.data).__name__} of {list(new.shape)} in "
+                f"{new.dtype}: assign a DTensor of {list(shape)} in {old.dtype}, split as {placements} on the same mesh"
+            )
+        self.fsdp.reset_sharded_param()
 
     @property
     def shard_dim(self) -> int:
@@ -50,6 +79,11 @@ class FoundParameter:
         shape = list(self.sharded.shape)
         shape[self.shard_dim] = rows_per_rank(shape[self.shard_dim], world)
         return math.prod(shape)
+
+    @torch.no_grad()
+    def versions(self) -> tuple[int, int]:
+        """They grow when it is written in place, as a DTensor and as this rank's rows."""
+        return self.sharded._version, self.sharded.to_local()._version
 
     @property
     def local(self) -> torch.Tensor:
@@ -105,6 +139,11 @@ class FoundUnit:
     def accumulates_here(self) -> bool:
         """Whether gradients stay on this rank, as after `set_requires_gradient_sync(False)`."""
         return not self.group.reduce_grads
+
+    @property
+    def reduces_unused(self) -> bool:
+        """Whether parameters without a gradient are reduced, too: `set_reduce_scatter_unused_params(True)`."""
+        return getattr(self.group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
 
     @property
     def all_reduces(self) -> bool:
@@ -181,7 +220,7 @@ def find_units(model: nn.Module) -> list[FoundUnit]:
     """
     modules = fsdp_modules(model)
     names = {id(module): name for name, module in model.named_modules()}
-    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+    kept = {id(parameter) for parameter in model.parameters()}
     units: dict[int, FoundUnit] = {}
     try:
         for module in modules:
@@ -190,7 +229,7 @@ def find_units(model: nn.Module) -> list[FoundUnit]:
                     together = tuple(getattr(group, "modules", (module,)))
                     unit = ", ".join(names[id(each)] or "the root" for each in together)
                     units[id(group)] = FoundUnit(
-                        name=unit, modules=together, parameters=_parameters(group, parameters), group=group
+                        name=unit, modules=together, parameters=_parameters(group, names, kept), group=group
                     )
         for unit in units.values():
             unit.check()
@@ -250,25 +289,27 @@ def _groups(module: FSDPModule) -> list[Any]:
     return list(several) if several is not None else [each for each in (state._fsdp_param_group,) if each is not None]
 
 
-def _parameters(group: Any, names: dict[int, str]) -> list[FoundParameter]:
+def _parameters(group: Any, names: dict[int, str], kept: set[int]) -> list[FoundParameter]:
+    """`names`: of all modules, by id; `kept`: ids of the model's parameters."""
     found = []
     for each in group.fsdp_params:
-        sharded = each.sharded_param
+        sharded, module = each.sharded_param, each._module_info.module
         policy = each.mp_policy if hasattr(each, "mp_policy") else group.mp_policy  # each has one from torch 2.15 on
-        if id(sharded) not in names:
+        casts = policy.param_dtype is not None and sharded.is_floating_point()
+        parameter = FoundParameter(
+            name=".".join(filter(None, (names.get(id(module)), each._module_info.param_name))),
+            fsdp=each,
+            compute_dtype=policy.param_dtype if casts else sharded.dtype,
+            reduce_dtype=policy.reduce_dtype,
+        )
+        if id(module) in names and not group._reset_sharded_params:
+            parameter.adopt()
+        if id(module) not in names or id(parameter.sharded) not in kept:
             raise ValueError(
                 f"FSDP2 has a parameter of {list(sharded.shape)} that the model does not have any more: shard the "
                 f"model after changing it"
             )
-        casts = policy.param_dtype is not None and sharded.is_floating_point()
-        found.append(
-            FoundParameter(
-                name=names[id(sharded)],
-                sharded=sharded,
-                compute_dtype=policy.param_dtype if casts else sharded.dtype,
-                reduce_dtype=policy.reduce_dtype,
-            )
-        )
+        found.append(parameter)
     return found
 
 

@@ -8,11 +8,12 @@ masters           FSDP2's own sharded parameters, which optimizers step
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..comm.layout import Region
 from ..comm.memory.heap import SymmetricHeap
@@ -22,12 +23,176 @@ from ..engine.landing import PendingGradient
 from .found import FoundParameter, FoundUnit
 
 
-class BridgedUnit:
-    """As the engine sees it: `engine.sharded.Sharded`, for all parameters of a unit together."""
+class BridgedParameter:
+    """As the engine sees it: `engine.sharded.Sharded`, and what lands of it, `engine.sharded.Lands`.
+
+    `touched`: this rank added to it in this minibatch; `dirty`: some rank did since it was zeroed.
+    """
 
     is_scalar = False
     is_split = False  # each replica has all masters of a shard
     original = None
+
+    def __init__(
+        self, found: FoundParameter, compute: Sequence[torch.Tensor], gradient: torch.Tensor | None, rank: int
+    ) -> None:
+        """`compute`: its part of each owner's compute shard; `gradient`: of this rank's gradient shard, None if it is
+        frozen.
+        """
+        self.found, self.name, self._compute, self.gradient, self._rank = found, found.name, compute, gradient, rank
+        self.touched = self.dirty = False
+        self.tied_to: BridgedParameter | None = None  # one that has the same sharded parameter, and lands it
+        self.whole: nn.Parameter | None = None  # what modules see while the unit is whole
+        self.is_shared = False  # others are tied to it
+        self._bound: nn.Parameter | None = None  # the sharded parameter with our hook
+        self._hook: RemovableHandle | None = None
+        self._user_hooks: dict[int, Callable] = {}  # during a minibatch
+        self._has_landed = self._keeps_zeros = False
+        self._versions: tuple[int, int] | None = None  # of what was published
+
+    @property
+    def landing(self) -> BridgedParameter:
+        return self
+
+    @property
+    def trains(self) -> bool:
+        return self.gradient is not None
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        return self.found.sharded
+
+    @property
+    def optimized(self) -> list[nn.Parameter]:
+        return [self.sharded]
+
+    # ------------------------------------------------------------------ before a minibatch
+
+    def bind(self, tied_to: BridgedParameter | None) -> None:
+        """Takes the gradients of the sharded parameter as it is now; `tied_to` does it if it has the same one."""
+        self.tied_to, self.is_shared = tied_to, False
+        if tied_to is not None:
+            tied_to.is_shared = True
+        if self._hook is not None and (tied_to is not None or self._bound is not self.sharded):
+            self._hook.remove()
+            self._bound = self._hook = None
+        if self._hook is None and tied_to is None and self.trains:
+            self._bound, self._hook = self.sharded, self.sharded.register_post_accumulate_grad_hook(self._take)
+            self._pending = PendingGradient(self.sharded)
+
+    @torch.no_grad()
+    def _take(self, sharded: torch.Tensor) -> None:
+        """FSDP2 has set `p.grad`: to zeros, or where one rank has the whole unit, to the gradient."""
+        gradient, sharded.grad = sharded.grad, None
+        if len(self._compute) == 1:
+            self.gradient.add_(gradient.to_local().reshape(-1))
+            self.touched = True
+        if not self.is_shared:  # FSDP2 may set p.grad again at once, in the same unit
+            self.show_pending()
+
+    def follow_requires_grad(self) -> None:
+        """Raises RuntimeError for what changed since `use_odc`."""
+        if self.sharded.requires_grad != self.trains:
+            now = "unfrozen" if self.sharded.requires_grad else "frozen"
+            raise RuntimeError(f"{self.name} was {now} after use_odc: choose what trains before use_odc")
+
+    def to_clear(self) -> torch.Tensor | None:
+        """Drops the gradient; returns this rank's gradient shard if it must be zeroed."""
+        self._has_landed = False
+        self._keeps_zeros = self.sharded.grad is not None  # zero_grad(set_to_none=False)
+        dirty, self.touched, self.dirty = self.dirty, False, False
+        self.make_way()
+        return self.gradient if dirty else None
+
+    def to_publish(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """(part of this rank's compute shard, master), to be copied after each step."""
+        self._versions = self.found.versions()
+        local, dtype = self.found.local.reshape(-1), self.found.compute_dtype
+        into = self._compute[self._rank][: local.numel() * dtype.itemsize]
+        if into.storage_offset() % dtype.itemsize == 0:
+            yield into.view(dtype), local
+        else:  # a unit of several dtypes, which FSDP2 gathers as bytes
+            yield into, local.to(dtype).view(torch.uint8)
+
+    def check_unwritten(self) -> None:
+        """Inside a minibatch: raises RuntimeError if it was written since the minibatch began."""
+        if self._versions != self.found.versions():
+            raise RuntimeError(
+                f"{self.name} was written inside a minibatch, while peers are reading its values from before: write "
+                f"parameters after the `with minibatch(...)` block, or before it"
+            )
+
+    def wholes(self) -> list[tuple[str, torch.Tensor]]:
+        """[(name, a copy of the whole tensor in the compute dtype)]."""
+        dtype = self.found.compute_dtype  # a clone of a part is aligned to it
+        return [(self.name, self.found.joined([part.clone().view(dtype) for part in self._compute]))]
+
+    # ------------------------------------------------------------------ p.grad
+
+    @property
+    def has_gradient(self) -> bool:
+        return self.sharded.grad is not None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sharded.dtype
+
+    def expect_gradient(self) -> None:
+        """A minibatch begins: using `p.grad` raises, and hooks wait for the gradient of all ranks."""
+        if self.tied_to is None:
+            hooks = self.sharded._post_accumulate_grad_hooks
+            self._user_hooks = {key: hooks.pop(key) for key in list(hooks) if key != self._hook.id}
+        self.show_pending()
+
+    def show_pending(self) -> None:
+        if self.sharded.grad is None:
+            self.sharded.grad = (self.tied_to or self)._pending
+
+    def make_way(self) -> None:
+        """FSDP2 is about to set `p.grad`, and would add to what is there."""
+        self.sharded.grad = None
+
+    def expect_no_more(self) -> bool:
+        """The minibatch ends. Returns whether `p.grad` was assigned inside it."""
+        if self.tied_to is None:
+            self.sharded._post_accumulate_grad_hooks.update(self._user_hooks)
+        given = self.sharded.grad
+        self.make_way()
+        return not isinstance(given, PendingGradient | None)
+
+    def drop(self) -> None:
+        self.make_way()
+        self.dirty = True
+
+    def check_memory(self, name: str) -> None:
+        """The masters are FSDP2's: it looks after them."""
+
+    def own_sum(self) -> torch.Tensor:
+        return self.gradient
+
+    def own_gradient(self, own_sum: torch.Tensor) -> torch.Tensor:
+        return own_sum
+
+    def land(self, gradient: torch.Tensor | None) -> None:
+        """Gives the optimizer the flat gradient; if no rank contributed, None, or zeros if it had some before."""
+        self.touched, self._has_landed = False, gradient is not None
+        self.dirty = self.dirty or gradient is not None
+        if self.tied_to is not None:
+            return
+        if gradient is None and self._keeps_zeros:
+            gradient = torch.zeros_like(self.gradient, dtype=self.dtype)
+        self.sharded.grad = None if gradient is None else self.found.as_dtensor(gradient)
+
+    def run_hooks(self) -> None:
+        """Runs the user's hooks on the gradient that has landed."""
+        if self._has_landed and self.tied_to is None:
+            for hook in self._user_hooks.values():
+                hook(self.sharded)
+        self._user_hooks = {}
+
+
+class BridgedUnit:
+    """What FSDP2 gathers and reduces together: by reads of the owners' memory, and additions to it."""
 
     def __init__(
         self,
@@ -43,13 +208,20 @@ class BridgedUnit:
     ) -> None:
         self.found, self.name, self._heap, self._engine = found, found.name, heap, engine
         self._accumulator = accumulator
-        self.compute_shards = [heap.shard(compute, owner) for owner in range(heap.world)]
-        self.gradient_shard: torch.Tensor | None = None
+        self._compute_shards = [heap.shard(compute, owner) for owner in range(heap.world)]
         if gradient is not None:
             shards = [heap.shard(gradient, owner) for owner in range(heap.world)]
-            self.gradient_shard = shards[heap.rank]
-            self.target = Target(slot=slot, shards=shards, rank=heap.rank, near=heap.near)
-        self.landing = UnitLanding(self)
+            self._target = Target(slot=slot, shards=shards, rank=heap.rank, near=heap.near)
+        sizes = [each.padded * each.compute_dtype.itemsize for each in found.parameters]
+        parts = zip(*(shard.split(sizes) for shard in self._compute_shards), strict=True)
+        trained = set(map(id, found.trained))
+        gradients = iter(shards[heap.rank].split([each.padded for each in found.trained]) if trained else ())
+        self.parameters = [
+            BridgedParameter(each, part, next(gradients) if id(each) in trained else None, heap.rank)
+            for each, part in zip(found.parameters, parts, strict=True)
+        ]
+        self.trained = [each for each in self.parameters if each.trains]
+        self._used: set[BridgedParameter] = set()  # have a gradient on this rank that FSDP2 has not reduced
         self._differs: torch.Tensor | None = None  # bool []: the published shard from FSDP2's own, since last asked
         self.gather, self.reduce = _Gather(self), _Reduce(self, zeros)
 
@@ -59,78 +231,15 @@ class BridgedUnit:
             module.set_custom_all_gather(self.gather)
             module.set_custom_reduce_scatter(self.reduce)
             module.set_gradient_divide_factor(1.0)
-            if hasattr(module, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
-                module.set_reduce_scatter_unused_params(True, recurse=False)
-        for each in self.found.trained:
-            each.sharded.register_post_accumulate_grad_hook(self._take_gradient(each))
+
+    @property
+    def world(self) -> int:
+        """The ranks that split it."""
+        return self._heap.world
 
     @property
     def is_replicated(self) -> bool:
         return self._engine.replicas.count > 1
-
-    @property
-    def takes_zeros(self) -> bool:
-        """Whether FSDP2 reduces by `reduce`. One rank that has the whole unit reduces nothing."""
-        return self._heap.world > 1
-
-    # ------------------------------------------------------------------ what the engine asks
-
-    @property
-    def trains(self) -> bool:
-        return self.gradient_shard is not None
-
-    @property
-    def optimized(self) -> list[nn.Parameter]:
-        return [each.sharded for each in self.found.parameters]
-
-    def follow_requires_grad(self) -> None:
-        """Raises RuntimeError for what changed since `use_odc`."""
-        trained = set(map(id, self.found.trained))
-        for each in self.found.parameters:
-            if each.sharded.requires_grad != (id(each) in trained):
-                now = "frozen" if id(each) in trained else "unfrozen"
-                raise RuntimeError(f"{each.name} was {now} after use_odc: choose what trains before use_odc")
-            if len(each.sharded._post_accumulate_grad_hooks or ()) > (id(each) in trained):
-                raise RuntimeError(
-                    f"{each.name} has a gradient hook, which would see no gradient (optimizer-in-backward registers "
-                    f"such hooks): step the optimizer after the minibatch instead"
-                )
-
-    def to_clear(self) -> torch.Tensor | None:
-        """Drops the gradients; returns this rank's gradient shard if it must be zeroed."""
-        dirty = self.landing.dirty
-        self.landing.drop()
-        self.landing.touched = self.landing.dirty = False
-        return self.gradient_shard if dirty else None
-
-    def to_publish(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """(part of this rank's compute shard, master), to be copied after each step."""
-        for module in self.found.modules:
-            module.reshard()  # FSDP2 keeps a root whole after an evaluation: it would not be gathered again
-        own = self.compute_shards[self._heap.rank]
-        for each, offset in self._places():
-            local, dtype = each.local.reshape(-1), each.compute_dtype
-            into = own[offset : offset + local.numel() * dtype.itemsize]
-            if offset % dtype.itemsize == 0:
-                yield into.view(dtype), local
-            else:  # a unit of several dtypes, which FSDP2 gathers as bytes
-                yield into, local.to(dtype).view(torch.uint8)
-
-    def wholes(self) -> list[tuple[str, torch.Tensor]]:
-        """[(name, a copy of the whole tensor in the compute dtype)] of all parameters."""
-        shards = self.compute_shards  # a clone of a part is aligned to its dtype
-        return [
-            (each.name, each.joined([s[offset : offset + size].clone().view(each.compute_dtype) for s in shards]))
-            for each, offset in self._places()
-            for size in [each.padded * each.compute_dtype.itemsize]
-        ]
-
-    def _places(self) -> Iterator[tuple[FoundParameter, int]]:
-        """Each parameter and where its part of a compute shard begins, in bytes."""
-        offset = 0
-        for each in self.found.parameters:
-            yield each, offset
-            offset += each.padded * each.compute_dtype.itemsize
 
     # ------------------------------------------------------------------ what FSDP2 asks
 
@@ -143,29 +252,40 @@ class BridgedUnit:
                 f"unit {self.name} is gathered from {world} ranks instead of {heap.world}: call "
                 f"set_reshard_after_forward(True), an int is not supported"
             )
-        if own.nbytes != len(self.compute_shards[heap.rank]):
+        mine = self._compute_shards[heap.rank]
+        if own.nbytes != len(mine):
             raise RuntimeError(
-                f"FSDP2's shard of unit {self.name} has {own.nbytes} bytes and was expected to have "
-                f"{len(self.compute_shards[heap.rank])}: were parameters added or replaced after use_odc?"
+                f"FSDP2's shard of unit {self.name} has {own.nbytes} bytes and was expected to have {len(mine)}: were "
+                f"parameters added or replaced after use_odc?"
             )
         if not engine.is_open and not engine.passes.in_forward:
             engine.publication.wait_readable()  # unshard() outside of a forward
         engine.streams.computes_here()
-        if not engine.is_open:  # a minibatch publishes at its entry
-            differs = (self.compute_shards[heap.rank] != own.view(torch.uint8)).any()
+        if engine.is_open:  # a minibatch publishes at its entry
+            for each in self.parameters:
+                each.check_unwritten()
+        else:
+            differs = (mine != own.view(torch.uint8)).any()
             self._differs = differs if self._differs is None else self._differs | differs
         rows = output.view(torch.uint8).view(world, -1)
         for step in range(1, world):
             owner = (heap.rank + step) % world
-            rows[owner].copy_(self.compute_shards[owner], non_blocking=True)
+            rows[owner].copy_(self._compute_shards[owner], non_blocking=True)
         if rows[heap.rank].data_ptr() != own.data_ptr():
             rows[heap.rank].copy_(own.view(torch.uint8))
 
     @torch.no_grad()
     def check_layout(self) -> None:
-        """After a publication: raises RuntimeError unless FSDP2 lays out its shard as the published one is laid out."""
-        self.found.modules[0].unshard()
-        self.found.modules[0].reshard()
+        """After a publication: raises RuntimeError unless FSDP2 lays out its shard as the published one is laid out.
+
+        Whole parameters exist from here on, and tell when they get a gradient.
+        """
+        module = self.found.modules[0]
+        module.unshard()
+        for each in self.trained:
+            each.whole = each.found.registered
+            each.whole.register_post_accumulate_grad_hook(lambda _, each=each: self._used.add(each))
+        module.reshard()
         if self.is_stale():
             raise RuntimeError(
                 f"torch {torch.__version__} lays out the shard of unit {self.name} in another way than use_odc knows: "
@@ -179,103 +299,38 @@ class BridgedUnit:
         differs, self._differs = self._differs, None
         return differs is not None and bool(differs)
 
+    def reduced(self) -> list[BridgedParameter]:
+        """What FSDP2 reduces now: all that have a gradient, or, after `set_reduce_scatter_unused_params(True)`, all."""
+        return [each for each in self.trained if each in self._used or self.found.reduces_unused]
+
     def add(self, gradient: torch.Tensor) -> None:
-        """Adds a flat gradient, all owners' shards one after another, to the owners."""
+        """Adds a flat gradient, all owners' shards of what is reduced one after another, to the owners."""
         if not self._engine.is_open:
             raise RuntimeError("backward outside of a minibatch: put it into `with minibatch(model):`")
-        if gradient.numel() != len(self.gradient_shard) * self._heap.world:
+        reduced, world = self.reduced(), self._heap.world
+        sizes = [each.found.padded for each in reduced]
+        if gradient.numel() != sum(sizes) * world:
             raise RuntimeError(
-                f"unit {self.name} got gradients of {gradient.numel()} elements instead of "
-                f"{len(self.gradient_shard) * self._heap.world}: some parameter had none, and torch "
-                f"{torch.__version__} can't tell which (set_reduce_scatter_unused_params came with 2.13). Use every "
-                f"parameter in each microbatch, for example by adding 0 * p.sum() to the loss, or update torch"
+                f"unit {self.name} got gradients of {gradient.numel()} elements, and those of "
+                f"{[each.name for each in reduced]} have {sum(sizes) * world}: were parameters replaced after use_odc?"
             )
-        self.landing.touched = True
         self._engine.streams.computes_here()
+        if len(reduced) < len(self.trained):
+            parts = dict(zip(reduced, gradient.view(world, -1).split(sizes, dim=1), strict=True))
+            zeros = {each: gradient.new_zeros(()).expand(world, each.found.padded) for each in self.trained}
+            gradient = torch.cat(list((zeros | parts).values()), dim=1).view(-1)
         self._accumulator.add(
-            gradient, self.target, name=f"unit {self.name}", waited=lambda waits: self._engine.waited(self, waits)
+            gradient, self._target, name=f"unit {self.name}", waited=lambda waits: self._engine.waited(self, waits)
         )
+        for each in reduced:
+            each.touched = True
+        self._used.clear()
 
-    def _take_gradient(self, each: FoundParameter) -> Any:
-        """What runs when FSDP2 has set `p.grad`: zeros, or where one rank has the whole unit, the gradient."""
-
-        @torch.no_grad()
-        def take(sharded: torch.Tensor) -> None:
-            gradient, sharded.grad = sharded.grad, None
-            if not self.takes_zeros:
-                self.landing.part_of(each).add_(gradient.to_local().reshape(-1))
-                self.landing.touched = True
-            self.landing.expect_gradient(each)
-
-        return take
-
-
-class UnitLanding:
-    """`p.grad` of a unit's parameters: `engine.sharded.Lands`."""
-
-    def __init__(self, unit: BridgedUnit) -> None:
-        self._unit = unit
-        self._trained = unit.found.trained
-        self._pending = {id(each): PendingGradient(each.sharded) for each in self._trained}
-        self.touched = self.dirty = False
-
-    @property
-    def has_gradient(self) -> bool:
-        return any(each.sharded.grad is not None for each in self._trained)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._trained[0].sharded.dtype
-
-    def expect_gradient(self, only: FoundParameter | None = None) -> None:
-        """Inside a minibatch: using `p.grad` raises."""
-        for each in self._trained if only is None else [only]:
-            if each.sharded.grad is None:
-                each.sharded.grad = self._pending[id(each)]
-
-    def make_way(self) -> None:
-        """FSDP2 is about to set `p.grad`, and would add to what is there."""
-        for each in self._trained:
-            each.sharded.grad = None
-
-    def expect_no_more(self) -> bool:
-        """The minibatch ends. Returns whether `p.grad` was assigned inside it."""
-        given = [each.sharded.grad for each in self._trained if each.sharded.grad is not None]
-        self.make_way()
-        return any(not isinstance(gradient, PendingGradient) for gradient in given)
-
-    def drop(self) -> None:
-        self.make_way()
-        self.dirty = True
-
-    def check_memory(self, name: str) -> None:
-        """The masters are FSDP2's: it looks after them."""
-
-    def own_sum(self) -> torch.Tensor:
-        return self._unit.gradient_shard
-
-    def own_gradient(self, own_sum: torch.Tensor) -> torch.Tensor:
-        return own_sum
-
-    def land(self, gradient: torch.Tensor | None) -> None:
-        """Hands the landed flat gradient of all parameters to the optimizer; None if no rank contributed."""
-        self.touched = False
-        self.dirty = self.dirty or gradient is not None
-        for each, offset in self._places():
-            each.sharded.grad = None if gradient is None else each.as_dtensor(gradient[offset:])
-
-    def part_of(self, wanted: FoundParameter) -> torch.Tensor:
-        """Its part of this rank's gradient shard, without padding."""
-        for each, offset in self._places():
-            if each is wanted:
-                return self._unit.gradient_shard[offset : offset + each.local.numel()]
-        raise KeyError(wanted.name)
-
-    def _places(self) -> Iterator[tuple[FoundParameter, int]]:
-        offset = 0
-        for each in self._trained:
-            yield each, offset
-            offset += each.padded
+    def forget(self) -> None:
+        """Drops gradients of a backward that began and did not end."""
+        for each in self.trained:
+            each.whole.grad = None
+        self._used.clear()
 
 
 class Zeros:
@@ -312,15 +367,20 @@ class _Reduce:
         self._unit, self._zeros = unit, zeros
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        self._unit.landing.make_way()
-        if self._unit.takes_zeros and math.prod(size) == len(self._unit.gradient_shard):
-            return self._zeros.of(math.prod(size), dtype, device)
-        return torch.empty(*size, dtype=dtype, device=device)
+        unit = self._unit
+        for each in unit.trained:
+            each.make_way()
+        if unit.world == 1 or math.prod(size) != sum(each.found.padded for each in unit.reduced()):
+            return torch.empty(*size, dtype=dtype, device=device)
+        # What FSDP2 takes as reduced. With replicas it sums that over backwards, and each may reduce other parameters.
+        return self._zeros.of(0 if unit.is_replicated else math.prod(size), dtype, device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        self._unit.add(input_tensor)
+        unit, reduced = self._unit, self._unit.reduced()
+        unit.add(input_tensor)
         output_tensor.zero_()
-        if self._unit.is_replicated:  # FSDP2 keeps its sum, and sets no p.grad
-            self._unit.landing.expect_gradient()
+        for each in unit.trained:
+            if unit.is_replicated or each not in reduced:  # FSDP2 sets no p.grad
+                each.show_pending()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from tests.support import ranks
 from tests.support.bridged import DEALS, bridged, plain
@@ -72,11 +71,6 @@ CASES = [
 def test_as_plain_torch(case: Case) -> None:
     words = (case.name, case.transform, case.kind, STEPS, case.layout, case.replicas)
     words += (case.backend, case.options, case.evaluates)
-    if case.name == "branches" and case.world > 1 and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        for outcome in ranks.start(bridged, case.world, *words).join():  # before torch 2.13
-            assert outcome.error_type == "MinibatchFailed"
-            assert "can't tell which (set_reduce_scatter_unused_params came with 2.13)" in outcome.error
-        return
     count = sum(map(len, DEALS[case.world]))
     wanted, wanted_norms = plain(case.name, case.transform, case.kind, STEPS, count)
     results = ranks.run(bridged, case.world, *words)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -162,8 +165,23 @@ def _freeze(model: nn.Module) -> None:
     train(model, [])
 
 
-def _gradient_hook(model: nn.Module) -> None:
-    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+def _written_inside(write: Callable[[nn.Parameter], object], model: nn.Module) -> None:
+    """Between two microbatches. FSDP2's ranks are at the same microbatch then; here a peer may be at another."""
+    from odc_triton import minibatch
+
+    weight = model.head.weight
+    with minibatch(model):
+        model(torch.ones(3, 6)).sum().backward()
+        with torch.no_grad():
+            write(weight)
+        model(torch.ones(3, 6)).sum().backward()
+
+
+def _replaced(model: nn.Module) -> None:
+    from torch.distributed.tensor import distribute_tensor
+
+    old = model.head.weight
+    model.head.weight = nn.Parameter(distribute_tensor(torch.ones(5, 6), old.device_mesh, old.placements))
     train(model, [])
 
 
@@ -206,7 +224,16 @@ MISUSED = [
     (_no_sync, "Inside a minibatch every backward adds to the owners' shards"),
     (_no_sync_in_the_backward, "set_requires_gradient_sync(False) on unit"),
     (_freeze, "head.weight was frozen after use_odc: choose what trains before use_odc"),
-    (_gradient_hook, "head.weight has a gradient hook"),
+    *[
+        (partial(_written_inside, write), "RuntimeError: head.weight was written inside a minibatch, while peers")
+        for write in (
+            lambda weight: weight.mul_(0.5),
+            lambda weight: weight.detach().mul_(0.5),
+            lambda weight: weight.to_local().mul_(0.5),
+            lambda weight: nn.init.zeros_(weight),
+        )
+    ],
+    (_replaced, "head.weight was replaced after use_odc by a DTensor of [5, 6] in torch.float32: assign a DTensor of"),
     (_other_factor, "set_gradient_divide_factor(2.0) came after use_odc: give it to use_odc"),
     (_deterministic, "for exact sums shard it by odc_triton.fully_shard(model, exact=True)"),
     (_split, "this minibatch splits sequences, and the model is one of torch's fully_shard"),
