@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -57,32 +60,75 @@ def write_file(path: str | os.PathLike, data: bytes) -> None:
         ) from error
 
 
+def require_new_folder(path: str | os.PathLike) -> Path:
+    """Where links lead that `path` goes through. Raises FileExistsError for a file, and for a folder that is not empty;
+    OSError for a mount point, which no folder can replace.
+    """
+    real = Path(os.path.realpath(path))
+    if real.exists() and (not real.is_dir() or any(real.iterdir())):
+        raise FileExistsError(f"{path} exists already and is not empty: give another folder, or remove it")
+    if real.is_mount():
+        raise OSError(f"{path} is a mount point, which can't be replaced: give a folder in it")
+    return real
+
+
 @contextmanager
 def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
     """Creates a folder next to `path` to fill; when the block succeeds it is synced to disk and renamed to `path`.
 
-    If the block raises, `path` is left as it was and nothing stays next to it. Missing parents are created. Raises
-    FileExistsError if `path` is not empty, unless `overwrite`.
+    If the block raises, `path` is left as it was and nothing stays next to it; what a killed process has left there is
+    removed by the next one. Missing parents are created. Raises OSError; FileExistsError as `require_new_folder` does
+    unless `overwrite`, also for what appeared meanwhile.
     """
-    path = Path(path)
-    if not overwrite and path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"{path} exists already and is not empty: give another folder, or remove it")
+    given, path = path, Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
+    _remove_left(path)
+    if not overwrite:
+        require_new_folder(given)
     stem = f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}"
     aside, old = path.with_name(f"{stem}.new"), path.with_name(f"{stem}.old")
     aside.mkdir()
+    lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        with contextlib.suppress(OSError):  # NFS has none on folders: there nobody removes what is left
+            fcntl.flock(lock, fcntl.LOCK_EX)  # shows that its writer lives
         yield aside
         for folder, _, files in os.walk(aside):
             for name in files:
                 with open(Path(folder) / name, "rb") as file:
                     os.fsync(file.fileno())
             sync_folder(Path(folder))
-        put_in_place(aside, path, former=old)
+        if overwrite:
+            put_in_place(aside, path, former=old)
+        else:
+            try:
+                os.rename(aside, path)  # also replaces an empty folder
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise
+                raise FileExistsError(f"{given} was created by another process meanwhile, and stays as it is") from None
+            sync_folder(path.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_left(path: Path) -> None:
+    """Removes what killed processes have left next to `path`; puts back what they had just moved away from there."""
+    names = re.compile(rf"\.{re.escape(path.name)}\.\d+\.[0-9a-f]{{8}}\.(new|old)")
+    for left in sorted(each for each in path.parent.iterdir() if names.fullmatch(each.name)):
+        with contextlib.suppress(OSError):  # its writer lives, or it is another user's
+            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if left.suffix == ".old" and not path.exists():
+                    os.rename(left, path)
+                else:
+                    shutil.rmtree(left)
+            finally:
+                os.close(lock)
 
 
 def put_in_place(aside: Path, path: Path, *, former: Path) -> None:

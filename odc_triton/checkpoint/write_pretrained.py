@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Iterator
@@ -52,13 +53,28 @@ def save_pretrained(
     prefix, part = transformers_part(model)
     if merge and not prefix:
         raise ValueError(f"merge=True, and {type(model).__name__} has no adapters: leave it out")
-    with folder_aside(folder, overwrite=overwrite) as aside:
+    with _naming(folder), folder_aside(folder, overwrite=overwrite) as aside:
         if prefix and not merge:
             write_adapter(model, aside, dtype)
         else:
             _write_model(model, part, aside, dtype, shard_bytes)
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
+
+
+@contextlib.contextmanager
+def _naming(folder: str | Path) -> Iterator[None]:
+    """Errors of writing in this block name `folder`: neither safetensors nor writing itself names a file."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"can't write {folder}: {error}") from error
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = error.filename or str(folder)
+        raise
 
 
 def _write_model(root: nn.Module, model: nn.Module, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:

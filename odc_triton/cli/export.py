@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..base.config_file import written_options
-from ..base.files import require_source
+from ..base.files import require_new_folder, require_source
 from ..base.options import REQUIRED, option, require_one_model
 
 
@@ -46,6 +46,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     from ..sharding.shard import fully_shard
     from ..train.model import add_adapters, name_special_tokens
 
+    require_new_folder(options.out)  # before what takes minutes
     path = Path(checkpoint)
     if not (path / ".metadata").exists():
         newest = newest_in(path) or newest_in(path / "checkpoints")

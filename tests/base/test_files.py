@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from odc_triton.base.files import reading, require_source, write_file
+from odc_triton.base.files import folder_aside, reading, require_source, write_file
 
 
 def test_paths_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,3 +74,63 @@ def test_write_file_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(PermissionError, match=r"no permission .*choose another folder"):
         write_file(tmp_path / "f", b"")
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_folder_is_written_where_a_link_leads(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "real").mkdir()
+    for name, target in (("to a folder", "real"), ("to nothing", "disk/new")):
+        (tmp_path / name).symlink_to(target)
+        with folder_aside(tmp_path / name, overwrite=overwrite) as aside:
+            assert aside.parent == (tmp_path / target).parent  # on the same disk
+            (aside / "file").touch()
+        assert os.readlink(tmp_path / name) == target
+        assert _names(tmp_path / target) == ["file"]
+    assert _names(tmp_path) == ["disk", "real", "to a folder", "to nothing"]
+
+
+def test_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with folder_aside(".") as aside:
+        (aside / "file").touch()
+    assert _names(tmp_path) == ["file"]
+
+
+def _write(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "file").touch()
+
+
+@pytest.mark.parametrize("appears", [_write, Path.touch])
+def test_what_appears_meanwhile_stays(tmp_path: Path, appears: Callable[[Path], None]) -> None:
+    path = tmp_path / "out"
+    writing = folder_aside(path)
+    _write(writing.__enter__() / "ours")
+    appears(path)
+    with pytest.raises(FileExistsError, match=f"{path} was created by another process meanwhile, and stays"):
+        writing.__exit__(None, None, None)
+    assert path.is_file() or _names(path) == ["file"]
+    assert _names(tmp_path) == ["out"]
+
+
+def test_what_a_killed_process_left_is_removed_and_what_it_moved_away_put_back(tmp_path: Path) -> None:
+    path, other = tmp_path / "out", ".out2.77.00000001.new"
+    for name in (".out.77.00000001.new", ".out.77.00000001.old", ".out.78.00000002.new", other):
+        (tmp_path / name).mkdir()
+    (tmp_path / ".out.77.00000001.old" / "former").touch()
+    lives = os.open(tmp_path / ".out.78.00000002.new", os.O_RDONLY)
+    fcntl.flock(lives, fcntl.LOCK_EX)
+    with pytest.raises(FileExistsError, match="is not empty"), folder_aside(path):
+        pass
+    assert _names(path) == ["former"]
+    assert _names(tmp_path) == [".out.78.00000002.new", other, "out"]
+    os.close(lives)
+    with folder_aside(path, overwrite=True) as aside:
+        (aside / "new").touch()
+        assert _names(tmp_path) == sorted([aside.name, other, "out"])
+    assert _names(path) == ["new"]
+    assert _names(tmp_path) == [other, "out"]

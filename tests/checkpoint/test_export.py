@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -28,12 +31,20 @@ def _run(rank: int, world: int, folder: Path) -> dict[str, torch.Tensor]:
     return dict(full_parameters(model))
 
 
-def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A run's checkpoints, and the weights in the newest."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, ranks.run(_run, 2, folder)[0]
+
+
+def test_export(tmp_path: Path, saved: tuple[Path, dict], capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from odc_triton.data.tokenizer import save_tokenizer, train_tokenizer
 
-    (weights, _) = ranks.run(_run, 2, tmp_path / "run")
+    weights = saved[1]
+    shutil.copytree(saved[0], tmp_path / "run")
     plain = build("gpt2-tied").eval()
     plain.config.save_pretrained(tmp_path / "config")
     settings = json.loads((tmp_path / "config" / "config.json").read_text())
@@ -86,3 +97,71 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "give either --model or --init" in said
     assert said.startswith("usage: odc-triton export CHECKPOINT --NAME VALUE …")
     assert len(said.splitlines()) == 2
+
+
+def _killed(rank: int, world: int, moment: str, command: list[str]) -> None:
+    """Exports, and dies once weights are written, or before or after the folder gets its name."""
+    import safetensors.torch
+
+    module, name = (safetensors.torch, "save_file") if moment == "written" else (os, "rename")
+    former = getattr(module, name)
+
+    def dies(*arguments: object, **options: object) -> None:
+        is_it = moment == "written" or str(arguments[1]) == command[-1]
+        if moment != "renaming" or not is_it:
+            former(*arguments, **options)
+        if is_it:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(module, name, dies)
+    main(command)
+
+
+def test_a_killed_export(tmp_path: Path, saved: tuple[Path, dict]) -> None:
+    """The folder is whole or not there, and the next export of the same name leaves nothing beside it."""
+    from transformers import AutoModelForCausalLM
+
+    run, weights = saved
+    build("gpt2-tied").config.save_pretrained(tmp_path / "config")
+    (tmp_path / "outs").mkdir()
+    out = tmp_path / "outs" / "out"
+    command = ["export", str(run), "--init", str(tmp_path / "config" / "config.json"), "--out", str(out)]
+
+    def is_right() -> bool:
+        got = AutoModelForCausalLM.from_pretrained(out)
+        return all(torch.equal(value, weights[name]) for name, value in got.named_parameters())
+
+    for moment in ("written", "renaming", "renamed"):
+        with ranks.start(_killed, 1, moment, command) as job:
+            assert job.join()[0].signal == signal.SIGKILL, moment
+        left = sorted(os.listdir(out.parent))
+        assert [name.rpartition(".")[2] for name in left] == (["out"] if moment == "renamed" else ["new"]), moment
+    assert is_right()
+    assert main(command) == 1  # it stays
+    out.rename(tmp_path / "away")
+    (out.parent / ".out.1.00000000.new").mkdir()
+    assert main(command) == 0
+    assert is_right()
+    assert os.listdir(out.parent) == ["out"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted by root only")
+def test_no_space_left(
+    tmp_path: Path, saved: tuple[Path, dict], small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build("gpt2-tied").config.save_pretrained(tmp_path / "config")
+    command = ["export", str(saved[0]), "--init", str(tmp_path / "config" / "config.json"), "--out"]
+    filler, out = small_disk / "filler", small_disk / "out"
+    for left in (0, 8192):  # for no file, for the config but not the weights
+        with open(filler, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, 3 * 2**20 - 8192 - left)
+        assert main([*command, str(out)]) == 1
+        (*_, said) = capsys.readouterr().err.splitlines()
+        assert said.startswith("odc-triton: ")
+        assert f"{out}" in said
+        assert "No space left on device" in said
+        assert os.listdir(small_disk) == ["filler"]
+    filler.unlink()
+    assert main([*command, str(small_disk)]) == 1
+    assert f"{small_disk} is a mount point, which can't be replaced: give a folder in it" in capsys.readouterr().err
+    assert main([*command, str(out)]) == 0

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -314,18 +313,6 @@ def _full(rank: int, world: int, folder: Path, small: Path, way: str) -> tuple[s
     train(model, optimizer, MODEL, range(1, 2))
     checkpoints.save(**saving, step=3)
     return problem
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MB: room for one checkpoint of the small model, which the second fills."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", folder], check=True)
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
 
 
 _WORDS = {"file too large": "rank 1: File too large", "vanished": "rank 0: .* has vanished"}
