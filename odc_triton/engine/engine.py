@@ -29,13 +29,13 @@ from ..comm.grid import Grid
 from ..comm.meeting import Meetings
 from ..comm.memory.heap import Signs, SymmetricHeap, Word
 from ..comm.replicas import Replicas
-from .entry import checked_tokens, compare_entries
+from .entry import checked_tokens, compare_entries, trained_mask
 from .exact import ExactSums
 from .gradients import Waits
 from .optimizer_watch import Hyperparameters, OptimizerWatch
 from .parameter import ShardedParameter
 from .passes import Passes, RefuseCollectives
-from .publication import Publication, clear_gradients, copy_masters, land_gradients
+from .publication import Publication, Zeros, clear_gradients, copy_masters, land_gradients
 from .state import MinibatchState, NoSplits, Phase
 from .streams import AllStreams, Streams
 from .unit import Prefetch, Unit
@@ -89,6 +89,7 @@ class Engine:
         self.ignored: dict[int, nn.Parameter] = {}  # what fully_shard was told to leave alone, by id
         self._warned: set[str] = set()
         self._scope = contextlib.ExitStack()
+        self._zeros: Zeros | None = None  # at the entry of this minibatch, or of the one that is repeated
         self.hyperparameters = Hyperparameters()
         self._optimizers = OptimizerWatch(self)
         self.splits = NoSplits()  # until `split_by`
@@ -171,6 +172,7 @@ class Engine:
             "tokens": None if error else tokens,
             "published": self.publication.number,
             "stepped": self.hyperparameters.digest(),
+            "trained": trained_mask(self.parameters),
             "split": getattr(split, "digest", None),
             "scales": self.exact_sums().digest() if self.exact else None,
         }
@@ -179,7 +181,7 @@ class Engine:
         self.state.number = number
         self._settle(messages, error)
         try:
-            self._tokens = compare_entries(messages, self.hyperparameters, self.meet)
+            self._tokens = compare_entries(messages, self.parameters, self.hyperparameters, self.meet)
         except RanksDiffer:
             self._stay_outside()
             raise
@@ -188,6 +190,7 @@ class Engine:
         self.passes.count, self.state.failure = 0, None
         for unit in self.units:
             unit.expire()
+            unit.watch_edits()
         self.state.enter(Phase.OPEN)
         self.splits.begin(split)
         for parameter in self.trainable():
@@ -231,6 +234,7 @@ class Engine:
                     if count <= self.state.number
                 ],
             )
+        self._zeros = self._zeros or Zeros(self.parameters)
         clear_gradients(self.trainable(), self.streams.first)
         for parameter in self.parameters:
             parameter.landing.check_memory(parameter.name)
@@ -250,6 +254,7 @@ class Engine:
             )
         self._scope.close()
         self.passes.stop()
+        kept = self._zeros.kept(self.parameters)
         given = [parameter.name for parameter in self.trainable() if parameter.landing.expect_no_more()]
         if given:
             self.state.fail(
@@ -259,6 +264,11 @@ class Engine:
         for unit in self.units:
             unit.reset()
         purpose = f"leave minibatch {self.state.number}"
+        try:
+            for unit in self.units:
+                unit.refuse_edits()
+        except RuntimeError as edited:
+            error = error or edited
         if error is None and self.state.failure is None:
             self.state.failure = self.splits.incomplete()
         if error is None and self.state.failure is not None:
@@ -277,7 +287,7 @@ class Engine:
             error = error or raised
         touched = [index for index, parameter in enumerate(self.parameters) if parameter.landing.touched]
         exact = self.exact_sums()
-        message = {"touched": touched, "microbatches": self.passes.count}
+        message = {"touched": touched, "zeros": kept, "microbatches": self.passes.count}
         if self.exact:
             message["sums"] = exact.told(touched)
         messages = self._meet(purpose, message, error)
@@ -289,8 +299,10 @@ class Engine:
             self._drop_gradients()
             names = {self.parameters[place].name: why for place, why in refused.items()}
             raise MinibatchToRepeat(self.state.number, names)
+        self._zeros = None
         with self._together():
-            self._land({index for theirs in messages for index in theirs["touched"]})
+            zeros = set.intersection(*(set(theirs["zeros"]) for theirs in messages))
+            self._land(zeros.union(*(theirs["touched"] for theirs in messages)))
         for place in not_finite:
             self.parameters[place].sharded.grad.to_local().fill_(math.nan)
         self.heap.show(Word.LANDED, self.state.number + 1)
@@ -376,6 +388,7 @@ class Engine:
         failed = {rank: theirs["error"] for rank, theirs in enumerate(messages) if theirs["error"] is not None}
         failed = {rank: text for rank, text in failed.items() if not messages[rank]["follows"]} or failed
         if failed:
+            self._zeros = None
             self._drop_gradients()
             raise MinibatchFailed(self.state.number, failed) from error
 

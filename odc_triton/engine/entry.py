@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..base.errors import RanksDiffer
 from .optimizer_watch import Hyperparameters
+from .sharded import Sharded
 
 
 def checked_tokens(tokens: Any) -> int | None:
@@ -23,13 +24,33 @@ def checked_tokens(tokens: Any) -> int | None:
     return count
 
 
+def trained_mask(parameters: Iterable[Sharded]) -> str:
+    """Which of the parameters require a gradient now, one bit each, in hexadecimal."""
+    bits = "".join(str(int(each.requires_grad)) for parameter in parameters for each in parameter.optimized)
+    return f"{int(bits or '0', 2):x}"
+
+
+def _compare_trained(masks: Sequence[str], parameters: Iterable[Sharded]) -> None:
+    if len(set(masks)) < 2:
+        return
+    names = [parameter.name for parameter in parameters for _ in parameter.optimized]
+    for bits in zip(names, *(f"{int(mask, 16):0{len(names)}b}" for mask in masks), strict=True):
+        if len(set(bits[1:])) > 1:
+            frozen = [rank for rank, bit in enumerate(bits[1:]) if bit == "0"]
+            raise RanksDiffer(
+                f"{bits[0]} is frozen on ranks {frozen} only, so its gradient would be the other ranks' part: call "
+                f"requires_grad_() with the same value on all ranks"
+            )
+
+
 def compare_entries(
     messages: Sequence[dict[str, Any]],
+    parameters: Sequence[Sharded],
     hyperparameters: Hyperparameters,
     meet: Callable[[str, dict[str, Any]], list[dict[str, Any]]],
 ) -> int | None:
-    """The tokens of all ranks, None where none were given. `messages`: of all ranks, with "tokens", "split", "scales"
-    and "stepped"; `meet`: another meeting, for the first difference in hyperparameters.
+    """The tokens of all ranks, None where none were given. `messages`: of all ranks, with "tokens", "split",
+    "scales", "trained" and "stepped"; `meet`: another meeting, for the first difference in hyperparameters.
 
     Raises RanksDiffer, on all ranks.
     """
@@ -45,5 +66,6 @@ def compare_entries(
         )
     if len({theirs["scales"] for theirs in messages}) > 1:
         raise RanksDiffer("the scales of exact sums are not the same on all ranks: load one checkpoint on all of them")
+    _compare_trained([theirs["trained"] for theirs in messages], parameters)
     hyperparameters.compare([theirs["stepped"] for theirs in messages], meet)
     return None if missing else sum(given)

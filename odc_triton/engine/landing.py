@@ -18,8 +18,10 @@ _ZEROING = (torch.Tensor.zero_, torch.Tensor.requires_grad_, torch.Tensor.detach
 class PendingGradient(torch.Tensor):
     """`p.grad` inside a minibatch: it has a shape, dtype and device but no memory, and raises RuntimeError when used.
 
-    None would make `clip_grad_norm_` silently return 0 and clip nothing. Zeroing it does nothing.
+    None would make `clip_grad_norm_` silently return 0 and clip nothing. `zeroed`: it was zeroed.
     """
+
+    zeroed = False
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> PendingGradient:
@@ -29,6 +31,8 @@ class PendingGradient(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Metadata and zeroing go through; anything else raises."""
         if func in _ZEROING:
+            for each in args[0] if isinstance(args[0], (list, tuple)) else args[:1]:
+                each.zeroed |= func in (torch.Tensor.zero_, torch._foreach_zero_)
             return args[0]
         if getattr(func, "__name__", "") == "__get__":  # an attribute; one that computes, such as .T, comes here again
             with torch._C.DisableTorchFunctionSubclass():

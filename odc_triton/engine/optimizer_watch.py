@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -45,22 +44,31 @@ class Hyperparameters:
         Raises RanksDiffer, on all ranks, with the first difference.
         """
         steps, self._steps = self._steps, []
-        if len({digest for digest in digests if digest is not None}) < 2:
+        if len(set(digests)) < 2:
             return
         messages = meet("compare the optimizers' hyperparameters", {"steps": steps})
-        stepped = {rank: theirs["steps"] for rank, theirs in enumerate(messages) if theirs["steps"]}
-        for at in zip(*stepped.values(), strict=False):
+        stepped = [theirs["steps"] for theirs in messages]
+        _require_same(
+            [[len(each)] for each in stepped], "optimizer.step() was called, since the last minibatch,", "times"
+        )
+        for at in zip(*stepped, strict=True):
             for number, groups in enumerate(zip(*at, strict=False)):
                 for name in COMPARED:
-                    ranks: dict[str, list[int]] = {}
-                    for rank, group in zip(stepped, groups, strict=True):
-                        ranks.setdefault(", ".join(map(str, group[name])), []).append(rank)
-                    if len(ranks) > 1:
-                        said = "; ".join(f"{value} on ranks {those}" for value, those in ranks.items())
-                        raise RanksDiffer(
-                            f"the optimizer's {name} (parameter group {number}) is {said}. Each rank steps its own "
-                            f"shards with its values: give all ranks the same, and start again from the last checkpoint"
-                        )
+                    values = [group[name] for group in groups]
+                    _require_same(values, f"the optimizer's {name} (parameter group {number}) is")
+
+
+def _require_same(values: Sequence[list[float]], what: str, unit: str = "") -> None:
+    """Raises RanksDiffer if ranks have different `values` of `what`, each in `unit`."""
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(" ".join([", ".join(map(str, value)), unit]).strip(), []).append(rank)
+    if len(ranks) > 1:
+        said = "; ".join(f"{value} on ranks {those}" for value, those in ranks.items())
+        raise RanksDiffer(
+            f"{what} {said}. Each rank steps its own shards: call step() on all ranks or on none, with the same "
+            f"values, and start again from the last checkpoint"
+        )
 
 
 def _numbers(value: Any) -> list[float]:
@@ -81,41 +89,62 @@ class Stepped(Protocol):
     def step_ends(self, optimizer: Optimizer) -> None: ...
 
 
+class _Hook:
+    """A hook on all optimizers' steps, on behalf of one engine; it does nothing once the engine is gone.
+
+    [Note: hooks of freed engines] torch iterates over its hooks while an optimizer steps, and the garbage collector may
+    free an engine then. So an engine's end removes no hook; the next `OptimizerWatch` does.
+    """
+
+    def __init__(self, engine: Stepped, call: Callable[[Stepped, Optimizer], None], register: Callable) -> None:
+        self._engine, self._call = weakref.ref(engine), call
+        self.handle = register(self)
+        for hook in list(self.handle.hooks_dict_ref().values()):
+            if isinstance(hook, _Hook) and hook._engine() is None:
+                hook.handle.remove()
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (engine := self._engine()) is not None:
+            self._call(engine, optimizer)
+
+
 class OptimizerWatch:
     """Tells `engine` before and after each step of an optimizer that holds its parameters.
 
     Raises RuntimeError, in the step, for an optimizer that was made before `fully_shard`: it would silently step
-    tensors that nobody reads any more.
+    tensors that are not read any more.
     """
 
     def __init__(self, engine: Stepped) -> None:
-        watched = weakref.ref(engine)
-
-        def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (engine := watched()) is not None and _steps(optimizer, engine):
-                engine.step_begins(optimizer)
-                engine.hyperparameters.note(optimizer)
-            elif engine is not None:
-                _refuse_originals(optimizer, engine)
-
-        def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (engine := watched()) is not None and _steps(optimizer, engine):
-                engine.step_ends(optimizer)
-
-        handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
-        self._unhook = [weakref.finalize(engine, handle.remove) for handle in handles]
+        self._hooks = (
+            _Hook(engine, _before, register_optimizer_step_pre_hook),
+            _Hook(engine, _after, register_optimizer_step_post_hook),
+        )
 
     def stop(self) -> None:
-        for unhook in self._unhook:
-            unhook()
+        for hook in self._hooks:
+            hook.handle.remove()
 
 
-def _steps(optimizer: torch.optim.Optimizer, engine: Stepped) -> bool:
+def _before(engine: Stepped, optimizer: Optimizer) -> None:
+    if _steps(optimizer, engine):
+        engine.step_begins(optimizer)
+        engine.hyperparameters.note(optimizer)
+    else:
+        _refuse_originals(optimizer, engine)
+
+
+def _after(engine: Stepped, optimizer: Optimizer) -> None:
+    if _steps(optimizer, engine):
+        engine.step_ends(optimizer)
+
+
+def _steps(optimizer: Optimizer, engine: Stepped) -> bool:
     mine = {id(each) for parameter in engine.parameters for each in parameter.optimized}
     return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 
 
-def _refuse_originals(optimizer: torch.optim.Optimizer, engine: Stepped) -> None:
+def _refuse_originals(optimizer: Optimizer, engine: Stepped) -> None:
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for original, parameter in engine.originals():
         if id(original) in stepped:

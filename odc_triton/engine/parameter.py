@@ -31,6 +31,7 @@ from ..comm.layout import ParameterSpec, Region
 from ..comm.memory.heap import SymmetricHeap
 from ..nn.choice import TABLE, Entry
 from ..nn.operand import AddRows, handle_of, resolve
+from .edits import Edits
 from .gathered import GatheredParameters
 from .gradients import Accumulator, Waits
 from .landing import Landing
@@ -118,6 +119,7 @@ class ShardedParameter:
         self._hook: Any = None
         self._listener: weakref.ref[Listener] | None = None
         self.original: weakref.ref[nn.Parameter] | None = None  # what it was before sharding
+        self.edits = Edits((self.sharded, self.leaf))
 
     @torch.no_grad()
     def hold_whole(self) -> None:

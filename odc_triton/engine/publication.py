@@ -19,6 +19,7 @@ import torch
 from ..comm.meeting import Meetings
 from ..comm.memory.heap import SymmetricHeap, Word
 from ..comm.replicas import Replicas
+from .landing import PendingGradient
 from .sharded import Sharded
 from .streams import Streams
 
@@ -86,6 +87,36 @@ def copy_masters(parameters: Sequence[Sharded], streams: Streams) -> None:
     """Makes all masters readable: casts if the copy to read has another dtype, nothing if it is the master itself."""
     for compute, masters in _by_kind(chain.from_iterable(parameter.to_publish() for parameter in parameters)):
         streams.compute(partial(torch._foreach_copy_, compute, masters))
+
+
+class Zeros:
+    """Gradients that the user has zeroed in place: torch keeps them where a parameter is not used, instead of None, and
+    the optimizer's momentum goes on. As of an entry, before gradients are cleared.
+    """
+
+    @torch.no_grad()
+    def __init__(self, parameters: Sequence[Sharded]) -> None:
+        found = {
+            place: [each.grad.to_local().any() for each in parameter.optimized if each.grad is not None]
+            for place, parameter in enumerate(parameters)
+            if parameter.landing.has_gradient
+        }
+        used = torch.stack([torch.stack(each).any() for each in found.values()]).tolist() if found else []
+        self._zeroed = {place: not any_used for place, any_used in zip(found, used, strict=True)}
+
+    def kept(self, parameters: Sequence[Sharded]) -> list[int]:
+        """At the exit, while `p.grad` is pending: places of the parameters whose gradient is zero on this rank if no
+        rank has added to it. Not those whose gradient was set to None in the minibatch.
+        """
+        places = []
+        for place, zeroed in self._zeroed.items():
+            pending = [each.grad for each in parameters[place].optimized if each.requires_grad]
+            if all(isinstance(each, PendingGradient) and (zeroed or each.zeroed) for each in pending):
+                places.append(place)
+            for each in pending:
+                if isinstance(each, PendingGradient):
+                    each.zeroed = False
+        return places
 
 
 @torch.no_grad()

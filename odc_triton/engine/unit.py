@@ -154,12 +154,24 @@ class Unit:
 
     def check_places(self) -> None:
         """Raises if something registered another parameter in one of the unit's slots."""
-        for slot in () if self._whole else self.slots:
-            if slot.module._parameters.get(slot.attribute) is not slot.parameter.sharded:
+        for slot in self.slots:
+            registered = slot.module._parameters.get(slot.attribute)
+            if registered is not slot.parameter.sharded and registered is not slot.parameter.leaf:
                 raise RuntimeError(
-                    f"{slot.parameter.name} was replaced by another parameter after fully_shard. Write its values into "
-                    f"the sharded one with copy_() instead."
+                    f"{slot.parameter.name} was replaced by another tensor after fully_shard, as functional_call does: "
+                    f"a forward would ignore it. Write its values into the sharded parameter by copy_(), outside of a "
+                    f"minibatch"
                 )
+
+    def watch_edits(self) -> None:
+        """A minibatch begins: from here on parameters are only read."""
+        for slot in self.slots:
+            slot.parameter.edits.begin()
+
+    def refuse_edits(self) -> None:
+        """Raises RuntimeError if a parameter was edited in place in the open minibatch."""
+        for slot in self.slots:
+            slot.parameter.edits.refuse(slot.parameter.name)
 
     def hold(self) -> None:
         self._held = True
@@ -234,7 +246,10 @@ class Unit:
             self._uses += 1
         try:
             with self._prefetch.lock:  # else another thread would find it whole before all places are
+                self.check_places()
                 self.make_whole()
+            if self._passes.state.is_open:
+                self.refuse_edits()
             dtype = self.policy.param_dtype
             if dtype is not None and self.policy.cast_forward_inputs:
                 args, kwargs = pytree.tree_map(lambda value: _cast(value, dtype), (args, kwargs))
@@ -258,9 +273,9 @@ class Unit:
     def _leave(self, error: BaseException | None, *, backward_follows: bool) -> None:
         with self._prefetch.lock:
             self._uses -= 1
-            self.make_sharded()
             # After a recomputation its backward follows at once.
             if not (backward_follows and (in_backward_pass() or not self._reshards_after_forward)):
+                self.make_sharded()
                 self.let_go()
         self._passes.forward_ends(error)
 

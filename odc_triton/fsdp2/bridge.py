@@ -272,6 +272,12 @@ class FsdpModules:
     def expire(self) -> None:
         """Publishing has resharded all units, so FSDP2 gathers them again."""
 
+    def watch_edits(self) -> None:
+        """A minibatch begins."""
+
+    def refuse_edits(self) -> None:
+        """The minibatch ends."""
+
     def reset(self) -> None:
         """Ends the minibatch for FSDP2, also one that failed in the middle of a pass."""
         for bridged in self._bridged:

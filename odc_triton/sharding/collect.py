@@ -110,6 +110,7 @@ class Description:
     found: list[FoundParameter]
     specs: list[ParameterSpec]
     unit_names: list[str]
+    is_list: bool  # the module only holds its units together, and is no part of the model
     inner: list[Engine]  # of the submodules that were sharded before
     tied: list[tuple[FoundParameter, ShardedParameter]]  # places of parameters that `inner` already shards
     ignored: set[nn.Parameter]
@@ -142,25 +143,25 @@ def describe(
     *,
     home: str,
     exact: bool,
+    units: list[str] | None = None,
 ) -> Description:
     """Finds what to shard in `module`, and its units. `home`: the type of device that holds the shards. `exact`:
-    gradients are summed as integers.
+    gradients are summed as integers. `units`: the names of the units of a `module` that only holds them together.
 
     Raises ValueError, NotImplementedError for what can't be sharded, with its name and the remedy.
     """
     inner = _inner_engines(module, mesh, exact)
-    unit_names = [] if inner else find_units(module)
+    unit_names = units or ([] if inner else find_units(module))
     known = {id(original): parameter for engine in inner for original, parameter in engine.originals()}
     all_found = find_parameters(module, unit_names, ignored)
     found = [entry for entry in all_found if id(entry.value) not in known]
-    if not found and not inner:
-        raise ValueError(f"{type(module).__name__} has no parameters to shard")
     for entry in found:
         refuse_unshardable(entry.name, entry.value, home)
     return Description(
         found=found,
         specs=[_spec(entry, policy, exact) for entry in found],
         unit_names=unit_names,
+        is_list=units is not None,
         inner=inner,
         tied=[(entry, known[id(entry.value)]) for entry in all_found if id(entry.value) in known],
         ignored=ignored,

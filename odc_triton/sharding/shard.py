@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from odc_kernels.staged import Staging
 
@@ -101,6 +103,8 @@ def fully_shard(
 ) -> Module:
     """Shards `module` in place over the ranks of `mesh` and returns it. Collective.
 
+    `module` may be a list of modules, each of which is a unit then, as blocks are.
+
     Call it once on the root (units are found: `_no_split_modules`, else the longest ModuleList) or on blocks and
     then on the root, as with FSDP2. Parameters become DTensors, Shard(0), over this rank's rows; create the
     optimizer afterwards. Initial values are rank 0's; other ranks may hold the model on the meta device, and if all
@@ -122,38 +126,76 @@ def fully_shard(
     exact: sum gradients as 64-bit integers, so that sums have the same bits in whatever order ranks add to them; twice
         the memory for gradient shards. By default what `torch.use_deterministic_algorithms` says now. A minibatch may
         then raise MinibatchToRepeat: docs/exact.md.
-    shard_placement_fn, offload_policy, dp_mesh_dims: FSDP2's, refused.
+    shard_placement_fn, offload_policy, dp_mesh_dims: FSDP2's; only what means Shard(0), no offloading, no dims.
 
     Raises ValueError, TypeError, NotImplementedError or RuntimeError for models and options that can't be sharded,
     RanksDiffer with the first difference if the ranks differ, DeadlineExceeded if a rank does not come.
     """
-    _check_options(module, mp_policy, reshard_after_forward, ignored_params)
+    modules = _outermost(module) if isinstance(module, (list, tuple)) else [module]
+    for each in modules:
+        _check_options(each, mp_policy, reshard_after_forward, ignored_params)
+        _check_placements(each, shard_placement_fn, ignored_params or set())
     timeout = timedelta_of(timeout)
-    _refuse_given(shard_placement_fn=shard_placement_fn, offload_policy=offload_policy, dp_mesh_dims=dp_mesh_dims)
-    mesh = mesh if mesh is not None else default_mesh(timeout, backend)
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh, see init_device_mesh")
-    device = backend_of(backend, mesh)
-    _check_mesh(mesh, device)
-    grid = grid_of(mesh)
-    meetings = open_meetings(grid, timeout)
-    policy = mp_policy or MixedPrecisionPolicy()
+    offloads = type(offload_policy) is not OffloadPolicy  # that one is FSDP2's default, and means none
+    _refuse_given(dp_mesh_dims=dp_mesh_dims, offload_policy=offload_policy if offloads else None)
     if not isinstance(exact, bool | None):
         raise TypeError(f"exact is {exact!r}; give True, False or None")
     exact = torch.are_deterministic_algorithms_enabled() if exact is None else exact
+    policy = mp_policy or MixedPrecisionPolicy()
     if exact and policy.reduce_dtype is not None:
         raise ValueError(
             f"mp_policy has reduce_dtype={policy.reduce_dtype} and exact sums are int64: leave one of them out"
         )
-    job = _Job(grid=grid, device=device, meetings=meetings, policy=policy, timeout=timeout, debug=debug, exact=exact)
-
-    with refusing(meetings, AGREEING):
-        described = describe(module, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact)
-        device.check(described.specs)
-    agreement = _agree(job, module, described)
-    shards = _allocate(job, module, described, agreement)
-    _attach(job, module, described, shards, reshard_after_forward)
+    with torch.device("cpu"):  # a default device of the caller's, such as meta, is not for what is allocated here
+        mesh = mesh if mesh is not None else default_mesh(timeout, backend)
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh, see init_device_mesh")
+        device = backend_of(backend, mesh)
+        _check_mesh(mesh, device)
+        grid = grid_of(mesh)
+        meetings = open_meetings(grid, timeout)
+        job = _Job(
+            grid=grid, device=device, meetings=meetings, policy=policy, timeout=timeout, debug=debug, exact=exact
+        )
+        root, units = (module, None) if modules[0] is module else _together(modules)
+        with refusing(meetings, AGREEING):
+            described = describe(
+                root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units
+            )
+            device.check(described.specs)
+        agreement = _agree(job, root, described)
+        shards = _allocate(job, root, described, agreement)
+        _attach(job, root, described, shards, reshard_after_forward)
     return module
+
+
+def _outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that are not inside of another. Raises TypeError if one is no module, ValueError for an empty list."""
+    if not modules:
+        raise ValueError("fully_shard was given an empty list: give at least one module")
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"fully_shard takes nn.Modules; the list holds a {type(each).__name__}")
+    inside = {id(below) for each in modules for below in list(each.modules())[1:]}
+    return [each for each in dict.fromkeys(modules) if id(each) not in inside]
+
+
+def _together(modules: list[nn.Module]) -> tuple[nn.Module, list[str]]:
+    """A parent of the modules, for the time of sharding, and their names in it: each is a unit."""
+    return nn.ModuleList(modules), [str(place) for place in range(len(modules))]
+
+
+def _check_placements(module: nn.Module, placement_of: Any, ignored: set[nn.Parameter]) -> None:
+    """Raises NotImplementedError if FSDP2's `shard_placement_fn` asks for another split than on dim 0."""
+    for name, parameter in module.named_parameters() if placement_of is not None else ():
+        if parameter in ignored or isinstance(parameter, DTensor):
+            continue
+        placement = placement_of(parameter)
+        if placement is not None and placement not in (Shard(0), Shard(-parameter.ndim)):
+            raise NotImplementedError(
+                f"shard_placement_fn returned {placement} for {name}: parameters are split on dim 0, return Shard(0) "
+                f"or None"
+            )
 
 
 def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
@@ -243,6 +285,8 @@ def _attach(
         for owner, attribute, unit in entry.places:
             by_unit[unit].append(Slot(owner, attribute, parameter))
     for name, slots in by_unit.items():
+        if name == "" and described.is_list:
+            continue
         owner = module.get_submodule(name)
         unit = Unit(
             name=name,
@@ -269,8 +313,6 @@ def _attach(
 def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, ignored_params: Any) -> None:
     if sys.platform != "linux":
         raise OSError(f"odc-triton shares memory between ranks by Linux's memfd and does not run on {sys.platform}")
-    if isinstance(module, (list, tuple)):
-        raise NotImplementedError("fully_shard takes one module; call it on each, or on their common parent")
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard takes an nn.Module, not a {type(module).__name__}")
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):

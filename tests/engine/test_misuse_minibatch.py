@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import io
 import re
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -114,6 +117,29 @@ def _calls(rank: int, world: int) -> dict[str, str]:
         model[0].weight = nn.Parameter(torch.zeros(6, 4))
         begin_minibatch(model)
 
+    def functional_call() -> None:
+        model, _ = fresh()
+        torch.func.functional_call(model, {"0.weight": torch.zeros(6, 4)}, (x,))
+
+    def edited(in_place: Callable[[nn.Module], object], *, then_forward: bool) -> Callable[[], None]:
+        def edit() -> None:
+            model, _ = fresh()
+            with minibatch(model):
+                model(x).sum().backward()
+                with torch.no_grad():
+                    in_place(model)
+                if then_forward:
+                    model(x)
+                    pytest.fail("a forward read what was edited")
+
+        return edit
+
+    def edited_in_a_forward() -> None:
+        model, _ = fresh()
+        model[1].register_forward_pre_hook(lambda *_: model[0].weight.detach().mul_(2) is None or None)
+        with minibatch(model):
+            model(x).sum().backward()
+
     def submodule_double() -> None:
         model, _ = fresh()
         model[0].double()
@@ -140,6 +166,11 @@ def _calls(rank: int, world: int) -> dict[str, str]:
         "data replaced": caught(data_replaced),
         "local data replaced": caught(local_data_replaced),
         "parameter replaced": caught(parameter_replaced),
+        "functional_call": caught(functional_call),
+        "edited": caught(edited(lambda model: model[0].weight.mul_(2), then_forward=True)),
+        "local edited": caught(edited(lambda model: model[0].weight.to_local().mul_(2), then_forward=True)),
+        "edited last": caught(edited(lambda model: model[2].bias.zero_(), then_forward=False)),
+        "edited in a forward": caught(edited_in_a_forward),
         "submodule.double": caught(submodule_double),
         "double": caught(model.double),
         "to_empty": caught(lambda: model.to_empty(device="meta")),
@@ -168,7 +199,12 @@ def test_calls() -> None:
         "thawed": "MinibatchFailed.*0.weight was frozen.*before that",
         "data replaced": "MinibatchFailed.*0.weight is no longer in the shared heap.*copy_",
         "local data replaced": "MinibatchFailed.*0.weight is no longer in the shared heap.*copy_",
-        "parameter replaced": "MinibatchFailed.*0.weight was replaced by another parameter.*copy_",
+        "parameter replaced": "MinibatchFailed.*0.weight was replaced by another tensor.*copy_",
+        "functional_call": "^RuntimeError: 0.weight was replaced by another tensor.*functional_call.*copy_",
+        "edited": "MinibatchFailed.*0.weight was edited in place inside a minibatch.*publish",
+        "local edited": "MinibatchFailed.*0.weight was edited in place inside a minibatch",
+        "edited last": "MinibatchFailed.*2.bias was edited in place inside a minibatch",
+        "edited in a forward": "MinibatchFailed.*0.weight was edited in place inside a minibatch",
         "submodule.double": "MinibatchFailed.*0.weight is no longer in the shared heap.*copy_",
         "double": r"RuntimeError.*weight is torch\.float32 on cpu and would become torch\.float64.*before fully_shard",
         "to_empty": "RuntimeError.*meta.*heap",
@@ -241,6 +277,117 @@ def test_zero_grad_anywhere(zero: str) -> None:
     for got in ranks.run(_trained, 2, zero):
         # Two ranks add in either order: a + b == b + a, so the results are the same bits.
         assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+class _TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.sometimes = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.used(x) + self.sometimes(x) if both else self.used(x)
+
+
+def _sometimes_unused(rank: int, world: int, backend: str) -> dict[str, dict[str, torch.Tensor | None]]:
+    """Values and gradients after the last step, by how gradients are zeroed; with plain torch's on rank 0."""
+    from odc_triton import full_parameters, fully_shard, minibatch
+
+    def run(sharded: bool, zero: str, inside: bool) -> dict[str, torch.Tensor | None]:
+        model = _TwoHeads()
+        if sharded:
+            fully_shard(model, backend=backend, exact=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=zero == "foreach")
+        clear = {
+            "none": optimizer.zero_grad,
+            "in place": lambda: optimizer.zero_grad(set_to_none=False),
+            "foreach": lambda: optimizer.zero_grad(set_to_none=False),
+            "never": lambda: None,
+        }[zero]
+        generator = torch.Generator().manual_seed(5)
+        for step in range(3):
+            x = torch.randn(4, 4, generator=generator)
+            if not inside:
+                clear()
+            with minibatch(model) if sharded else contextlib.nullcontext():
+                if inside:
+                    clear()
+                rows = x[rank::world] if sharded else x
+                model(rows, both=step == 0).square().sum().mul(world if sharded else 1).backward()
+            optimizer.step()
+        values = dict(full_parameters(model)) if sharded else {n: p.detach() for n, p in model.named_parameters()}
+        grads = {
+            f"{name}.grad": p.grad if p.grad is None or not sharded else p.grad.full_tensor()
+            for name, p in model.named_parameters()
+        }
+        return values | grads
+
+    found = {}
+    for inside in (False, True):
+        for zero in ("none", "in place", "foreach"):
+            found[f"{zero}, inside={inside}"] = run(True, zero, inside)
+            found[f"{zero}, inside={inside}, torch"] = run(False, zero, inside)
+    found["never"] = run(True, "never", False)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("cpu-apart", marks=pytest.mark.slow)])
+def test_a_zeroed_gradient_stays_zero_where_nothing_is_added(backend: str) -> None:
+    """As in torch: with zeros AdamW's momentum goes on, with None it does not."""
+    for found in ranks.run(_sometimes_unused, 2, backend):
+        cases = [name for name in found if f"{name}, torch" in found]
+        assert len(cases) == 6
+        for case in cases:
+            for name, want in found[f"{case}, torch"].items():
+                got = found[case][name]
+                assert (got is None) == (want is None), f"{case}: {name} is {got}, torch has {want}"
+                if want is not None:  # fp32, sums of two ranks in another order
+                    torch.testing.assert_close(
+                        got, want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name, c=case: f"{c} {n} {m}"
+                    )
+        assert found["none, inside=False"]["sometimes.weight.grad"] is None
+        assert (found["in place, inside=False"]["sometimes.weight.grad"] == 0).all()
+        # The sum of a minibatch replaces what was there before: a gradient that was not zeroed does not stay.
+        assert found["never"]["sometimes.weight.grad"] is None
+
+
+def test_backward_to_what_is_whole() -> None:
+    """As in FSDP2, the root stays whole between forward and backward, so its parameters can be named as inputs."""
+    from odc_triton import fully_shard, minibatch
+
+    plain, model = net(), fully_shard(net(), backend="cpu")
+    x = torch.ones(3, 4)
+    plain(x).sum().backward(inputs=[plain[0].weight, plain[2].bias])
+    with minibatch(model):
+        loss = model(x).sum()
+        loss.backward(inputs=[model[0].weight, model[2].bias])
+    for (name, want), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert (got.grad is None) == (want.grad is None), name
+        assert want.grad is None or torch.equal(got.grad.to_local(), want.grad), name
+
+
+def test_an_older_model_is_freed_while_an_optimizer_steps() -> None:
+    from torch.optim import optimizer as hooks
+
+    from odc_triton import fully_shard, minibatch
+
+    models: list[nn.Module] = []
+
+    def free(*_: object) -> None:
+        del models[:-1]
+        gc.collect()
+
+    freeing = hooks.register_optimizer_step_pre_hook(free)  # the garbage collector may run while torch calls its hooks
+    ours = len(hooks._global_optimizer_pre_hooks)
+    models += [fully_shard(net(), backend="cpu") for _ in range(2)]
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=0.1)
+    with minibatch(models[1]):
+        models[1](torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    freeing.remove()
+    assert len(models) == 1
+    fully_shard(net(), backend="cpu")
+    assert len(hooks._global_optimizer_pre_hooks) <= ours + 2, "hooks of freed models are left"
 
 
 def test_tokens_that_nobody_gave() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.tensor import Shard
 
 from tests.support import ranks
 from tests.support.models import build
@@ -91,13 +92,70 @@ def _every_method(rank: int, world: int) -> dict[str, str]:
             method(**{argument: likely.get(argument, True) for argument in required})
         except NotImplementedError as error:
             refused[name] = str(error)
-    for name, value in {"shard_placement_fn": print, "offload_policy": object(), "dp_mesh_dims": object()}.items():
+    for name, value in {
+        "shard_placement_fn": lambda p: Shard(1),
+        "offload_policy": object(),
+        "dp_mesh_dims": object(),
+    }.items():
         try:
             fully_shard(nn.Linear(2, 2), **{name: value})
         except NotImplementedError as error:
             refused[name] = str(error)
     assert model(IDS, use_cache=False).logits.isfinite().all()
     return refused
+
+
+def _as_fsdp2_takes_them(rank: int, world: int) -> None:
+    """Models and options that FSDP2 takes: the same gradients as of a plain model."""
+    from odc_triton import fully_shard, minibatch
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.0), nn.Linear(4, 4))
+        layers[3].weight = layers[0].weight
+        return layers
+
+    def a_unit_without_parameters(layers: nn.Module) -> nn.Module:
+        for layer in (layers[1], layers[2]):
+            fully_shard(layer)
+        return fully_shard(layers)
+
+    def a_list(layers: nn.Module) -> nn.Module:
+        given = [layers[0], layers[3]]
+        assert fully_shard(given) is given
+        return fully_shard(layers)
+
+    def a_list_without_its_root(layers: nn.Module) -> nn.Module:
+        fully_shard([layers[0], layers[1], layers[3], layers[3]])
+        return layers
+
+    def defaults(layers: nn.Module) -> nn.Module:
+        return fully_shard(layers, offload_policy=fsdp.OffloadPolicy(), shard_placement_fn=lambda p: Shard(-p.ndim))
+
+    def under_a_default_device(layers: nn.Module) -> nn.Module:
+        with torch.device("meta"):
+            return fully_shard(layers)
+
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    plain = model()
+    plain(x).square().sum().backward()
+    want = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    for shard in (a_unit_without_parameters, a_list, a_list_without_its_root, defaults, under_a_default_device):
+        sharded = shard(model())
+        with minibatch(sharded if shard is not a_list_without_its_root else sharded[0]):
+            sharded(x).square().sum().backward()
+        got = {name: parameter.grad.full_tensor() for name, parameter in sharded.named_parameters()}
+        assert got.keys() == want.keys(), shard.__name__
+        for name in want:  # the same batch on both ranks, divided by their number: the same bits
+            assert torch.equal(got[name], want[name]), f"{shard.__name__}: {name}"
+    with torch.device("meta"):
+        built = fully_shard(model())
+    assert {each.device.type for each in [*built.parameters(), *built.buffers()]} == {"cpu"}
+    assert built(x).isfinite().all()
+
+
+def test_models_and_options_as_fsdp2_takes_them() -> None:
+    ranks.run(_as_fsdp2_takes_them, 2)
 
 
 def test_every_method_works_or_says_what_to_do() -> None:

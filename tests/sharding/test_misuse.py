@@ -19,7 +19,7 @@ def _options(rank: int, world: int) -> dict[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy
     from torch.distributed.optim import _apply_optimizer_in_backward
-    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from odc_triton import MixedPrecisionPolicy, fully_shard
 
@@ -68,10 +68,10 @@ def _options(rank: int, world: int) -> dict[str, str]:
         fully_shard(nn.Sequential(shared, nn.Linear(4, 4)))
 
     cases: dict[str, Callable[[], object]] = {
-        "list": lambda: fully_shard([net(), net()]),
+        "list": lambda: fully_shard([net(), "net"]),
+        "empty list": lambda: fully_shard([]),
         "not a module": lambda: fully_shard("model"),
         "ModuleList": lambda: fully_shard(nn.ModuleList([net()])),
-        "no parameters": lambda: fully_shard(nn.ReLU()),
         "twice": twice,
         "below a root": below_a_root,
         "in two models": in_two_models,
@@ -90,7 +90,7 @@ def _options(rank: int, world: int) -> dict[str, str]:
         "cp": lambda: fully_shard(net(), mesh=mesh_of("cp")),
         "pp": lambda: fully_shard(net(), mesh=mesh_of("pp")),
         "mesh": lambda: fully_shard(net(), mesh=dist.group.WORLD),
-        "shard_placement_fn": lambda: fully_shard(net(), shard_placement_fn=lambda p: None),
+        "shard_placement_fn": lambda: fully_shard(net(), shard_placement_fn=lambda p: Shard(1)),
         "offload_policy": lambda: fully_shard(net(), offload_policy=CPUOffloadPolicy()),
         "dp_mesh_dims": lambda: fully_shard(net(), dp_mesh_dims=("dp",)),
         "mp_policy": lambda: fully_shard(net(), mp_policy=torch.bfloat16),
@@ -105,10 +105,10 @@ def _options(rank: int, world: int) -> dict[str, str]:
 
 def test_options() -> None:
     expected = {
-        "list": "NotImplementedError.*one module",
+        "list": "TypeError: .*the list holds a str",
+        "empty list": "ValueError: .*empty list",
         "not a module": "TypeError.*str",
         "ModuleList": "ValueError: ModuleList has no forward.*parent",
-        "no parameters": "ValueError: ReLU has no parameters",
         "twice": "ValueError.*sharded already",
         "below a root": "ValueError: weight is a DTensor.*plain model",
         "in two models": "ValueError: 0.weight is a DTensor",
@@ -127,7 +127,7 @@ def test_options() -> None:
         "cp": "NotImplementedError.*'cp'",
         "pp": "NotImplementedError.*'pp'",
         "mesh": "TypeError.*give a DeviceMesh",
-        "shard_placement_fn": "NotImplementedError: shard_placement_fn is not supported, leave it out",
+        "shard_placement_fn": r"NotImplementedError: shard_placement_fn returned .*1.* for 0\.weight.*Shard\(0\)",
         "offload_policy": "NotImplementedError: offload_policy is not supported, leave it out",
         "dp_mesh_dims": "NotImplementedError: dp_mesh_dims is not supported, leave it out",
         "mp_policy": "TypeError.*give a MixedPrecisionPolicy",
@@ -204,8 +204,24 @@ def _different(rank: int, world: int) -> dict[str, str]:
                 model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
 
+    def step_on_some() -> None:
+        model = fully_shard(net())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            with minibatch(model):
+                model(torch.ones(2, 4)).sum().backward()
+            if not other:
+                optimizer.step()
+
+    def frozen_on_one() -> None:
+        model = fully_shard(net())
+        model[2].bias.requires_grad_(not other)
+        begin_minibatch(model)
+
     return {
         "betas": caught(different_betas),
+        "step on some": caught(step_on_some),
+        "frozen on one": caught(frozen_on_one),
         "shape": caught(lambda: fully_shard(net(7 if other else 6))),
         "number": caught(lambda: fully_shard(nn.Sequential(net(), nn.Linear(2, 2)) if other else nn.Sequential(net()))),
         "name": caught(lambda: fully_shard(renamed())),
@@ -226,6 +242,8 @@ def test_ranks_differ() -> None:
     results = ranks.run(_different, 3)
     expected = {
         "betas": r"RanksDiffer: .* betas \(parameter group 0\) is 0.8, 0.99 on ranks \[0, 2\]; 0.8, 0.9 on ranks \[1\]",
+        "step on some": r"RanksDiffer: optimizer.step\(\) .*, 1 times on ranks \[0, 2\]; 0 times on ranks \[1\]",
+        "frozen on one": r"RanksDiffer: 2\.bias is frozen on ranks \[1\] only.*on all ranks",
         "shape": r"RanksDiffer.*0\.weight.*\[[67], 4\].*against.*0\.weight.*\[[67], 4\]",
         "number": r"RanksDiffer.*1\.weight.*is only (here|there)",
         "name": r"RanksDiffer.*(second|last)\.weight.*against.*(second|last)\.weight",
