@@ -384,13 +384,15 @@ def test_a_scalar_counts_once_in_the_norm() -> None:
 
 
 class _Ended:
-    """Signs of a peer whose process is gone."""
+    """Signs of a peer whose process is gone. `given_up`: it said so before."""
+
+    given_up = 0
 
     def is_alive(self, rank: int) -> bool:
-        return False
+        return rank == 0
 
     def seen(self, word: object) -> list[int]:
-        return [0, 0]
+        return [0, self.given_up]
 
 
 def test_one_that_came_and_then_ended_is_not_blamed() -> None:
@@ -402,3 +404,17 @@ def test_one_that_came_and_then_ended_is_not_blamed() -> None:
     meetings.require_alive([1], "the end", list)  # it came between the look at it and the look at its life
     with pytest.raises(RankLost, match="rank 1 died"):
         meetings.require_alive([1], "the end", lambda: [1])
+
+
+def test_a_deadline_that_passes_because_a_rank_died() -> None:
+    """Wherever this rank waited, and for whom."""
+    from odc_triton import DeadlineExceeded, RankLost
+    from odc_triton.comm.meeting import Meetings
+
+    meetings = Meetings(store=dist.HashStore(), rank=0, world=2, timeout_s=LONG_S)
+    meetings.signs, late = _Ended(), DeadlineExceeded([], "the device is busy")
+    with pytest.raises(RankLost, match="rank 1 died"):
+        meetings.late("the end", late)
+    meetings.signs.given_up = 1  # as one that another rank kept waiting
+    with pytest.raises(DeadlineExceeded, match="the device is busy"):
+        meetings.late("the end", late)

@@ -172,6 +172,40 @@ def test_a_rank_that_stands_still_is_named(victim: int, where: str, backend: str
     assert awaited in said
 
 
+def _killed_after_the_deadline(rank: int, world: int, setup: Setup) -> tuple[str, list[int]]:
+    """Rank 1 stops; when rank 0 has stopped waiting for it, and before it says why, rank 1 is killed."""
+    from odc_triton import enable_split, fully_shard
+    from odc_triton.comm.memory.heap import Word
+    from odc_triton.sequence.handover import KernelHandover
+
+    model = fully_shard(build(setup, replaced=True), backend="cpu-interpreter", timeout=LONG_S)
+    enable_split(model, tokens=48)
+    heap, check = model._odc_engine.heap, KernelHandover.check
+    model._odc_engine.meetings.timeout_s = SHORT_S
+
+    def check_later(self: KernelHandover) -> None:
+        if self._late_at_stop and heap.is_alive(1):
+            os.kill(heap.seen(Word.PID)[1], signal.SIGKILL)
+            while heap.is_alive(1):
+                time.sleep(0.01)
+        check(self)
+
+    if rank == 1:
+        _ends_in("add", signal.SIGSTOP)
+    KernelHandover.check = check_later
+    with pytest.raises(OfRanks) as caught:
+        step_on(model, setup, rank)
+    return f"{type(caught.value).__name__}: {caught.value}", caught.value.ranks
+
+
+@pytest.mark.slow
+def test_a_rank_killed_after_the_deadline_is_lost() -> None:
+    with ranks.start(_killed_after_the_deadline, 2, Setup(deal="two")) as job:
+        (survivor,) = job.wait_for([0])
+    said, blamed = survivor.value
+    assert (said.split(":")[0], blamed) == ("RankLost", [1]), said
+
+
 @dataclass(frozen=True, kw_only=True)
 class Stop:
     """`victim` stops in layer `layer` when it is about to `where`."""
