@@ -126,7 +126,8 @@ def _assert_alike(results: list[dict[str, Any]], plain: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_as_plain_torch(tmp_path: Path, world: int) -> None:
-    _assert_alike(ranks.run(_train, world, str(tmp_path)), _plain(4))
+    # Exact sums: else the order in which ranks add decides how far a bias of keys is off.
+    _assert_alike(_run(_train, world, str(tmp_path), exact=world > 1 or None), _plain(4))
 
 
 def test_ranks_without_packs(tmp_path: Path) -> None:

@@ -70,14 +70,21 @@ _OF_TRAINER = ("sampler", "callbacks", "eval_dataset", "compute_metrics", "data_
 
 
 def odc_trainer(
-    folder: str, world: int, *, seed: int = 0, bf16: bool = False, lora: bool = False, **changes: Any
+    folder: str,
+    world: int,
+    *,
+    seed: int = 0,
+    bf16: bool = False,
+    exact: bool | None = None,
+    lora: bool = False,
+    **changes: Any,
 ) -> Any:
     """A step takes four samples, whatever the world."""
     from odc_triton.hf import ODCTrainer
 
     given = {name: changes.pop(name) for name in _OF_TRAINER if name in changes}
     args = arguments(folder, per_device_train_batch_size=4 // world, **changes)
-    return ODCTrainer(sharded_model(seed, bf16, lora=lora), args, train_dataset=samples(), **given)
+    return ODCTrainer(sharded_model(seed, bf16, exact, lora), args, train_dataset=samples(), **given)
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
