@@ -151,10 +151,10 @@ class Rewards:
             raise RewardTimedOut(
                 f"{reward} did not return within its timeout of {self.timeout_s:g} s for {count} completions: make it "
                 f"faster, or raise --reward-timeout-s. "
-                f"{self._culprit(function, batch, self._deadline())}"
+                f"{self._culprit(function, batch)}"
             ) from None
         except ProcessEnded as end:
-            raise RewardProcessDied(f"in {reward} {end}. {self._culprit(function, batch, self._deadline())}") from None
+            raise RewardProcessDied(f"in {reward} {end}. {self._culprit(function, batch)}") from None
         if "raised" in answer:
             where = self._culprit(function, batch, deadline)
             raise RewardRaised(f"{reward} raised {answer['raised']}. {where}\n{answer['trace']}")
@@ -187,11 +187,14 @@ class Rewards:
             process.kill()
             raise
 
-    def _culprit(self, function: int, batch: dict[str, list], deadline: float) -> str:
-        """Which completion a function fails on, in words: calls it on one at a time until `deadline`."""
+    def _culprit(self, function: int, batch: dict[str, list], deadline: float | None = None) -> str:
+        """Which completion a function fails on, in words: calls it on one at a time until `deadline`, by default for a
+        whole timeout.
+        """
         count = len(batch["prompts"])
         if count == 1:
             return f"It had {_prompt(batch, 0)}"
+        deadline = deadline or self._deadline()
         for index in range(count):
             try:
                 one = {name: values[index : index + 1] for name, values in batch.items()}
