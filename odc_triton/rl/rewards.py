@@ -11,6 +11,7 @@ from .reward_process import ProcessEnded, RewardProcess
 
 _START_S = 300.0  # for importing the functions, which may load a model
 _PROMPT_CHARACTERS = 200
+_LARGEST = 1e30  # of a reward, weighted or not: sums over a rollout stay finite in fp32, as which the loss takes them
 _RESERVED = ("prompts", "completions", "completion_ids")
 
 
@@ -27,7 +28,7 @@ class RewardMiscounted(RewardFailed):
 
 
 class RewardNotANumber(RewardFailed):
-    """A reward is neither a finite number nor None."""
+    """A reward is neither None nor a finite number, or so large that sums of them would not be finite."""
 
 
 class RewardTimedOut(RewardFailed):
@@ -170,6 +171,12 @@ class Rewards:
                 raise RewardNotANumber(
                     f"{reward} returned {each} for {_prompt(batch, index)}: return a finite number, or None where it "
                     f"does not apply"
+                )
+            if each is not None and abs(each) * max(1.0, abs(self.weights[function])) > _LARGEST:
+                raise RewardNotANumber(
+                    f"{reward} returned {each:g}, with the weight {self.weights[function]:g}, for "
+                    f"{_prompt(batch, index)}: means and deviations of such rewards overflow; return numbers up to "
+                    f"{_LARGEST:g}"
                 )
         return [math.nan if each is None else each for each in rewards]
 

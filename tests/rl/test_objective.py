@@ -7,14 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from odc_triton.balance.pieces import Piece
 from odc_triton.data.order import Mix
+from odc_triton.data.records import IGNORED
+from odc_triton.hf import enable_packing
+from odc_triton.rl.generation import Sampled
 from odc_triton.rl.learned import Learned
-from odc_triton.rl.objective import Denominators, advantages
-from odc_triton.rl.prompts import completion_seed, prompts_of_step, read_prompts
+from odc_triton.rl.objective import Denominators, Objective, advantages
+from odc_triton.rl.prompts import Prompt, completion_seed, prompts_of_step, read_prompts
+from odc_triton.rl.rollout import Rollout, Slot
 from tests.support.grpo_case import trl_advantages
-from tests.support.sft_case import write_case
+from tests.support.sft_case import QWEN2, write_case
 
 REWARDS = torch.tensor([[0.0, 1.0, 0.5], [0.2, 0.2, 0.2], [3.0, -1.0, 0.0]], dtype=torch.float64)
 
@@ -48,6 +53,65 @@ def test_weights() -> None:
     assert all_of_them.weight("dr_grpo", 5) == 1 / 80
 
 
+# By loss, and whether truncated completions are masked: TRL's denominators, of the first group's completions.
+WEIGHTS = {
+    ("dapo", False): [1 / 15, 1 / 15],
+    ("dapo", True): [1 / 5],
+    ("cispo", True): [1 / 5],
+    ("grpo", False): [1 / 12, 1 / 20],
+    ("grpo", True): [1 / 12],
+    ("gspo", True): [1 / 12],
+    ("dr_grpo", False): [1 / 24, 1 / 24],
+    ("dr_grpo", True): [1 / 24],
+}
+
+
+@pytest.mark.parametrize(("loss", "masked"), WEIGHTS)
+def test_what_a_step_learns_of_truncated_completions(loss: str, masked: bool) -> None:
+    """Those that are masked, and groups of equal rewards, teach nothing; all rows count, and tokens that are kept."""
+    lengths, rewards = ((3, 5), (2, 5)), torch.tensor([[1.0, 0.0], [0.5, 0.5]])  # of each two, the second is truncated
+    prompt = Prompt(ids=[8, 9], given="", columns={})
+    sampled = [
+        [Sampled(ids=[7] * length, logps=[0.0] * length, ended=length < 5) for length in group] for group in lengths
+    ]
+    made = Rollout(
+        slots=[Slot(prompt=prompt, seeds=[0, 1])] * 2,
+        sampled=sampled,
+        rewards=rewards[None],
+        totals=rewards,
+        rollout_s=0.0,
+        scoring_s=0.0,
+    )
+    how = {"loss": loss, "scale": "none", "mask_truncated": masked, "most_tokens": 6}
+    found = Learned.of(made, keep_all=False, **how)
+    assert found.weight == pytest.approx(WEIGHTS[loss, masked])
+    assert found.advantage == [0.5, -0.5][: len(found.weight)]
+    assert found.lengths == [5, 7][: len(found.weight)]
+    assert found.tokens == (5 if masked else 15)
+    assert len(Learned.of(made, keep_all=True, **how).samples) == (2 if masked else 4)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_policy_does_not_diverge_from_itself(temperature: float) -> None:
+    """At the temperature that completions are sampled at."""
+    torch.manual_seed(0)
+    config = {name: value for name, value in QWEN2.items() if name != "model_type"}
+    model = Qwen2ForCausalLM(Qwen2Config(**config))
+    enable_packing(model)
+    ids = [5, 60, 7, 80]
+    learned = Learned(
+        samples=[{"input_ids": ids, "labels": [IGNORED, *ids[1:]]}],
+        advantage=[1.0],
+        weight=[1.0],
+        sampled=[[0.0] * 3],
+        tokens=3,
+    )
+    objective = Objective(loss="dapo", low=0.2, high=0.2, kl=1.0)
+    how = {"model": model, "objective": objective, "correction": None, "device": torch.device("cpu")}
+    _, found = learned.loss([0], reference=model, temperature=temperature, **how)
+    assert found["kl"] == 0
+
+
 def test_pieces_predict_each_token_once() -> None:
     """A sample of 4 prompt tokens and 6 sampled ones, cut anywhere."""
     learned = Learned(
@@ -76,8 +140,14 @@ def test_every_prompt_once_in_a_pass() -> None:
     taken = [index for step in range(6) for index in prompts_of_step(Mix((9,)), step, per_step=3, seed=5)]
     assert sorted(taken[:9]) == sorted(taken[9:]) == list(range(9))
     assert taken[:9] not in (taken[9:], list(range(9)))
-    straddling = prompts_of_step(Mix((4,)), 1, per_step=3, seed=5)  # the last of one pass, the first two of the next
-    assert straddling[0] not in prompts_of_step(Mix((4,)), 0, per_step=3, seed=5)
+
+
+def test_a_step_across_the_end_of_a_pass_goes_on_in_the_order_of_the_next() -> None:
+    mix = Mix((4,))
+    taken = [index for step in range(4) for index in prompts_of_step(mix, step, per_step=3, seed=5)]
+    orders = [mix.order(epoch, "prompts 5") for epoch in range(3)]
+    assert taken == [index for order in orders for index in order]
+    assert orders[0][:2] != orders[1][:2] != orders[2][:2], "else a step could not show which order it takes"
 
 
 def test_prompts_of_messages_end_where_the_assistant_begins(tmp_path: Path) -> None:

@@ -69,6 +69,9 @@ def not_a_number(prompts, **columns):
 def infinite(prompts, **columns):
     return [float("inf") if "bad" in prompt else 1.0 for prompt in prompts]
 
+def enormous(prompts, **columns):
+    return [-1e308 if "bad" in prompt else 1.0 for prompt in prompts]
+
 def text(prompts, **columns):
     return ["1.0"] * len(prompts)
 
@@ -181,6 +184,7 @@ def test_megabytes_do_not_block(rewards: Callable[..., Rewards]) -> None:
         ("one_number", RewardMiscounted, ["float 1.5", "list of 3 numbers"]),
         ("not_a_number", RewardNotANumber, ["returned nan for completion 2 of 3", "a bad prompt"]),
         ("infinite", RewardNotANumber, ["returned inf for completion 2 of 3"]),
+        ("enormous", RewardNotANumber, ["returned -1e+308 for completion 2 of 3", "return numbers up to 1e+30"]),
         ("text", RewardNotANumber, ["returned str '1.0' for completion 1 of 3"]),
         ("builtin", RewardNotANumber, ["returned str 'prompts'"]),
         ("exact", RewardRaised, ["missing 1 required positional argument: 'answer'"]),

@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from odc_triton.rl.generation import Request, SamplingOptions
+from odc_triton.rl.generation import Request, Sampled, SamplingOptions
+from odc_triton.rl.transformers_engine import _cut
 from tests.support import ranks
 from tests.support.sft_case import QWEN2
 
-END = 3
+END = 16  # which the model says within 20 tokens in some completions, and not in others
 PROMPTS = ([5, 6, 7, 8, 9, 10], [11], [12, 13, 14])
 
 
@@ -51,12 +52,19 @@ def _log_probs(model: torch.nn.Module, prompt: list[int], ids: list[int], temper
     return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
 
 
+def test_a_completion_ends_with_its_end_token() -> None:
+    ended, truncated = _cut([[5, END, END], [5, 6, 7]], [[-1.0, -2.0, -3.0]] * 2, (3, END))
+    assert ended == Sampled(ids=[5, END], logps=[-1.0, -2.0], ended=True)
+    assert truncated == Sampled(ids=[5, 6, 7], logps=[-1.0, -2.0, -3.0], ended=False)
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_log_probabilities_are_the_policys(temperature: float) -> None:
     model = _model()
     one, two = ranks.run(_sample, 2, temperature, [7, 8], 20)
     tokens = [[[sampled.ids for sampled in group] for group in made] for made in (one[1:], two)]
     assert tokens[0] == tokens[1], "a completion depends on its seed, not on what is decoded beside it"
+    assert {sampled.ended for group in one for sampled in group} == {True, False}
     for prompt, group in zip(PROMPTS, one, strict=True):
         assert (group[0].ids == group[1].ids) == (temperature == 0.0)
         for sampled in group:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from tests.support.sft_case import VOCABULARY
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_prompts(tmp_path_factory.mktemp("grpo"))
+    """Of seven prompts, so that a step of three or four goes across the end of a pass."""
+    return write_prompts(tmp_path_factory.mktemp("grpo"), prompts=7)
 
 
 def train(rank: int, world: int, wanted: GrpoOptions, recorded: bool) -> dict:
@@ -41,7 +43,7 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
     """
     from odc_triton.data.tokenizer import read_tokenizer
     from odc_triton.rl.generation import Request, SamplingOptions
-    from odc_triton.rl.prompts import completion_seed, prompts_of_step, read_prompts
+    from odc_triton.rl.prompts import completion_seed, read_prompts
 
     tokenizer = read_tokenizer(wanted.tokenizer)
     prompts = read_prompts(wanted.data[0], tokenizer, most_tokens=wanted.token_cap * world)
@@ -51,9 +53,11 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
     per_step = wanted.prompts_per_rank * world
     ends = (tokenizer.eos_token_id,)
     options = SamplingOptions(temperature=1.0, max_new_tokens=wanted.max_new_tokens, end_tokens=ends)
-    losses, lengths = [], []
+    passes = (Mix((len(prompts),)).order(each, f"prompts {wanted.seed}") for each in range(wanted.steps))
+    in_order = itertools.chain.from_iterable(passes)
+    losses, lengths, masked = [], [], 0
     for step in range(wanted.steps):
-        chosen = [prompts[i] for i in prompts_of_step(Mix((len(prompts),)), step, per_step=per_step, seed=wanted.seed)]
+        chosen = [prompts[index] for index in itertools.islice(in_order, per_step)]
         rows, rewards = [], []
         for place, prompt in enumerate(chosen):
             seeds = [completion_seed(wanted.seed, step, place, n) for n in range(wanted.generations)]
@@ -62,6 +66,7 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
             rewards.append(vowels(texts, [prompt.columns["wanted"]] * len(texts)))
             rows += [(prompt.ids, one) for one in group]
         gained = trl_advantages(torch.tensor(rewards, dtype=torch.float64), wanted.scale_rewards)
+        masked += sum(not one.ended and gain != 0 for (_, one), gain in zip(rows, gained.flatten(), strict=True))
         old, of_step = None, 0.0
         for _ in range(wanted.iterations):
             loss, found = trl_loss(model, rows, gained, wanted, old=old, reference=reference)
@@ -73,6 +78,7 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
             of_step += loss.item() / wanted.iterations
         losses.append(of_step)
         lengths.append([len(prompt) + len(one.ids) for prompt, one in rows])
+    assert masked or not wanted.mask_truncated, "no truncated completion would have taught something"
     return losses, model.state_dict(), lengths
 
 
@@ -88,7 +94,15 @@ CASES = {
         "generations": 2,
         "prompts_per_rank": 1,
     },
-    "grpo by batch, masked": {"loss": "grpo", "scale_rewards": "batch", "mask_truncated": True},
+    # Not clipped, which would hide a factor of all gradients.
+    "grpo by batch, masked": {
+        "loss": "grpo",
+        "scale_rewards": "batch",
+        "mask_truncated": True,
+        "max_new_tokens": 4,
+        "clip_norm": 1e9,
+        "lr": 0.1,
+    },
     "dr_grpo, no scale, kl": {"loss": "dr_grpo", "scale_rewards": "none", "kl": 0.1, "lr": 10.0},
     "gspo twice, temperature": {"loss": "gspo", "iterations": 2, "clip": 0.001, "temperature": 0.7},
     "cispo twice": {"loss": "cispo", "iterations": 2, "clip_high": 1.001},
