@@ -54,9 +54,10 @@ def in_words(disturbed: dict[str, int | None], minibatches: int) -> str:
         return "Whether the machine was quiet is not known: its kernel does not tell how long ranks waited for a core."
     limit = f"a rank waited for a core for over {MOST_WAITING:.0%} of the time"
     if left:
+        after = f", after {anew} were measured anew" if anew else ""
         return (
-            f"The machine was not quiet: in {left} of {minibatches} minibatches {limit}, after {anew} were measured "
-            f"anew. Run it again on a quiet machine."
+            f"The machine was not quiet: in {left} of {minibatches} minibatches {limit}{after}. Run it again on a "
+            f"quiet machine."
         )
     if anew:
         return f"{anew} of {minibatches} minibatches were measured anew, as {limit}; none of those that count is."

@@ -12,7 +12,7 @@ import math
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -87,9 +87,9 @@ class LengthsWork:
 
     @cached_property
     def config(self) -> Any:
-        from transformers import AutoConfig
+        from odc_triton.data.tokenizer import read_config
 
-        return AutoConfig.from_pretrained(self.init or self.model, trust_remote_code=False).get_text_config()
+        return read_config(self.init or self.model).get_text_config()
 
     def data(self) -> RandomTokens:
         return RandomTokens(self.lengths, self.config.vocab_size, self.seed)
@@ -131,6 +131,7 @@ class Turn:
     idle: float | None
     parameters: int
     gpu: dict[str, str] | None = None
+    waited_s: list[list[float]] = field(default_factory=list)  # for a core, by rank
 
 
 def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: int) -> Turn:
@@ -167,6 +168,7 @@ def take_turn(kind: type[Variant], work: LengthsWork, setting: Setting, round_: 
         idle=idle,
         parameters=parameters,
         gpu=gpu() if setting.device == "cuda" else None,
+        waited_s=[each.waited_s for each in ran[1:]],
     )
 
 

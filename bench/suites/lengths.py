@@ -34,6 +34,7 @@ from .lengths_report import (
     as_data,
     loss_spread,
     peak_flops,
+    quiet_or_not,
     text_of,
 )
 
@@ -90,13 +91,11 @@ def _counter(source: str | None) -> Callable[[Record], int] | None:
     encoders: list = []
 
     def count(record: Record) -> int:
-        from transformers import AutoTokenizer
-
         from odc_triton.data.dataset import encode_records
-        from odc_triton.data.tokenizer import TextEncoder
+        from odc_triton.data.tokenizer import TextEncoder, read_tokenizer
 
         if not encoders:
-            encoders.append(TextEncoder.of(AutoTokenizer.from_pretrained(source, trust_remote_code=False)))
+            encoders.append(TextEncoder.of(read_tokenizer(source)))
         ((ids, _),) = encode_records([record], encoders[0], max_tokens=sys.maxsize)
         return len(ids)
 
@@ -149,7 +148,7 @@ def main(ranks: int, options: BenchOptions) -> int:
         seen = {"gpu": turns[0].gpu, "parameters": turns[0].parameters} if turns else {}
         peak = peak_flops((seen.get("gpu") or {}).get("name"), setting.dtype)
         amounts = Amounts(tokens=tokens, flops=flops, ranks=ranks, peak=peak)
-        text = text_of(results, amounts)
+        text = f"{text_of(results, amounts)}\n\n{quiet_or_not(results)}"
         save_json(out / "lengths.json", as_data(results, amounts, said | seen))
         facts = asdict(options) | {key: value for key, value in (said | seen).items() if key != "options"}
         told = [f"- {key}: {_plain(value)}" for key, value in facts.items() if value is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 from odc_triton.base.report import table
 
+from .. import quiet
 from ..harness import bootstrap_ratio
 from .alone import Turn
 
@@ -115,6 +117,21 @@ def text_of(results: Sequence[Result], amounts: Amounts) -> str:
     return table([row_of(result, fastest, amounts) for result in results], COLUMNS)
 
 
+def disturbed(results: Sequence[Result]) -> dict[str, int | None]:
+    """As `harness.disturbed`, of the timed minibatches of all turns; none is measured anew."""
+    took = [
+        pair for result in results for turn in result.turns for pair in zip(turn.seconds, turn.waited_s, strict=True)
+    ]
+    is_known = not any(math.isnan(each) for _, waited_s in took for each in waited_s)
+    left = sum(quiet.is_disturbed(seconds, waited_s) for seconds, waited_s in took)
+    return {"measured_anew": 0, "left": left if is_known else None}
+
+
+def quiet_or_not(results: Sequence[Result]) -> str:
+    """Whether the machine was quiet, in a sentence."""
+    return quiet.in_words(disturbed(results), sum(len(result.seconds) for result in results))
+
+
 def as_data(results: Sequence[Result], amounts: Amounts, about: Mapping[str, Any]) -> dict[str, Any]:
     """Everything, for JSON."""
     fastest = fastest_baseline(results)
@@ -129,6 +146,7 @@ def as_data(results: Sequence[Result], amounts: Amounts, about: Mapping[str, Any
         **about,
         "fastest_baseline": None if fastest is None else fastest.name,
         "loss_spread": loss_spread(results),
+        "disturbed": disturbed(results),
         "tokens": list(amounts.tokens),
         "flops": list(amounts.flops),
         "peak_flops": amounts.peak,

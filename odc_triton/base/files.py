@@ -10,10 +10,13 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from .hub import hub_problem
 
 
 @contextmanager
@@ -157,6 +160,22 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+@contextmanager
+def without_empty_cache() -> Iterator[None]:
+    """Removes the folder for compiled code that importing torch._dynamo leaves in TMPDIR, if it is new and empty."""
+
+    def found() -> set[Path]:
+        return {*Path(tempfile.gettempdir()).glob("torchinductor_*")}
+
+    before = found()
+    try:
+        yield
+    finally:
+        for folder in found() - before:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
 def read_json_object(path: str | os.PathLike, remedy: str) -> dict[str, Any]:
     """The object in a JSON file. Raises OSError, and ValueError with the remedy for what is not one."""
     try:
@@ -183,6 +202,7 @@ def reading(source: str) -> Iterator[None]:
     Raises OSError, also as `require_source` does, and ValueError.
     """
     require_source(source)
+    problem = None if Path(source).exists() else hub_problem()
     try:
         yield
     except (OSError, ValueError) as error:
@@ -193,7 +213,7 @@ def reading(source: str) -> Iterator[None]:
             ) from error
         if Path(source).exists():
             raise
-        reason = " ".join(str(error).split())[:300]
+        reason = problem or " ".join(str(error).split())[:300]
         raise OSError(
             f"{source} is not a local file or folder, so it was taken for a hub id, and can't be read: {reason}"
         ) from error

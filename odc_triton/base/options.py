@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import types
 import typing
 from dataclasses import MISSING, Field, field, fields
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 Options = TypeVar("Options")
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
+RANKS_PER_CORE = 8  # each is a process that imports torch
 REQUIRED: Any = MISSING  # the default of an option that must be given
 
 
@@ -41,6 +43,24 @@ def require_token_cap(options: Any) -> None:
     """Raises ValueError for a `token_cap` that no sample fits."""
     if options.token_cap is not None and options.token_cap < 2:
         raise ValueError(f"--token-cap is {options.token_cap}; give at least 2: one token to predict and one before it")
+
+
+def require_seed(options: Any) -> None:
+    """Raises ValueError for a `seed` that torch can't take."""
+    if not -(2**63) <= options.seed < 2**63:
+        raise ValueError(f"--seed is {options.seed}; it must fit in 64 bits: give one from -2**63 to 2**63 - 1")
+
+
+def require_ranks(ranks: int) -> None:
+    """Raises ValueError for no ranks, and for more than this process's cores can start in reasonable time."""
+    cores = len(os.sched_getaffinity(0))
+    if ranks < 1:
+        raise ValueError(f"--ranks is {ranks}; give at least 1")
+    if ranks > RANKS_PER_CORE * cores:
+        raise ValueError(
+            f"--ranks is {ranks} and there {'is 1 core' if cores == 1 else f'are {cores} cores'} here: give at most "
+            f"{RANKS_PER_CORE * cores}, {RANKS_PER_CORE} for each"
+        )
 
 
 def require_files(options: Any, *names: str, or_folders: bool = False) -> None:

@@ -174,7 +174,8 @@ def weights_folder(source: str | Path) -> Path:
         return Path(source)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
+    with reading(str(source)):
+        return Path(snapshot_download(str(source), allow_patterns=["*.json", "*.safetensors"]))
 
 
 def require_weights(folder: str | Path) -> None:

@@ -12,6 +12,7 @@ from ..base.options import (
     require_at_least,
     require_files,
     require_one_model,
+    require_seed,
     require_token_cap,
 )
 
@@ -39,6 +40,7 @@ class BenchOptions:
         require_one_model(self)
         require_at_least(self, 1, "samples_per_rank", "minibatches", "rounds")
         require_token_cap(self)
+        require_seed(self)
         require_files(self, "init", "lengths")
         if Path(self.out).exists() and not Path(self.out).is_dir():
             raise ValueError(f"--out is {self.out}, which is a file; give a folder")

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .. import __version__
+from ..base.errors import in_a_line
+from ..base.files import without_empty_cache
 from .start import ending_at_once, say_stopped, start_job
 
 if TYPE_CHECKING:
@@ -28,6 +30,11 @@ Options = TypeVar("Options")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
+    with without_empty_cache():
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     if not sys.platform.startswith("linux"):
         print(f"odc-triton runs on Linux only, not on {sys.platform}", file=sys.stderr)
         return 1
@@ -43,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the interpreter's last flush is quiet
         return 141
     except (OSError, ValueError, RuntimeError, ImportError) as error:
-        print(f"odc-triton: {error}", file=sys.stderr)
+        print(f"odc-triton: {in_a_line(error)}", file=sys.stderr)
         return 1
 
 
@@ -292,7 +299,7 @@ def _takes(
     `config`: they may come from a file.
     """
     from ..base.config_file import with_config
-    from ..base.options import add_arguments, read_options
+    from ..base.options import add_arguments, read_options, require_ranks
 
     add_arguments(parser, kind, config=config)
 
@@ -301,8 +308,7 @@ def _takes(
         try:
             if config:
                 given = with_config(kind, given)
-            if given.get("ranks", 1) < 1:
-                raise ValueError(f"--ranks is {given['ranks']}; give at least 1")
+            require_ranks(given.get("ranks", 1))
             wanted = read_options(kind, given)
         except ValueError as error:
             parser.error(str(error))
@@ -314,9 +320,9 @@ def _takes(
 def _takes_ranks(
     parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[int, Options], int], *, config: bool = False
 ) -> None:
-    from ..base.options import whole_number
+    from ..base.options import RANKS_PER_CORE, whole_number
 
-    text = "processes to start on this machine (default: 1)"
+    text = f"processes to start on this machine, at most {RANKS_PER_CORE} for each core (default: 1)"
     parser.add_argument("--ranks", type=whole_number, metavar="N", default=argparse.SUPPRESS, help=text)
     _takes(parser, kind, run, config=config, ranks=1)
 

@@ -16,6 +16,7 @@ from ..base.options import (
     require_at_least,
     require_files,
     require_one_model,
+    require_seed,
     require_token_cap,
 )
 from ..base.trace import (
@@ -60,6 +61,7 @@ class ProfileOptions:
         require_one_model(self)
         require_at_least(self, 1, "samples_per_rank", "minibatches")
         require_token_cap(self)
+        require_seed(self)
         require_files(self, "lengths")
         require_files(self, "init", or_folders=True)
         if self.lengths is not None:

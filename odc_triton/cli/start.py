@@ -40,7 +40,7 @@ def _start_and_check(job: Job, name: str, options: RunOptions) -> ModuleType:
     job.start(preload=name)
     with ending_at_once():
         module = import_module(name)
-        module.check_before_start(options)
+        module.check_before_start(options, job.ranks)
     return module
 
 
@@ -50,6 +50,6 @@ def _check_and_fork(job: Job, name: str, options: RunOptions) -> ModuleType:
         module = import_module(name)
     with Job(1, method="fork") as check:
         check.start()
-        check.run(module.check_before_start, options)
+        check.run(module.check_before_start, options, job.ranks)
     job.start()
     return module

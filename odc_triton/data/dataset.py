@@ -227,48 +227,72 @@ def _write_samples(
     options: DataOptions,
     progress: Callable[[int, float], None] | None,
 ) -> DataSummary:
-    counts = dict.fromkeys((each.name for each in fields(DataSummary)), 0)
-    spans_written = 0
+    counts = new_counts()
+    spans_written = tokens_written = 0
     with GrowingArrays(Path(path).parent, {"tokens": "i", "offsets": "q", "spans": "q"}) as columns:
         columns.extend("offsets", [0])
         for batch in _batches(source, options):
-            for record, (ids, spans) in zip(batch, encode_records(batch, encoder, options.max_tokens), strict=True):
-                counts["records"] += 1
-                too_long = len(ids) > options.max_tokens
-                if too_long:
-                    if options.too_long == "error":
-                        least = "at least " if record.characters > CHARACTERS_PER_TOKEN * options.max_tokens else ""
-                        raise DataError(
-                            f"{record.where}: {least}{len(ids)} tokens, more than the cap of "
-                            f"{options.max_tokens}; raise --token-cap, or give --truncate or --drop-long"
-                        )
-                    if options.too_long == "drop":
-                        counts["dropped_too_long"] += 1
-                        continue
-                    ids = ids[: options.max_tokens]
-                    spans = [(start, min(end, len(ids))) for start, end in spans if start < len(ids)]
-                targets = sum(max(end - max(start, 1), 0) for start, end in spans)
-                if targets < 1:
-                    counts["dropped_no_target"] += 1
-                    continue
-                counts["samples"] += 1
-                counts["truncated"] += too_long
-                counts["target_tokens"] += targets
+            encoded = encode_records(batch, encoder, options.max_tokens)
+            for ids, spans in samples_of(zip(batch, encoded, strict=True), options, counts):
                 columns.extend("tokens", ids)
-                columns.extend("spans", (counts["tokens"] + at for span in spans for at in span))
+                columns.extend("spans", (tokens_written + at for span in spans for at in span))
                 spans_written += len(spans)
-                counts["tokens"] += len(ids)
-                columns.extend("offsets", [counts["tokens"]])
+                tokens_written += len(ids)
+                columns.extend("offsets", [tokens_written])
             if progress is not None:
                 progress(counts["records"], batch[-1].end / max(source.total(), 1))
-        summary = DataSummary(**counts)
-        if not summary.samples:
-            raise DataError(
-                f"{source.name} leaves no sample to train on: {summary}; the cap is {options.max_tokens} tokens"
-                f"{_why_nothing_is_left(summary)}"
-            )
+        summary = counted(source.name, counts, options)
         shapes = {"tokens": (summary.tokens,), "offsets": (summary.samples + 1,), "spans": (spans_written, 2)}
         columns.save(path, shapes, asdict(summary))
+    return summary
+
+
+def new_counts() -> dict[str, int]:
+    """For `samples_of` to count in."""
+    return dict.fromkeys((each.name for each in fields(DataSummary)), 0)
+
+
+def samples_of(
+    encoded: Iterable[tuple[Record, tuple[list[int], Spans]]], options: DataOptions, counts: dict[str, int]
+) -> Iterator[tuple[list[int], Spans]]:
+    """(token ids, learned spans) of each sample of these records, with what `encode_records` made of each.
+
+    Adds to `counts`. Raises DataError for too long a sample if the options say so.
+    """
+    for record, (ids, spans) in encoded:
+        counts["records"] += 1
+        too_long = len(ids) > options.max_tokens
+        if too_long:
+            if options.too_long == "error":
+                least = "at least " if record.characters > CHARACTERS_PER_TOKEN * options.max_tokens else ""
+                raise DataError(
+                    f"{record.where}: {least}{len(ids)} tokens, more than the cap of "
+                    f"{options.max_tokens}; raise --token-cap, or give --truncate or --drop-long"
+                )
+            if options.too_long == "drop":
+                counts["dropped_too_long"] += 1
+                continue
+            ids = ids[: options.max_tokens]
+            spans = [(start, min(end, len(ids))) for start, end in spans if start < len(ids)]
+        targets = sum(max(end - max(start, 1), 0) for start, end in spans)
+        if targets < 1:
+            counts["dropped_no_target"] += 1
+            continue
+        counts["samples"] += 1
+        counts["truncated"] += too_long
+        counts["target_tokens"] += targets
+        counts["tokens"] += len(ids)
+        yield ids, spans
+
+
+def counted(name: str, counts: dict[str, int], options: DataOptions) -> DataSummary:
+    """The counts of the whole source `name`. Raises DataError if it has no sample."""
+    summary = DataSummary(**counts)
+    if not summary.samples:
+        raise DataError(
+            f"{name} leaves no sample to train on: {summary}; the cap is {options.max_tokens} tokens"
+            f"{_why_nothing_is_left(summary)}"
+        )
     return summary
 
 
@@ -411,13 +435,8 @@ class SampleSubset:
         return self.data[int(self.indices[index])]
 
 
-def split_samples(data: TokenizedDataset, evaluation: float, *, seed: int = 0) -> tuple[SampleSubset, SampleSubset]:
-    """(to train on, to evaluate on): disjoint, together all samples.
-
-    `evaluation` is a number of samples, 1 or more, or a fraction below 1 (rounded, at least one sample). Raises
-    ValueError if a part would be empty.
-    """
-    total = len(data)
+def held_out(total: int, evaluation: float) -> int:
+    """How many of `total` samples `split_samples` sets aside. Raises what it raises."""
     if not evaluation > 0 or (evaluation >= 1 and evaluation != int(evaluation)):
         raise ValueError(
             f"the evaluation split is {evaluation!r}; give a number of samples, 1 or more, or a fraction below 1"
@@ -428,6 +447,16 @@ def split_samples(data: TokenizedDataset, evaluation: float, *, seed: int = 0) -
             f"an evaluation split of {evaluation!r} would take {count} of {total} samples and leave none to train "
             "on; make it smaller, or give more data"
         )
+    return count
+
+
+def split_samples(data: TokenizedDataset, evaluation: float, *, seed: int = 0) -> tuple[SampleSubset, SampleSubset]:
+    """(to train on, to evaluate on): disjoint, together all samples.
+
+    `evaluation` is a number of samples, 1 or more, or a fraction below 1 (rounded, at least one sample). Raises
+    ValueError if a part would be empty.
+    """
+    total, count = len(data), held_out(len(data), evaluation)
     # Only Random.random is promised to give the same numbers in every Python version; numpy's generators are not.
     generator = random.Random(f"evaluation {seed}")
     keys = np.fromiter((generator.random() for _ in range(total)), np.float64, total)

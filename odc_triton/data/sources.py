@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..base.hub import hub_problem
 from .folders import files_of, kind_of_file
 from .forms import record_of
 from .json_files import INSTALL, Value, import_pyarrow, read_json
@@ -157,8 +158,13 @@ def _from_saved(folder: str, split: str | None) -> Source:
 
 
 def _from_hub(name: str, hub_id: str, configuration: str | None, split: str) -> Source:
-    datasets = _import_datasets(f"{name} is not a local file, so it was taken for a data set on the hub")
-    return _rows(_load(name, lambda: datasets.load_dataset(hub_id, configuration, split=split)), name)
+    taken = f"{name} is not a local file, so it was taken for a data set on the hub"
+    problem = hub_problem()  # before the import, as the library reads then whether it is offline
+    datasets = _import_datasets(taken)
+    try:
+        return _rows(_load(name, lambda: datasets.load_dataset(hub_id, configuration, split=split)), name)
+    except DataError as error:
+        raise error if problem is None else DataError(f"{taken}, and can't be read: {problem}") from error
 
 
 def _rows(loaded: Any, name: str) -> Rows:

@@ -87,7 +87,7 @@ def enable_packing(model: nn.Module) -> None:
         except Exception as error:
             raise PackingUnsupported(
                 f"{name} is on the meta device, where no probe runs, and no small {name} of its config could be made "
-                f"({error!r}): load its weights first."
+                f"({error!r}): correct its config, or load its weights first."
             ) from error
         enable_packing(probed)
         model.set_attn_implementation(ATTENTION_NAME)

@@ -7,6 +7,7 @@ a reward may execute what a model wrote, and then nothing that comes from there 
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import inspect
 import json
@@ -18,16 +19,20 @@ import socket
 import struct
 import subprocess
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from ..base.errors import TRACEBACK
 from ..comm.launch import die_with_parent, how_it_ended
 
 _LENGTH = struct.Struct("!Q")
 _END_S = 2.0  # for what the functions' modules do at exit
 _TRACE_LINES = 12
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_NO_CHANNEL = 97  # the process's exit status if its end of the socket pair was closed
 _KEYWORDS = ("prompts", "completions", "completion_ids")
 _CODE = """
 import sys
@@ -86,7 +91,12 @@ class RewardProcess:
             return json.loads(_receive(self._channel, deadline))
         except (EOFError, ConnectionError):
             try:
-                raise ProcessEnded(how_it_ended(self._process.wait(_END_S))) from None
+                status = self._process.wait(_END_S)
+                if status == _NO_CHANNEL:
+                    raise ProcessEnded(
+                        "its process closed descriptors that it had not opened, as that of its rank"
+                    ) from None
+                raise ProcessEnded(how_it_ended(status)) from None
             except subprocess.TimeoutExpired:
                 raise ProcessEnded("its process closed the socket to its rank") from None
 
@@ -142,6 +152,18 @@ def serve(descriptor: int, parent_pid: int) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     os.set_inheritable(descriptor, False)  # not for what the functions start
     channel = socket.socket(fileno=descriptor)
+    try:
+        _serve(channel)
+    except ConnectionError:  # its rank is gone
+        return
+    except OSError as error:
+        if error.errno not in (errno.EBADF, errno.ENOTSOCK):
+            raise
+        channel.detach()
+        sys.exit(_NO_CHANNEL)
+
+
+def _serve(channel: socket.socket) -> None:
     functions: list[Callable] = []
     problem = None
     for name in json.loads(_receive(channel)):
@@ -155,7 +177,7 @@ def serve(descriptor: int, parent_pid: int) -> None:
     while True:
         try:
             message = _receive(channel)
-        except (EOFError, ConnectionError):
+        except EOFError:
             return
         function, keywords = pickle.loads(message)
         _send(channel, json.dumps(_call(functions[function], keywords, events)).encode())
@@ -184,7 +206,7 @@ def _find(name: str) -> Callable | str:
             f"reward {name}: there is no module {error.name}: start the job in the folder that has it, or add that "
             f"folder to PYTHONPATH"
         )
-    except Exception as error:
+    except BaseException as error:  # SystemExit too
         return f"reward {name}: importing {module_name} raised {type(error).__name__}: {error}\n{_trace_of(error)}"
     try:
         for part in path.split("."):
@@ -255,9 +277,18 @@ def _short(value: Any) -> str:
 
 
 def _trace_of(error: BaseException) -> str:
-    """The last lines of a traceback, without this file's own."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    lines = "".join(traceback.format_exception(type(error), error, frames)).splitlines()
-    return "\n".join(lines[-_TRACE_LINES:])
+    """A traceback with the user's own frames only, and of a long one the last lines."""
+    found = traceback.TracebackException.from_exception(error)
+    _keep_own(found)
+    lines = "".join(found.format()).removeprefix(TRACEBACK.strip()).strip("\n").splitlines()
+    return "\n".join([TRACEBACK.strip(), *lines[-_TRACE_LINES:]])
+
+
+def _keep_own(found: traceback.TracebackException | None) -> None:
+    if found is not None:
+        ours = (__file__, importlib.__file__)
+        frames = [f for f in found.stack if f.filename not in ours and not f.filename.startswith("<frozen importlib")]
+        own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+        found.stack = traceback.StackSummary.from_list(own or frames)
+        _keep_own(found.__cause__)
+        _keep_own(found.__context__)

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 -m odc_triton.train.grpo --data PROMPTS --reward MOD
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,7 +32,8 @@ from .metrics import Metrics
 from .prepare import Prepared, load_any_tokenizer, mix_of, take_folder
 from .run_folder import RunFolder
 
-_PROMPTS = 16  # of each source, that are looked at before the start
+# Of each source, that are looked at before the start; and of one that may be too small for a step.
+_PROMPTS, _MOST_PROMPTS = 16, 1024
 
 
 def train_grpo(options: GrpoOptions, on_metrics: OnMetrics | None = None) -> Metrics:
@@ -48,10 +50,15 @@ def run_grpo(options: GrpoOptions) -> Metrics:
     return run_job(train_grpo, options)
 
 
-def check_before_start(options: GrpoOptions) -> None:
+def check_before_start(options: GrpoOptions, ranks: int) -> None:
     """Raises OSError and ValueError for what would fail later in the run. Leaves nothing except the folder `out`."""
     tokenizer = load_any_tokenizer(options)
-    largest = max(each.largest_token for each in _read(options, tokenizer, first=_PROMPTS))
+    enough = math.ceil(options.prompts_per_rank * ranks / min(options.data_weight, default=1.0))
+    first = max(min(enough, _MOST_PROMPTS), _PROMPTS)
+    found = _read(options, tokenizer, first=first)
+    learned = found[: len(options.data)]
+    if all(len(each) + each.dropped < first for each in learned):
+        mix_of(options, [len(each) for each in learned], ranks)
     if options.vllm_server is not None:
         VllmServer(options.vllm_server, rank=0).check()
     rewards = _rewards(options)
@@ -59,7 +66,7 @@ def check_before_start(options: GrpoOptions) -> None:
         rewards.check()
     finally:
         rewards.close()
-    preparing.check_before_start(options, largest)
+    preparing.check_before_start(options, ranks, tokenizer, **_largest(options, tokenizer, found))
 
 
 def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
@@ -77,27 +84,28 @@ def prepare(options: GrpoOptions, *, mesh: DeviceMesh) -> Prepared[Prompts]:
 
     taken, folder = take_folder(options, read, mesh=mesh)
     found = _read(options, tokenizer)
-    names = ", ".join(options.data)
     if [each.digest() for each in found] != taken["identity"]["prepared"]:
-        raise ValueError(f"{names} is not the same here as on rank 0: give all ranks the same files")
+        raise ValueError(f"{', '.join(options.data)} is not the same here as on rank 0: give all ranks the same files")
     learned, evaluation = found[: len(options.data)], found[len(options.data) :]
-    mix = mix_of(options, [len(each) for each in learned])
-    if len(mix) < options.prompts_per_rank * world:
-        raise ValueError(
-            f"{names}: an epoch has {len(mix)} prompts and one step takes {options.prompts_per_rank} on each of "
-            f"{world} ranks: lower --prompts-per-rank, or give more data"
-        )
+    mix = mix_of(options, [len(each) for each in learned], world)
     return Prepared(
         tokenizer=tokenizer,
         data=joined_prompts(learned, mix.copies),
         evaluation=evaluation[0] if evaluation else None,
         mix=mix,
-        longest=max(each.longest for each in found) + options.max_new_tokens,
-        largest_token=max(*(each.largest_token for each in found), tokenizer.eos_token_id or 0),
         identity=taken["identity"],
         folder=folder,
         goes_on=taken["goes_on"],
+        **_largest(options, tokenizer, found),
     )
+
+
+def _largest(options: GrpoOptions, tokenizer: Any, found: list[Prompts]) -> dict[str, int]:
+    """What a model must be able to take."""
+    return {
+        "longest": max(each.longest for each in found) + options.max_new_tokens,
+        "largest_token": max(*(each.largest_token for each in found), tokenizer.eos_token_id or 0),
+    }
 
 
 def _read(options: GrpoOptions, tokenizer: Any, *, first: int = 0) -> list[Prompts]:

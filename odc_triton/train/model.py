@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..balance import CostModel
 from ..checkpoint import meta_causal_lm, with_adapter
-from ..hf import enable_packing
+from ..hf import PackingUnsupported, enable_packing
 from .run_options import RunOptions
 
 
@@ -26,7 +26,10 @@ def build_model(
     name_special_tokens(model, tokenizer)
     check_fit(model, longest, largest_token)
     cost = CostModel.from_config(model.config.get_text_config())
-    enable_packing(model)
+    try:
+        enable_packing(model)
+    except PackingUnsupported as error:
+        raise PackingUnsupported(f"{options.model or options.init}: {error}") from error
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if options.lora_rank:

@@ -11,15 +11,17 @@ from typing import Any, Generic, TypeVar
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.config_file import write_config
-from ..checkpoint import meta_causal_lm
+from ..base.options import flag
+from ..checkpoint.folder import MANIFEST, Manifest, read_state
 from ..checkpoint.pretrained import require_weights
+from ..checkpoint.steps import newest_in
 from ..comm.grid import grid_of
 from ..data.order import Mix
 from ..data.records import DataError
 from ..data.tokenizer import read_tokenizer
 from ..sharding.agree import patient_meetings
-from .model import add_adapters, check_fit, require_peft
-from .run_folder import RunFolder
+from .model import build_model, require_peft
+from .run_folder import RunFolder, require_same
 from .run_options import RunOptions
 from .trackers import require_trackers
 
@@ -47,12 +49,22 @@ def load_any_tokenizer(options: RunOptions) -> Any:
     return read_tokenizer(options.tokenizer or options.model)
 
 
-def mix_of(options: RunOptions, sizes: Sequence[int]) -> Mix:
-    """How often an epoch takes the samples or prompts of each --data. Raises ValueError, naming the option."""
+def mix_of(options: RunOptions, sizes: Sequence[int], ranks: int) -> Mix:
+    """How often an epoch takes the samples or prompts of each --data.
+
+    Raises ValueError, naming the option, also for an epoch that is shorter than a step.
+    """
     try:
-        return Mix(tuple(sizes), options.data_weight)
+        mix = Mix(tuple(sizes), options.data_weight)
     except ValueError as error:
         raise ValueError(f"--data-weight: {error}") from error
+    per_rank, things = getattr(options, options.per_rank), options.per_rank.removesuffix("_per_rank")
+    if len(mix) < per_rank * ranks:
+        raise ValueError(
+            f"{', '.join(options.data)}: an epoch has {len(mix)} {things} and one step takes {per_rank} on each of "
+            f"{ranks} ranks: lower {flag(options.per_rank)}, or give more data"
+        )
+    return mix
 
 
 def take_folder(
@@ -70,8 +82,10 @@ def take_folder(
     def take() -> dict[str, Any]:
         folder.lock(resume=options.resume)
         try:
+            identity = options.identity(mesh.size())
+            _check_resumed(options, folder, identity)  # before all the data are read
             made = read(folder)
-            identity = options.identity(mesh.size()) | {"prepared": made["prepared"]}
+            identity |= {"prepared": made["prepared"]}
             goes_on = folder.take(identity)
             repeat = f"odc-triton train {options.job} --config {folder.file(CONFIG)} --out ANOTHER_FOLDER"
             write_config(folder.file(CONFIG), options, comment=f"To repeat this run: {repeat}", ranks=mesh.size())
@@ -112,22 +126,45 @@ def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: ti
     return message["made"]
 
 
-def check_before_start(options: RunOptions, largest_token: int) -> None:
+def _check_resumed(options: RunOptions, folder: RunFolder, identity: dict[str, Any]) -> None:
+    """Raises OSError and ValueError if what is to be resumed had other options, its data aside, or is no checkpoint."""
+    folder.check(identity)
+    if options.resume in ("auto", "never"):
+        return
+    path = Path(options.resume)
+    if not path.is_dir():
+        raise FileNotFoundError(
+            f"--resume {path}: there is no such folder; give auto, or a checkpoint: OUT/checkpoints/step-…"
+        )
+    if not (path / MANIFEST).exists():
+        newest = newest_in(path / "checkpoints") or newest_in(path) or "OUT/checkpoints/step-…"
+        raise ValueError(f"--resume {path} is no checkpoint of a run: give auto, or a checkpoint: {newest}")
+    Manifest.read(path).check_sizes(path)
+    try:
+        saved = read_state(path)["identity"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"--resume {path} has no position of a run: give a checkpoint of train {options.job}"
+        ) from error
+    require_same(saved, identity, where=path.absolute().parent.parent)
+
+
+def check_before_start(options: RunOptions, ranks: int, tokenizer: Any, *, longest: int, largest_token: int) -> None:
     """Raises OSError and ValueError for what would fail later in the run. Leaves nothing except the folder `out`.
 
-    `largest_token`: of the first of the data.
+    `longest`: tokens of the longest of the first samples; `largest_token`: of these.
     """
     require_trackers(options.report_to)
-    model = meta_causal_lm(model=options.model, init=options.init)
+    if ranks % (options.replicas or 1):
+        raise ValueError(
+            f"--replicas is {options.replicas} and --ranks is {ranks}: give a number of replicas that divides the ranks"
+        )
+    build_model(options, tokenizer, longest=longest, largest_token=largest_token, rank=1)  # not 0, which prints
     if options.model is not None and Path(options.model).is_dir():
         require_weights(options.model)
-    check_fit(model, longest=0, largest_token=largest_token)
-    if options.lora_rank:
-        add_adapters(model, rank=options.lora_rank, alpha=options.lora_alpha, targets=options.lora_targets)
-    if options.resume not in ("auto", "never") and not Path(options.resume).is_dir():
-        raise FileNotFoundError(
-            f"--resume {options.resume}: there is no such folder; give auto, or a checkpoint: OUT/checkpoints/step-…"
-        )
     folder = RunFolder(options.out)
     folder.lock(resume=options.resume)
-    folder.release()
+    try:
+        _check_resumed(options, folder, options.identity(ranks))
+    finally:
+        folder.release()

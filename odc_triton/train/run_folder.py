@@ -66,6 +66,16 @@ class RunFolder:
             os.pwrite(self._lock, json.dumps({"identity": identity}).encode(), 0)
             os.fsync(self._lock)
             return False
+        self.check(identity)
+        return True
+
+    def check(self, identity: dict[str, Any]) -> None:
+        """After `lock`: raises ValueError if the folder holds a run whose options differ.
+
+        An identity without `prepared` is that of a run whose data are not read yet: the rest is compared.
+        """
+        if not self._holds_run():
+            return
         try:
             saved = json.loads(self._text())["identity"]
             if not isinstance(saved, dict):
@@ -73,7 +83,6 @@ class RunFolder:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{self.file('run.json')} can't be read: give another --out") from error
         require_same(saved, identity, where=self.path)
-        return True
 
     def _text(self) -> bytes:
         return os.pread(self._lock, os.fstat(self._lock).st_size, 0).strip()
@@ -98,17 +107,18 @@ def require_same(saved: dict[str, Any], wanted: dict[str, Any], *, where: Path) 
     """Raises ValueError with every option in which the run in the folder `where` and this one differ.
 
     An option that `saved` lacks is newer than that run, which had its default. A position is counted in prepared
-    samples, so `saved` has their digests; older runs have names of files in their folder instead.
+    samples, so `saved` has their digests; older runs have names of files in their folder instead. Data are compared if
+    `wanted` has its own.
     """
     options = _JOBS[wanted.get("job", "sft")]
     defaults = options.defaults()
     saved = defaults | saved
-    files = [where / "data" / name for name in saved.get("prepared", ())]
+    files = [where / "data" / name for name in saved.get("prepared", ()) if "prepared" in wanted]
     if files and all(file.suffix == ".npz" and file.is_file() for file in files):
         saved["prepared"] = [contents(file) for file in files]
     names = wanted.keys() | saved.keys() - defaults.keys()
     if "prepared" in names:
-        names -= _IN_THE_DATA
+        names -= _IN_THE_DATA if "prepared" in wanted else {*_IN_THE_DATA, "prepared"}
     missing = object()
     different = [name for name in sorted(names) if saved.get(name, missing) != wanted.get(name, missing)]
     if different:

@@ -7,7 +7,7 @@ from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-from ..base.options import REQUIRED, flag, option, require_one_model, require_token_cap
+from ..base.options import REQUIRED, flag, option, require_one_model, require_seed, require_token_cap
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
@@ -110,6 +110,7 @@ class RunOptions:
         )
         self._require_positive(self.per_rank)
         require_token_cap(self)
+        require_seed(self)
         if not 0 <= self.lr_floor <= 1:
             raise ValueError(f"--lr-floor is {self.lr_floor}; it must be between 0 and 1")
         if self.init is not None and self.tokenizer is None:
@@ -164,6 +165,11 @@ class RunOptions:
         if self.split_sequences and self.balance not in ("mini", "queue"):
             raise ValueError(
                 f"--split-sequences goes with --balance mini or queue; it is {self.balance}: leave one of them out"
+            )
+        if self.split_sequences and (self.replicas or 1) > 1:
+            raise ValueError(
+                f"--replicas is {self.replicas}, and --split-sequences can't cut a sequence over several copies of the "
+                f"model: leave one of them out"
             )
         if self.decay_steps and self.schedule != "wsd":
             raise ValueError(

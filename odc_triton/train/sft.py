@@ -9,20 +9,32 @@ the model, the data's first records, the folder to write to.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..data.dataset import DataOptions, SampleSubset, TokenizedDataset, encode_records, split_samples
+from ..data.dataset import (
+    DataOptions,
+    SampleSubset,
+    TokenizedDataset,
+    counted,
+    encode_records,
+    held_out,
+    new_counts,
+    samples_of,
+    split_samples,
+)
 from ..data.inspection import never_ends
 from ..data.mixture import Mixture
 from ..data.prepared import prepare_data
-from ..data.sources import open_source
+from ..data.records import Record
+from ..data.sources import Source, open_source
 from ..data.store import contents
 from ..data.tokenizer import TextEncoder
 from . import prepare as preparing
@@ -35,6 +47,8 @@ from .sft_run import Samples, SftRun
 
 _TELL_S = 10.0
 _RECORDS = 16  # of each source, that are looked at before the start
+# And of one that may be too small for a step: what takes a second at most.
+_MOST_RECORDS, _MOST_CHARACTERS = 50_000, 200_000
 
 
 def train_sft(options: SftOptions, on_metrics: OnMetrics | None = None) -> Metrics:
@@ -69,18 +83,71 @@ def _start(options: SftOptions, sharded: Sharded, prepared: Prepared[Samples]) -
     )
 
 
-def check_before_start(options: SftOptions) -> None:
+def check_before_start(options: SftOptions, ranks: int) -> None:
     """Raises OSError and ValueError for what would fail later in the run. Leaves nothing except the folder `out`."""
-    encoder = TextEncoder.of(load_any_tokenizer(options))
-    largest = 0
-    for name in (*options.data, options.eval_data):
-        if name is not None:
-            records = list(islice(open_source(name), _RECORDS))
-            head = list(encode_records(records, encoder, options.token_cap))
-            largest = max(largest, *(max(ids, default=0) for ids, _ in head))
-            if name in options.data and (warning := never_ends(records, head, encoder, options.token_cap)):
-                print(f"{name}: {warning}", file=sys.stderr)
-    preparing.check_before_start(options, largest)
+    sources = [open_source(name) for name in options.data]  # says soonest what is not there
+    tokenizer = load_any_tokenizer(options)
+    encoder, wanted = TextEncoder.of(tokenizer), _wanted(options, ranks)
+    # So many records of one --data are enough for a step.
+    weight, part = min(options.data_weight, default=1.0), 1 - options.eval_fraction
+    enough = min(math.ceil((options.samples_per_rank * ranks / weight + 1) / part), _MOST_RECORDS)
+    heads = [_begin(source, encoder, wanted, enough) for source in sources]
+    sizes = [head.samples for head in heads if head.samples is not None]
+    if len(sizes) == len(heads):
+        if options.eval_fraction:
+            sizes = [size - held_out(size, options.eval_fraction) for size in sizes]
+        mix_of(options, sizes, ranks)
+    if options.eval_data is not None:
+        heads.append(_begin(open_source(options.eval_data), encoder, wanted, _RECORDS))
+    for head in heads[: len(options.data)]:
+        if head.warning is not None:
+            print(f"{head.name}: {head.warning}", file=sys.stderr)
+    preparing.check_before_start(
+        options,
+        ranks,
+        tokenizer,
+        longest=max(head.longest for head in heads),
+        largest_token=max(head.largest_token for head in heads),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Beginning:
+    """What the first records of a source make; of a small source, all."""
+
+    name: str
+    samples: int | None  # of the whole source, or its records where they are long; None: it has enough for a step
+    longest: int
+    largest_token: int
+    warning: str | None
+
+
+def _begin(source: Source, encoder: TextEncoder, wanted: DataOptions, enough: int) -> _Beginning:
+    """Reads `enough` records, and all of a small source. Raises DataError."""
+    records: list[Record] = []
+    number = characters = 0
+    is_whole = True
+    for record in source:
+        number += 1
+        characters += record.characters
+        if characters <= _MOST_CHARACTERS or number <= _RECORDS:
+            records.append(record)
+        elif number > enough:
+            is_whole = False
+            break
+    encodes_all = is_whole and number == len(records)
+    records = records if encodes_all else records[:_RECORDS]
+    encoded, counts = list(encode_records(records, encoder, wanted.max_tokens)), new_counts()
+    samples = list(samples_of(zip(records, encoded, strict=True), wanted, counts))
+    if encodes_all:
+        counted(source.name, counts, wanted)
+    return _Beginning(
+        name=source.name,
+        samples=(len(samples) if encodes_all else number) if is_whole else None,
+        longest=max((len(ids) for ids, _ in samples), default=0),
+        largest_token=max((max(ids, default=0) for ids, _ in encoded), default=0),
+        warning=never_ends(records[:_RECORDS], encoded[:_RECORDS], encoder, wanted.max_tokens),
+    )
 
 
 def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
@@ -89,9 +156,7 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
     tokenizer = load_any_tokenizer(options)
 
     def read(folder: RunFolder) -> dict[str, Any]:
-        # A sample's pieces may be on all ranks, each of at most --token-cap tokens.
-        longest = options.token_cap * (world if options.split_sequences else 1)
-        paths = _tokenize(options, tokenizer, folder, longest)
+        paths = _tokenize(options, tokenizer, folder, _wanted(options, world))
         return {"prepared": [contents(path) for path in paths], "paths": [str(path) for path in paths]}
 
     taken, folder = take_folder(options, read, mesh=mesh)
@@ -103,19 +168,14 @@ def prepare(options: SftOptions, *, mesh: DeviceMesh) -> Prepared[Samples]:
         learned, evaluation = map(list, zip(*parts, strict=True))
         if folder is not None:
             print(f"{sum(map(len, evaluation))} samples are held out, {sum(map(len, learned))} are learned", flush=True)
-    mix = mix_of(options, [len(each) for each in learned])
-    if len(mix) < options.samples_per_rank * world:
-        raise ValueError(
-            f"{', '.join(options.data)}: an epoch has {len(mix)} samples and one step takes "
-            f"{options.samples_per_rank} on each of {world} ranks: lower --samples-per-rank, or give more data"
-        )
+    mix = mix_of(options, [len(each) for each in learned], world)
     data = _joined(learned, mix.copies)
     return Prepared(
         tokenizer=tokenizer,
         data=data,
         evaluation=_joined(evaluation) if evaluation else None,
         mix=mix,
-        longest=int(data.lengths.max()),
+        longest=max(int(each.lengths.max()) for each in (*learned, *evaluation)),
         largest_token=largest,
         identity=taken["identity"],
         folder=folder,
@@ -127,10 +187,15 @@ def _joined(sets: list[TokenizedDataset] | list[SampleSubset], copies: Sequence[
     return sets[0] if len(sets) == 1 else Mixture(sets, copies)
 
 
-def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder, longest: int) -> list[Path]:
+def _wanted(options: SftOptions, ranks: int) -> DataOptions:
+    """How records become samples. A sample's pieces may be on all ranks, each of at most --token-cap tokens."""
+    longest = options.token_cap * (ranks if options.split_sequences else 1)
+    return DataOptions(max_tokens=longest, too_long=options.too_long)
+
+
+def _tokenize(options: SftOptions, tokenizer: Any, folder: RunFolder, wanted: DataOptions) -> list[Path]:
     """Prepares the samples; returns their files."""
     paths = []
-    wanted = DataOptions(max_tokens=longest, too_long=options.too_long)
     for source in (*options.data, options.eval_data):
         if source is not None:
             data = prepare_data(

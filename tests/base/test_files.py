@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton.base.files import folder_aside, reading, require_source, write_file
+from odc_triton.base.files import folder_aside, reading, require_source, without_empty_cache, write_file
 
 
 def test_paths_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +32,7 @@ def test_names_of_a_hub_pass(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_name_that_no_hub_has_says_what_it_was_taken_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with (
         pytest.raises(OSError, match=r"^model is not a local file or folder, so it was taken for a hub id.*: no!"),
         reading("model"),
@@ -134,3 +135,12 @@ def test_what_a_killed_process_left_is_removed_and_what_it_moved_away_put_back(t
         assert _names(tmp_path) == sorted([aside.name, other, "out"])
     assert _names(path) == ["new"]
     assert _names(tmp_path) == [other, "out"]
+
+
+def test_an_empty_cache_of_torch_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "torchinductor_before").mkdir()
+    with without_empty_cache():
+        (tmp_path / "torchinductor_root").mkdir()
+        (tmp_path / "torchinductor_used" / "ab").mkdir(parents=True)
+    assert sorted(os.listdir(tmp_path)) == ["torchinductor_before", "torchinductor_used"]

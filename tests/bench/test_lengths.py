@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from bench.suites.lengths_report import (
     fastest_baseline,
     figures,
     peak_flops,
+    quiet_or_not,
     row_of,
     utilisation,
 )
@@ -201,7 +203,9 @@ def test_random_tokens() -> None:
 # ---------------------------------------------------------------------- what it makes of the numbers
 
 
-def _turn(seconds: list[float], *, loss: float = 4.0, peak: int = 10**9, idle: float | None = 0.25) -> Turn:
+def _turn(
+    seconds: list[float], *, loss: float = 4.0, peak: int = 10**9, idle: float | None = 0.25, waited_s: float = 0.0
+) -> Turn:
     return Turn(
         seconds=seconds,
         microbatches=[[1, 1]] * len(seconds),
@@ -209,6 +213,7 @@ def _turn(seconds: list[float], *, loss: float = 4.0, peak: int = 10**9, idle: f
         peak_bytes=[peak, peak // 2],
         idle=idle,
         parameters=10,
+        waited_s=[[0.0, waited_s]] * len(seconds),
     )
 
 
@@ -252,6 +257,18 @@ def test_rows() -> None:
     killed = Result(name="killed", is_baseline=True, failure="rank 0 failed first: Signal 9 (SIGKILL) received")
     assert killed.ran_out_of_memory
     assert "killed in round 1" in row_of(killed, None, AMOUNTS)[-1]
+
+
+def test_says_whether_the_machine_was_quiet() -> None:
+    results = _results()
+    assert quiet_or_not(results).startswith("The machine was quiet: in none of 14 minibatches")
+    results[3].turns[0] = _turn([0.5, 1.5], waited_s=0.05)  # a tenth of the first, a thirtieth of the second
+    assert quiet_or_not(results).startswith(
+        "The machine was not quiet: in 1 of 14 minibatches a rank waited for a core"
+    )
+    assert as_data(results, AMOUNTS, {})["disturbed"] == {"measured_anew": 0, "left": 1}
+    results[3].turns[0] = _turn([0.5, 1.5], waited_s=math.nan)
+    assert "is not known" in quiet_or_not(results)
 
 
 def test_data() -> None:

@@ -47,6 +47,20 @@ def test_only_a_traceback_keeps_its_lines() -> None:
     assert in_a_line(KeyError("a\nb")) == r"KeyError: 'a\nb'"
 
 
+def test_the_most_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    from odc_triton.base.options import require_ranks
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    require_ranks(16)
+    with pytest.raises(ValueError, match="--ranks is 17 and there are 2 cores here: give at most 16, 8 for each"):
+        require_ranks(17)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    with pytest.raises(ValueError, match="--ranks is 9 and there is 1 core here: give at most 8, 8 for each"):
+        require_ranks(9)
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     from odc_triton import __version__
     from odc_triton.cli.command import main
@@ -91,6 +105,12 @@ def test_a_mistyped_option(words: list[str], said: str, capsys: pytest.CaptureFi
         (["--lr", "fast"], "argument --lr: it is 'fast'; give a number"),
         (["--init", "c.json", "--model", __file__], "give either --model or --init"),
         (["--model", __file__], f"--model is {__file__}, a file: give the model's folder or hub id"),
+        (["--ranks", "100000"], "--ranks is 100000 and there "),
+        (["--init", "c.json", "--tokenizer", "t", "--seed", str(2**63)], f"--seed is {2**63}; it must fit in 64 bits"),
+        (
+            ["--init", "c.json", "--tokenizer", "t", "--split-sequences", "--replicas", "2"],
+            "--replicas is 2, and --split-sequences can't cut a sequence over several copies of the model",
+        ),
     ],
 )
 def test_a_wrong_value(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from odc_triton.base.errors import in_a_line
 from odc_triton.rl.reward_process import _receive
 from odc_triton.rl.rewards import (
     RewardFailed,
@@ -56,6 +57,10 @@ def raises(prompts, **columns):
 
 def raises_on_many(prompts, **columns):
     return [1.0 / (len(prompts) == 1)] * len(prompts)
+
+def closes(prompts, **columns):
+    os.closerange(3, 256)
+    return [1.0] * len(prompts)
 
 def too_few(prompts, **columns):
     return [1.0] * (len(prompts) - 1)
@@ -190,6 +195,7 @@ def test_megabytes_do_not_block(rewards: Callable[..., Rewards]) -> None:
         ("exact", RewardRaised, ["missing 1 required positional argument: 'answer'"]),
         ("killed", RewardProcessDied, ["killed by SIGKILL (out of memory?", "at completion 2 of 3"]),
         ("leaves", RewardProcessDied, ["ended with status 3"]),
+        ("closes", RewardProcessDied, ["its process closed descriptors that it had not opened, as that of its rank"]),
         ("hangs", RewardTimedOut, ["timeout of 1.5 s for 3 completions", "it was at completion 2 of 3", "a bad"]),
     ],
 )
@@ -234,7 +240,7 @@ def test_a_failure_of_the_function_keeps_the_process(rewards: Callable[..., Rewa
         ("my_rewards:positional", r"can't be called with the keywords .* end its parameters with \*\*columns"),
         ("broken:exact", "importing broken raised ZeroDivisionError: division by zero"),
         ("needs:exact", "importing needs needs no_such_package, which is not installed"),
-        ("leaving:exact", "while importing the rewards leaving:exact its process ended with status 4"),
+        ("leaving:exact", "importing leaving raised SystemExit: 4"),
     ],
 )
 def test_check_refuses(tmp_path: Path, name: str, words: str) -> None:
@@ -243,6 +249,38 @@ def test_check_refuses(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "leaving.py").write_text("import sys; sys.exit(4)")
     with pytest.raises(ValueError, match=words), closing(Rewards([name])) as rewards:
         rewards.check()
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("def f(**columns:\n    pass\n", ["line 1", "def f(**columns:", "^", "SyntaxError: '(' was never closed"]),
+        (
+            "import json\nrows = json.loads('{')\n",
+            [
+                "line 2, in <module>",
+                "rows = json.loads('{')",
+                "json.decoder.JSONDecodeError: Expecting property name enclosed in double quotes: "
+                "line 1 column 2 (char 1)",
+            ],
+        ),
+    ],
+)
+def test_shows_only_the_users_own_lines(tmp_path: Path, text: str, shown: list[str]) -> None:
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(ValueError, match="importing own raised") as raised, closing(Rewards(["own:f"])) as rewards:
+        rewards.check()
+    _, first, *lines = in_a_line(raised.value).splitlines()
+    assert first == "Traceback (most recent call last):"
+    place, *lines = (line for line in lines if set(line.strip()) != {"^"} or "^" in shown)
+    assert place.strip() == f'File "{tmp_path / "own.py"}", {shown[0]}'
+    assert [line.strip() for line in lines] == shown[1:]
+
+
+def test_a_closed_socket_is_said_by_one_error(rewards: Callable[..., Rewards], capfd: pytest.CaptureFixture) -> None:
+    with pytest.raises(RewardProcessDied):
+        _score(rewards("closes"))
+    assert capfd.readouterr().err == ""
 
 
 def test_finds_functions_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

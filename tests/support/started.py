@@ -22,7 +22,7 @@ class Options:
     timeout_minutes: float = 5.0
 
 
-def check_before_start(options: Options) -> None:
+def check_before_start(options: Options, ranks: int) -> None:
     (options.folder / "checked").write_text(str(os.getpid()))
     while options.fault == "refused, late" and len(list(options.folder.glob("imported-*"))) < 2:
         time.sleep(0.01)

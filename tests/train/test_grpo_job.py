@@ -260,16 +260,16 @@ def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
     """What can be seen without ranks is said without them."""
     from odc_triton.train.grpo import check_before_start
 
-    check_before_start(options(folder, tmp_path / "out"))
+    check_before_start(options(folder, tmp_path / "out"), 1)
     with pytest.raises(ValueError, match="no_such_module"):
-        check_before_start(options(folder, tmp_path / "out", reward=("no_such_module:f",)))
+        check_before_start(options(folder, tmp_path / "out", reward=("no_such_module:f",)), 1)
     with pytest.raises(ValueError, match=r"line 1: the prompt has .* tokens, and 3 fit.*--max-new-tokens"):
-        check_before_start(options(folder, tmp_path / "out", token_cap=15))
+        check_before_start(options(folder, tmp_path / "out", token_cap=15), 1)
     with pytest.raises(ValueError, match="has no prompt that fits"):
-        check_before_start(options(folder, tmp_path / "out", token_cap=15, drop_long=True))
+        check_before_start(options(folder, tmp_path / "out", token_cap=15, drop_long=True), 1)
     (tmp_path / "no.jsonl").write_text(json.dumps({"question": "why"}) + "\n")
     with pytest.raises(ValueError, match="needs 'prompt', text or messages; it has 'question'"):
-        check_before_start(options(folder, tmp_path / "out", data=str(tmp_path / "no.jsonl")))
+        check_before_start(options(folder, tmp_path / "out", data=str(tmp_path / "no.jsonl")), 1)
 
 
 def test_too_few_prompts(folder: Path, tmp_path: Path) -> None:

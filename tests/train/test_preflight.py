@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
 
+from odc_triton.checkpoint.folder import Manifest
 from odc_triton.cli import start
 from odc_triton.cli.command import main
+from odc_triton.train.sft_options import SftOptions
 from tests.support.sft_case import QWEN2, write_case
 
 
@@ -23,9 +26,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "no-weights" / name).write_bytes((folder / name).read_bytes())
     (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
     (folder / "late.jsonl").write_text('{"text": "a"}\n{"txt": "a"}\n')
+    (folder / "heads.json").write_text(json.dumps(QWEN2 | {"num_key_value_heads": 3}))
+    (folder / "layers.json").write_text(json.dumps(QWEN2 | {"layer_types": ["full_attention"]}))
+    (folder / "long.jsonl").write_text(json.dumps({"text": "A licensor grants. " * 200}) + "\n")
+    mixed = [{"text": "word " * (2 if number < 5 else 99)} for number in range(20)]
+    (folder / "mixed.jsonl").write_text("".join(json.dumps(record) + "\n" for record in mixed))
+    (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 3)
+    (folder / "my_reward.py").write_text("def f(completions, **columns): return [0.0 for _ in completions]")
     (folder / "file").touch()
     (folder / "used").mkdir()
     (folder / "used" / "metrics.jsonl").write_text('{"step": 1}\n')
+    saved = {"identity": SftOptions(data="hub", init="config.json", tokenizer="t", out="run").identity(1)}
+    saved["identity"]["prepared"] = ["digest"]
+    checkpoint = folder / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps(saved))
+    (checkpoint / "manifest.json").write_bytes(Manifest(number=0, step=1, world=1, files={}).to_json())
+    (folder / "run" / "run.json").write_text(json.dumps(saved))
     return folder
 
 
@@ -61,6 +78,49 @@ def started(*_: object, **__: object) -> None:
             "--lora-targets nosuch: .* This model's linear layers: q_proj, k_proj, v_proj, o_proj",
         ),
         ({"--out": "used"}, "used holds another run: continue it with --resume auto, or give another --out"),
+        ({"--init": "heads.json"}, r"heads.json: .*\(RuntimeError.*\): correct its config"),
+        ({"--init": "layers.json"}, "layers.json is not the config of a model .* must be equal to .*`layer_types`.*"),
+        (
+            {"--data": "long.jsonl", "--samples-per-rank": "1"},
+            r"the longest sample has \d{3,} tokens and the model takes at most 256 \(max_position_embeddings\): set "
+            "--token-cap 256, and --truncate to cut longer samples",
+        ),
+        ({"--eval-data": "long.jsonl"}, r"the longest sample has \d{3,} tokens and the model takes at most 256"),
+        (
+            {"--data": "long.jsonl", "--token-cap": "300"},
+            r"long.jsonl, line 1: 3001 tokens, more than the cap of 300; raise --token-cap, or give --trunc",
+        ),
+        (
+            {"--ranks": "3"},
+            "data.jsonl: an epoch has 40 samples and one step takes 16 on each of 3 ranks: lower --samples-per-rank",
+        ),
+        ({"--eval-fraction": "0.7"}, "an epoch has 12 samples and one step takes 16"),
+        (
+            {"--data": "mixed.jsonl", "--token-cap": "64", "--drop-long": ""},
+            "an epoch has 5 samples and one step takes 16",
+        ),
+        (
+            {"--ranks": "3", "--replicas": "2", "--samples-per-rank": "1"},
+            "--replicas is 2 and --ranks is 3: give a number of replicas that divides the ranks",
+        ),
+        (
+            {"--resume": "no-weights"},
+            "--resume no-weights is no checkpoint of a run: give auto, or a checkpoint: OUT/checkpoints/step-…",
+        ),
+        (
+            {"--resume": "run"},
+            "--resume run is no checkpoint of a run: give auto, or a checkpoint: run/checkpoints/step-00000001",
+        ),
+        ({"--resume": "run/checkpoints/step-00000001"}, None),
+        (
+            {"--resume": "run/checkpoints/step-00000001", "--lr": "1"},
+            r"the run in .*run had other options \(--lr was 1e-05 and is 1.0\): give the same",
+        ),
+        ({"--out": "run", "--resume": "auto"}, None),
+        (
+            {"--out": "run", "--resume": "auto", "--balance": "local"},
+            r"the run in run had other options \(--balance was 'mini' and is 'local'\): give the same, or another",
+        ),
     ],
 )
 def test_said_before_the_start(folder, monkeypatch, capsys, changes, said):
@@ -69,10 +129,56 @@ def test_said_before_the_start(folder, monkeypatch, capsys, changes, said):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(start, "warn_of_few_cores", started)
     given = {"--data": "data.jsonl", "--init": "config.json", "--tokenizer": "tokenizer.json", "--out": "out"} | changes
-    command = ["train", "sft", *(word for pair in given.items() if pair[1] is not None for word in pair)]
+    command = ["train", "sft", *(word for pair in given.items() if pair[1] is not None for word in pair if word)]
     if said is None:
         with pytest.raises(Started):
             main(command)
         return
     assert main(command) == 1
     assert re.fullmatch(f"odc-triton: .*{said}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"--ranks": "2"}, "an epoch has 3 prompts and one step takes 4 on each of 2 ranks: lower --prompts-per-rank"),
+        (
+            {"--prompts-per-rank": "1", "--max-new-tokens": "300"},
+            r"the longest sample has 30\d tokens and the model takes at most 256",
+        ),
+    ],
+)
+def test_said_before_the_start_of_grpo(folder, monkeypatch, capsys, changes, said):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(start, "warn_of_few_cores", started)
+    given = {"--data": "prompts.jsonl", "--init": "config.json", "--tokenizer": "tokenizer.json", "--out": "out"}
+    given |= {"--reward": "my_reward:f"} | changes
+    assert main(["train", "grpo", *(word for pair in given.items() for word in pair)]) == 1
+    assert re.fullmatch(f"odc-triton: .*{said}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"--data": "nofile"},
+            "nofile is not a local file, so it was taken for a data set on the hub, and can't be read",
+        ),
+        ({"--init": None, "--model": "nobody/nothing"}, "nobody/nothing is not a local file .* and can't be read"),
+    ],
+)
+def test_a_hub_that_does_not_answer(folder, monkeypatch, capsys, changes, said):
+    """Its libraries try for more than half a minute, and print each try."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        given = {"--data": "data.jsonl", "--init": "config.json", "--tokenizer": "tokenizer.json", "--out": "out"}
+        given |= changes
+        command = ["train", "sft", *(word for pair in given.items() if pair[1] is not None for word in pair)]
+        assert main(command) == 1
+    reason = f"it is not in the hub's cache, and the hub at {address} does not answer \\(.*Connection refused.*\\)"
+    assert re.fullmatch(f"odc-triton: {said}: {reason}\n", capsys.readouterr().err)

@@ -65,6 +65,6 @@ def test_it_says_how_far_it_is(
     wanted = case(write_case(tmp_path))
     folder = RunFolder(tmp_path / "run")
     folder.lock(resume="never")
-    sft._tokenize(wanted, sft.load_any_tokenizer(wanted), folder, longest=wanted.token_cap)
+    sft._tokenize(wanted, sft.load_any_tokenizer(wanted), folder, sft._wanted(wanted, 1))
     folder.release()
     assert f"{wanted.data[0]}: 40 records prepared, 100% of the data" in capsys.readouterr().out

@@ -140,10 +140,14 @@ def test_goes_on_from_a_checkpoint_written_in_the_background(
     assert ranks.run(train, then, replace(wanted, samples_per_rank=4 // then), None) == ["ended"] * then
     torch.testing.assert_close(losses(out), want, rtol=EXACT if world == then else ACROSS_RANKS, atol=0)
     assert not [path.name for path in (out / "checkpoints").iterdir() if path.name.startswith(".step")]
-    # It is done, with its last step saved: started again it leaves the report as it is.
-    report = (out / "report.html").read_bytes()
+    # It is done, with its last step saved: started again it leaves the report as it is, or writes one that is missing.
+    report, names = (out / "report.html").read_bytes(), ("report.html", "trace.json", "timeline.png")
+    if world > 1:  # as if it had been killed after that save
+        for name in names:
+            (out / name).unlink()
     assert ranks.run(train, then, replace(wanted, samples_per_rank=4 // then), None) == ["ended"] * then
-    assert (out / "report.html").read_bytes() == report
+    assert ((out / "report.html").read_bytes() == report) == (world == 1)
+    assert all((out / name).exists() for name in names)
 
 
 @pytest.mark.parametrize(

@@ -335,7 +335,7 @@ def test_one_that_is_not_installed(folder: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(
         ImportError, match=r'--report-to trackio needs trackio; run: pip install "odc-triton\[trackio\]"'
     ):
-        check_before_start(case(folder, report_to=("trackio",)))
+        check_before_start(case(folder, report_to=("trackio",)), 1)
 
 
 @pytest.mark.parametrize(
