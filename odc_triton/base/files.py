@@ -137,10 +137,13 @@ def _remove_left(path: Path) -> None:
 def put_in_place(aside: Path, path: Path, *, former: Path) -> None:
     """Renames the folder `aside` to `path`, and removes what was there; both are on disk when it returns.
 
-    What was there is called `former` for a moment, and is put back if the renaming fails. Raises OSError.
+    What was there is called `former` for a moment, and is put back if the renaming fails; of a link to a folder only
+    the link is removed. Raises OSError; NotADirectoryError for what is not a folder, which stays.
     """
-    if path.exists():
+    if path.is_dir():
         os.rename(path, former)
+    elif os.path.lexists(path):
+        raise NotADirectoryError(f"{path} is in the way: it is not a folder; remove it, or give another name")
     try:
         os.rename(aside, path)
     except BaseException:
@@ -148,7 +151,16 @@ def put_in_place(aside: Path, path: Path, *, former: Path) -> None:
             os.rename(former, path)
         raise
     sync_folder(path.parent)
-    shutil.rmtree(former, ignore_errors=True)
+    remove_folder(former)
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder as far as it can be removed; of a link only the link."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:

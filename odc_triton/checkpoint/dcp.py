@@ -280,6 +280,18 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
     return metadata
 
 
+def check_sizes(folder: Path, metadata: Metadata) -> None:
+    """Raises CheckpointCorrupt for a file that is missing or shorter than the values in it."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        now = f"has {path.stat().st_size} bytes" if path.is_file() else "is missing"
+        if not path.is_file() or path.stat().st_size < end:
+            raise CheckpointCorrupt(f"{path} {now}, and values of {folder} are in its first {end}")
+
+
 def _check_chunks(name: str, tensor: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> None:
     """Raises ValueError unless the chunks are within the tensor, fill it without overlap, and each have data."""
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
@@ -330,7 +342,8 @@ def read_into(folder: Path, metadata: Metadata, state: dict[str, Any]) -> None:
     try:
         reader.read_data(planner.finish_plan(plan), planner).wait()
     except (pickle.UnpicklingError, EOFError, KeyError, RuntimeError) as error:
-        raise CheckpointCorrupt(f"{folder} has values that can't be read: {error}") from error
+        # Not torch's words, which advise to run what is in the file.
+        raise CheckpointCorrupt(f"{folder} has values that can't be read ({type(error).__name__})") from error
 
 
 def tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:

@@ -233,6 +233,8 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
             saved.check_sizes(path)
             saved.check_digests(path, engine.rank, engine.world)
         metadata = dcp.read_metadata(path)
+        if saved is None:
+            dcp.check_sizes(path, metadata)
         state = read_state(path)
         adapters_only = saved is not None and base_model.FILE in saved.files
         base = base_model.frozen_base(model) if adapters_only else {}

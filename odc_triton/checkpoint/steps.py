@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import time
 import warnings
 import weakref
@@ -24,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..base.errors import CheckpointCorrupt
+from ..base.files import remove_folder
 from ..comm.memory.locks import ByteLocks
 from ..engine.api import engine_of
 from .folder import Manifest, load_checkpoint, unfinished, verify, write_checkpoint
@@ -128,7 +128,7 @@ class Checkpoints:
             going = unfinished(path, "removing")
             with contextlib.suppress(OSError):  # it stays, and the next save tries again
                 os.rename(path, going)
-            shutil.rmtree(going, ignore_errors=True)
+            remove_folder(going)
 
     # ------------------------------------------------------------------ who owns the folder
 
@@ -153,7 +153,7 @@ class Checkpoints:
             if found[2] == "replaced" and not original.exists():
                 os.rename(path, original)
             else:
-                shutil.rmtree(path, ignore_errors=True)
+                remove_folder(path)
 
     # ------------------------------------------------------------------ loading
 

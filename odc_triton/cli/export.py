@@ -72,6 +72,8 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     if options.model is not None and (path / FILE).exists():
         load_pretrained_shards(model, options.model)
     load_checkpoint(path, model=model, optimizer=None)
+    if rank and not options.merge and options.model is None:
+        print(f"{options.out} gets adapters of a random base, which is in no other folder: --merge adds them to it")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     save_pretrained(model, options.out, tokenizer, dtype=dtype, merge=options.merge)
     return path

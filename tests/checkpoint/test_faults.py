@@ -204,6 +204,54 @@ def test_a_list_that_does_not_cover_its_tensors(tmp_path: Path, damage: str) -> 
     assert all(torch.equal(value, before[key]) for key, value in _weights(model).items())
 
 
+@pytest.mark.parametrize("damage", ["missing", "a folder", "empty", "cut", "other bytes"])
+def test_damage_without_a_manifest(tmp_path: Path, damage: str) -> None:
+    """A folder as FSDP2's scripts write it. A file that is too short is named, and nothing is overwritten."""
+    model, optimizer, checkpoints = saved_twice(tmp_path / "saved")
+    path = tmp_path / "plain"
+    shutil.copytree(checkpoints.newest(), path)
+    for name in ("manifest.json", "state.json"):
+        (path / name).unlink()
+    shard = path / "__0_0.distcp"
+    content = shard.read_bytes()
+    shard.unlink()
+    if damage == "a folder":
+        shard.mkdir()
+    elif damage != "missing":
+        shard.write_bytes({"empty": b"", "cut": content[:-1], "other bytes": b"x" * len(content)}[damage])
+    said = {
+        "empty": "has 0 bytes, and values",
+        "cut": f"has {len(content) - 1} bytes, and",
+        "other bytes": "can't be read",
+    }
+    before = _weights(model)
+    with pytest.raises(CheckpointCorrupt) as error:
+        checkpoints.load(path, model=model, optimizer=optimizer)
+    assert said.get(damage, "is missing, and values") in str(error.value)
+    assert "weights_only" not in str(error.value)
+    assert all(torch.equal(value, before[key]) for key, value in _weights(model).items())
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_links_and_files_in_the_way(tmp_path: Path, step: int) -> None:
+    """A checkpoint that was moved away and linked is read, replaced and removed; what the link leads to stays."""
+    model, optimizer, checkpoints = saved_twice(tmp_path / "run")
+    saving = {"model": model, "optimizer": optimizer, "state": {}}
+    kept = tmp_path / "kept"
+    checkpoints.path_of(2).rename(kept)
+    checkpoints.path_of(2).symlink_to(kept)
+    assert checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer) == {"step": 2}
+    Checkpoints(tmp_path / "run", keep=1).save(**saving, step=step)
+    verify(kept)
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", f"step-{step:08d}"]
+    for way in (Path.touch, lambda path: path.symlink_to("nowhere")):
+        way(checkpoints.path_of(9))
+        with pytest.raises(CheckpointFailed, match="step-00000009 is in the way: it is not a folder; remove it"):
+            checkpoints.save(**saving, step=9)
+        assert sorted(os.listdir(tmp_path / "run")) == [".lock", f"step-{step:08d}", "step-00000009"]
+        checkpoints.path_of(9).unlink()
+
+
 def test_a_changed_bit_in_any_file_is_found(tmp_path: Path) -> None:
     _, _, checkpoints = saved_twice(tmp_path)
     path = checkpoints.newest()
