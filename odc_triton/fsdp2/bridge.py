@@ -259,6 +259,7 @@ class FsdpModules:
         for each in self._engine.parameters:
             if not self._has_run:
                 each.found.adopt()
+            each.found.check_conversion()
             same = first.setdefault(id(each.sharded), each)
             each.bind(None if same is each else same)
 
@@ -339,7 +340,7 @@ def _plan(units: list[FoundUnit], grid: Grid, device: Backend) -> Plan:
         wholes = [((elements * grid.shards,), dtype, itemsize) for elements, dtype, itemsize in shards]
         return place_regions(wholes, world=grid.shards, apart=device.apart, offset_bytes=offset)
 
-    read = [(sum(p.padded * p.compute_dtype.itemsize for p in unit.parameters), "uint8", 1) for unit in units]
+    read = [(sum(p.gathered_bytes for p in unit.parameters), "uint8", 1) for unit in units]
     trained = [unit for unit in units if unit.trained]
     added = [
         (sum(p.padded for p in unit.trained), str(unit.reduce_dtype).removeprefix("torch."), unit.reduce_dtype.itemsize)

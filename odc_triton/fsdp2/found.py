@@ -2,7 +2,7 @@
 
 torch has public hooks for the communication, and nothing public that says which parameters a unit has, in which order,
 or which options it was given. So this file reads FSDP2's state, and nothing else does. It changes it only by telling
-FSDP2 that a module's parameter is another one now (`FoundParameter.adopt`).
+FSDP2 to look at a module's parameter again (`FoundParameter.adopt`).
 
 A unit's shard is flat: its parameters' shards one after another, each padded to the first rank's. What is gathered
 holds all parameters, in the dtypes that modules compute in; what is reduced holds those that train, in one dtype.
@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from ..comm.layout import ParameterSpec, rows_per_rank
+from ..engine.passes import RefuseCollectives
 
 _DEFAULT_COMMS = ("DefaultAllGather", "DefaultReduceScatter")
 
@@ -80,15 +81,46 @@ class FoundParameter:
         shape[self.shard_dim] = rows_per_rank(shape[self.shard_dim], world)
         return math.prod(shape)
 
-    @torch.no_grad()
     def versions(self) -> tuple[int, int]:
         """They grow when it is written in place, as a DTensor and as this rank's rows."""
-        return self.sharded._version, self.sharded.to_local()._version
+        return self.sharded._version, self.sharded._local_tensor._version
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's rows, as they are now."""
         return self.sharded.detach().to_local()
+
+    @cached_property
+    def is_converted(self) -> bool:
+        """Whether FSDP2 gathers what the rows' `fsdp_pre_all_gather` makes of them (fp8)."""
+        return self._converts
+
+    @property
+    def _converts(self) -> bool:
+        return hasattr(self.sharded._local_tensor, "fsdp_pre_all_gather")  # maybe this object's, not its class's
+
+    def check_conversion(self) -> None:
+        """Raises RuntimeError if `fsdp_pre_all_gather` came or went since `use_odc`."""
+        if self._converts != self.is_converted:
+            raise RuntimeError(f"fsdp_pre_all_gather of {self.name} came or went after use_odc: define it before")
+
+    @torch.no_grad()
+    def gathered(self) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """What FSDP2 gathers of this rank's rows as they are now, flat, and in which dtype. Resharded.
+
+        Raises RuntimeError if their `fsdp_pre_all_gather` communicates.
+        """
+        if not self.is_converted:
+            return [(self.local.reshape(-1), self.compute_dtype)]
+        with RefuseCollectives():
+            return [(each, each.dtype) for each in self.fsdp.all_gather_inputs]
+
+    @cached_property
+    def gathered_bytes(self) -> int:
+        """Of each rank."""
+        if not self.is_converted:
+            return self.padded * self.compute_dtype.itemsize
+        return sum(each.nbytes for each, _ in self.gathered())
 
     def as_dtensor(self, local: torch.Tensor) -> DTensor:
         """This rank's part of a tensor, flat and maybe padded, as a DTensor split like the parameter."""
@@ -139,6 +171,11 @@ class FoundUnit:
     def accumulates_here(self) -> bool:
         """Whether gradients stay on this rank, as after `set_requires_gradient_sync(False)`."""
         return not self.group.reduce_grads
+
+    @property
+    def gathers_from_fewer(self) -> bool:
+        """Whether the backward gathers from some ranks only: `reshard_after_forward` is a number of ranks."""
+        return self.group._use_post_forward_mesh
 
     @property
     def reduces_unused(self) -> bool:
@@ -204,12 +241,13 @@ def _check_parameter(found: FoundParameter, group: Any) -> None:
         raise ValueError(f"{name} is on the meta device: call to_empty(device=…) and write its values before use_odc")
     if type(group.offload_policy).__name__ != "OffloadPolicy":
         raise NotImplementedError(f"{name} is offloaded to the CPU: leave out offload_policy")
-    local = sharded.to_local()
-    if hasattr(local, "fsdp_pre_all_gather"):
+    try:
+        found.gathered()
+    except RuntimeError as error:
         raise NotImplementedError(
-            f"{name} is a {type(local).__name__}, which FSDP2 converts before it gathers (fp8): gather in bf16, "
-            f"MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
-        )
+            f"{name} can't be gathered without the other ranks: its fsdp_pre_all_gather raised {error}. Gather in "
+            f"bf16, MixedPrecisionPolicy(param_dtype=torch.bfloat16), or compute scales after the optimizer step"
+        ) from error
     if sharded.requires_grad and not found.compute_dtype.is_floating_point:
         raise NotImplementedError(f"{name} trains and is {found.compute_dtype}")
 
@@ -302,8 +340,9 @@ def _parameters(group: Any, names: dict[int, str], kept: set[int]) -> list[Found
             compute_dtype=policy.param_dtype if casts else sharded.dtype,
             reduce_dtype=policy.reduce_dtype,
         )
-        if id(module) in names and not group._reset_sharded_params:
+        if id(module) in names and not group._reset_sharded_params:  # as FSDP2 does at its first forward
             parameter.adopt()
+            each._init_extensions()
         if id(module) not in names or id(parameter.sharded) not in kept:
             raise ValueError(
                 f"FSDP2 has a parameter of {list(sharded.shape)} that the model does not have any more: shard the "

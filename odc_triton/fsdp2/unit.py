@@ -107,16 +107,22 @@ class BridgedParameter:
     def to_publish(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """(part of this rank's compute shard, master), to be copied after each step."""
         self._versions = self.found.versions()
-        local, dtype = self.found.local.reshape(-1), self.found.compute_dtype
-        into = self._compute[self._rank][: local.numel() * dtype.itemsize]
-        if into.storage_offset() % dtype.itemsize == 0:
-            yield into.view(dtype), local
-        else:  # a unit of several dtypes, which FSDP2 gathers as bytes
-            yield into, local.to(dtype).view(torch.uint8)
+        own = self._compute[self._rank]
+        for local, dtype in self.found.gathered():
+            into, own = own.tensor_split([local.numel() * dtype.itemsize])
+            if into.storage_offset() % dtype.itemsize == 0:
+                yield into.view(dtype), local
+            else:  # a unit of several dtypes, which FSDP2 gathers as bytes
+                yield into, local.to(dtype).view(torch.uint8)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether it was written since it was published."""
+        return self._versions != self.found.versions()
 
     def check_unwritten(self) -> None:
         """Inside a minibatch: raises RuntimeError if it was written since the minibatch began."""
-        if self._versions != self.found.versions():
+        if self.is_written:
             raise RuntimeError(
                 f"{self.name} was written inside a minibatch, while peers are reading its values from before: write "
                 f"parameters after the `with minibatch(...)` block, or before it"
@@ -124,6 +130,10 @@ class BridgedParameter:
 
     def wholes(self) -> list[tuple[str, torch.Tensor]]:
         """[(name, a copy of the whole tensor in the compute dtype)]."""
+        if self.found.is_converted:
+            raise NotImplementedError(
+                f"{self.name} has fsdp_pre_all_gather: only FSDP2 knows how to make it whole, as by full_tensor()"
+            )
         dtype = self.found.compute_dtype  # a clone of a part is aligned to it
         return [(self.name, self.found.joined([part.clone().view(dtype) for part in self._compute]))]
 
@@ -212,7 +222,7 @@ class BridgedUnit:
         if gradient is not None:
             shards = [heap.shard(gradient, owner) for owner in range(heap.world)]
             self._target = Target(slot=slot, shards=shards, rank=heap.rank, near=heap.near)
-        sizes = [each.padded * each.compute_dtype.itemsize for each in found.parameters]
+        sizes = [each.gathered_bytes for each in found.parameters]
         parts = zip(*(shard.split(sizes) for shard in self._compute_shards), strict=True)
         trained = set(map(id, found.trained))
         gradients = iter(shards[heap.rank].split([each.padded for each in found.trained]) if trained else ())
@@ -231,6 +241,8 @@ class BridgedUnit:
             module.set_custom_all_gather(self.gather)
             module.set_custom_reduce_scatter(self.reduce)
             module.set_gradient_divide_factor(1.0)
+            if self.found.gathers_from_fewer:  # all owners' memory is as near
+                module.set_reshard_after_forward(True, recurse=False)
 
     @property
     def world(self) -> int:
@@ -249,8 +261,8 @@ class BridgedUnit:
         heap, engine = self._heap, self._engine
         if world != heap.world:
             raise RuntimeError(
-                f"unit {self.name} is gathered from {world} ranks instead of {heap.world}: call "
-                f"set_reshard_after_forward(True), an int is not supported"
+                f"unit {self.name} is gathered from {world} ranks instead of {heap.world}: was its mesh changed after "
+                f"use_odc?"
             )
         mine = self._compute_shards[heap.rank]
         if own.nbytes != len(mine):
@@ -265,7 +277,10 @@ class BridgedUnit:
             for each in self.parameters:
                 each.check_unwritten()
         else:
-            differs = (mine != own.view(torch.uint8)).any()
+            if any(each.found.is_converted for each in self.parameters):  # and maybe padded with anything
+                differs = torch.tensor(any(each.is_written for each in self.parameters), device=own.device)
+            else:
+                differs = (mine != own.view(torch.uint8)).any()
             self._differs = differs if self._differs is None else self._differs | differs
         rows = output.view(torch.uint8).view(world, -1)
         for step in range(1, world):

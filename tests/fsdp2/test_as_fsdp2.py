@@ -90,9 +90,7 @@ def _assign(model: nn.Module, log: list) -> None:
 
 def _load_assigning(model: nn.Module, log: list) -> None:
     """After an evaluation, before the optimizer is made."""
-    with torch.no_grad():
-        model(torch.ones(2, 6), (0, 1, 2))
-    model.reshard()
+    _evaluate(model, log)
     state = {name: (value * 0.5).detach() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
 
@@ -115,6 +113,30 @@ def _write_whole(model: nn.Module, log: list) -> None:
 
     model.parts[2].linear.register_forward_pre_hook(halve)
     model.second.register_forward_pre_hook(halve)
+
+
+def _convert(model: nn.Module, log: list) -> None:
+    """FSDP2 gathers two of the weights in bf16, though modules see fp32: a tensor's extension."""
+
+    def before(rows: torch.Tensor, mesh: Any) -> tuple[tuple[torch.Tensor], None]:
+        return (rows.to(torch.bfloat16),), None
+
+    def after(gathered: tuple, _: None, dtype: torch.dtype, *, out: torch.Tensor | None = None) -> Any:
+        if out is None:
+            return (whole := gathered[0].to(dtype)), (gathered[0], whole)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(gathered[0])
+        return None
+
+    for weight in (model.parts[0].linear.weight, model.second.weight):
+        rows = weight._local_tensor
+        rows.fsdp_pre_all_gather, rows.fsdp_post_all_gather = partial(before, rows), after
+
+
+def _evaluate(model: nn.Module, log: list) -> None:
+    with torch.no_grad():
+        log.append(model(torch.ones(2, 6), (0, 1, 2)))
+    model.reshard()
 
 
 def _step_in_the_hook(model: nn.Module, log: list) -> None:
@@ -150,6 +172,7 @@ CASES = {
     "hooks before": Case(before=_hook),
     "hooks after": Case(after=_hook),
     "written while whole": Case(before=_write_whole),
+    "gathered in another dtype": Case(before=_convert, after=_evaluate),
     "an optimizer in the hooks": Case(after=_step_in_the_hook),
 }
 ROWS = (3, 4, 2)  # of each step's microbatch

@@ -46,6 +46,7 @@ CASES = [
     Case(name="qwen2", layout="titan", world=1, evaluates=True),
     Case(name="qwen2", transform="checkpointing", backend="cpu-apart", options=RESHARD),
     Case(name="branches", backend="cpu-interpreter", world=2),
+    Case(name="branches", world=4, options={"reshard_after_forward": 2}),
     # The rest of the matrix.
     Case(name="qwen2", transform="checkpointing", world=2, kind="adamw", slow=True),
     Case(name="qwen2", transform="frozen", layout="titan", kind="adamw", slow=True),

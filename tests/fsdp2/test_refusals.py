@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,15 +53,15 @@ def _offloaded() -> nn.Module:
 
 
 def _float8() -> nn.Module:
-    """A tensor of which FSDP2 gathers something else."""
-    from torch.testing._internal.two_tensor import TwoTensor
+    """FSDP2 gathers what the ranks make of their rows together: once per gather, so all must gather equally often."""
+    model = sharded()
+    rows = model.head.weight._local_tensor
 
-    for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
-        setattr(TwoTensor, name, lambda *words, **options: None)
-    model = made("both branches", "")
-    weight = model.head.weight.detach()
-    model.head.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
-    LAYOUTS["blocks"](model)
+    def scaled(mesh: Any) -> tuple[tuple[torch.Tensor], None]:
+        torch.distributed.all_reduce(scale := rows.abs().max())
+        return (rows / scale,), None
+
+    rows.fsdp_pre_all_gather, rows.fsdp_post_all_gather = scaled, lambda *words, **options: None
     return model
 
 
@@ -105,7 +106,7 @@ REFUSED = [
     (_on_meta, "ValueError: head.weight is on the meta device: call to_empty"),
     (_two_factors, "ValueError: units have different gradient divide factors, ['3.0', 'None']: give divide_factor"),
     (_offloaded, "NotImplementedError: head.weight is offloaded to the CPU: leave out offload_policy"),
-    (_float8, "NotImplementedError: head.weight is a TwoTensor, which FSDP2 converts before it gathers (fp8)"),
+    (_float8, "NotImplementedError: head.weight can't be gathered without the other ranks: its fsdp_pre_all_gather"),
     (_two_meshes, "on 2 meshes"),
     (
         _own_allocator,
@@ -177,6 +178,12 @@ def _written_inside(write: Callable[[nn.Parameter], object], model: nn.Module) -
         model(torch.ones(3, 6)).sum().backward()
 
 
+def _converted_late(model: nn.Module) -> None:
+    rows = model.head.weight._local_tensor
+    rows.fsdp_pre_all_gather = rows.fsdp_post_all_gather = None
+    train(model, [])
+
+
 def _replaced(model: nn.Module) -> None:
     from torch.distributed.tensor import distribute_tensor
 
@@ -234,6 +241,7 @@ MISUSED = [
         )
     ],
     (_replaced, "head.weight was replaced after use_odc by a DTensor of [5, 6] in torch.float32: assign a DTensor of"),
+    (_converted_late, "fsdp_pre_all_gather of head.weight came or went after use_odc: define it before"),
     (_other_factor, "set_gradient_divide_factor(2.0) came after use_odc: give it to use_odc"),
     (_deterministic, "for exact sums shard it by odc_triton.fully_shard(model, exact=True)"),
     (_split, "this minibatch splits sequences, and the model is one of torch's fully_shard"),
