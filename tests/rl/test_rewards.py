@@ -298,6 +298,12 @@ def test_no_wait_after_the_deadline() -> None:
         _receive(ours, time.monotonic() - 1)
 
 
+def test_starting_the_process_does_not_count(tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(f"import time; time.sleep({SHORT_S})\ndef one(**columns): return [1.0]\n")
+    with closing(Rewards(["late:one"], timeout_s=SHORT_S)) as rewards:
+        assert _score(rewards, ["p"]) == [[1.0]]
+
+
 def test_refuses_options() -> None:
     for arguments, words in [
         ({"names": []}, "no reward"),
