@@ -192,7 +192,7 @@ def test_ranks_die_with_their_launcher(tmp_path: Path, code: str) -> None:
         launcher.send_signal(signal.SIGKILL)
         launcher.wait()
     deadline_s = time.monotonic() + LONG_S
-    while alive := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+    while alive := [pid for pid in pids if leftovers.is_running(pid)]:
         assert time.monotonic() < deadline_s, f"ranks {alive} outlive their launcher"
         time.sleep(0.05)
 

@@ -136,7 +136,7 @@ def _started(folder: Path) -> list[int]:
 
 def _assert_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + LONG_S
-    while left := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+    while left := [pid for pid in pids if leftovers.is_running(pid)]:
         assert time.monotonic() < deadline, f"processes {left} are still there"
         time.sleep(0.02)
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from odc_triton.rl.generation import Request, Sampled, SamplingOptions
 from odc_triton.train.grpo_options import GrpoOptions
+from tests.support.deadlines import LONG_S
 from tests.support.sft_case import write_case
 
 VOWELS = "tests.support.grpo_case:vowels"
@@ -54,7 +55,7 @@ def case(folder: Path, **changes: object) -> GrpoOptions:
         "lr": 1e-2,
         "schedule": "constant",
         "warmup_steps": 0,
-        "timeout_minutes": 1.0,
+        "timeout_minutes": LONG_S / 60,
     }
     return GrpoOptions(**wanted | changes)
 

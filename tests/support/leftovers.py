@@ -71,8 +71,18 @@ def interrupted(
     return process.returncode, problems
 
 
-def is_stopped(pid: int) -> bool:
+def _state(pid: int) -> str:
+    """Its letter in /proc; X where there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return "X"
+
+
+def is_stopped(pid: int) -> bool:
+    return _state(pid) in "Tt"
+
+
+def is_running(pid: int) -> bool:
+    """Also a stopped one; not one that has ended and that its parent has not asked for yet."""
+    return _state(pid) not in "ZX"
