@@ -54,31 +54,38 @@ def _main(arguments: Sequence[str] | None) -> int:
         return 1
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser of the command with all of its subcommands."""
+def make_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of the command with all of its subcommands. `only`: one of them, of the others just the names."""
     parser = argparse.ArgumentParser(
         prog="odc-triton", description="Sharded training by on-demand communication: no barrier per layer."
     )
     parser.add_argument("--version", action="version", version=f"odc-triton {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_demo(commands)
-    _add_bench(commands)
-    _add_train(commands)
-    _add_data(commands)
-    _add_export(commands)
-    _add_profile(commands)
-    _add_tune(commands)
-    _add_doctor(commands)
-    _add_simulate(commands)
+    adds = {
+        "demo": _add_demo,
+        "bench": _add_bench,
+        "train": _add_train,
+        "data": _add_data,
+        "export": _add_export,
+        "profile": _add_profile,
+        "tune": _add_tune,
+        "doctor": _add_doctor,
+        "topo": _add_topo,
+        "simulate": _add_simulate,
+    }
+    for name, add in adds.items():
+        if only in adds and only != name:  # its options' module may import much
+            commands.add_parser(name)
+        else:
+            add(commands)
     return parser
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = make_parser()
-    options, unknown = parser.parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options, unknown = make_parser(*given[:1]).parse_known_args(given)
     if unknown:
-        given = sys.argv[1:] if arguments is None else arguments
-        commands = _commands(parser)
+        commands = _commands(make_parser())
         chosen = max((each for each in commands if _names(each, given)), key=lambda each: len(each.prog))
         chosen.error(f"unrecognized arguments: {' '.join(unknown)}{_did_you_mean(unknown, chosen, commands)}")
     return options
@@ -336,6 +343,9 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
     )
     doctor.add_argument("--json", action="store_true", help="print everything that was found as JSON")
     doctor.set_defaults(run=_doctor)
+
+
+def _add_topo(commands: argparse._SubParsersAction) -> None:
     topo = commands.add_parser("topo", help="draw which GPUs reach each other, how fast, and whether they can add")
     topo.set_defaults(run=_topo)
 

@@ -62,12 +62,14 @@ class LayerOptions(Protocol):
 
 def replace(model: nn.Module, options: LayerOptions, rank: int) -> None:
     """Replaces the layers that the options name. Raises ValueError for a head that can't be fused."""
-    from ..nn.replace import replace_layers
-
     roles = ["attention", "embedding", "linear"] if options.replace_layers else []
     if options.fused_head:
         roles.append("head")
-    replaced = replace_layers(model, roles=roles, verbose=bool(roles) and rank == 0)
+    if not roles:
+        return
+    from ..nn.replace import replace_layers
+
+    replaced = replace_layers(model, roles=roles, verbose=rank == 0)
     if options.fused_head and not replaced.swapped["head"]:
         raise ValueError(
             f"--fused-head: {options.model or options.init} has a head that can't be fused ("

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -41,3 +43,10 @@ def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, f
     assert (pids["checked"] == os.getpid()) == has_gpu
     assert not [name for name, pid in pids.items() if pid != os.getpid() and psutil.pid_exists(pid)]
     leftovers.assert_none_since(before)
+
+
+def test_options_are_read_before_anything_is_imported() -> None:
+    code = "from odc_triton.cli.command import make_parser; make_parser('train')"
+    code += "; import sys; print({'numpy', 'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=leftovers.environment())
+    assert (done.stdout, done.stderr) == ("set()\n", "")
