@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from odc_triton import minibatch, use_odc
 from tests.support import ranks
-from tests.support.bridged import LAYOUTS, batches_of, count_of, loss_of, made, train, under_odc
+from tests.support.bridged import LAYOUTS, batches_of, count_of, loss_of, made, sharded, train, under_odc
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.refusals import caught
 
@@ -69,6 +71,28 @@ def test_gradients_are_those_of_fsdp2(transform: str, policy: dict[str, Any]) ->
             torch.testing.assert_close(
                 gradients[step][name], gradient, rtol=0, atol=tolerance * largest, msg=lambda m, n=name: f"{n}: {m}"
             )
+
+
+def _divided(before: float | None, factor: float | None, bridge: bool) -> dict[str, torch.Tensor]:
+    """Gradients, `before`: what `set_gradient_divide_factor` says; `factor`: what `use_odc` is given."""
+    model = sharded()
+    if before is not None:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(before)
+    context = minibatch(use_odc(model, divide_factor=factor)) if bridge else contextlib.nullcontext()
+    with context:
+        loss_of("both branches", model, batches_of("both branches", 0, 1)[0]).backward()
+    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+
+
+def test_gradients_are_divided_as_fsdp2_divides_them() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    whole, wanted = _divided(None, None, False), _divided(8.0, None, False)
+    for found in (_divided(8.0, None, True), _divided(None, 8.0, True), _divided(2.0, 8.0, True)):
+        for name, gradient in wanted.items():
+            assert gradient.norm() < whole[name].norm() / 7
+            torch.testing.assert_close(found[name], gradient)
 
 
 # ---------------------------------------------------------------------- failures

@@ -239,3 +239,14 @@ def test_another_attention_would_ignore_pieces() -> None:
     model.set_attn_implementation("sdpa")
     with pytest.raises(RuntimeError, match=r"call odc_triton.hf.enable_packing\(model\) before fully_shard"):
         summed_loss(model, packs_of(SETUP, 0)[0])
+
+
+def test_modules_stay_in_their_mode() -> None:
+    from odc_triton import enable_split, fully_shard
+
+    model = fully_shard(build(SETUP, replaced=False))
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    assert True in modes
+    enable_split(model, tokens=8)
+    assert [module.training for module in model.modules()] == modes

@@ -99,7 +99,7 @@ CASES = {
         "loss": "grpo",
         "scale_rewards": "batch",
         "mask_truncated": True,
-        "max_new_tokens": 4,
+        "max_new_tokens": 6,
         "clip_norm": 1e9,
         "lr": 0.1,
     },
