@@ -143,6 +143,8 @@ def main(
         raise ValueError(f"--token-cap is {token_cap}; give at least 2: one token to predict and one before it")
     if picture is not None and len(names) > 1:
         raise ValueError(f"--out draws the lengths of one file, and {len(names)} are given: give one")
+    if picture is not None and Path(picture).is_dir():
+        raise ValueError(f"--out is {picture}, a folder: give a file, such as lengths.png")
     encoder = _bytes() if tokenizer is None else TextEncoder.of(read_tokenizer(tokenizer))
     vocabulary = None if model is None else _vocabulary(model)
     unit = "bytes" if tokenizer is None else "tokens"

@@ -111,7 +111,10 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
                     f"where tokenizer_config.json names the special tokens"
                 )
             return to_transformers(tokenizer)
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        try:
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        except ValueError as error:
+            raise ValueError(f"{source} has no tokenizer that transformers can load: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,6 +124,8 @@ class RunOptions:
             if self.report_to.count(name) > 1:
                 raise ValueError(f"--report-to has {name} {self.report_to.count(name)} times; give it once")
         self._check_weights()
+        if not self.out:
+            raise ValueError("--out is empty; give a folder")
         if not self.resume:
             raise ValueError("--resume is empty; give never, auto or a checkpoint folder")
         self._check_contradictions()

@@ -106,6 +106,7 @@ def test_a_mistyped_option(words: list[str], said: str, capsys: pytest.CaptureFi
         (["--init", "c.json", "--model", __file__], "give either --model or --init"),
         (["--model", __file__], f"--model is {__file__}, a file: give the model's folder or hub id"),
         (["--ranks", "100000"], "--ranks is 100000 and there "),
+        (["--init", "c.json", "--tokenizer", "t", "--out", ""], "--out is empty; give a folder"),
         (["--init", "c.json", "--tokenizer", "t", "--seed", str(2**63)], f"--seed is {2**63}; it must fit in 64 bits"),
         (
             ["--init", "c.json", "--tokenizer", "t", "--split-sequences", "--replicas", "2"],

@@ -101,6 +101,8 @@ def test_several_files_and_their_weights(folder, capsys):
     assert "there are 1 weights and 2 data sets: give one for each" in capsys.readouterr().err
     assert main(["data", "inspect", *files, "--out", str(folder / "two.png")]) == 1
     assert "--out draws the lengths of one file, and 2 are given: give one" in capsys.readouterr().err
+    assert main(["data", "inspect", files[0], "--out", str(folder)]) == 1
+    assert f"--out is {folder}, a folder: give a file, such as lengths.png" in capsys.readouterr().err
 
 
 def test_json_and_bytes(folder, capsys):

@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "mixed.jsonl").write_text("".join(json.dumps(record) + "\n" for record in mixed))
     (folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 3)
     (folder / "my_reward.py").write_text("def f(completions, **columns): return [0.0 for _ in completions]")
+    (folder / "no-tokenizer").mkdir()
     (folder / "file").touch()
     (folder / "used").mkdir()
     (folder / "used" / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -66,6 +67,7 @@ def started(*_: object, **__: object) -> None:
         ),
         ({"--init": None, "--model": "no-weights"}, "no-weights has neither model.safetensors nor"),
         ({"--tokenizer": "./missing.json"}, "missing.json"),
+        ({"--tokenizer": "no-tokenizer"}, "no-tokenizer has no tokenizer that transformers can load: "),
         ({"--data": "chats.jsonl"}, "chats.jsonl, line 1: messages need a tokenizer with a chat template"),
         ({"--data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
         ({"--eval-data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
