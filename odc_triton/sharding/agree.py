@@ -29,6 +29,7 @@ from ..comm.grid import Grid
 from ..comm.layout import Plan, first_difference
 from ..comm.meeting import Meetings
 from ..comm.memory.heap import SymmetricHeap
+from ..comm.memory.rendezvous import Look
 from ..comm.memory.shm import SharedMemoryHeap
 from ..comm.peers import PeerStatus
 from ..comm.process_group import start_process_group
@@ -68,6 +69,16 @@ def open_meetings(grid: Grid, timeout: timedelta) -> Meetings:
     )
 
 
+def _look(meetings: Meetings, grid: Grid) -> Look:
+    """Raises RankLost if one of these ranks, as the replica's heap numbers them, is gone."""
+
+    def look(ranks: list[int]) -> None:
+        ranks = [grid.first + rank for rank in ranks]
+        meetings.require_alive(ranks, "the shared heap", lambda: ranks)
+
+    return look
+
+
 def show_life(meetings: Meetings, grid: Grid, heap: SymmetricHeap, token: str) -> None:
     """Lets the meetings tell dead ranks from late ones, through the heap that this replica shares. Collective."""
     heap.first = grid.first
@@ -94,6 +105,7 @@ def patient_meetings(grid: Grid, timeout: timedelta) -> Iterator[Meetings]:
         slots=0,
         token=f"{token}-{grid.replica}",
         timeout_s=meetings.timeout_s,
+        look=_look(meetings, grid),
     )
     try:
         show_life(meetings, grid, heap, token)
@@ -112,6 +124,7 @@ def open_heap(meetings: Meetings, grid: Grid, device: Backend, plan: Plan, agree
         grid.shard_mesh,
         token=f"{agreed.token}-{grid.replica}",
         timeout_s=meetings.timeout_s,
+        look=_look(meetings, grid),
         shared=agreed.shares_device,
     )
     here = agreed.devices[heap.rank]

@@ -62,9 +62,9 @@ class Backend(ABC):
     def streams(self) -> Streams: ...
 
     @abstractmethod
-    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
-        """Collective. `mesh`: one-dimensional; `token`: a name that only its ranks know; `shared`: whether ranks share
-        a device, or number their devices alike.
+    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, shared: bool, **how: Any) -> SymmetricHeap:
+        """Collective. `mesh`: one-dimensional; `shared`: whether ranks share a device, or number their devices alike;
+        `how`: the heap's `token`, a name that only its ranks know, `timeout_s` and `look`.
         """
 
     def accumulator(self, heap: Any, streams: Streams, timeout_s: float) -> Accumulator:
@@ -80,8 +80,8 @@ class CpuBackend(Backend):
     def streams(self) -> Streams:
         return Streams()
 
-    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
-        return _open_on_cpu(SharedMemoryHeap, plan, mesh, token, timeout_s)
+    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, shared: bool, **how: Any) -> SymmetricHeap:
+        return _open_on_cpu(SharedMemoryHeap, plan, mesh, how)
 
 
 class ApartBackend(Backend):
@@ -96,18 +96,17 @@ class ApartBackend(Backend):
     def streams(self) -> Streams:
         return DeviceStreams(SimulatedDevice(os.environ.get("ODC_SIMULATED_STREAMS", "late")))
 
-    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
-        return _open_on_cpu(ApartHeap, plan, mesh, token, timeout_s)
+    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, shared: bool, **how: Any) -> SymmetricHeap:
+        return _open_on_cpu(ApartHeap, plan, mesh, how)
 
 
-def _open_on_cpu(heap: type[Any], plan: Plan, mesh: DeviceMesh, token: str, timeout_s: float) -> SymmetricHeap:
+def _open_on_cpu(heap: type[Any], plan: Plan, mesh: DeviceMesh, how: dict[str, Any]) -> SymmetricHeap:
     return heap(
         rank=mesh.get_local_rank(),
         world=mesh.size(),
         size_bytes=plan.size_bytes,
         slots=len(plan.parameters),
-        token=token,
-        timeout_s=timeout_s,
+        **how,
     )
 
 
@@ -157,15 +156,14 @@ class CudaBackend(Backend):
     def streams(self) -> Streams:
         return DeviceStreams(CudaDevice(torch.device("cuda", torch.cuda.current_device())))
 
-    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, token: str, timeout_s: float, shared: bool) -> SymmetricHeap:
+    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, shared: bool, **how: Any) -> SymmetricHeap:
         return CudaHeap(
             rank=mesh.get_local_rank(),
             world=mesh.size(),
             size_bytes=plan.size_bytes,
-            token=token,
-            timeout_s=timeout_s,
             group=mesh.get_group(),
             shared_device=shared,
+            **how,
         )
 
 

@@ -304,6 +304,7 @@ def _killed(rank: int, world: int, victim: int, where: str, folder: str) -> tupl
 def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: str) -> tuple:
     from odc_triton import fully_shard, use_odc
     from odc_triton.comm.meeting import Meetings
+    from odc_triton.comm.memory import shm
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -313,7 +314,10 @@ def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: s
     if rank == victim:
         if where == "before":
             die()
-        Meetings.meet = die
+        place, name = (
+            (Meetings, "meet") if "meeting" in where else (shm, "send_files" if rank == 0 else "receive_files")
+        )
+        setattr(place, name, die)
     return _guarded(lambda: shard(model, timeout=LONG_S))
 
 
@@ -322,6 +326,8 @@ def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: s
     [
         ("fully_shard", 1, "before"),
         ("use_odc", 0, "at the first meeting"),
+        ("fully_shard", 2, "at the heap"),
+        slow("use_odc", 0, "at the heap"),
         slow("fully_shard", 0, "at the first meeting"),
         slow("use_odc", 2, "before"),
     ],

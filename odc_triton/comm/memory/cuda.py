@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ..layout import ALIGNMENT_BYTES, Region
 from .heap import SymmetricHeap, Word
+from .rendezvous import Look, look_at_nobody
 from .shm import SharedMemoryHeap
 
 _SOCKET_PATH_BYTES = 107  # Linux's limit, without the final zero
@@ -40,6 +41,7 @@ class CudaHeap(SymmetricHeap):
         timeout_s: float,
         group: ProcessGroup,
         shared_device: bool = False,
+        look: Look = look_at_nobody,
     ) -> None:
         import torch.distributed._symmetric_memory as symmetric_memory
         from torch._C._distributed_c10d import _SymmetricMemory
@@ -49,7 +51,7 @@ class CudaHeap(SymmetricHeap):
         self._group, self._shared_device = group, shared_device
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._host = SharedMemoryHeap(
-            rank=rank, world=world, size_bytes=0, slots=0, token=f"{token}-words", timeout_s=timeout_s
+            rank=rank, world=world, size_bytes=0, slots=0, token=f"{token}-words", timeout_s=timeout_s, look=look
         )
         if shared_device:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"

@@ -12,18 +12,24 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ...base.errors import DeadlineExceeded
 
+Look = Callable[[list[int]], None]
+"""Looks whether these ranks, for which it waits, are alive; raises if not."""
+_LOOK_S = 0.5
 _MOST_SILENT = 128  # connections kept open to silent clients
 
 
-def greetings(listener: socket.socket, size: int, deadline_s: float) -> Iterator[tuple[socket.socket, bytes]]:
+def greetings(
+    listener: socket.socket, size: int, deadline_s: float, look: Callable[[], None] = lambda: None
+) -> Iterator[tuple[socket.socket, bytes]]:
     """Connections to `listener`, each as soon as its first `size` bytes have arrived, with these bytes.
 
     Ends at `deadline_s` of `time.monotonic`. A connection does not block, and the caller closes it. Those that have not
-    sent all their bytes by then are closed; if there are very many, the oldest at once.
+    sent all their bytes by then are closed; if there are very many, the oldest at once. While nothing comes it calls
+    `look`.
     """
     heard: dict[socket.socket, bytes] = {}  # the oldest first
     listener.setblocking(False)
@@ -36,7 +42,9 @@ def greetings(listener: socket.socket, size: int, deadline_s: float) -> Iterator
 
         try:
             while (left_s := deadline_s - time.monotonic()) > 0:
-                ready = {key.fileobj for key, _ in selector.select(left_s)}
+                ready = {key.fileobj for key, _ in selector.select(min(left_s, _LOOK_S))}
+                if not ready:
+                    look()
                 for connection in heard.keys() & ready:
                     try:
                         more = connection.recv(size - len(heard[connection]))
@@ -90,16 +98,19 @@ def listen(name: str, *, backlog: int) -> socket.socket:
     return listener
 
 
-def send_files(fds: list[int], *, token: str, world: int, timeout_s: float) -> None:
+def look_at_nobody(ranks: list[int]) -> None: ...
+
+
+def send_files(fds: list[int], *, token: str, world: int, timeout_s: float, look: Look = look_at_nobody) -> None:
     """Rank 0's side: sends `fds` to ranks 1..world-1, each of which sends its rank and must have our uid."""
     waiting = set(range(1, world))
     deadline_s = time.monotonic() + timeout_s
     with listen(f"odc-{token}", backlog=world) as listener:
-        for connection, greeting in greetings(listener, _GREETING.size, deadline_s):
+        for connection, greeting in greetings(listener, _GREETING.size, deadline_s, lambda: look(sorted(waiting))):
             (rank,) = _GREETING.unpack(greeting)
             with connection:
                 if peer_uid(connection) == os.getuid() and rank in waiting:
-                    # A rank may have died or given up meanwhile; then the deadline names it.
+                    # A rank may have died or given up meanwhile; then `look` or the deadline names it.
                     with contextlib.suppress(ConnectionError):
                         socket.send_fds(connection, [b"f"], fds)
                         waiting.discard(rank)
@@ -113,9 +124,10 @@ def send_files(fds: list[int], *, token: str, world: int, timeout_s: float) -> N
     )
 
 
-def receive_files(count: int, *, token: str, rank: int, timeout_s: float) -> list[int]:
+def receive_files(count: int, *, token: str, rank: int, timeout_s: float, look: Look = look_at_nobody) -> list[int]:
     """The other ranks' side: connects to rank 0 and returns `count` file descriptors."""
-    deadline_s = time.monotonic() + timeout_s
+    look_s = time.monotonic()
+    deadline_s = look_s + timeout_s
     while True:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(max(deadline_s - time.monotonic(), 0.001))
@@ -137,4 +149,7 @@ def receive_files(count: int, *, token: str, rank: int, timeout_s: float) -> lis
                 f"rank {rank} waited {timeout_s:.0f} s for rank 0 to offer the shared heap; "
                 f"both must run on one host and in one network namespace",
             )
+        if time.monotonic() > look_s + _LOOK_S:
+            look_s = time.monotonic()
+            look([0])
         time.sleep(_POLL_S)

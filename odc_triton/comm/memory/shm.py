@@ -19,7 +19,7 @@ import torch
 from ..layout import Region, aligned
 from .heap import WORDS, SymmetricHeap, Word
 from .locks import ByteLocks
-from .rendezvous import receive_files, send_files
+from .rendezvous import Look, look_at_nobody, receive_files, send_files
 
 _WORD_BYTES = 8
 
@@ -41,13 +41,23 @@ class SharedMemoryHeap(SymmetricHeap):
     """`size_bytes` of zeroed memory that `world` processes of one host share, and `slots` × `world` locks.
 
     Collective: every rank calls it with the same sizes and `token`, a name that only this job knows. Raises
-    DeadlineExceeded with the missing ranks if not all arrive within `timeout_s`.
+    DeadlineExceeded with the missing ranks if not all arrive within `timeout_s`, and what `look` raises meanwhile.
     """
 
     device = torch.device("cpu")
     apart = False
 
-    def __init__(self, *, rank: int, world: int, size_bytes: int, slots: int, token: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world: int,
+        size_bytes: int,
+        slots: int,
+        token: str,
+        timeout_s: float,
+        look: Look = look_at_nobody,
+    ) -> None:
         self.rank, self.world = rank, world
         header = world * WORDS * _WORD_BYTES
         self._data_offset = aligned(header, mmap.PAGESIZE)
@@ -57,13 +67,13 @@ class SharedMemoryHeap(SymmetricHeap):
             lock_fd = _new_memfd("odc-locks", world * (slots + 1))
             try:
                 if world > 1:
-                    send_files([data_fd, lock_fd], token=token, world=world, timeout_s=timeout_s)
+                    send_files([data_fd, lock_fd], token=token, world=world, timeout_s=timeout_s, look=look)
             except BaseException:
                 os.close(data_fd)
                 os.close(lock_fd)
                 raise
         else:
-            data_fd, lock_fd = receive_files(2, token=token, rank=rank, timeout_s=timeout_s)
+            data_fd, lock_fd = receive_files(2, token=token, rank=rank, timeout_s=timeout_s, look=look)
         try:
             self._map = mmap.mmap(data_fd, self.size_bytes)
         finally:
