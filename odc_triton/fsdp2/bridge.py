@@ -7,6 +7,7 @@ owners' sum.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from datetime import timedelta
 from functools import partial
@@ -103,6 +104,7 @@ def use_odc(
         for each in bridged:
             each.check_layout()
     all_came(meetings, _CONNECTED, call=_CALL)
+    _generate_alone(model)
     model._odc_engine = engine
     if grid.rank == 0:
         print(_summary(units, plan, grid, device), file=sys.stderr)
@@ -129,6 +131,14 @@ def _connect(units: list[FoundUnit], plan: Plan, engine: Engine, device: Backend
         engine.parameters += bridged.parameters
         connected.append(bridged)
     return connected
+
+
+def _generate_alone(model: nn.Module) -> None:
+    """transformers' `generate` has every rank run forwards until the last one has its tokens: here none waits."""
+    for module in model.modules():
+        generate = getattr(module, "generate", None)
+        if callable(generate) and "synced_gpus" in inspect.signature(generate).parameters:
+            module.generate = partial(generate, synced_gpus=False)
 
 
 class BridgedEngine(Engine):

@@ -213,6 +213,28 @@ def test_evaluation_sees_what_was_loaded_or_published() -> None:
         assert "written after they were published: call publish(model)" in message
 
 
+def _generates(rank: int, world: int) -> list[tuple[list, list]]:
+    """Inside and outside of a minibatch, more often and longer on rank 1: what it generates, and plain transformers."""
+    from odc_triton import minibatch, use_odc
+
+    def generated(model: nn.Module) -> list:
+        prompt = torch.ones(1, 3, dtype=torch.long)
+        return [model.generate(prompt, max_new_tokens=2 + each, do_sample=False).tolist() for each in range(1 + rank)]
+
+    plain, model = made("qwen2", ""), made("qwen2", "")
+    LAYOUTS["blocks"](model)
+    use_odc(model)
+    with minibatch(model):
+        inside = generated(model)
+    return [(inside, generated(plain)), (generated(model), generated(plain))]
+
+
+def test_ranks_generate_on_their_own() -> None:
+    for pairs in ranks.run(_generates, 2):
+        for generated, plain in pairs:
+            assert generated == plain
+
+
 # ---------------------------------------------------------------------- what it says
 
 

@@ -184,6 +184,14 @@ def _converted_late(model: nn.Module) -> None:
     train(model, [])
 
 
+def _steps_on_one(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, [(torch.ones(3, 6),)])
+    if torch.distributed.get_rank() == 0:
+        optimizer.step()
+    train(model, [])
+
+
 def _replaced(model: nn.Module) -> None:
     from torch.distributed.tensor import distribute_tensor
 
@@ -241,6 +249,7 @@ MISUSED = [
         )
     ],
     (_replaced, "head.weight was replaced after use_odc by a DTensor of [5, 6] in torch.float32: assign a DTensor of"),
+    (_steps_on_one, "RanksDiffer: "),
     (_converted_late, "fsdp_pre_all_gather of head.weight came or went after use_odc: define it before"),
     (_other_factor, "set_gradient_divide_factor(2.0) came after use_odc: give it to use_odc"),
     (_deterministic, "for exact sums shard it by odc_triton.fully_shard(model, exact=True)"),
