@@ -59,6 +59,7 @@ def test_the_diff_turns_one_script_into_the_other(diff: str, page: str, new_line
 def _run_forked(rank: int, world: int, example: str, *arguments: str) -> str:
     """As `_run`, by a rank of tests.support.ranks: without torchrun, and without importing torch again."""
     os.environ |= OFFLINE | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "OMP_NUM_THREADS": "1"}
+    os.environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] = "2"  # no loss of a minibatch is divided by it
     dist.init_process_group = lambda: None  # the group is there; accelerate takes it too
     sys.argv = [example, *arguments]
     with contextlib.redirect_stdout(io.StringIO()) as printed:

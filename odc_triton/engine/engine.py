@@ -29,6 +29,7 @@ from ..comm.grid import Grid
 from ..comm.meeting import Meetings
 from ..comm.memory.heap import Signs, SymmetricHeap, Word
 from ..comm.replicas import Replicas
+from .accumulation import undivided
 from .entry import checked_tokens, compare_entries, trained_mask
 from .exact import ExactSums
 from .gradients import Waits
@@ -195,6 +196,8 @@ class Engine:
         self.splits.begin(split)
         for parameter in self.trainable():
             parameter.landing.expect_gradient()
+        if self._tokens is not None:
+            self._scope.enter_context(undivided())
         if self.debug:
             self._scope.enter_context(RefuseCollectives())
         return self._tokens

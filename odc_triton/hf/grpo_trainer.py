@@ -66,12 +66,13 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
 
         enable_packing(model)
         model = fully_shard(model)
-        ODCGRPOTrainer(model, reward_funcs=reward, args=GRPOConfig(..., bf16=False), train_dataset=prompts).train()
+        ODCGRPOTrainer(model, reward_funcs=reward, args=GRPOConfig(...), train_dataset=prompts).train()
 
     Give it the sharded model, on every rank, and TRL's other arguments. One step takes world *
-    `per_device_train_batch_size` completions, dealt to the ranks by length, and its loss is TRL's over all of them:
-    see [Note: normalisers]. Metrics are those of all ranks. Options whose loss is no sum over completions or tokens
-    (entropy bonus, top_entropy_quantile, a router's auxiliary loss) are refused, and so are images and PEFT's adapters.
+    `per_device_train_batch_size` * `gradient_accumulation_steps` completions, dealt to the ranks by length, and its
+    loss is TRL's over all of them: see [Note: normalisers]. Metrics are those of all ranks. Options whose loss is no
+    sum over completions or tokens (entropy bonus, top_entropy_quantile, a router's auxiliary loss) are refused, and
+    so are images and PEFT's adapters.
 
     Completions are sampled in evaluation mode, outside of minibatches, so ranks may decode different numbers of tokens.
     With vLLM, weights are sent whole. With `beta`, a reference model is loaded from the folder or hub id that the model
@@ -85,8 +86,6 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     """
 
     refused: ClassVar[Mapping[str, str]] = ShardedTrainer.refused | {
-        "bf16": "TRL sets it by default. Set bf16=False, and give fully_shard "
-        "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
         "entropy_coef": "the bonus is a mean over a microbatch's tokens, and packs differ: set 0",
         "label_smoothing_factor": "TRL's loss has no labels to smooth: leave it out",
         "use_adaptive_entropy": "the bonus is a mean over a microbatch's tokens, and packs differ: leave it out",
@@ -108,16 +107,9 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         if not trl.__version__.startswith(_TRL):
             raise ImportError(f"ODCGRPOTrainer is written for TRL {_TRL}*, and {trl.__version__} is here: {_GET_TRL}")
         if not isinstance(args, GRPOConfig):
-            raise TypeError(
-                f"args is a {type(args).__name__}; give a trl.GRPOConfig with bf16=False, TRL's default is True"
-            )
+            raise TypeError(f"args is a {type(args).__name__}; give a trl.GRPOConfig")
         if token_cap is not None and token_cap < 1:
             raise ValueError(f"token_cap is {token_cap}: give the most tokens that a pack may hold, 1 or more")
-        for name in ("peft_config", "quantization_config"):
-            if trainer.get(name) is not None:
-                raise ValueError(
-                    f"{name} is given, but the model is sharded already: leave it out, adapters are refused"
-                )
         self._token_cap = token_cap
         beta, args.beta = args.beta, 0.0  # see [Note: the reference]
         try:
@@ -127,7 +119,8 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         self._check_batch()
         self.beta = beta
         if beta:
-            self.ref_model = self._sharded_reference()
+            reference = self._sharded_reference()
+            self.ref_model = self.accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
         if self.use_vllm:
             self.vllm_generation._iter_named_params = self._whole_parameters
 
@@ -138,6 +131,18 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
                 f"{type(args).__name__} has top_entropy_quantile={args.top_entropy_quantile}: the quantile is that "
                 f"of a microbatch's tokens on all ranks, and packs differ: set 1.0"
             )
+        accumulated = args.gradient_accumulation_steps
+        if accumulated > 1 and args.loss_type == "bnpo":
+            raise ValueError(
+                f"gradient_accumulation_steps is {accumulated} with loss_type 'bnpo', TRL's mean over batches of means "
+                f"over their tokens: set 1, and {accumulated} times the per_device_train_batch_size"
+            )
+        if args.steps_per_generation % accumulated:
+            raise ValueError(
+                f"steps_per_generation is {args.steps_per_generation}, which gradient_accumulation_steps={accumulated} "
+                f"does not divide: set a multiple of it"
+            )
+        args.steps_per_generation //= accumulated
 
     def _check_batch(self) -> None:
         """What is known only once TRL has looked at model and tokenizer."""

@@ -59,7 +59,7 @@ def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
     without `target_positions` (`pack_collate` gives them) makes the host wait for the device to find them.
 
     Raises ValueError if `labels` is not [1, T], and for a model that has a router's loss added to its own (see
-    [Note: a router's loss]).
+    [Note: a router's loss]) or PEFT's prompt tuning.
     """
     logits, targets = predictions(model, pack)
     return F.cross_entropy(logits.float(), targets, reduction="sum")
@@ -81,12 +81,23 @@ def _refuse_router_loss(model: nn.Module) -> None:
         )
 
 
+def refuse_prompt_learning(model: nn.Module) -> None:
+    """Raises ValueError for PEFT's prompt, prefix and P-tuning, which put tokens before a row, not before documents."""
+    for name, config in (getattr(model, "peft_config", None) or {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"adapter {name!r} is {config.peft_type.value}, whose virtual tokens come before a batch's rows, and a "
+                f"pack is one row of several documents: take one within the layers, such as peft.LoraConfig"
+            )
+
+
 def predictions(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     """(logits [n, V], targets [n]) of the pack's n target tokens, in their order; see `summed_loss`.
 
     The logits may be a fused head's, which `cross_entropy` and `odc_triton.log_probs` take. Raises what `summed_loss`
     raises.
     """
+    refuse_prompt_learning(model)
     _refuse_router_loss(innermost(model))
     shifted = "shift_labels" in pack
     labels = pack["shift_labels" if shifted else "labels"]

@@ -9,6 +9,9 @@ is set whenever the model is on the CPU.
 
 [Note: what accelerate wraps] Trainer has accelerate prepare the model, which puts DistributedDataParallel around it on
 several ranks. With `evaluation_mode` accelerate does not, and from 1.14 on it leaves a prepared model alone.
+
+[Note: bf16=True] A model sharded with param_dtype=torch.bfloat16 computes in it already. Any other runs in accelerate's
+autocast, as in plain Trainer, but without the cache of cast weights, which would hold the whole model in bf16.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from ..checkpoint.dcp import METADATA
 from ..checkpoint.folder import load_checkpoint, write_checkpoint
 from ..engine.api import engine_of
 from ..nn.operand import is_sharded
+from .loss import refuse_prompt_learning
 
 SHARDS = "odc"  # folder within a checkpoint: masters and optimizer states, see checkpoint/folder.py
 
@@ -61,7 +65,6 @@ class ShardedTrainer(Trainer):
         "deepspeed": "the model is sharded already: leave it out",
         "parallelism_config": "the model is sharded over data-parallel ranks: leave it out",
         "fp16": "gradients are summed unscaled: give fully_shard an mp_policy with param_dtype=torch.bfloat16",
-        "bf16": "give fully_shard mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16) instead",
         "fp16_full_eval": "evaluation is in the dtype of fully_shard's mp_policy: leave it out",
         "bf16_full_eval": "evaluation is in the dtype of fully_shard's mp_policy: leave it out",
         "torch_compile": "compile the model's blocks instead, before or after fully_shard",
@@ -78,8 +81,15 @@ class ShardedTrainer(Trainer):
             raise ImportError(f'{name} needs accelerate {_ACCELERATE} or newer: pip install "odc-triton[trainer]"')
         _check_model(model, takes_adapters=self.takes_adapters)
         self._engine = engine_of(model)
+        for name in ("peft_config", "quantization_config"):  # TRL's
+            if trainer.get(name) is not None:
+                adapted = self.takes_adapters and name == "peft_config"
+                instead = "call peft.get_peft_model before fully_shard" if adapted else "leave it out"
+                raise ValueError(f"{name} is given, but the model is sharded already: {instead}")
+        self._accumulated = 1
         if args is not None:
             self._check_arguments(args)
+            self._accumulated = _in_one_batch(args)
         args = TrainingArguments("tmp_trainer") if args is None else args  # as Trainer has it
         if self._engine.heap.device.type == "cpu" and not args.use_cpu:  # see [Note: who counts the ranks]
             args.use_cpu = True
@@ -102,16 +112,23 @@ class ShardedTrainer(Trainer):
         for name, instead in self.refused.items():
             if (value := getattr(args, name, None)) and not (self._engine.exact and name == "full_determinism"):
                 raise ValueError(f"{type(args).__name__} has {name}={value!r}: {instead}")
-        if args.gradient_accumulation_steps != 1:
-            raise ValueError(
-                f"gradient_accumulation_steps is {args.gradient_accumulation_steps}; set 1: a step has as many "
-                f"microbatches as this rank has packs. per_device_train_batch_size is its samples per rank"
-            )
         optim = getattr(args.optim, "value", args.optim)
         if any(word in optim for word in _STEP_IN_BACKWARD):
             raise ValueError(f"optim is {optim!r}, which steps inside of the backward: choose adamw_torch")
+        if optim == "adafactor":
+            raise ValueError("optim is 'adafactor', which takes means over whole matrices: choose adamw_torch")
         if args.save_only_model and args.load_best_model_at_end:
             raise ValueError("load_best_model_at_end needs the masters in checkpoints: leave save_only_model out")
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """See [Note: bf16=True]."""
+        from accelerate.utils import AutocastKwargs
+
+        made = super()._build_accelerator_args(**kwargs)
+        if all(unit.policy.param_dtype is torch.bfloat16 for unit in self._engine.units):
+            made["mixed_precision"] = "no"
+        made["kwargs_handlers"].append(AutocastKwargs(cache_enabled=False))
+        return made
 
     # ------------------------------------------------------------------ a step
 
@@ -193,12 +210,24 @@ class ShardedTrainer(Trainer):
         return load_checkpoint(shards, model=self.model, optimizer=optimizer)
 
 
+def _in_one_batch(args: TrainingArguments) -> int:
+    """Makes the batches of a step one, as a minibatch has any number of microbatches; returns how many they were."""
+    options = args.accelerator_config.gradient_accumulation_kwargs or {}
+    steps = args.gradient_accumulation_steps * options.get("num_steps", 1)  # Trainer refuses both
+    if "num_steps" in options:
+        options["num_steps"] = 1
+    args.per_device_train_batch_size *= steps
+    args.gradient_accumulation_steps = 1
+    return steps
+
+
 def _check_model(model: Any, *, takes_adapters: bool) -> None:
     is_adapted = takes_adapters and hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     if not isinstance(model.get_base_model() if is_adapted else model, PreTrainedModel):
         raise TypeError(
             f"model is a {type(model).__name__}; give the transformers model that fully_shard returned, not wrapped"
         )
+    refuse_prompt_learning(model)
     if not is_sharded(model):
         raise ValueError(
             f"{type(model).__name__} is not sharded: call odc_triton.hf.enable_packing(model), then "

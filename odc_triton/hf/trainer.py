@@ -51,18 +51,19 @@ class ODCTrainer(ShardedTrainer):
         ODCTrainer(model, TrainingArguments(...), train_dataset=samples).train()
 
     Give it the sharded model, on every rank. A sample of `train_dataset` has `input_ids` and optionally `labels` (-100:
-    not learned), tokenised, without padding. One step takes world * `per_device_train_batch_size` samples, and its
-    loss is the mean over the target tokens of all ranks. Logs also have `target_tokens`, those of all ranks since the
-    last log. `evaluate()` returns the loss per target token of the whole set; `compute_metrics` and `predict` work as
-    in Trainer, on batches of `data_collator`, which is used for nothing else.
+    not learned), tokenised, without padding. One step takes world * `per_device_train_batch_size` *
+    `gradient_accumulation_steps` samples, and its loss is the mean over the target tokens of all ranks. Logs also have
+    `target_tokens`, those of all ranks since the last log. `evaluate()` returns the loss per target token of the whole
+    set; `compute_metrics` and `predict` work as in Trainer, on batches of `data_collator`, which is used for nothing
+    else. With `bf16=True` a model that was sharded in fp32 computes in autocast, as in Trainer.
 
     A model may have PEFT's adapters, put on before `fully_shard`. A checkpoint's folder loads in plain transformers, or
     PEFT, and has masters and optimizer states of what is trained in `odc/`. Training can be
     resumed on another number of ranks, with a `per_device_train_batch_size` that keeps the samples per step. Call
     `save_model` on every rank.
 
-    It combines with another Trainer: `class Mine(ODCTrainer, SFTTrainer)` works if the loss may be a pack's summed
-    cross-entropy; else override `compute_loss`.
+    It combines with another Trainer: `class Mine(ODCTrainer, SFTTrainer)` has SFTTrainer's losses and metrics, without
+    `mean_token_accuracy` for a fused head. For another loss override `compute_loss`.
 
     sampler: a MinibatchSampler of this rank over `train_dataset`. By default one with balance "mini", the longest
         sample as token cap and `data_seed` or `seed`.
@@ -73,6 +74,11 @@ class ODCTrainer(ShardedTrainer):
     """
 
     takes_adapters: ClassVar[bool] = True
+    refused: ClassVar[Mapping[str, str]] = ShardedTrainer.refused | {
+        "packing": "TRL's packs would be taken for samples: leave it out, the trainer packs",
+        "eval_packing": "TRL's packs would be taken for samples: leave it out, the trainer packs",
+        "activation_offloading": "SFTTrainer's step is not run: leave it out, or set gradient_checkpointing=True",
+    }
 
     def __init__(
         self,
@@ -97,6 +103,20 @@ class ODCTrainer(ShardedTrainer):
             raise ValueError("split=True: call odc_triton.enable_split(model, tokens=…) after fully_shard")
         if split and sampler is not None:
             raise ValueError("split=True with a sampler: give MinibatchSampler(…, split=True) instead")
+        if self._accumulated > 1 and sampler is not None:
+            raise ValueError(
+                f"gradient_accumulation_steps={self._accumulated} with a sampler, which yields what a step takes: set "
+                f"1, and give it {self._accumulated} times the samples_per_rank"
+            )
+
+    def _check_arguments(self, args: TrainingArguments) -> None:
+        super()._check_arguments(args)
+        strategy = getattr(args, "train_sampling_strategy", "random")
+        if strategy != "random":
+            raise ValueError(
+                f"train_sampling_strategy is {strategy!r}: samples are shuffled by data_seed and dealt by their "
+                f"lengths. Leave it out, or give a sampler"
+            )
 
     # ------------------------------------------------------------------ data
 
@@ -253,8 +273,8 @@ class ODCTrainer(ShardedTrainer):
         return flos
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        ids = [pack["input_ids"].flatten() for pack in inputs]
-        super()._track_num_input_tokens({"input_ids": torch.cat([*ids, torch.empty(0, dtype=torch.int64)])})
+        ids = torch.zeros(sum(pack["input_ids"].numel() for pack in inputs))
+        super()._track_num_input_tokens({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

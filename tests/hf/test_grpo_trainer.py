@@ -56,20 +56,25 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Py
         slow("grpo", 2, VLLM | {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_mode": "colocate"}),
         slow("bnpo", 2, TWICE | {"rollout": True, "off_policy_mask_threshold": 1e-3}),
         slow("dapo", 2, TWICE | {"exact": True}),
+        *(slow(loss_type, 2, TWICE | {"gradient_accumulation_steps": 2}) for loss_type in ("dapo", "grpo", "dr_grpo")),
+        slow("dapo", 1, {"gradient_accumulation_steps": 2, "steps_per_generation": 4}),
+        slow("dapo", 2, TWICE | {"bf16": True, "beta": 0.5}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_as_trl(tmp_path: Path, loss_type: str, world: int, changes: dict[str, Any]) -> None:
     start = _saved(tmp_path) if "beta" in changes else None
     results, plain = _both(tmp_path, world, start, loss_type=loss_type, **changes)
-    assert_alike(results, plain)
-    if loss_type == "dapo":
+    bf16 = "bf16" in changes  # rounds a pack's rows otherwise than a batch's, and a ratio near the clip falls on a side
+    batches = changes.get("gradient_accumulation_steps", 1)
+    assert_alike(results, plain, tolerance=5e-2 if bf16 else 1e-5, batches=batches)
+    if loss_type == "dapo" and changes.get("num_iterations"):
         assert 0 < plain["logs"][1]["clip_ratio/region_mean"] < 1  # or clipping would not show
     if "beta" in changes:
         assert all("kl" in entry for entry in plain["logs"][:STEPS])
         for name, weight in build("qwen2").named_parameters():  # the reference stays as it was
             assert torch.equal(results[1]["reference"][name], weight), name
-    assert all(sum(rows) == ROWS for rows in zip(*(result["rows"] for result in results), strict=True))
+    assert all(sum(rows) == ROWS * batches for rows in zip(*(result["rows"] for result in results), strict=True))
     if "mask_truncated_completions" in changes or "exact" in changes:
         return  # a pack may have nothing to compute, or be computed once more
     if world == 2:
@@ -156,14 +161,14 @@ def test_resume(tmp_path: Path, world: int) -> None:
 
 
 REFUSED = [
-    ({"bf16": True}, "GRPOConfig has bf16=True: TRL sets it by default. Set bf16=False"),
     ({"entropy_coef": 0.1}, "GRPOConfig has entropy_coef=0.1: the bonus is a mean"),
     ({"use_adaptive_entropy": True}, "use_adaptive_entropy=True"),
     ({"top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2: the quantile is that of a microbatch's tokens"),
     ({"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True: it replaces the head"),
     ({"sync_ref_model": True}, "sync_ref_model=True: it would write into the reference's shards"),
     ({"use_transformers_continuous_batching": True}, "its attention would replace that of enable_packing"),
-    ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps is 2; set 1"),
+    ({"gradient_accumulation_steps": 2}, "steps_per_generation is 1, which gradient_accumulation_steps=2 does not"),
+    ({"gradient_accumulation_steps": 2, "loss_type": "bnpo"}, "with loss_type 'bnpo', TRL's mean over batches"),
     ({"beta": 0.1}, "nothing says where the model came from"),
     ({"token_cap": 0}, "token_cap is 0: give the most tokens"),
 ]
@@ -188,7 +193,7 @@ def _refusals(rank: int, world: int, folder: str) -> None:
             ODCGRPOTrainer(model, args=args, **given, **own)
         assert args.beta == changes.get("beta", 0.0)
     args = case.arguments(folder)
-    with pytest.raises(TypeError, match=r"args is a NoneType; give a trl\.GRPOConfig with bf16=False"):
+    with pytest.raises(TypeError, match=r"args is a NoneType; give a trl\.GRPOConfig"):
         ODCGRPOTrainer(model, **given)
     with pytest.raises(TypeError, match="args is a TrainingArguments"):
         ODCGRPOTrainer(model, args=transformers.TrainingArguments(folder, use_cpu=True), **given)

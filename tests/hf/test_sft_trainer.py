@@ -62,7 +62,7 @@ def _train(rank: int, world: int, folder: str, changes: dict[str, Any], plain: b
 
 @pytest.mark.parametrize(
     ("world", "changes"),
-    [(2, {}), slow(1, {}), slow(1, {"loss_type": "dft"}), slow(2, {"label_smoothing_factor": 0.1})],
+    [(2, {}), slow(1, {}), slow(2, {"loss_type": "dft"}), slow(2, {"label_smoothing_factor": 0.1})],
     ids=str,
 )
 def test_as_trl(tmp_path: Path, world: int, changes: dict[str, Any]) -> None:

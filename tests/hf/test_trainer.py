@@ -145,13 +145,13 @@ def test_ranks_without_packs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bf16", [False, slow(True)])
 def test_resume(tmp_path: Path, bf16: bool) -> None:
     """From the middle of an epoch (2 of 3 steps) and from its end (3), on as many ranks and on fewer."""
-    changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 4, "bf16": bf16}
+    changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 4, "bf16_shards": bf16}
     whole = _run(_train, 2, str(tmp_path / "whole"), **changes)
     assert sorted(path.name for path in (tmp_path / "whole").glob("checkpoint-*"))[0] == "checkpoint-2"
     for world, step in [(2, 2), (1, 3)]:
         folder = str(tmp_path / f"resumed-{world}")
         checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
-        results = _run(_train, world, folder, resume=checkpoint, seed=9, bf16=bf16)
+        results = _run(_train, world, folder, resume=checkpoint, seed=9, bf16_shards=bf16)
         for result in results:
             for key in ("loss", "grad_norm", "target_tokens", "learning_rate"):
                 # The same masters and moments; sums over ranks and, on another world, packs come in another order.

@@ -16,7 +16,8 @@ from tests.support.trainer_case import LENGTHS, arguments, odc_trainer, samples,
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps is 4; set 1"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy is 'group_by_length': samples are"),
+        ({"optim": "adafactor"}, "optim is 'adafactor', which takes means over whole matrices"),
         ({"torch_compile": True}, "torch_compile=True: compile the model's blocks"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"optim": "lomo"}, "steps inside of the backward"),
@@ -32,7 +33,9 @@ def test_arguments_are_refused(tmp_path: Path, changes: dict[str, Any], words: s
         odc_trainer(str(tmp_path), 1, **changes)
 
 
-@pytest.mark.parametrize("name", ["fp16", "bf16", "fsdp", "deepspeed", "full_determinism", "save_on_each_node"])
+@pytest.mark.parametrize(
+    "name", ["fp16", "fsdp", "deepspeed", "full_determinism", "save_on_each_node", "packing", "activation_offloading"]
+)
 def test_other_ways_to_train_are_refused(tmp_path: Path, name: str) -> None:
     """Set on the arguments afterwards: TrainingArguments itself wants a GPU, or a package, for some of them."""
     from odc_triton.hf import ODCTrainer
@@ -72,8 +75,35 @@ def test_models_are_refused(tmp_path: Path) -> None:
     sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS), rank=1, world=3)
     with pytest.raises(ValueError, match="sampler is of rank 1 of 3, the model of rank 0 of 1"):
         ODCTrainer(sharded_model(), args, train_dataset=samples(), sampler=sampler).train()
+    sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS))
+    with pytest.raises(
+        ValueError, match=r"gradient_accumulation_steps=2 with a sampler.* 2 times the samples_per_rank"
+    ):
+        odc_trainer(str(tmp_path), 1, gradient_accumulation_steps=2, sampler=sampler)
+    with pytest.raises(ValueError, match=r"peft_config is given, but the model is sharded already: call peft"):
+        ODCTrainer(sharded_model(), args, train_dataset=samples(), peft_config=object())
     with pytest.raises(TypeError, match="sampler is a list"):
         ODCTrainer(sharded_model(), args, train_dataset=samples(), sampler=[[0]]).train()
+
+
+# PEFT asks transformers by a name that is going away.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_prompt_tuning_is_refused(tmp_path: Path) -> None:
+    import peft
+
+    from odc_triton import fully_shard
+    from odc_triton.balance.collate import pack_collate
+    from odc_triton.hf import ODCTrainer, enable_packing, summed_loss
+
+    model = build("qwen2")
+    enable_packing(model)
+    options = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = fully_shard(peft.get_peft_model(model, options))
+    words = "adapter 'default' is PROMPT_TUNING, whose virtual tokens .* such as peft.LoraConfig"
+    with pytest.raises(ValueError, match=words):
+        ODCTrainer(model, arguments(str(tmp_path)), train_dataset=samples())
+    with pytest.raises(ValueError, match=words):
+        summed_loss(model, pack_collate([samples()[:2]])[0])
 
 
 def test_data_is_refused(tmp_path: Path) -> None:

@@ -8,19 +8,34 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.trainer_case import assert_weights_alike, logs, odc_trainer, plain_trainer, weights_of
+from odc_triton.balance.collate import count_target_tokens, pack_collate
+from tests.support import slow
+from tests.support.models import build
+from tests.support.trainer_case import (
+    assert_weights_alike,
+    logs,
+    odc_trainer,
+    plain_trainer,
+    sample_loss,
+    samples,
+    sharded_model,
+    weights_of,
+)
 
 
-def _compare(tmp_path: Path, **changes: Any) -> tuple[Any, Any]:
-    """Trains both; their losses, norms and weights are alike."""
-    ours, plain = odc_trainer(str(tmp_path / "odc"), 1, **changes), plain_trainer(str(tmp_path / "plain"), **changes)
+def _compare(
+    tmp_path: Path, plainly: dict[str, Any] | None = None, tolerance: float = 1e-4, **changes: Any
+) -> tuple[Any, Any]:
+    """Trains both; their losses, norms and weights are alike. `plainly`: what plain Trainer has instead."""
+    ours = odc_trainer(str(tmp_path / "odc"), 1, **changes)
+    plain = plain_trainer(str(tmp_path / "plain"), **(changes if plainly is None else plainly))
     ours.train()
     plain.train()
     # The order of fp32 sums differs: packs against samples.
     for key in ("loss", "grad_norm", "learning_rate"):
-        torch.testing.assert_close(logs(ours, key), logs(plain, key), rtol=1e-4, atol=0)
+        torch.testing.assert_close(logs(ours, key), logs(plain, key), rtol=tolerance, atol=0)
     assert len(logs(ours, "loss")) == len(logs(plain, "loss")) > 0
-    assert_weights_alike(weights_of(ours.model), dict(plain.model.named_parameters()))
+    assert_weights_alike(weights_of(ours.model), dict(plain.model.named_parameters()), tolerance)
     return ours, plain
 
 
@@ -34,9 +49,73 @@ def test_noise_of_the_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     "changes",
     [
-        {"label_smoothing_factor": 0.1, "max_grad_norm": 0.0},
+        {"label_smoothing_factor": 0.1, "max_grad_norm": 0.0, "include_num_input_tokens_seen": "non_padding"},
+        slow({"activation_checkpointing": True, "lr_scheduler_type": "cosine", "max_grad_norm": 0.01}),
+        slow({"optim": "rmsprop", "logging_steps": 2, "logging_first_step": True, "debug": "underflow_overflow"}),
+        slow({"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}),
+        slow({"lr_scheduler_type": "greedy", "metric_for_best_model": "loss", "eval_strategy": "steps"}),
+        slow({"adam_beta1": 0.5, "optim_args": "foreach=True", "enable_jit_checkpoint": True}),
+        slow(
+            {"dataloader_num_workers": 1, "lr_scheduler_type": "cosine_with_min_lr", "average_tokens_across_devices": 0}
+        ),
     ],
     ids=lambda changes: "-".join(changes),
 )
 def test_as_plain(tmp_path: Path, changes: dict[str, Any]) -> None:
-    _compare(tmp_path, **changes)
+    # Plain Trainer's loss of an evaluation is a mean of batches.
+    evaluated = {"eval_dataset": samples(), "per_device_eval_batch_size": 12} if "eval_strategy" in changes else {}
+    if changes.get("lr_scheduler_type") == "cosine_with_min_lr":
+        changes = changes | {"lr_scheduler_kwargs": {"min_lr": 1e-3}}
+    ours, plain = _compare(tmp_path, **changes, **evaluated)
+    assert ours.state.num_input_tokens_seen == plain.state.num_input_tokens_seen
+    torch.testing.assert_close(logs(ours, "eval_loss"), logs(plain, "eval_loss"), rtol=1e-4, atol=0)
+
+
+def test_batches_of_a_step(tmp_path: Path) -> None:
+    """A step of two batches of two samples is one of four."""
+    args = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_strategy": "no"}
+    ours, plain = _compare(tmp_path, {}, **args)
+    assert ours.state.max_steps == plain.state.max_steps
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32 shards", "bf16 shards"])
+def test_bf16(tmp_path: Path, bf16: bool) -> None:
+    """bf16=True, TRL's default: products are bf16's and masters fp32's."""
+    seen = set()
+
+    def see(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        seen.add(output.dtype)
+
+    ours = odc_trainer(str(tmp_path / "odc"), 1, bf16_shards=bf16, bf16=True, use_cpu=True)
+    ours.model.model.layers[0].mlp.down_proj.register_forward_hook(see)
+    plain = plain_trainer(str(tmp_path / "plain"), bf16=True)
+    ours.train()
+    plain.train()
+    assert seen == {torch.bfloat16}
+    assert {parameter.dtype for parameter in ours.model.parameters()} == {torch.float32}
+    # bf16 has 8 bits; whole activations are rounded to them where shards are bf16, and other packs round otherwise.
+    torch.testing.assert_close(logs(ours, "loss"), logs(plain, "loss"), rtol=5e-3 if bf16 else 1e-3, atol=0)
+    torch.testing.assert_close(logs(ours, "grad_norm"), logs(plain, "grad_norm"), rtol=3e-2, atol=0)
+
+
+def test_accelerate_divides_nothing() -> None:
+    """By gradient_accumulation_steps: a minibatch's losses are divided by all its tokens already."""
+    from accelerate import Accelerator
+
+    from odc_triton import minibatch
+    from odc_triton.hf import summed_loss
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    try:
+        model, plain = sharded_model(), build("qwen2")
+        packs = pack_collate([[sample] for sample in samples()[:2]])
+        with minibatch(model, tokens=count_target_tokens(packs)) as mb:
+            for pack in packs:
+                accelerator.backward(summed_loss(model, pack) / mb.tokens)
+        assert accelerator.gradient_accumulation_steps == 2
+        (sum(sample_loss(plain, sample) for sample in samples()[:2]) / mb.tokens).backward()
+        for name, parameter in plain.named_parameters():
+            found = model.get_parameter(name).grad.full_tensor()
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)  # sums in another order
+    finally:
+        accelerator.gradient_accumulation_steps = 1  # of all of the process's accelerators
