@@ -119,7 +119,8 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         self._check_batch()
         self.beta = beta
         if beta:
-            reference = self._sharded_reference()
+            with torch.random.fork_rng(devices=[]):  # TRL has seeded for its own shuffles by now
+                reference = self._sharded_reference()
             self.ref_model = self.accelerator.prepare_model(reference, device_placement=False, evaluation_mode=True)
         if self.use_vllm:
             self.vllm_generation._iter_named_params = self._whole_parameters

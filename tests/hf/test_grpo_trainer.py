@@ -57,7 +57,7 @@ pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Py
         slow("bnpo", 2, TWICE | {"rollout": True, "off_policy_mask_threshold": 1e-3}),
         slow("dapo", 2, TWICE | {"exact": True}),
         *(slow(loss_type, 2, TWICE | {"gradient_accumulation_steps": 2}) for loss_type in ("dapo", "grpo", "dr_grpo")),
-        slow("dapo", 1, {"gradient_accumulation_steps": 2, "steps_per_generation": 4}),
+        slow("dapo", 1, {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "beta": 0.1}),
         slow("dapo", 2, TWICE | {"bf16": True, "beta": 0.5}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
@@ -73,7 +73,7 @@ def test_as_trl(tmp_path: Path, loss_type: str, world: int, changes: dict[str, A
     if "beta" in changes:
         assert all("kl" in entry for entry in plain["logs"][:STEPS])
         for name, weight in build("qwen2").named_parameters():  # the reference stays as it was
-            assert torch.equal(results[1]["reference"][name], weight), name
+            assert torch.equal(results[-1]["reference"][name], weight), name
     assert all(sum(rows) == ROWS * batches for rows in zip(*(result["rows"] for result in results), strict=True))
     if "mask_truncated_completions" in changes or "exact" in changes:
         return  # a pack may have nothing to compute, or be computed once more
