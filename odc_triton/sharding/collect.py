@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..comm.layout import EXACT, ParameterSpec, find_units
 from ..engine.engine import Engine
@@ -52,6 +53,11 @@ def refuse_unshardable(name: str, parameter: nn.Parameter, home: str) -> None:
         raise ValueError(
             f"{name} is a DTensor on {parameter.device_mesh}: tensor, context and pipeline parallel models, and models "
             f"that are sharded already, can't be sharded again. Call fully_shard on the plain model."
+        )
+    if is_traceable_wrapper_subclass(parameter):
+        raise ValueError(
+            f"{name} is a {kind}, which is made of other tensors: ranks would read plain values, without its "
+            f"fsdp_pre_all_gather. Leave the conversion (torchao) out, or pass such parameters in ignored_params."
         )
     if parameter.dtype not in SHARDABLE_DTYPES:
         raise ValueError(

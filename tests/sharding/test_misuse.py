@@ -20,6 +20,7 @@ def _options(rank: int, world: int) -> dict[str, str]:
     from torch.distributed.fsdp import CPUOffloadPolicy
     from torch.distributed.optim import _apply_optimizer_in_backward
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.testing._internal.two_tensor import TwoTensor
 
     from odc_triton import MixedPrecisionPolicy, fully_shard
 
@@ -32,6 +33,11 @@ def _options(rank: int, world: int) -> dict[str, str]:
         model = net()
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
         model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.data, mesh, [Replicate()]))
+        return model
+
+    def of_tensors() -> nn.Module:
+        model = net()
+        model[0].weight = nn.Parameter(TwoTensor(model[0].weight.data, model[0].weight.data.clone()))
         return model
 
     def hooked() -> nn.Module:
@@ -80,6 +86,7 @@ def _options(rank: int, world: int) -> dict[str, str]:
         "int8": lambda: fully_shard(quantised(torch.int8)),
         "float8": lambda: fully_shard(quantised(torch.float8_e4m3fn)),
         "DTensor": lambda: fully_shard(tensor_parallel()),
+        "tensor of tensors": lambda: fully_shard(of_tensors()),
         "lazy": lambda: fully_shard(nn.Sequential(nn.LazyLinear(3))),
         "hook": lambda: fully_shard(hooked()),
         "optimizer in backward": lambda: fully_shard(optimizer_in_backward()),
@@ -117,6 +124,7 @@ def test_options() -> None:
         "int8": r"ValueError: 0\.weight is Parameter of torch\.int8.*ignored_params",
         "float8": r"ValueError: 0\.weight is Parameter of torch\.float8.*ignored_params",
         "DTensor": "ValueError: 0.weight is a DTensor.*plain model",
+        "tensor of tensors": r"ValueError: 0\.weight is a TwoTensor, which is made of other tensors.*ignored_params",
         "lazy": "ValueError.*lazy parameter.*run one forward",
         "hook": "ValueError: 0.weight has gradient hooks.*after the minibatch",
         "optimizer in backward": "ValueError: 0.weight has gradient hooks.*after the minibatch",

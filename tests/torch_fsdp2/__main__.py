@@ -13,6 +13,7 @@ import difflib
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import traceback
@@ -36,7 +37,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.torch_fsdp2", description=__doc__)
     parser.add_argument("way", choices=["torch", "ours", "bridge"])
     parser.add_argument("--source", type=Path, required=True)
-    parser.add_argument("--only", default="", help="tests whose name has this")
+    parser.add_argument("--only", default="", help="regular expression: tests whose names match")
     parser.add_argument(
         "--reference", type=Path, help="JSON: results of torch's FSDP2, written, and read if it is there"
     )
@@ -53,7 +54,7 @@ def main() -> int:
         plain, tested = (_load(path, way) for way in ("torch", args.way))
         for case, test in plain:
             name = f"{path.stem.removeprefix('test_fully_shard_')}.{test}"
-            if args.only not in name:
+            if not re.search(args.only, name):
                 continue
             if name not in reference:
                 reference[name] = _run(plain[case, test], test, args.log)
