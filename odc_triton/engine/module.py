@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.tensor import DTensor
 
 from ..nn.operand import is_sharded
@@ -257,6 +258,10 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def attach(module: nn.Module, unit: Unit, engine: Engine) -> None:
-    """Gives `module` the methods of ODCModule, as FSDP2 does: by a class made of both."""
+    """Gives `module` the methods of ODCModule, as FSDP2 does: by a class made of both.
+
+    The mark in torch's registry is what `replicate` leaves modules out by; it would broadcast rank 0's shards.
+    """
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
     module.__class__ = _sharded_class(type(module))
     module._odc_unit, module._odc_engine = unit, engine

@@ -64,3 +64,22 @@ def test_a_forked_process_trains_nothing() -> None:
         assert said.pop("forward") == "nothing was raised"
         for what, text in said.items():
             assert re.search(rf"RuntimeError: .* in process \d+, forked from rank {rank} ", text), f"{what}: {text}"
+
+
+def _beside_replicated(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs of a model of which `replicate` has one part and `fully_shard` the other, and of the plain one."""
+    from torch.distributed._composable import replicate
+
+    from odc_triton import fully_shard
+
+    torch.manual_seed(0)
+    plain, model = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model[1])
+    x = torch.ones(1, 4)
+    return replicate(model)(x), plain(x)
+
+
+def test_replicate_leaves_sharded_modules_alone() -> None:
+    for sharded, plain in ranks.run(_beside_replicated, 2):
+        assert torch.equal(sharded, plain)
