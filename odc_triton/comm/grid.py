@@ -75,8 +75,10 @@ class Grid:
 def refuse_mesh(mesh: DeviceMesh) -> None:
     """Raises for a mesh that parameters can't be sharded over: NotImplementedError, or ValueError outside its ranks."""
     names = mesh.mesh_dim_names or ()
-    if mesh.ndim > 2 or (mesh.ndim == 2 and not (names and names[0] in _REPLICATE and names[1] in _SHARD)):
-        turned = mesh.ndim == 2 and bool(names) and names[0] in _SHARD and names[1] in _REPLICATE
+    if mesh.ndim > 2:
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: give its data-parallel dimension")
+    if mesh.ndim == 2 and not (names and names[0] in _REPLICATE and names[1] in _SHARD):
+        turned = bool(names) and names[0] in _SHARD and names[1] in _REPLICATE
         raise NotImplementedError(
             f"mesh has {mesh.ndim} dimensions {names or 'without names'}: parameters are sharded over one dimension, "
             + (

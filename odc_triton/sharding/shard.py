@@ -316,7 +316,10 @@ def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, igno
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard takes an nn.Module, not a {type(module).__name__}")
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        raise ValueError(f"{type(module).__name__} has no forward; call fully_shard on its parent or its children")
+        raise ValueError(
+            f"fully_shard does not support containers that do not implement forward: call it on the parent or the "
+            f"children of this {type(module).__name__}"
+        )
     if is_sharded(module):
         raise ValueError(f"{type(module).__name__} is sharded already: call fully_shard once per module, blocks first")
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):

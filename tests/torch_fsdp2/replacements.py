@@ -27,7 +27,10 @@ TABLE = [
 ]
 NAMES = "globals().update(NAMES)"  # after the last import: names.py has the names
 # A minibatch synchronises gradients once, at its end: docs/fsdp2_bridge.md says to leave these calls out.
-BRIDGE = [(r"^( *)(\w+\.set_requires_gradient_sync\(.*\))$", r"\1pass  # \2")]
+BRIDGE = [
+    (r"^( *)(\w+\.set_requires_gradient_sync\(.*\))$", r"\1pass  # \2"),
+    (r"^( *)(events: List\[EventType\] = \[\])$", r"\1ready(model); \2"),  # use_odc before FSDP2's calls are recorded
+]
 READY = (r"^( *fully_shard\w*\((\w*model\w*)[,)].*)$", r"\1; ready(\2)")  # in functions without a step
 _ASSERTS = re.compile("assert|Equal|Close")
 
