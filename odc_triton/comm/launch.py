@@ -286,13 +286,19 @@ class Job:
             raise Interrupted(self.stop.signal)
 
 
+_HINTS = {
+    "SIGKILL": " (out of memory? `dmesg` names what the kernel killed)",
+    "SIGILL": " (torch used an instruction that this CPU lacks; virtual machines may announce AMX and not have it: set "
+    "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16)",
+}
+
+
 def how_it_ended(exit_code: int) -> str:
     """Why a process ended that was not told to, by its exit code (minus a signal's number)."""
     if exit_code >= 0:
         return f"its process ended with status {exit_code}"
     name = signal.Signals(-exit_code).name
-    hint = " (out of memory? `dmesg` names what the kernel killed)" if name == "SIGKILL" else ""
-    return f"its process was killed by {name}{hint}"
+    return f"its process was killed by {name}{_HINTS.get(name, '')}"
 
 
 def _is_stopped(pid: int) -> bool:

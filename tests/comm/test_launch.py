@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from odc_triton.comm.launch import Interrupted, Job, RemoteTraceback, launch
+from odc_triton.comm.launch import Interrupted, Job, RemoteTraceback, how_it_ended, launch
 from tests.support import leftovers, slow
 from tests.support.deadlines import LONG_S, SHORT_S
 
@@ -208,3 +208,10 @@ def test_more_ranks_than_cores(capfd: pytest.CaptureFixture[str], monkeypatch: p
     assert capfd.readouterr().err == ""
     warn_of_few_cores(cores + 1)
     assert f"{cores + 1} ranks share {cores} cores" in capfd.readouterr().err
+
+
+def test_a_rank_that_met_an_instruction_its_cpu_lacks() -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+    status = subprocess.run([sys.executable, "-c", code], check=False).returncode
+    assert "killed by SIGILL" in how_it_ended(status)
+    assert "ONEDNN_MAX_CPU_ISA=" in how_it_ended(status)
