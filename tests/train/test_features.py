@@ -6,6 +6,7 @@ import html
 import json
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from odc_triton.train.sft_run import SftRun
 from tests.support import ranks
 from tests.support.sft_case import case, write_case
 
+IDS = torch.arange(3, 12)[None]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -35,6 +38,26 @@ def train(rank: int, world: int, wanted: SftOptions) -> list[dict]:
     last = train_sft(wanted, seen.append)
     assert rank > 0 or seen[-1] == last
     return seen
+
+
+def train_and_look(rank: int, world: int, wanted: SftOptions) -> tuple[list[dict], torch.Tensor | None]:
+    """As `train`; and rank 0's logits of `IDS` by the trained model, before it is written."""
+    from odc_triton.train import outcome
+
+    logits, write = [], outcome.save_pretrained
+
+    def look(model: nn.Module, *arguments: object, **options: object) -> None:
+        logits.append(logits_of(model))
+        write(model, *arguments, **options)
+
+    with mock.patch.object(outcome, "save_pretrained", look):
+        seen = train(rank, world, wanted)
+    return seen, logits[0] if rank == 0 else None
+
+
+def logits_of(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits + 0  # the fused head's are made by reading them
 
 
 def data(folder: Path) -> TokenizedDataset:
@@ -130,7 +153,7 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
         eval_data=str(folder / "data.jsonl"),
         checkpoint_every=4,
     )
-    seen = ranks.run(train, world, wanted)[0]
+    seen, live = ranks.run(train_and_look, world, wanted)[0]
     assert seen[-1]["loss"] < seen[0]["loss"]
     samples = data(folder)
     untrained = plain_loss(base, samples)
@@ -155,6 +178,8 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")  # the other one has an adapter inside
     merged = PeftModel.from_pretrained(base, exported)
     assert plain_loss(merged, samples) == trained
+    # The same products at other addresses, for which the library may choose another kernel.
+    torch.testing.assert_close(logits_of(merged), live, rtol=1e-5, atol=1e-6)
     command = ["export", str(tmp_path / "out" / "checkpoints"), "--model", str(tmp_path / "base"), "--merge"]
     assert main([*command, "--out", str(tmp_path / "merged")]) == 0
     got = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
@@ -163,6 +188,7 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
     for name, value in got.state_dict().items():
         torch.testing.assert_close(value, want[name], rtol=1e-6, atol=1e-7)  # one product and one sum of fp32
     assert plain_loss(got, samples) == pytest.approx(trained, rel=1e-5)
+    torch.testing.assert_close(logits_of(got), live, rtol=1e-5, atol=1e-5)  # A and B are multiplied first
 
 
 def test_adapters_for_layers_that_are_not_there(folder: Path, tmp_path: Path) -> None:
