@@ -30,6 +30,8 @@ from .study import (
     verdict,
 )
 
+_MOST_SAMPLES = 100_000  # per GPU and step
+
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
@@ -81,6 +83,8 @@ class SimulateOptions:
         for part in filter(None, (part.strip() for part in self.minibatch.split(","))):
             if not part.isdecimal() or int(part) < 1:
                 raise ValueError(f"--minibatch has {part!r}: give whole numbers of at least 1, separated by commas")
+            if int(part) > _MOST_SAMPLES:
+                raise ValueError(f"--minibatch has {part}: give at most {_MOST_SAMPLES} samples per GPU")
             sizes.append(int(part))
         return sizes
 

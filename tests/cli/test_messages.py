@@ -121,3 +121,25 @@ def test_a_wrong_value(words: list[str], said: str, capsys: pytest.CaptureFixtur
         main(["train", "sft", "--data", "x", "--out", "y", *words])
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["tune", "--tokens", "5", "--init", __file__, "--folder", __file__],
+            f"--folder is {__file__}, which is a file",
+        ),
+        (
+            ["simulate", "--lengths", "aime", "--minibatch", "4,99999999999"],
+            "--minibatch has 99999999999: give at most",
+        ),
+    ],
+)
+def test_a_wrong_value_of_another_command(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from odc_triton.cli.command import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err

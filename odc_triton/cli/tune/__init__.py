@@ -51,6 +51,8 @@ class TuneOptions:
             raise ValueError(f"--operators has {', '.join(sorted(unknown))}; there are {', '.join(WORDS)}")
         if os.environ.get(VARIABLE):
             raise ValueError(f"{VARIABLE} is set and would override the ways to measure: unset it")
+        if self.folder is not None and Path(self.folder).exists() and not Path(self.folder).is_dir():
+            raise ValueError(f"--folder is {self.folder}, which is a file: give a folder")
         if self.folder is None and default_folder() is None:
             raise ValueError("ODC_TUNED=off: unset it, or give --folder")
         _ = self.counts
