@@ -46,7 +46,8 @@ class MinibatchSampler:
         split: cut the longest samples over ranks where that promises at least 5% (balance "mini" or "queue"). Packs
         may then hold a `Piece`, samples may be longer than `token_cap`, and a minibatch's `.split` is the plan that
         `minibatch(split=…)` takes. An int: of each rank, the most tokens whose keys and values others may read, that
-        is `enable_split`'s `tokens`; True: `readable_tokens`, about 0.4 of the longest sample.
+        is `enable_split`'s `tokens`; a minibatch whose samples over the cap need more raises ValueError. True:
+        `readable_tokens`, about 0.4 of the longest sample, and enough for any minibatch of these lengths.
         mix: of several data sets, how often an epoch takes each sample; `lengths` has all their numbers. By default an
         epoch takes each sample once.
 
