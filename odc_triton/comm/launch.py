@@ -94,7 +94,7 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     Raises RuntimeError with the error of the rank that failed first, in one line (without naming a rank if all failed
     alike); Interrupted, a KeyboardInterrupt, if the job was told to stop.
     """
-    with Job(ranks) as job:
+    with Job(ranks) as job, handling(job.hear, *STOPS):  # also between the two
         job.start()
         return job.run(function, *args)
 
@@ -183,10 +183,10 @@ class Job:
 
         `timeout_s`: for all ranks to end after one has done its work. It is for functions that end with a barrier.
         """
-        from .local_store import NAME
-
         work = pickle.dumps((function, args))
         with handling(self.hear, *STOPS), _store() as store:  # it has threads: after the forks
+            from .local_store import NAME
+
             for _, connection in self._running.values():
                 with contextlib.suppress(OSError):  # that rank has died: see `_ended`
                     connection.send(({NAME: store}, work))

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from odc_triton.cli import start
-from tests.support import leftovers, started
+from tests.support import leftovers, slow, started
+from tests.support.deadlines import LONG_S, SHORT_S
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ from tests.support import leftovers, started
         (False, "the check is killed", "its process was killed by SIGKILL"),
         (True, "an import kills", "rank 1 failed first: its process was killed by SIGKILL"),
         (True, "an import fails", "rank 1 failed first: no such library"),
+        slow(False, "stopped", f"rank 0 failed first: its process is stopped and has not ended {SHORT_S:g} s after"),
     ],
 )
 def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, fault: str, words: str | None) -> None:
@@ -31,7 +33,8 @@ def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_gpu: bool, f
     monkeypatch.setattr(start, "_GPU_DEVICES", ("/",) if has_gpu else ())
     monkeypatch.setenv("ODC_TEST_START", fault)
     monkeypatch.setenv("ODC_TEST_FOLDER", str(tmp_path))
-    options = started.Options(fault=fault, folder=tmp_path)
+    timeout_s = SHORT_S if fault == "stopped" else LONG_S
+    options = started.Options(fault=fault, folder=tmp_path, timeout_minutes=timeout_s / 60)
     if words is None:
         start.start_job(started.__name__, "run", options, ranks=2)
     else:

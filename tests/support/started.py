@@ -19,12 +19,12 @@ if _RANK is not None:
 class Options:
     fault: str
     folder: Path
-    timeout_minutes: float = 5.0
+    timeout_minutes: float
 
 
 def check_before_start(options: Options, ranks: int) -> None:
     (options.folder / "checked").write_text(str(os.getpid()))
-    while options.fault == "refused, late" and len(list(options.folder.glob("imported-*"))) < 2:
+    while options.fault == "refused, late" and sum(bool(p.read_text()) for p in options.folder.glob("imported-*")) < 2:
         time.sleep(0.01)
     if options.fault.startswith("refused"):
         raise ValueError("no such data")
@@ -33,4 +33,6 @@ def check_before_start(options: Options, ranks: int) -> None:
 
 
 def run(options: Options) -> None:
+    if options.fault == "stopped" and os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGSTOP)
     (options.folder / f"ran-{os.environ['RANK']}").write_text(str(os.getpid()))
