@@ -15,7 +15,7 @@ from odc_triton.data.records import IGNORED
 from odc_triton.hf import enable_packing
 from odc_triton.rl.generation import Sampled
 from odc_triton.rl.learned import Learned
-from odc_triton.rl.objective import Denominators, Objective, advantages
+from odc_triton.rl.objective import Denominators, Objective, TokenTerms, advantages
 from odc_triton.rl.prompts import Prompt, completion_seed, prompts_of_step, read_prompts
 from odc_triton.rl.rollout import Rollout, Slot
 from tests.support.grpo_case import trl_advantages
@@ -39,6 +39,9 @@ def test_a_reward_that_no_function_gave_counts_for_nothing() -> None:
     assert found[0, 1] == 0
     torch.testing.assert_close(found[0, [0, 2]], trl_advantages(some[:1, [0, 2]], "group")[0])
     assert (advantages(torch.full((2, 3), math.nan), "group") == 0).all()
+    known = some[~some.isnan()]
+    want = (some[2] - some[2].mean()) / (known.std() + 1e-4)  # TRL's epsilon
+    torch.testing.assert_close(advantages(some, "batch")[2], want, rtol=1e-12, atol=1e-12)
 
 
 def test_equal_rewards_that_round_differently() -> None:
@@ -110,6 +113,25 @@ def test_a_policy_does_not_diverge_from_itself(temperature: float) -> None:
     how = {"model": model, "objective": objective, "correction": None, "device": torch.device("cpu")}
     _, found = learned.loss([0], reference=model, temperature=temperature, **how)
     assert found["kl"] == 0
+
+
+def test_the_divergence_is_of_the_policy_from_the_reference() -> None:
+    """Over tokens that are as frequent as they are likely, the estimates' mean is the divergence itself."""
+    policy = torch.tensor([4, 2, 1, 1], dtype=torch.float64) / 8
+    reference = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    drawn = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
+    logp = policy.log()[drawn]
+    terms = TokenTerms(
+        counts=[8],
+        advantage=torch.zeros(8),
+        weight=torch.full((8,), 1 / 8),
+        old=logp,
+        reference=reference.log()[drawn],
+    )
+    loss, sums = Objective(loss="dapo", low=0.2, high=0.2, kl=0.5)(logp, terms)
+    want = (policy * (policy / reference).log()).sum()
+    torch.testing.assert_close(sums["kl"] / 8, want)
+    torch.testing.assert_close(loss.sum(), 0.5 * want)
 
 
 def test_pieces_predict_each_token_once() -> None:

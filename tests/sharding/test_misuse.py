@@ -212,13 +212,13 @@ def _different(rank: int, world: int) -> dict[str, str]:
                 model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
 
-    def step_on_some() -> None:
+    def step_times(mine: int) -> None:
         model = fully_shard(net())
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
             with minibatch(model):
                 model(torch.ones(2, 4)).sum().backward()
-            if not other:
+            for _ in range(mine):
                 optimizer.step()
 
     def frozen_on_one() -> None:
@@ -228,7 +228,8 @@ def _different(rank: int, world: int) -> dict[str, str]:
 
     return {
         "betas": caught(different_betas),
-        "step on some": caught(step_on_some),
+        "step on some": caught(lambda: step_times(0 if other else 1)),
+        "step twice on one": caught(lambda: step_times(2 if other else 1)),
         "frozen on one": caught(frozen_on_one),
         "shape": caught(lambda: fully_shard(net(7 if other else 6))),
         "number": caught(lambda: fully_shard(nn.Sequential(net(), nn.Linear(2, 2)) if other else nn.Sequential(net()))),
@@ -251,6 +252,7 @@ def test_ranks_differ() -> None:
     expected = {
         "betas": r"RanksDiffer: .* betas \(parameter group 0\) is 0.8, 0.99 on ranks \[0, 2\]; 0.8, 0.9 on ranks \[1\]",
         "step on some": r"RanksDiffer: optimizer.step\(\) .*, 1 times on ranks \[0, 2\]; 0 times on ranks \[1\]",
+        "step twice on one": r"RanksDiffer: optimizer.step\(\) .*, 1 times on ranks \[0, 2\]; 2 times on ranks \[1\]",
         "frozen on one": r"RanksDiffer: 2\.bias is frozen on ranks \[1\] only.*on all ranks",
         "shape": r"RanksDiffer.*0\.weight.*\[[67], 4\].*against.*0\.weight.*\[[67], 4\]",
         "number": r"RanksDiffer.*1\.weight.*is only (here|there)",
