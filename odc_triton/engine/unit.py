@@ -128,6 +128,8 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         storages = [slot.parameter.gathered for slot in slots if slot.parameter.gathered is not None]
         self.gathered: list[GatheredParameters] = list(dict.fromkeys(storages))
+        # Not that of nn.Embedding(max_norm=…), whose forward shortens rows in place, on each rank to the same.
+        self._only_read = [slot for slot in slots if getattr(slot.module, "max_norm", None) is None]
         self._uses = 0  # forwards of this unit that are running
         self._held = False  # by unshard()
         self._whole = False
@@ -165,12 +167,12 @@ class Unit:
 
     def watch_edits(self) -> None:
         """A minibatch begins: from here on parameters are only read."""
-        for slot in self.slots:
+        for slot in self._only_read:
             slot.parameter.edits.begin()
 
     def refuse_edits(self) -> None:
         """Raises RuntimeError if a parameter was edited in place in the open minibatch."""
-        for slot in self.slots:
+        for slot in self._only_read:
             slot.parameter.edits.refuse(slot.parameter.name)
 
     def hold(self) -> None:

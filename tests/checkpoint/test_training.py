@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from odc_triton.checkpoint.random_state import random_state, restore_random_state
 from tests.support import ranks, slow
 from tests.support.checkpointed import make, train
 from tests.support.models import MIXTURES
@@ -91,3 +93,18 @@ def test_before_the_first_step(tmp_path: Path) -> None:
     assert checkpoints.load(path, model=other, optimizer=its_optimizer) == {"step": 0}
     assert not its_optimizer.state
     assert train(other, its_optimizer, "qwen2", range(2)) == want
+
+
+def test_random_numbers_go_on_where_they_were() -> None:
+    """Python's keeps a second normal number for the next call."""
+
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), random.random(), torch.rand(()).item()]
+
+    random.seed(3)
+    draw()
+    saved = json.loads(json.dumps(random_state()))
+    want = draw()
+    draw()
+    restore_random_state(saved)
+    assert draw() == want

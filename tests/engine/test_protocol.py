@@ -321,6 +321,7 @@ def _in_a_row(rank: int, world: int) -> tuple[list[int], int]:
         once()
     fds.append(count())
     mapped = Path("/proc/self/maps").read_text().count("odc-heap")
+    last = fully_shard(Blocks())  # noqa: F841, it removes the hooks of those that were freed
     return [*fds, mapped], len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
 
 
@@ -328,7 +329,7 @@ def test_fifty_models_in_a_row() -> None:
     for (before, after, mapped), hooks in ranks.run(_in_a_row, 2):
         assert after <= before
         assert mapped == 0
-        assert hooks == 0
+        assert hooks == 2
 
 
 # ---------------------------------------------------------------------- scalars

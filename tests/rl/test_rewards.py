@@ -189,7 +189,11 @@ def test_megabytes_do_not_block(rewards: Callable[..., Rewards]) -> None:
         ("one_number", RewardMiscounted, ["float 1.5", "list of 3 numbers"]),
         ("not_a_number", RewardNotANumber, ["returned nan for completion 2 of 3", "a bad prompt"]),
         ("infinite", RewardNotANumber, ["returned inf for completion 2 of 3"]),
-        ("enormous", RewardNotANumber, ["returned -1e+308 for completion 2 of 3", "return numbers up to 1e+30"]),
+        (
+            "enormous",
+            RewardNotANumber,
+            ["returned -1e+308, with the weight 1, for completion 2 of 3", "return numbers up to 1e+30"],
+        ),
         ("text", RewardNotANumber, ["returned str '1.0' for completion 1 of 3"]),
         ("builtin", RewardNotANumber, ["returned str 'prompts'"]),
         ("exact", RewardRaised, ["missing 1 required positional argument: 'answer'"]),

@@ -146,7 +146,7 @@ def test_goes_on_from_a_checkpoint_written_in_the_background(
         for name in names:
             (out / name).unlink()
     assert ranks.run(train, then, replace(wanted, samples_per_rank=4 // then), None) == ["ended"] * then
-    assert ((out / "report.html").read_bytes() == report) == (world == 1)
+    assert world > 1 or (out / "report.html").read_bytes() == report
     assert all((out / name).exists() for name in names)
 
 
