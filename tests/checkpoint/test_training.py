@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from odc_triton.checkpoint.folder import Manifest
 from odc_triton.checkpoint.random_state import random_state, restore_random_state
+from odc_triton.checkpoint.steps import Checkpoints
 from tests.support import ranks, slow
 from tests.support.checkpointed import make, train
 from tests.support.models import MIXTURES
@@ -19,8 +21,6 @@ SAVED_AT, STEPS = 2, 4
 
 
 def _save(rank: int, world: int, folder: Path, name: str, bf16: bool, noise: bool) -> list[float]:
-    from odc_triton.checkpoint.steps import Checkpoints
-
     model, optimizer = make(name, bf16)
     torch.manual_seed(rank)
     random.seed(rank)
@@ -32,8 +32,6 @@ def _save(rank: int, world: int, folder: Path, name: str, bf16: bool, noise: boo
 
 
 def _resume(rank: int, world: int, folder: Path, name: str, bf16: bool, noise: bool) -> tuple[list[float], Any]:
-    from odc_triton.checkpoint.steps import Checkpoints
-
     model, optimizer = make(name, bf16, seed=9)
     checkpoints = Checkpoints(folder, keep=2)
     state = checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer)
@@ -83,8 +81,6 @@ def test_resuming_on_other_ranks(tmp_path: Path, name: str, bf16: bool, worlds: 
 
 def test_before_the_first_step(tmp_path: Path) -> None:
     """An optimizer that never stepped goes on as one that never stepped: no state is made up."""
-    from odc_triton.checkpoint.steps import Checkpoints
-
     model, optimizer = make("qwen2", bf16=False)
     checkpoints = Checkpoints(tmp_path, keep=1)
     path = checkpoints.save(model=model, optimizer=optimizer, state={"step": 0}, step=0)
@@ -108,3 +104,14 @@ def test_random_numbers_go_on_where_they_were() -> None:
     draw()
     restore_random_state(saved)
     assert draw() == want
+
+
+def test_what_an_earlier_branch_left_is_removed_first(tmp_path: Path) -> None:
+    """After a run has gone back its checkpoints are the newer ones, whatever their steps."""
+    for number, step in ((2, 30), (3, 15), (4, 18)):
+        folder = tmp_path / f"step-{step:08d}"
+        folder.mkdir()
+        (folder / "manifest.json").write_bytes(Manifest(number=number, step=step, world=1, files={}).to_json())
+    Checkpoints(tmp_path, keep=2).prune(tmp_path / "step-00000018")
+    left = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert left == ["step-00000015", "step-00000018"]
