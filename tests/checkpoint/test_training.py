@@ -106,12 +106,24 @@ def test_random_numbers_go_on_where_they_were() -> None:
     assert draw() == want
 
 
+def _folder(folder: Path, name: str, *, number: int, step: int) -> Path:
+    """A checkpoint without files."""
+    (folder / name).mkdir()
+    (folder / name / "manifest.json").write_bytes(Manifest(number=number, step=step, world=1, files={}).to_json())
+    return folder / name
+
+
 def test_what_an_earlier_branch_left_is_removed_first(tmp_path: Path) -> None:
     """After a run has gone back its checkpoints are the newer ones, whatever their steps."""
-    for number, step in ((2, 30), (3, 15), (4, 18)):
-        folder = tmp_path / f"step-{step:08d}"
-        folder.mkdir()
-        (folder / "manifest.json").write_bytes(Manifest(number=number, step=step, world=1, files={}).to_json())
-    Checkpoints(tmp_path, keep=2).prune(tmp_path / "step-00000018")
+    _folder(tmp_path, "step-00000030", number=2, step=30)
+    _folder(tmp_path, "step-00000015", number=3, step=15)
+    Checkpoints(tmp_path, keep=2).prune(_folder(tmp_path, "step-00000018", number=4, step=18))
     left = sorted(path.name for path in tmp_path.glob("step-*"))
     assert left == ["step-00000015", "step-00000018"]
+
+
+def test_a_checkpoint_that_was_being_replaced_is_there_again(tmp_path: Path) -> None:
+    """A run was killed between the renames of the old one and of the new one."""
+    _folder(tmp_path, "step-00000020", number=1, step=20)
+    _folder(tmp_path, ".step-00000030.0123abcd.replaced", number=2, step=30)
+    assert Checkpoints(tmp_path, keep=2).newest() == tmp_path / "step-00000030"
