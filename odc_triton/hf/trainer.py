@@ -94,9 +94,8 @@ class ODCTrainer(ShardedTrainer):
         self._sampler = sampler
         self._target_tokens = 0
         self._is_sft = any(each.__name__ == "SFTTrainer" for each in type(self).__mro__)  # which has metrics of tokens
-        self._sums = torch.zeros(
-            4, dtype=torch.float64, device=self.args.device
-        )  # loss, entropy, most likely targets, targets; of this rank
+        # Of this rank: loss, entropy, most likely targets, targets.
+        self._sums = torch.zeros(4, dtype=torch.float64, device=self.args.device)
         self._rows: Tensor | None = None  # the same of each row of a padded batch
         self._split_tokens = self._engine.splits.tokens if split else 0
         if split and not self._split_tokens:

@@ -30,7 +30,7 @@ class _Part(nn.Module):
 
 
 class _Parts(nn.Module):
-    """Runs the parts that it is told to run."""
+    """Runs the given parts."""
 
     def __init__(self) -> None:
         super().__init__()
