@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -187,7 +187,9 @@ def _of_pieces(
     pieces: Sequence[Piece | None],
     terms: _Terms,
 ) -> Tensor:
-    """One row of documents, of which some are pieces of samples; document by document."""
+    """One row of documents, of which some are pieces of samples, in order. Whole documents between two pieces, and
+    pieces with no keys before them, go through the variable-length kernel together.
+    """
     if side is None:
         raise RuntimeError("this pack holds pieces of samples: call enable_split(model, tokens=…) after fully_shard")
     if terms.dropout:
@@ -198,10 +200,18 @@ def _of_pieces(
     spans = side.exchange.spans(bounds, pieces)
     key, value = side.publish(key, value, spans, terms.window)
     fetched = dict(zip((span.first for span in spans), side.fetch(key, value, spans, terms.window), strict=True))
-    parts = []
-    for start, end in pairwise(bounds):
+    joins, parts = _has_varlen_kernel(query, value, terms), []
+    for _, run in groupby(range(len(pieces)), lambda at: -1 if joins and fetched.get(bounds[at]) is None else at):
+        first, *others = run
+        past = first + len(others) + 1
+        start, end = bounds[first], bounds[past]
         q, k, v = (x[:, :, start:end] for x in (query, key, value))
-        parts.append(_of_document(q, k, v, fetched.get(start), side.is_apart, terms))
+        if others:
+            longest = max(end - start for start, end in pairwise(bounds[first : past + 1]))
+            q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+            parts.append(_varlen(q, k, v, ends[first : past + 1] - start, longest, terms)[None])
+        else:
+            parts.append(_of_document(q, k, v, fetched.get(start), side.is_apart, terms))
     return side.release(torch.cat(parts, dim=1), key, value, spans)
 
 

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from odc_triton import hf
 from odc_triton.hf import attention as hf_attention
+from tests.support.varlen import Varlen
 
 VOCABULARY = 61
 LENGTHS = (9, 1, 14)  # the sliding windows below are shorter than the first and the last document
@@ -279,39 +280,19 @@ def test_what_the_varlen_kernel_is_called_with(name, enable_gqa, rows, monkeypat
     """A brute-force kernel of the documented meaning in its place gives what SDPA per document gives."""
     from torch.nn.attention import varlen
 
-    calls = []
-
-    def attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size, enable_gqa=False):
-        calls.append((max_q, window_size))
-        assert cu_seq_q.dtype == torch.int32
-        assert max_q == cu_seq_q.diff().max()
-        if enable_gqa:
-            key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
-        token = torch.arange(len(query))
-        document = (token[:, None] >= cu_seq_q[None, 1:]).sum(1)
-        behind = token[:, None] - token[None]
-        left, right = window_size
-        allowed = (document[:, None] == document[None]) & (behind >= -right)
-        if left >= 0:
-            allowed &= behind <= left
-        scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~allowed, -1e9).softmax(-1), value)
-
-    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size):
-        return attend(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, window_size)
-
+    kernel = Varlen()
     model = build(name)
     hf.enable_packing(model)
     pack = {key: value.expand(rows, -1) for key, value in make_pack().items()}
     plain = pack | {"position_ids": torch.arange(sum(LENGTHS))[None]}
     expected = [model(**hf.model_inputs(inputs)).logits for inputs in (pack, plain)]
-    monkeypatch.setattr(varlen, "varlen_attn", attend if enable_gqa else older)
+    monkeypatch.setattr(varlen, "varlen_attn", kernel if enable_gqa else kernel.of_an_older_torch)
     monkeypatch.setattr(hf_attention, "_has_varlen_kernel", lambda *args: True)
     for inputs, logits in zip((pack, plain), expected, strict=True):
         torch.testing.assert_close(model(**hf.model_inputs(inputs)).logits, logits, rtol=1e-4, atol=1e-4)
     window = (3, 0) if name == "mistral" else (-1, 0)
     # a batch of whole rows needs the kernel only for its windows
-    assert calls == [(14, window)] * 2 + ([(24, window)] * 2 if name == "mistral" else [])
+    assert kernel.calls == [(14, window)] * 2 + ([(24, window)] * 2 if name == "mistral" else [])
 
 
 class LargestTensor(TorchDispatchMode):

@@ -12,6 +12,7 @@ from odc_triton.hf import summed_loss
 from tests.support import ranks, slow
 from tests.support.parity import relative, whole_model_error
 from tests.support.splitting import DEALS, Setup, distance, packs_of, plain, run, sharded
+from tests.support.varlen import Varlen
 
 FP64 = torch.float64
 # A part computes in fp32 whatever the weights are: the softmax under a softcap. (Mixtures of experts have no fp64.)
@@ -62,6 +63,30 @@ def compare(setup: Setup) -> None:
 )
 def test_as_whole_samples(setup: Setup) -> None:
     compare(setup)
+
+
+def _by_the_kernel(rank: int, world: int, setup: Setup) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """The first step's gradients, and the longest document of each call, in two layers."""
+    from torch.nn.attention import varlen
+
+    from odc_triton.hf import attention
+
+    varlen.varlen_attn = kernel = Varlen()
+    attention._has_varlen_kernel = lambda *_: True
+    _, found, _ = run(rank, world, setup)
+    return found, [longest for longest, _ in kernel.calls if longest > 7]  # the probe's documents have 7 at most
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Mistral"])
+def test_whole_documents_beside_a_piece_are_one_call_of_the_kernel(family: str) -> None:
+    setup = Setup(family=family, deal="one token first", backend="cpu-apart", dtype=FP64)
+    _, want, _ = plain(replace(setup, deal="two", backend="cpu"))
+    outcomes = ranks.run(_by_the_kernel, 2, setup)
+    largest = max(gradient.norm() for gradient in want.values())
+    for found, _ in outcomes:
+        for name, gradient in want.items():
+            assert (found[name] - gradient).norm() <= 1e-12 * gradient.norm() + 1e-15 * largest, name
+    assert [calls for _, calls in outcomes] == [[], [40, 30] * 2]
 
 
 BACKENDS = ("cpu", "cpu-apart", "cpu-interpreter")
