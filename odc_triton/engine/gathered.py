@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import record_function
 
 from ..comm.layout import ParameterSpec, aligned
-from .streams import Copies, Streams
+from .streams import COPY_STREAMS, Copies, Streams
 
 if TYPE_CHECKING:
     from odc_kernels.gather import Pieces
+
+Piece = tuple[torch.Tensor, torch.Tensor]  # where they go, an owner's rows
 
 _OLD = -1  # not the number of any publication
 _SMALL_BYTES = 256 * 2**10  # a tensor up to this size crosses a link faster than the host enqueues its copies
@@ -44,7 +48,7 @@ class GatheredParameters:
         self._filled_at: int | None = None  # the publication that the storage holds
         self._copies: Copies | None = None  # those that filled it
         device = shards[0][0].device
-        self._large: list[tuple[torch.Tensor, torch.Tensor]] = []  # where they go, an owner's rows
+        large: list[list[Piece]] = [[] for _ in shards[0]]  # by the number of ranks from this one to the owner
         small: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}  # an owner's rows, the element where they go
         offsets, self._size_bytes = [], 0
         for spec, owners in zip(specs, shards, strict=True):
@@ -61,9 +65,12 @@ class GatheredParameters:
             self.whole.append(tensor)
             pieces = self._pieces(tensor.data, owners)
             if by_kernel and tensor.nbytes <= _SMALL_BYTES:
-                small.setdefault(dtype, []).extend((rows, place.storage_offset()) for place, rows in pieces)
+                small.setdefault(dtype, []).extend((rows, place.storage_offset()) for _, (place, rows) in pieces)
             else:
-                self._large += pieces
+                for step, piece in pieces:
+                    large[step].append(piece)
+        # Own rows come first, then the next rank's, so all ranks read different owners.
+        self._large = [list(itertools.chain(*large[first::COPY_STREAMS])) for first in range(COPY_STREAMS)]
         self._small: list[tuple[Pieces, torch.Tensor]] = []
         for dtype, rows in small.items():
             from odc_kernels.gather import Pieces  # here, as importing triton takes a second
@@ -73,16 +80,17 @@ class GatheredParameters:
             self._small.append((Pieces.of(*zip(*rows, strict=True)), flat))
         self._storage.resize_(0)
 
-    def _pieces(self, whole: torch.Tensor, owners: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(where they go, an owner's rows), of all owners that have some; `whole` has its own version counter.
+    def _pieces(self, whole: torch.Tensor, owners: list[torch.Tensor]) -> list[tuple[int, Piece]]:
+        """(the number of ranks from this one to the owner, its piece), of all owners that have some rows, own first.
 
-        This rank's rows come first, then the next rank's, so all ranks read different owners.
+        `whole` has its own version counter.
         """
+        world = len(owners)
         if not whole.shape:
-            return [(whole, owners[0])]
+            return [(-self._rank % world, (whole, owners[0]))]
         places = whole.split([len(owner) for owner in owners])
-        order = ((self._rank + step) % len(owners) for step in range(len(owners)))
-        return [(places[owner], owners[owner]) for owner in order if owners[owner].numel()]
+        order = ((step, (self._rank + step) % world) for step in range(world))
+        return [(step, (places[owner], owners[owner])) for step, owner in order if owners[owner].numel()]
 
     @property
     def is_filled(self) -> bool:
@@ -109,17 +117,19 @@ class GatheredParameters:
             return
         if self._storage.nbytes() != self._size_bytes:  # even at the same size CUDA would allocate another and copy it
             self._streams.allocate(self._storage, self._size_bytes)
-        self._copies = self._streams.copy(self._storage, self._fill)
+        streams = [stream for stream, large in enumerate(self._large) if large or (self._small and stream == 0)]
+        self._copies = self._streams.copy(self._storage, *(partial(self._fill, stream) for stream in streams))
         self._filled_at = publication
 
     @torch.no_grad()
-    def _fill(self) -> None:
+    def _fill(self, stream: int) -> None:
+        """Makes the copies of one of the streams."""
         with record_function("odc.gather"):
-            for pieces, flat in self._small:
+            for pieces, flat in self._small if stream == 0 else ():
                 from odc_kernels.gather import gather_pieces
 
                 gather_pieces(pieces=pieces, out=flat)
-            for place, rows in self._large:
+            for place, rows in self._large[stream]:
                 place.copy_(rows, non_blocking=True)
 
     def wait(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.comm.layout import ParameterSpec
 from odc_triton.engine.gathered import GatheredParameters
 from odc_triton.engine.simulated_device import SimulatedDevice, SimulatedEvent
-from odc_triton.engine.streams import DeviceStreams
+from odc_triton.engine.streams import Copies, DeviceStreams
 
 KINDS = pytest.mark.parametrize("kind", ["late", "early"])
 
@@ -28,8 +28,9 @@ class Setup:
     def read(self) -> None:
         self.found.append(self.buffer.tolist())
 
-    def fill(self, value: float) -> Callable[[], None]:
-        return lambda: self.buffer.data.fill_(value)
+    def copy(self, value: float) -> Copies:
+        """Fills the buffer, each half on a stream of its own."""
+        return self.streams.copy(self.storage, *(partial(half.fill_, value) for half in self.buffer.data.split(2)))
 
     def drain(self) -> None:
         self.streams.drain(1.0, "a test")
@@ -39,14 +40,14 @@ class Setup:
 def test_copies_follow_what_is_computed_before(kind: str) -> None:
     it = Setup(kind)
     it.streams.compute(it.read)
-    it.streams.wait(it.streams.copy(it.storage, it.fill(2.0)))
+    it.streams.wait(it.copy(2.0))
     it.read()
     assert it.found == [[1.0] * 4, [2.0] * 4]
 
 
 def test_copies_come_when_they_are_waited_for() -> None:
     it = Setup("late")
-    copies = it.streams.copy(it.storage, it.fill(2.0))
+    copies = it.copy(2.0)
     it.read()
     it.streams.wait(copies)
     it.read()
@@ -57,19 +58,19 @@ def test_copies_come_when_they_are_waited_for() -> None:
 def test_every_stream_waits_for_copies_once(kind: str) -> None:
     it = Setup(kind)
     other = it.device.stream()
-    copies = it.streams.copy(it.storage, it.fill(2.0))
+    copies = it.copy(2.0)
     it.streams.wait(copies)
     with it.device.computing_on(other):
-        assert copies.done.stream not in other.followed
+        assert not any(done.stream in other.followed for done in copies.done)
         it.streams.wait(copies)
-        assert copies.done.stream in other.followed
+        assert all(done.stream in other.followed for done in copies.done)
     assert len(copies.users) == 2
 
 
 @KINDS
 def test_memory_is_freed_after_the_copies_into_it(kind: str) -> None:
     it = Setup(kind)
-    copies = it.streams.copy(it.storage, it.fill(2.0))
+    copies = it.copy(2.0)
     it.streams.free(it.storage, copies)  # nobody has waited for them
     it.drain()
     assert it.storage.nbytes() == 0
@@ -79,7 +80,7 @@ def test_memory_is_freed_after_the_copies_into_it(kind: str) -> None:
 def test_memory_is_freed_after_all_streams_have_used_it(kind: str) -> None:
     it = Setup(kind)
     other = it.device.stream()
-    copies = it.streams.copy(it.storage, it.fill(2.0))
+    copies = it.copy(2.0)
     with it.device.computing_on(other):
         it.streams.wait(copies)
         it.device.enqueue(other, it.read, it.storage)
@@ -119,10 +120,10 @@ def test_drained_are_all_streams_on_which_something_was_computed(kind: str) -> N
         with it.device.computing_on(other):
             it.streams.computes_here()
             it.device.enqueue(other, it.read, it.storage)
-    copies = it.streams.copy(it.storage, it.fill(2.0))
+    copies = it.copy(2.0)
     it.streams.compute(it.read)
     it.drain()
-    assert copies.done.query()
+    assert all(done.query() for done in copies.done)
     assert sorted(it.found) == [[1.0] * 4] * 2 + [[1.0 if kind == "late" else 2.0] * 4]
 
 
@@ -191,13 +192,38 @@ class TestSimulatedDevice:
         assert kept.tolist() == [0xFF] * 8
 
 
-def _gathered(kind: str) -> tuple[GatheredParameters, list[torch.Tensor]]:
+def _gathered(kind: str, rows: tuple[int, ...] = (3, 2)) -> tuple[GatheredParameters, list[torch.Tensor]]:
+    """A parameter of rank 1, of which each owner has so many rows."""
     spec = ParameterSpec(
-        names=("w",), shape=(5, 3), master_dtype="float32", compute_dtype="float32", reduce_dtype="float32", unit=""
+        names=("w",),
+        shape=(sum(rows), 3),
+        master_dtype="float32",
+        compute_dtype="float32",
+        reduce_dtype="float32",
+        unit="",
     )
-    shards = [torch.full((3, 3), 1.0), torch.full((2, 3), 2.0)]
+    shards = [torch.full((count, 3), owner + 1.0) for owner, count in enumerate(rows)]
     streams = DeviceStreams(SimulatedDevice(kind))
     return GatheredParameters([spec], [shards], rank=1, streams=streams), shards
+
+
+def test_owners_are_read_side_by_side() -> None:
+    """Own rows first, on the first stream; the next rank's at the same time, on the second."""
+    gathered, shards = _gathered("late", rows=(1, 1, 1, 1, 1))
+    gathered.fetch("me", 1)
+    arrived = []
+    for done in gathered._copies.done:
+        done.reach()
+        arrived.append([owner for owner in range(5) if not gathered.whole[0][owner].isnan().any()])
+    assert arrived == [[0, 1, 3], [0, 1, 2, 3, 4]]
+    assert [[int(rows[0, 0]) - 1 for _, rows in copies] for copies in gathered._large] == [[1, 3, 0], [2, 4]]
+    assert torch.equal(gathered.whole[0], torch.cat(shards))
+
+
+def test_a_stream_without_copies_is_not_waited_for() -> None:
+    gathered, _ = _gathered("late", rows=(0, 4))
+    gathered.fetch("me", 1)
+    assert len(gathered._copies.done) == 1
 
 
 @KINDS
