@@ -8,6 +8,7 @@ collective or a meeting, including the data's transfer. On GPUs the host's clock
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -219,23 +220,54 @@ class Fsdp2NoReshard(Fsdp2):
         self.model.set_is_last_backward(last)
 
 
-class Ddp(Variant):
-    """DDP, all-reducing in the last microbatch only. Its waiting is part of its backward and is not recorded.
+class Fsdp2SymmetricMemory(Fsdp2Micro):
+    """FSDP2 at its fastest on one host's GPUs: NCCL gathers by copy engines from symmetric memory, and reduces in a
+    group of its own where torch has that. On the CPU the same as FSDP2.
+    """
+
+    name = "FSDP2 symmetric memory + LB-Micro"
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        if self.setting.device == "cpu":
+            return super().shard(model)
+        os.environ["NCCL_CTA_POLICY"] = "2"  # copy engines; read when the first collective makes its communicator
+        model = super().shard(model)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_symm_mem_for_comm()
+        if hasattr(model, "set_separate_reduce_scatter_group"):
+            model.set_separate_reduce_scatter_group()
+        return model
+
+
+class Unsharded(Variant):
+    """Plain torch in every process, without communication: the cost of compute alone.
 
     In bf16 it computes under autocast from the embedding on, so that activations are bf16, as FSDP2's are.
     """
 
-    records_waiting = False
-    name = "DDP no_sync + LB-Mini"
+    name = "unsharded"
     balance = "mini"
+    averages = False
 
     def shard(self, model: nn.Module) -> nn.Module:
         if self.setting.dtype == "bf16":
             model.get_input_embeddings().register_forward_hook(lambda _module, _inputs, out: out.bfloat16())
-        return DistributedDataParallel(model.to(self.setting.here))
+        return model.to(self.setting.here)
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(self.setting.device, torch.bfloat16, enabled=self.setting.dtype == "bf16")
+
+
+class Ddp(Unsharded):
+    """DDP, all-reducing in the last microbatch only. Its waiting is part of its backward and is not recorded."""
+
+    records_waiting = False
+    averages = True
+    name = "DDP no_sync + LB-Mini"
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        return DistributedDataParallel(super().shard(model))
 
     def before_microbatch(self, *, last: bool) -> None:
         self.model.require_backward_grad_sync = last
@@ -354,14 +386,3 @@ class LayerBarrier(Odc):
         start_s = time.monotonic()
         dist.barrier()
         engine_of(self.model).events.add("wait", start_s, time.monotonic(), label="barrier")
-
-
-class Unsharded(Variant):
-    """Plain torch in every process, without communication: the cost of compute alone."""
-
-    name = "unsharded"
-    balance = "mini"
-    averages = False
-
-    def shard(self, model: nn.Module) -> nn.Module:
-        return model.to(self.setting.here)

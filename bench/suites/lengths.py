@@ -25,7 +25,20 @@ from odc_triton.data.records import Record
 
 from ..harness import in_turn, single_thread_environment
 from ..provenance import about, save_json
-from ..variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting, Variant
+from ..variants import (
+    Bridged,
+    Ddp,
+    Fsdp2,
+    Fsdp2Micro,
+    Fsdp2NoReshard,
+    Fsdp2SymmetricMemory,
+    LayerBarrier,
+    Odc,
+    OdcMicro,
+    Setting,
+    Unsharded,
+    Variant,
+)
 from .alone import LengthsWork, Turn, take_turn
 from .lengths_report import (
     ALIKE,
@@ -40,6 +53,7 @@ from .lengths_report import (
 
 BASELINES = (Fsdp2Micro, Fsdp2, Fsdp2NoReshard, Ddp)
 VARIANTS = (*BASELINES, LayerBarrier, OdcMicro, Odc)
+OTHERS = (Unsharded, Fsdp2SymmetricMemory, Bridged)  # only where they are named
 
 Turns = Callable[[type[Variant], int], Turn]
 
@@ -55,15 +69,18 @@ def setting_of(options: BenchOptions, ranks: int, gpus: int) -> Setting:
 
 
 def chosen(names: str | None) -> tuple[type[Variant], ...]:
-    """The variants with those names, in the order of VARIANTS; all for None. Raises ValueError for an unknown one."""
+    """The variants with those names, in the order of VARIANTS and OTHERS; VARIANTS for None. Raises ValueError for an
+    unknown one.
+    """
     if names is None:
         return VARIANTS
     wanted = [name.strip() for name in names.split(",")]
-    known = [kind.name for kind in VARIANTS]
+    kinds = (*VARIANTS, *OTHERS)
+    known = [kind.name for kind in kinds]
     for name in wanted:
         if name not in known:
             raise ValueError(f"variants has {name!r}; choose from {', '.join(map(repr, known))}")
-    return tuple(kind for kind in VARIANTS if kind.name in wanted)
+    return tuple(kind for kind in kinds if kind.name in wanted)
 
 
 def work_of(options: BenchOptions, ranks: int) -> tuple[LengthsWork, int]:
@@ -109,7 +126,7 @@ def take_turns(
 
     After each turn `ended` gets the results so far, and whose turn it was.
     """
-    results = [Result(name=kind.name, is_baseline=kind in BASELINES) for kind in kinds]
+    results = [Result(name=kind.name, is_baseline=kind in (*BASELINES, Fsdp2SymmetricMemory)) for kind in kinds]
     for round_ in range(rounds):
         for place in in_turn(range(len(kinds)), round_):
             if results[place].failure is not None:

@@ -1,51 +1,30 @@
-"""The GPU suite on a machine without a GPU: its clock, its files, its verdicts, what it says.
-
-By real pytest and small commands; test_gpu_suite_command.py has the command, and a rehearsal of all stages.
-"""
+"""The GPU suite on a machine without a GPU: what it keeps whatever ends a run, what it refuses, a rehearsal."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import bench.suites.gpu as suite
-from bench.device import Rehearsal
-from bench.provenance import WARNING, append_line, read_lines
-from bench.suites.gpu import measured
-from bench.suites.gpu.__main__ import NAMES
-from bench.suites.gpu.measured import Runs, ending, learned, long_lengths, run_kernels, run_memcheck
-from bench.suites.gpu.outcomes import LINES, ONE_GPU, Found, Ledger, found_of, key_of, write_report
-from bench.suites.gpu.plan import ON_A_GPU, REHEARSAL, STAGES, chosen, seconds_for
-from bench.suites.gpu.process import ROOT, install
-from bench.suites.gpu.tests import TEST_S, run_tests
+from bench.device import Gpu, Rehearsal
+from bench.provenance import RESULTS, ROOT, WARNING, append_line, read_lines
+from bench.suites.gpu.__main__ import main, parsed
+from bench.suites.gpu.inputs import long_lengths
+from bench.suites.gpu.plan import FIRST, STAGES, TESTS, Run, _learned, _passed
 from tests.support import ranks
+from tests.support.deadlines import LONG_S
 
-ENVIRONMENT = Rehearsal().environment()
-
-
-def ledger_in(folder: Path, key: str = "here") -> Ledger:
-    return Ledger(folder=folder, key=key)
-
-
-def running(*words: str) -> Iterator[str]:
-    """Command lines of processes, that have all these words."""
-    for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            line = entry.read_text().replace("\0", " ")
-            if all(word in line for word in words):
-                yield line
-
+SUITE_S = 200  # of all runs of a test here, most of which end in a second
 
 # The tests that the suite's pytest is given: what each does, and what must be known of it although it ran beside tests
 # that hang, die and break what they share a process with.
@@ -68,227 +47,188 @@ LOST = types.SimpleNamespace(cuda=types.SimpleNamespace(is_initialized=lambda: T
 """
 
 
-def write_tests(folder: Path, *, names: list[str]) -> str:
-    counted = f"open({str(folder / 'ran')!r}, 'a').write"
-    bodies = [f"def {name}():\n    {counted}('{name}\\n')\n    {GIVEN[name][0]}\n" for name in names]
-    (folder / "test_given.py").write_text("\n\n".join([HEAD, *bodies]))
-    return str(folder / "test_given.py")
+@pytest.fixture(autouse=True)
+def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `run_of` writes is found by `python -m`, and no pytest that the suite starts takes itself for a worker."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
 
 
-def ran(folder: Path) -> list[str]:
-    return (folder / "ran").read_text().split()
+SAYS = """import json, os, sys, time
+file = sys.argv[1]
+def say(x):
+    open(file + '.new', 'w').write(json.dumps(x))
+    os.replace(file + '.new', file)
+"""
 
 
-def by_name(found: Found) -> dict[str, str]:
-    return {test.rpartition("::")[2]: record["outcome"] for test, record in found.tests.items()}
+def run_of(folder: Path, program: str, **how: Any) -> Run:
+    """A run of `program`, in which `say(x)` is what it has found so far."""
+    name = f"given_{abs(hash(program))}"
+    (folder / f"{name}.py").write_text(f"{SAYS}{program}\n")
+    words = (name, "{out}/found.json")
+    return Run(words=words, rehearsal=words, **{"seconds": SUITE_S, "found": "found.json"} | how)
+
+
+def ran(folder: Path, *names: str, stages: dict[str, dict[str, Run]], seconds: int = SUITE_S) -> tuple[int, dict]:
+    """The exit code, and gpu_suite.json's runs."""
+    code = main(["--rehearse", "--out", str(folder / "out"), "--seconds", str(seconds), *names], stages)
+    return code, json.loads((folder / "out" / "gpu_suite.json").read_text())["runs"]
 
 
 def test_every_outcome_is_kept_whatever_ends_the_run(tmp_path: Path) -> None:
     """One worker runs all, so each test begins in the process that the one before it left, or in a new one."""
-    path, ledger = write_tests(tmp_path, names=list(GIVEN)), ledger_in(tmp_path)
+    bodies = [f"def {name}():\n    {body}\n" for name, (body, _) in GIVEN.items()]
+    (tmp_path / "test_given.py").write_text("\n\n".join([HEAD, *bodies]))
     (tmp_path / "test_broken.py").write_text("import no_such_module\n")
-    paths = [str(tmp_path / "test_broken.py"), path]
-    how = {"marker": "not gpu", "words": ["--timeout", "5"]}
-    assert run_tests(ledger, "engine", paths, ENVIRONMENT, 200, **how) == {"passed": False, "cut": False}
-    found = ledger.stage("engine")
-    outcomes = by_name(found)
-    assert "no_such_module" in next(record["text"] for record in found.tests.values() if "broken" in record["test"])
-    assert {name: outcomes.get(name) for name in GIVEN} == {name: outcome for name, (_, outcome) in GIVEN.items()}
-    texts = {test["test"].rpartition("::")[2]: test["text"] for test in found.failures}
-    assert "no luck" in texts["test_bad"]
-    assert "crashed" in texts["test_dies"]
-    assert "illegal memory access" in texts["test_breaks_its_context"]
-    assert "crashed" in texts["test_hangs"]
-    assert found.running == []
+    files = [str(tmp_path / f"test_{name}.py") for name in ("broken", "given")]
+    given = (*TESTS, "-n", "1", "--timeout", "5", *files)
+    stages = {"s": {"tests": Run(words=given, rehearsal=given, seconds=SUITE_S, found="tests.jsonl", passes=_passed)}}
+    code, runs = ran(tmp_path, "s", stages=stages)
+    assert (code, runs["s/tests"]["verdict"]) == (1, "FAILED")
+    found: dict[str, list] = {}
+    for test in runs["s/tests"]["found"]:
+        found.setdefault(test["test"].rpartition("::")[2], []).append((test["outcome"], test.get("text", "")))
+    for name, (_, outcome) in GIVEN.items():
+        assert {each for each, _ in found[name]} == {outcome}, name
+    words = {"bad": "no luck", "dies": "crashed", "breaks_its_context": "illegal", "hangs": "crashed"}
+    for name, word in words.items():
+        assert any(word in text for _, text in found[f"test_{name}"]), name
+    assert any("no_such_module" in text for of in found.values() for _, text in of)
 
 
-def test_the_clock_ends_what_it_cuts_short(tmp_path: Path) -> None:
-    path = write_tests(tmp_path, names=["test_hangs"])
-    assert run_tests(ledger_in(tmp_path), "four", [path], ENVIRONMENT, 4, marker="not gpu") == {
-        "passed": False,
-        "cut": True,
+@pytest.mark.parametrize(
+    ("program", "how", "verdict", "found"),
+    [
+        ("say(1)", {}, "passed", 1),
+        ("say(0)", {}, "FAILED", 0),
+        ("say(1); sys.exit(3)", {}, "FAILED", 1),
+        ("pass", {}, "FAILED", None),
+        ("pass", {"found": ""}, "passed", None),
+        ("say(1); time.sleep(600)", {"seconds": 6}, "cut short", 1),
+    ],
+    ids=["passes", "finds what is wrong", "fails", "finds nothing", "need find nothing", "is cut short"],
+)
+def test_verdicts(tmp_path: Path, program: str, how: dict, verdict: str, found: object) -> None:
+    code, runs = ran(tmp_path, stages={FIRST[0]: {"one": run_of(tmp_path, program, **how)}})
+    run = runs[f"{FIRST[0]}/one"]
+    assert (run["verdict"], run["found"]) == (verdict, found)
+    assert code == (verdict != "passed")
+
+
+def test_a_run_that_a_fault_ends_is_started_again_and_keeps_what_it_has(tmp_path: Path) -> None:
+    program = "seen = json.load(open(file)) + 1 if os.path.exists(file) else 1\nsay(seen)\nsys.exit(seen < 3)"
+    _, runs = ran(tmp_path, "s", stages={"s": {"one": run_of(tmp_path, program, tries=4)}})
+    assert (runs["s/one"]["verdict"], runs["s/one"]["found"]) == ("passed", 3)
+
+
+def test_what_passed_is_kept_and_what_failed_is_run_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "counted").touch()
+    count = f"open({str(tmp_path / 'counted')!r}, 'a').write('x'); say(1)"
+    assert ran(tmp_path, "s", stages={"s": {"a": run_of(tmp_path, count)}})[0] == 0
+    assert ran(tmp_path, "s/a", stages={"s": {"a": run_of(tmp_path, count)}})[0] == 0
+    assert (tmp_path / "counted").read_text() == "x"
+    assert "s/a: passed before" in capsys.readouterr().out
+    assert ran(tmp_path, "s", stages={"s": {"b": run_of(tmp_path, "sys.exit(1)")}})[0] == 1
+    code, runs = ran(tmp_path, "s", stages={"s": {"b": run_of(tmp_path, "say(1)")}})
+    assert code == 0
+    assert set(runs) == {"s/a", "s/b"}
+
+
+def test_killed_at_any_moment_it_leaves_what_had_ended(tmp_path: Path) -> None:
+    """SIGKILL while the second run has found something and goes on; what it had started dies with it."""
+    program = f"say(1); open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    runs = f"{{'s': {{'a': {run_of(tmp_path, 'say(1)')!r}, 'b': {run_of(tmp_path, program)!r}}}}}"
+    code = f"from bench.suites.gpu.__main__ import main\nfrom bench.suites.gpu.plan import Run\nmain(WORDS, {runs})"
+    words = ["--rehearse", "--out", str(tmp_path / "out"), "s"]
+    code = code.replace("WORDS", repr(words)).replace(f"passes={bool!r}", "passes=bool")
+    report, deadline_s = tmp_path / "out" / "gpu_suite.json", time.monotonic() + LONG_S
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=Rehearsal().environment()) as process:
+        while not (report.exists() and json.loads(report.read_text())["runs"].get("s/b", {}).get("found")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+    data = json.loads(report.read_text())
+    assert {name: (run["verdict"], run["found"]) for name, run in data["runs"].items()} == {
+        "s/a": ("passed", 1),
+        "s/b": ("killed", 1),
     }
-    assert list(running(path)) == []
-
-
-def test_what_passed_is_not_run_again(tmp_path: Path) -> None:
-    path, ledger = write_tests(tmp_path, names=["test_bad", "test_good", "test_skipped"]), ledger_in(tmp_path)
-    given = {"environment": ENVIRONMENT, "seconds": 60, "marker": "not gpu", "workers": 0}
-    assert not run_tests(ledger, "engine", [path], words=["-k", "bad or skipped"], **given)["passed"]
-    (tmp_path / "test_given.py").write_text((tmp_path / "test_given.py").read_text().replace("1 == 2", "1 == 1"))
-    assert run_tests(ledger, "engine", [path], **given) == {"passed": True, "cut": False}
-    assert ran(tmp_path) == ["test_bad", "test_skipped", "test_good", "test_bad"], "what failed comes last"
-    assert run_tests(ledger, "engine", [path], **given)["passed"], "nothing is left to run"
-    assert len(ran(tmp_path)) == 4
-    assert run_tests(ledger, "engine", [path], again=True, **given)["passed"]
-    assert len(ran(tmp_path)) == 7
-
-
-def test_nothing_collected_is_no_success(tmp_path: Path) -> None:
-    path = write_tests(tmp_path, names=["test_good"])
-    assert not run_tests(ledger_in(tmp_path), "engine", [path], ENVIRONMENT, 60, workers=0)["passed"]
-
-
-WRITES = "import json, os, sys, time\ndef say(x):\n    open('{path}.new', 'w').write(json.dumps(x))\n"
-WRITES += "    os.replace('{path}.new', '{path}')\n"
+    (about,) = data["about"].values()
+    assert {"gpu", "versions", "commit", "hardware", "source", "rehearsal"} <= about.keys()
+    while (Path("/proc") / (tmp_path / "pid").read_text()).exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.suites.gpu", "report", "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(WARNING)
+    assert re.search(r"s/b +\| killed", done.stdout)
 
 
 @pytest.mark.parametrize(
-    ("program", "seconds", "result", "data"),
+    ("losses", "passes"),
     [
-        ("say(1)", 20, True, 1),
-        ("say(1); say(2); sys.exit(3)", 20, False, 2),
-        ("pass", 20, False, None),
-        ("say(1); time.sleep(1); say(2); time.sleep(60)", 3, None, 2),
+        ([6.0] * 10 + [3.0] * 90, True),
+        ([6.0] * 10 + [5.5] * 90, False),
+        ([6.0] * 99 + [0.1], False),
+        ([6.0] * 10 + [3.0] * 40, False),
+        ([], False),
     ],
-    ids=["ends well", "fails", "finds nothing", "is cut short"],
+    ids=["falls", "falls too little", "falls at the end only", "is cut short", "has no loss"],
 )
-def test_runs_keep_what_they_have(
-    tmp_path: Path, program: str, seconds: float, result: bool | None, data: int | None
-) -> None:
-    path = tmp_path / "found.json"
-    command = [sys.executable, "-S", "-c", WRITES.format(path=path) + program]
-
-    def once() -> bool | None:
-        runs = Runs(ledger=ledger_in(tmp_path), stage="step", environment={}, deadline_s=time.monotonic() + seconds)
-        return runs.run("one", command, measured._json(path), measured._found)
-
-    assert once() is result
-    record = ledger_in(tmp_path).stage("step").runs["one"]
-    assert (record["passed"], record["data"], record["cut"]) == (bool(result), data, result is None)
-    if result is None:
-        found = [line["data"] for line in read_lines(tmp_path / LINES) if line["passed"] is None]
-        assert found == [1, 2], "written down while it went on"
-        return
-    path.unlink(missing_ok=True)
-    lines = len(read_lines(tmp_path / LINES))
-    assert once() is result
-    assert (len(read_lines(tmp_path / LINES)) == lines) == result, "what passed is kept, what failed is tried again"
+def test_training_passes_by_its_loss(losses: list[float], passes: bool) -> None:
+    assert _learned([{"step": 0}, *({"loss": loss} for loss in losses)]) is passes
 
 
 @pytest.mark.parametrize(
-    ("results", "said"),
-    [([True, True], (True, False)), ([True, None], (False, True)), ([False, None], (False, False))],
-)
-def test_how_runs_end_a_stage(results: list[bool | None], said: tuple[bool, bool]) -> None:
-    assert tuple(ending(results).values()) == said
-
-
-@pytest.mark.parametrize(
-    ("losses", "code", "passes"),
+    ("words", "said"),
     [
-        ([6.0] * 10 + [3.0] * 90, 0, True),
-        ([6.0] * 10 + [5.5] * 90, 0, False),
-        ([6.0] * 99 + [0.1], 0, False),
-        ([6.0] * 10 + [3.0] * 90, 1, False),
-        ([6.0] * 10 + [3.0] * 40, None, False),
-        ([], 0, False),
-    ],
-    ids=["falls", "falls too little", "falls at the end only", "fails", "is cut short", "has no loss"],
-)
-def test_training_passes_by_its_loss(tmp_path: Path, losses: list[float], code: int | None, passes: bool) -> None:
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {x}}}\n' for i, x in enumerate(losses)))
-    data = measured._curve(tmp_path)()
-    assert learned(data, code) is passes
-    assert (data or {"losses": []})["losses"] == losses
-
-
-def test_kernels_go_on_after_what_ends_their_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bench.kernels.run's process, which ends without a word after its first cell and in order after its second."""
-    calls: list[list[str]] = []
-
-    def process(command: list[str], environment: dict[str, str], seconds: float) -> tuple[int, str]:
-        calls.append(command)
-        append_line(tmp_path / "kernels.jsonl", {"cell": {"passed": True}})
-        if len(calls) == 2:
-            append_line(tmp_path / "kernels.jsonl", {"end": True})
-        return (0, "") if len(calls) == 2 else (1, "Fatal Python error: Aborted")
-
-    monkeypatch.setattr(measured, "run", process)
-    runs = Runs(ledger=ledger_in(tmp_path), stage="kernels-timed", environment={}, deadline_s=time.monotonic() + 100)
-    assert run_kernels(runs, tmp_path, ["--world", "8"]) == {"passed": True, "cut": False, "cells": 2}
-    assert len(calls) == 2
-    assert all("--resume" in call and call[-2:] == ["--world", "8"] for call in calls)
-    assert "Fatal Python error" in ledger_in(tmp_path).stage("kernels-timed").said[0]
-
-
-@pytest.mark.parametrize(
-    ("kinds", "verdict"),
-    [
-        ([], "not run"),
-        (["begin", "test"], "killed before its end"),
-        (["begin", ("end", True, False)], "passed"),
-        (["begin", ("end", False, False)], "FAILED"),
-        (["begin", ("end", False, True)], "cut short, nothing failed"),
-        (["begin", ("end", True, False), "begin"], "killed before its end"),
+        (["no-such"], "there is no no-such; there are premises, split-early"),
+        (["report", "engine"], "there is no report"),
+        (["report"], "has no gpu_suite.json: nothing has run there"),
+        (["engine", "--seconds", "-3"], "--seconds is -3.0; give more than 0"),
+        (["--rehearse", "--out", str(RESULTS / "new")], "measures nothing: .* choose another folder"),
     ],
 )
-def test_verdicts(kinds: list[Any], verdict: str) -> None:
-    lines: list[dict[str, Any]] = []
-    for kind in kinds:
-        kind, passed, cut = kind if isinstance(kind, tuple) else (kind, None, None)
-        lines.append({"stage": "four", "kind": kind, "passed": passed, "cut": cut, "test": "t", "outcome": "passed"})
-    assert found_of("four", lines).verdict == verdict
-    assert found_of("step", lines).verdict == "not run"
+def test_refusals(words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parsed([*(["--out", str(tmp_path)] if "--out" not in words else []), *words], STAGES)
+    assert stopped.value.code == 2
+    assert re.search(said, capsys.readouterr().err)
 
 
-def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
-    path = tmp_path / "lines.jsonl"
-    append_line(path, {"a": 1})
-    with path.open("ab") as file:
-        file.write(b'{"b": ')  # where a kill came
-    assert read_lines(path) == [{"a": 1}]
-    append_line(path, {"c": 3})
-    assert read_lines(path) == [{"a": 1}, {"c": 3}]
+def test_without_a_gpu_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    if Gpu().count():
+        pytest.skip("there is a GPU")
+    assert main(["--out", str(tmp_path)]) == 2
+    assert "no GPU" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_result_depends_on() -> None:
-    about = {"source": "1", "versions": {"torch": "2"}, "gpus": 1, "rehearsal": False, "gpu": {"name": "H", "t": "30"}}
-    same = [{"when": "now"}, {"commit": "other"}, {"gpu": {"name": "H", "t": "31"}}]
-    others = [{"source": "2"}, {"versions": {"torch": "3"}}, {"gpus": 2}, {"rehearsal": True}, {"gpu": {"name": "A"}}]
-    assert {key_of(about | change) for change in same} == {key_of(about)}
-    assert len({key_of(about | change) for change in [{}, *others]}) == len(others) + 1
-
-
-def test_after_a_fix_what_passed_may_be_kept(tmp_path: Path) -> None:
-    Ledger(folder=tmp_path, key="place-1").add("test", stage="four", test="t", outcome="passed")
-    Ledger(folder=tmp_path, key="elsewhere-2").add("test", stage="four", test="u", outcome="passed")
-    assert Ledger(folder=tmp_path, key="place-2").stage("four").tests == {}
-    assert list(Ledger(folder=tmp_path, key="place-2", any_code=True).stage("four").tests) == ["t"]
-
-
-def test_stages_share_the_time() -> None:
-    first, left_out = chosen([], gpus=1)
-    assert [stage.name for stage in first] == ["checks", "kernels-right", "engine", "train", "kernels-timed"]
-    assert left_out == []
-    assert sum(stage.seconds for stage in first) <= 26 * 60
-    assert all(stage.seconds <= 8 * 60 for stage in STAGES), "a command takes ten minutes at most"
-    told = dict(re.findall(r"^    ([a-z-]+) +(\d+)  ", suite.__doc__, re.MULTILINE))
-    assert told == {stage.name: str(stage.seconds) for stage in STAGES}
-    assert chosen(["lengths", "four", "links"], gpus=1)[1] == ["links", "lengths"]
-    assert [stage.name for stage in chosen(["killed", "checks"], gpus=2)[0]] == ["checks", "killed"]
-    assert seconds_for(first[-1:], 77.0) == 77.0
-    assert seconds_for(first[-2:], 60.0) == 60.0 * 180 / 600
-
-
-def test_both_plans_name_files_that_are_there() -> None:
-    for given in (ON_A_GPU, REHEARSAL):
-        assert set(given.tests) == set(ON_A_GPU.tests)
-        for tests in given.tests.values():
-            assert [name for name in tests.files if not (ROOT / name).exists()] == []
-    named = {name for tests in ON_A_GPU.tests.values() for name in tests.files}
-    there = [path for folder in ("gpu", "kernels") for path in (ROOT / "tests" / folder).glob("test_*.py")]
-    without_a_gpu = {
-        f"tests/kernels/test_{name}.py" for name in ("machine_code", "contention", "near_and_far", "tiles")
+def test_the_plan() -> None:
+    named = {word for runs in STAGES.values() for run in runs.values() for word in (*run.words, *run.rehearsal)}
+    files = {word for word in named if word.startswith("tests/")}
+    assert [name for name in files if not (ROOT / name).exists()] == []
+    there = {
+        str(p.relative_to(ROOT)) for folder in ("gpu", "kernels") for p in (ROOT / "tests" / folder).glob("test_*.py")
     }
-    assert {str(path.relative_to(ROOT)) for path in there} - named == without_a_gpu
+    needless = ("machine_code", "contention", "near_and_far", "tiles", "worked_examples")  # learn nothing on a GPU
+    without = {f"tests/kernels/test_{name}.py" for name in needless} | {name for name in there if "refusals" in name}
+    assert there - files == without
+    for line in re.findall(r"-m bench\.suites\.gpu ([a-z -]+?)(?:   |\n)", suite.__doc__):
+        assert sum(run.seconds for stage in line.split() for run in STAGES[stage].values()) <= 600, line
+    assert all(run.seconds <= 600 for runs in STAGES.values() for run in runs.values())
+    assert set(FIRST) <= set(STAGES)
 
 
-def test_tests_end_their_ranks_before_the_suite_ends_them() -> None:
+def test_ranks_of_a_test_on_a_gpu_end_before_the_test_does() -> None:
     """So the report names the ranks that did not come, not only the test."""
-    assert inspect.signature(ranks.run).parameters["timeout_s"].default < TEST_S
-    for path in (ROOT / "tests" / "gpu").glob("*.py"):
-        assert all(int(seconds) < TEST_S for seconds in re.findall(r"timeout_s=(\d+)", path.read_text())), path
+    assert inspect.signature(ranks.run).parameters["timeout_s"].default == LONG_S
 
 
 def _environment_of(rank: int, world: int) -> str | None:
@@ -308,34 +248,14 @@ def test_what_a_launched_rank_imports_asks_nothing_of_cuda() -> None:
         assert done.returncode == status, module
 
 
-def test_the_report_needs_only_the_lines(tmp_path: Path) -> None:
-    about = {"rehearsal": False, "gpu": {"name": "H200"}, "gpus": 1, "commit": "abc", "kernel": "6.1"}
-    old, new = ledger_in(tmp_path, "old"), ledger_in(tmp_path, "new")
-    for ledger, commit in ((old, "before"), (new, "abc")):
-        ledger.add("about", about=about | {"commit": commit})
-        ledger.add("begin", stage="engine", seconds=5)
-    new.add("test", stage="engine", test="t::a", outcome="passed", seconds=2.0, text="")
-    new.add("test", stage="engine", test="t::b", outcome="failed", seconds=1.0, text="E   no luck")
-    new.add("test begins", stage="engine", test="t::c")
-    new.add("begin", stage="train", seconds=5)
-    new.add("run", stage="train", name="one", passed=False, cut=True, data={"first": 2.0, "last": 1.0, "losses": [2.0]})
-    new.add("run", stage="train", name="two", passed=False, cut=False, data=None, text="Traceback")
-    new.add("run", stage="train", name="three", passed=None, data=None)
-    write_report(tmp_path, NAMES)
-    data = json.loads((tmp_path / "gpu_suite.json").read_text())
-    assert data["rehearsal"] is False
-    assert [machine["about"]["commit"] for machine in data["machines"]] == ["abc", "before"]
-    engine = data["machines"][0]["stages"]["engine"]
-    assert engine["verdict"] == "killed before its end"
-    assert engine["counts"] == {"passed": 1, "failed": 1}
-    assert engine["failures"] == [{"test": "t::b", "seconds": 1.0, "text": "E   no luck"}]
-    assert engine["running_at_the_end"] == ["t::c"]
-    text = (tmp_path / "gpu_suite.md").read_text()
-    for words in ("- one: cut short, loss 2.0", "- two: FAILED", "Traceback", "- three: killed before its end"):
-        assert words in text
-    for words in ("# H200, commit abc", "kernel: 6.1", ONE_GPU, "1 passed, 1 failed, 0 skipped", "t::b", "no luck"):
-        assert words in text
-    assert WARNING not in text
+def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    append_line(path, {"a": 1})
+    with path.open("ab") as file:
+        file.write(b'{"b": ')  # where a kill came
+    assert read_lines(path) == [{"a": 1}]
+    append_line(path, {"c": 3})
+    assert read_lines(path) == [{"a": 1}, {"c": 3}]
 
 
 def test_long_lengths() -> None:
@@ -344,63 +264,24 @@ def test_long_lengths() -> None:
     assert min(lengths) >= 16
     # LongAlign: 16.5 K tokens on average, at most 64 K.
     assert sum(lengths) / len(lengths) / 8192 == pytest.approx(16.5 / 64, rel=0.1)
-    assert long_lengths(10, 64) == long_lengths(10, 64)
-
-
-def memcheck_in(folder: Path, environment: dict[str, str], seconds: float) -> tuple[dict[str, Any], Found]:
-    runs = Runs(
-        ledger=ledger_in(folder), stage="memcheck", environment=environment, deadline_s=time.monotonic() + seconds
-    )
-    record = run_memcheck(runs)
-    return record, runs.ledger.stage("memcheck")
-
-
-def stand_in(folder: Path, errors: int) -> dict[str, str]:
-    """An environment whose compute-sanitizer runs the command that it is given, as the real one does, and says so."""
-    tool = folder / "compute-sanitizer"
-    tool.write_text(
-        f'#!/bin/sh\ntest "$PYTORCH_NO_CUDA_MEMORY_CACHING" = 1 || exit 3\nshift 4\n"$@"\ncode=$?\n'
-        f'echo "========= ERROR SUMMARY: {errors} errors"\n[ {errors} = 0 ] || exit 99\nexit $code\n'
-    )
-    tool.chmod(0o755)
-    return ENVIRONMENT | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-
-
-def test_memcheck_without_the_tool(tmp_path: Path) -> None:
-    homes = {"PATH": str(tmp_path), "CUDA_HOME": "", "CUDA_PATH": ""}
-    record, found = memcheck_in(tmp_path, ENVIRONMENT | homes, 60)
-    assert record == {"passed": True, "cut": False, "note": "not run: compute-sanitizer is not present"}
-    assert found.runs == {}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("errors", [0, 2])
-def test_memcheck(tmp_path: Path, errors: int) -> None:
-    """With a stand-in for the tool and Triton's interpreter for the GPU: the command that it is given does run."""
-    record, found = memcheck_in(tmp_path, stand_in(tmp_path, errors), 100)
-    data = found.runs["memcheck"]["data"]
-    assert data["errors"] == errors
-    assert record["passed"] == (errors == 0), data
-    assert "cells passed their check" in data["text"]
-
-
-def test_memcheck_cut_short(tmp_path: Path) -> None:
-    record, found = memcheck_in(tmp_path, stand_in(tmp_path, 0), 2)
-    assert record == {"passed": False, "cut": True}
-    assert found.runs["memcheck"]["data"]["errors"] is None
-
-
-@pytest.mark.slow
-def test_installed_without_network(tmp_path: Path) -> None:
-    installed = install(tmp_path)
-    code = "import odc_kernels.peers, odc_triton.comm.layout; print(odc_kernels.__path__[0])"
-    environment = {"PYTHONPATH": installed["path"], "PATH": os.environ["PATH"]}
-    done = subprocess.run(
-        [sys.executable, "-S", "-c", f"import sys; sys.path += {sys.path!r}; {code}"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().startswith(installed["path"]), installed
+@pytest.mark.timeout(900)
+def test_the_whole_rehearsal(tmp_path: Path) -> None:
+    words = [
+        sys.executable,
+        "-m",
+        "bench.suites.gpu",
+        "--rehearse",
+        "--out",
+        str(tmp_path),
+        "--seconds",
+        "850",
+        *STAGES,
+    ]
+    done = subprocess.run(words, cwd=ROOT, env=Rehearsal().environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = json.loads((tmp_path / "gpu_suite.json").read_text())["runs"]
+    wanted = {f"{stage}/{name}" for stage, of in STAGES.items() for name, run in of.items() if run.rehearsal}
+    assert {name: run["verdict"] for name, run in runs.items()} == dict.fromkeys(wanted, "passed")

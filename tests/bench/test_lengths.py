@@ -26,7 +26,7 @@ from bench.suites.lengths_report import (
     row_of,
     utilisation,
 )
-from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting
+from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting, Unsharded
 from odc_triton.cli.bench import BenchOptions
 from odc_triton.cli.command import main
 from odc_triton.comm.launch import launch
@@ -162,6 +162,7 @@ def test_variants_by_name() -> None:
     assert chosen(None) == VARIANTS
     assert set(VARIANTS) == {Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc}
     assert chosen(f" {Odc.name} ,{Ddp.name}") == (Ddp, Odc)
+    assert chosen("ODC + LB-Mini,unsharded") == (Odc, Unsharded), "which is not one of them unless it is named"
 
 
 # ---------------------------------------------------------------------- what it trains on

@@ -3,134 +3,186 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
+import json
 import os
-import platform
+import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from odc_triton.base.report import table
+from odc_triton.comm.launch import die_with_parent
+
 from ...device import Gpu, Rehearsal
-from ...provenance import about, read_lines, refuse_results, source_digest
+from ...provenance import RESULTS, ROOT, WARNING, about, read_lines, save_json, source_digest
 from .. import gpu as suite
-from .outcomes import LINES, Ledger, key_of, write_report
-from .plan import ON_A_GPU, REHEARSAL, STAGES, Here, chosen, seconds_for
-from .process import ROOT, install
+from .inputs import write_inputs
+from .plan import FIRST, STAGES, Run, Stages
 
-_LEAST_S = 5.0  # with less time left, no stage is started
-NAMES = [stage.name for stage in STAGES]
+_LEAST_S = 5.0  # with less time left, nothing is started
+_POLL_S = 0.5
+_CUT = (124, 128 + signal.SIGKILL)  # `timeout`'s exit codes
+_SAID_LINES = 60
+_TOOL = "compute-sanitizer"  # runs of which need it
 
 
-def parsed(words: list[str] | None) -> argparse.Namespace:
-    about, _, more = suite.__doc__.partition("\n\n")
+def parsed(words: list[str] | None, stages: Stages) -> argparse.Namespace:
+    head, _, more = suite.__doc__.partition("\n\n")
     kind = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("python -m bench.suites.gpu", description=about, epilog=more, formatter_class=kind)
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help=f"of {', '.join(NAMES)}; or report")
+    parser = argparse.ArgumentParser("python -m bench.suites.gpu", description=head, epilog=more, formatter_class=kind)
+    parser.add_argument("names", nargs="*", metavar="STAGE", help=f"of {', '.join(stages)}; STAGE/RUN; or report")
     parser.add_argument("--out", type=Path, default=None, help="default: out/gpu, of a rehearsal out/rehearsal")
-    parser.add_argument("--seconds", type=float, default=None, help="for all stages together; default: their sum")
-    parser.add_argument("--again", action="store_true", help="run also what passed before")
-    parser.add_argument("--any-code", action="store_true", help="after a fix: keep what passed with the code before it")
-    parser.add_argument("--rehearse", action="store_true", help="without a GPU, on tiny models; measures nothing")
+    parser.add_argument("--seconds", type=float, default=590.0, help="for all together; default: 590")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, on tiny models; measures nothing")
     options = parser.parse_args(words)
-    if unknown := set(options.stages) - {*NAMES, "report"}:
-        parser.error(f"there is no stage {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}, and report")
-    if "report" in options.stages and len(options.stages) > 1:
-        parser.error("report is a separate command")
-    if options.seconds is not None and not options.seconds > 0:
+    options.out = (options.out or ROOT / "out" / ("rehearsal" if options.rehearse else "gpu")).resolve()
+    known = {*stages, *(f"{stage}/{run}" for stage, runs in stages.items() for run in runs)}
+    if options.names != ["report"] and (unknown := set(options.names) - known):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(stages)}, and report alone")
+    if options.names == ["report"] and not (options.out / "gpu_suite.json").exists():
+        parser.error(f"{options.out} has no gpu_suite.json: nothing has run there")
+    if not options.seconds > 0:
         parser.error(f"--seconds is {options.seconds}; give more than 0")
-    options.out = options.out or ROOT / "out" / ("rehearsal" if options.rehearse else "gpu")
-    if options.stages == ["report"] and not (options.out / LINES).exists():
-        parser.error(f"{options.out} has no outcomes: nothing has run there")
-    if any(
-        line["about"]["rehearsal"] != options.rehearse for line in _abouts(options.out) if options.stages != ["report"]
-    ):
-        parser.error(f"{options.out} has outcomes of {'a GPU' if options.rehearse else 'a rehearsal'}: choose another")
-    if options.rehearse:
-        try:
-            refuse_results(options.out)
-        except ValueError as error:
-            parser.error(str(error))
+    if options.rehearse and options.out.is_relative_to(RESULTS):
+        parser.error(f"a rehearsal measures nothing: {options.out} is in {RESULTS}, choose another folder")
     return options
 
 
-def _abouts(out: Path) -> list[dict[str, Any]]:
-    return [line for line in read_lines(out / LINES) if line["kind"] == "about"]
+class Report:
+    """gpu_suite.json: the last outcome of every run, and what its `key` stands for: code, GPU and versions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "gpu_suite.json"
+        self.data: dict[str, Any] = read(self.file) or {"about": {}, "runs": {}}
+
+    def save(self) -> None:
+        save_json(self.file, self.data)
+
+    def text(self) -> str:
+        machines, runs = self.data["about"], self.data["runs"]
+        lines = [WARNING] * any(facts["rehearsal"] for facts in machines.values())
+        lines += [f"{key}: {facts['gpu']['name']}, commit {facts['commit']}" for key, facts in machines.items()]
+        rows = [
+            [name, run["verdict"], run["seconds"], in_short(run["found"]), run["key"]] for name, run in runs.items()
+        ]
+        lines += ["", table(rows, ("run", "verdict", "seconds", "found", "code"))]
+        for name, run in runs.items():
+            tests = run["found"] if isinstance(run["found"], list) else []
+            failed = [test for test in tests if test.get("outcome") == "failed"]
+            lines += [f"\n{name}, {test['test']}:\n{test['text']}" for test in failed]
+            lines += [f"\n{name} said last:\n{run['said']}"] * bool(run["said"])
+        return "\n".join(lines)
 
 
-def main(words: list[str] | None = None) -> int:
-    begin_s = time.monotonic()
-    options = parsed(words)
+def in_short(found: Any) -> str:
+    if not isinstance(found, list):
+        return "" if found is None else "data"
+    outcomes = [test["outcome"] for test in found if "outcome" in test]
+    return ", ".join(f"{outcomes.count(name)} {name}" for name in sorted(set(outcomes))) or f"{len(found)} lines"
+
+
+def read(file: Path) -> Any:
+    """What a run has found so far: JSON, written whole, or lines of it; None if nothing."""
+    lines = file.suffix == ".jsonl"
+    return (read_lines(file) if lines else json.loads(file.read_text())) if file.is_file() else None
+
+
+def environment_of(device: Gpu, out: Path) -> dict[str, str]:
+    """Finds the packages of this checkout under the names that an installation gives them."""
+    site = out / "site"
+    site.mkdir(parents=True, exist_ok=True)
+    for name, folder in (("odc_kernels", "kernels"), ("odc_bench", "bench"), ("odc_triton", "odc_triton")):
+        with contextlib.suppress(FileExistsError):
+            (site / name).symlink_to(ROOT / folder)
+    path = [str(site), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return device.environment() | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def do(
+    name: str, run: Run, words: tuple[str, ...], report: Report, key: str, env: dict[str, str], left_s: float
+) -> bool:
+    """One run, with all its tries, for `left_s` seconds at most; whether it passed."""
+    out = report.file.parent
+    folder, begin_s = out / "runs" / name.replace("/", "-").replace(" ", "-"), time.monotonic()
+    if run.tries == 1:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    words = tuple(word.replace("{out}", str(folder)).replace("{inputs}", str(out / "inputs")) for word in words)
+    env = env | {"ODC_SUITE_TESTS": str(folder / "tests.jsonl")}
+    until_s, log, found, code = begin_s + min(left_s, run.seconds), folder / "log", None, _CUT[0]
+    record = {"verdict": "killed", "key": key, "seconds": 0.0, "exit": None, "found": None, "said": ""}
+    report.data["runs"][name] = record
+    report.save()
+    for _ in range(run.tries):
+        if (left_s := until_s - time.monotonic()) < _LEAST_S:
+            break
+        command, code = ["timeout", "-k", "10", f"{left_s:.1f}", *run.under, sys.executable, "-m", *words], None
+        # All that it starts ends with it, and with this process: `timeout` passes on the signal that it then gets.
+        how = {"start_new_session": True, "preexec_fn": partial(die_with_parent, None, signal.SIGTERM)}
+        with log.open("w") as file:
+            process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, **how)
+        while code is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(_POLL_S)
+            found = read(folder / run.found) if run.found else None
+            if found != record["found"] or code is not None:
+                said = "\n".join(log.read_text(errors="replace").splitlines()[-_SAID_LINES:])
+                record |= {"found": found, "said": said, "exit": code, "seconds": round(time.monotonic() - begin_s, 1)}
+                report.save()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if code in (0, *_CUT):
+            break
+    good = code == 0 and (not run.found or (found is not None and run.passes(found)))
+    verdict = "passed" if good else "cut short" if code in _CUT else "FAILED"
+    record |= {"verdict": verdict, "said": "" if good else record["said"]}
+    report.save()
+    print(f"{name}: {record['verdict']} in {record['seconds']} s, {in_short(record['found'])}", flush=True)
+    return good
+
+
+def main(words: list[str] | None = None, stages: Stages = STAGES) -> int:
+    begin_s, options = time.monotonic(), parsed(words, stages)
+    report = Report(options.out)
+    if options.names == ["report"]:
+        print(report.text())
+        return 0
     device: Gpu = Rehearsal() if options.rehearse else Gpu()
-    if options.stages != ["report"] and not device.count():
-        print("there is no GPU here: nothing was run. `make test` and `make aot` need none,", file=sys.stderr)
-        print("and --rehearse shows whether this command itself works", file=sys.stderr)
+    if not device.count():
+        print("there is no GPU here: nothing was run; --rehearse tries this command without one", file=sys.stderr)
         return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as scratch:
-        # Keep this checkout's folder first on the path, so that it is what runs.
-        installed = install(Path(scratch))
-        sys.path.append(installed["path"])
-        environment = device.environment()
-        environment["PYTHONPATH"] = os.pathsep.join([installed["path"], str(ROOT)])
-        if options.stages == ["report"]:
-            if (options.out / "kernels.jsonl").exists():  # its tables may be older than its lines
-                command = [sys.executable, "-m", "bench.kernels.run", "--report", "--out", str(options.out)]
-                subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False)
-            return _report(options.out)
-        now = {
-            "kernel": platform.release(),
-            "rehearsal": options.rehearse,
-            "gpu": device.about(),
-            "gpus": device.count(),
-            **about(),
-            "source": source_digest(),
-            "installed": installed["how"],
-            "when": time.strftime("%Y-%m-%d %H:%M:%S"),
-        }
-        for name, value in now.items():
-            print(f"{name}: {value}", flush=True)
-        ledger = Ledger(folder=options.out, key=key_of(now), any_code=options.any_code)
-        ledger.add("about", about=now)
-        given = REHEARSAL if options.rehearse else ON_A_GPU
-        here = Here(ledger=ledger, given=given, environment=environment, gpus=device.count(), again=options.again)
-        stages, others = chosen(options.stages, here.gpus)
-        for name in others:
-            print(f"== {name}: not run, it needs more GPUs than there are", flush=True)
-        seconds = options.seconds or sum(stage.seconds for stage in stages)
-        return _run(here, stages, begin_s + seconds)
-
-
-def _run(here: Here, stages: list[Any], deadline_s: float) -> int:
-    passed = bool(stages)
-    while stages:
-        stage = stages.pop(0)
-        if here.ledger.stage(stage.name).passed and not here.again and stage.name != "kernels-timed":
-            print(f"== {stage.name}: passed before", flush=True)
+    environment = environment_of(device, options.out)
+    write_inputs(options.out / "inputs", rehearse=options.rehearse)
+    facts = {"rehearsal": options.rehearse, "gpu": device.about(), "gpus": device.count(), **about()}
+    facts |= {"source": source_digest(), "when": time.strftime("%Y-%m-%d %H:%M:%S")}
+    # A result of other code, another GPU or torch proves nothing here.
+    same = [facts["gpu"]["name"], *(facts[name] for name in ("source", "versions", "gpus", "rehearsal"))]
+    key = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:12]
+    report.data["about"][key] = facts
+    passed, names = True, options.names or FIRST
+    chosen = {f"{stage}/{name}": run for stage, runs in stages.items() for name, run in runs.items()}
+    for name, run in chosen.items():
+        if name not in names and name.partition("/")[0] not in names:
             continue
-        left_s = deadline_s - time.monotonic()
-        if left_s < _LEAST_S:
-            print(f"== no time left for {', '.join(s.name for s in [stage, *stages])}", flush=True)
-            return 1
-        begin_s, seconds = time.monotonic(), seconds_for([stage, *stages], left_s)
-        print(f"== {stage.name}: {seconds:.0f} s at most", flush=True)
-        here.ledger.add("begin", stage=stage.name, seconds=round(seconds))
-        ending = stage.run(here, stage.name, seconds)
-        here.ledger.add("end", stage=stage.name, seconds=round(time.monotonic() - begin_s, 1), **ending)
-        _report(here.ledger.folder, show=stage.name)
-        passed = passed and ending["passed"]
+        before, given = report.data["runs"].get(name, {}), run.rehearsal if options.rehearse else run.words
+        left_s = begin_s + options.seconds - time.monotonic()
+        if before.get("verdict") == "passed" and before["key"] == key:
+            print(f"{name}: passed before", flush=True)
+        elif not given or run.gpus > device.count() or (run.under and shutil.which(_TOOL) is None):
+            print(f"{name}: not run here: GPUs {run.gpus}{f', {_TOOL}' * bool(run.under)}", flush=True)
+        elif left_s < _LEAST_S:
+            print(f"{name}: not run, there is no time left", flush=True)
+            passed = False
+        else:
+            passed &= do(name, run, given, report, key, environment, left_s)
+    print(report.text(), flush=True)
     return 0 if passed else 1
-
-
-def _report(out: Path, show: str | None = None) -> int:
-    """Rebuilds the suite's files from the existing lines; prints one stage, or everything."""
-    write_report(out, NAMES)
-    text = (out / "gpu_suite.md").read_text()
-    if show is not None:
-        text = f"## {show}:" + text.partition(f"\n## {show}:")[2].partition("\n## ")[0].partition("\n# ")[0]
-    print(text.rstrip(), flush=True)
-    return 0
 
 
 if __name__ == "__main__":

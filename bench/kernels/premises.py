@@ -1,0 +1,181 @@
+"""What the library assumes of a GPU, in a minute: each line decides how something is built.
+
+    python -m bench.kernels.premises FILE [--rehearse]
+
+Appends a line of JSON to FILE for each premise as it is found:
+
+machine         TFLOP/s of torch's product of two square bf16 matrices, GB/s of a copy on the device (reads and writes):
+                what targets are relative to
+addmm           whether torch adds a product of bf16 into fp32 in place: the best baseline of weight gradients
+copy beside     whether a copy on this device proceeds while a kernel holds all threads of all multiprocessors: else a
+                kernel that waits for copies must leave some free
+flags           microseconds of a round trip between two processes on this GPU by the kernels of flags
+gather          microseconds of 56 copies of 1 MB by the host's clock, until enqueued, and by the device's
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .timing import Machine  # first: it decides where kernels run  # isort: skip
+
+import triton
+import triton.language as tl
+
+from odc_kernels.flags import await_flags, set_flags
+from odc_triton.comm.launch import launch
+from odc_triton.comm.layout import Region
+from odc_triton.comm.local_store import rendezvous_url
+from odc_triton.comm.memory import CudaHeap
+
+from ..device import Gpu, Rehearsal
+from ..provenance import append_line
+
+SPINS = 20_000_000  # seconds
+ROUNDS = 100
+PIECES, PIECE_BYTES = 56, 1 << 20
+
+
+@triton.jit
+def _hold(flag, looks_of, spins):
+    looks = 0
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while (seen == 0) & (looks < spins):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        looks += 1
+    tl.store(looks_of + tl.program_id(0), looks)
+
+
+def machine(gpu: Gpu) -> dict[str, Any]:
+    found = Machine.measured(gpu, dtype=torch.bfloat16 if gpu.type == "cuda" else torch.float32, peers="loopback")
+    return {"tflops": found.flops / 1e12, "copy_gb_s": found.hbm_bytes_s / 1e9}
+
+
+def addmm(gpu: Gpu) -> dict[str, Any]:
+    a, b = torch.randn(64, 32, device=gpu.type).bfloat16(), torch.randn(32, 16, device=gpu.type).bfloat16()
+    out = torch.ones(64, 16, device=gpu.type)
+    torch.addmm(out, a, b, out_dtype=torch.float32, out=out)
+    return {"right": torch.allclose(out, 1 + a.float() @ b.float(), rtol=1e-3, atol=1e-3)}
+
+
+def copy_beside(gpu: Gpu) -> dict[str, Any]:
+    """The kernel ends when the copy sets its flag, or after its looks."""
+    device = torch.device(gpu.type)
+    programs = 2 * torch.cuda.get_device_properties(device).multi_processor_count  # of 1,024 threads: all there are
+    flag, one = torch.zeros(1, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    looks = torch.zeros(programs, dtype=torch.int32, device=device)
+    source = torch.zeros(1 << 26, dtype=torch.int8, device=device)
+    target, side = torch.empty_like(source), torch.cuda.Stream(device)
+    for spins in (0, SPINS):  # compiled and loaded first
+        flag.zero_()
+        torch.cuda.synchronize()
+        _hold[(programs,)](flag, looks, spins, num_warps=32)
+        with torch.cuda.stream(side):
+            target.copy_(source)
+            flag.copy_(one)
+        torch.cuda.synchronize()
+    return {"proceeds": bool((looks < SPINS).all()), "most_looks": int(looks.max())}
+
+
+def _ping_pong(rounds: int) -> float:
+    """Microseconds of a round trip between ranks 0 and 1, the median of five series."""
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(0)
+    dist.init_process_group("gloo", rendezvous_url())
+    how = {"rank": rank, "world": 2, "size_bytes": 4096, "token": "premises", "timeout_s": 60.0}
+    heap = CudaHeap(**how, group=dist.group.WORLD, shared_device=True)
+    region = Region(shape=(2, 32), dtype="int64", itemsize=8, offset_bytes=0)  # a row of flags for each rank
+    flags = [heap.shard(region, owner) for owner in range(2)]
+    table = torch.tensor([each.data_ptr() for each in flags], device="cuda")
+    stop, status = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+    wait = {"flags": flags[rank], "stop": stop.pin_memory(), "status": status.cuda(), "spins": SPINS}
+    series = []
+    for number in range(6):  # the first loads the kernels
+        torch.cuda.synchronize()
+        dist.barrier()
+        start_s = time.perf_counter()
+        for value in range(number * rounds + 1, (number + 1) * rounds + 1):
+            if rank == 0:
+                set_flags(table=table, ranks=[1], place=0, value=value)
+            await_flags(ranks=[0], place=0, value=value, number=1, **wait)
+            if rank == 1:
+                set_flags(table=table, ranks=[0], place=0, value=value)
+        torch.cuda.synchronize()
+        series.append((time.perf_counter() - start_s) / rounds * 1e6)
+    vain = int(wait["status"])
+    dist.barrier()
+    dist.destroy_process_group()
+    if vain:
+        raise RuntimeError("a wait ended without its flag")
+    return statistics.median(series[1:])
+
+
+def flags(gpu: Gpu) -> dict[str, Any]:
+    return {"kernels_us": launch(_ping_pong, ROUNDS, ranks=2)[0]}
+
+
+def gather(gpu: Gpu) -> dict[str, Any]:
+    """One by one, as without `cudaMemcpyBatchAsync`."""
+    pieces = [torch.zeros(PIECE_BYTES, dtype=torch.int8, device=gpu.type) for _ in range(2 * PIECES)]
+
+    def one_by_one() -> None:
+        for source, target in zip(pieces[:PIECES], pieces[PIECES:], strict=True):
+            target.copy_(source, non_blocking=True)
+
+    return {"one_by_one": _both_clocks(gpu, one_by_one)}
+
+
+def _both_clocks(gpu: Gpu, run: Callable[[], None]) -> dict[str, float]:
+    run()
+    host, device = [], []
+    for _ in range(20):
+        gpu.synchronize()
+        begin, start_s = gpu.mark(), time.perf_counter()
+        run()
+        host.append((time.perf_counter() - start_s) * 1e6)
+        end = gpu.mark()
+        gpu.synchronize()
+        device.append(gpu.us_between(begin, end))
+    return {"host_us": statistics.median(host), "device_us": statistics.median(device)}
+
+
+ON_A_GPU: dict[str, Callable[[Gpu], dict[str, Any]]] = {
+    "machine": machine,
+    "addmm": addmm,
+    "copy beside": copy_beside,
+    "flags": flags,
+    "gather": gather,
+}
+ON_THE_HOST = ("machine", "gather")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("python -m bench.kernels.premises", description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--rehearse", action="store_true", help="by the host, what it can")
+    options = parser.parse_args()
+    gpu = Rehearsal() if options.rehearse else Gpu()
+    failed = False
+    for name, find in ON_A_GPU.items():
+        if options.rehearse and name not in ON_THE_HOST:
+            continue
+        try:
+            found = find(gpu)
+        except Exception as error:  # the others are worth knowing
+            found, failed = {"error": f"{type(error).__name__}: {error}"}, True
+        append_line(options.file, {"premise": name} | found)
+        print(name, found, flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
