@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .base.lazy import keep_importable, lazy_names
+from .base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
@@ -68,14 +68,3 @@ _HOME = {
 }
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)
 __version__ = "0.2.0"
-
-# Where these were before, and still can be imported from.
-keep_importable(
-    {
-        "odc_triton.doctor": "odc_triton.cli.doctor",
-        "odc_triton.footprint": "odc_triton.sharding.footprint",
-        "odc_triton.options": "odc_triton.base.options",
-        "odc_triton.train.options": "odc_triton.train.sft_options",
-        "odc_triton.train.tokenizer": "odc_triton.data.tokenizer",
-    }
-)

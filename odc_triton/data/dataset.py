@@ -32,7 +32,6 @@ from .sources import File, Source
 from .store import GrowingArrays, map_arrays, save_arrays
 from .tokenizer import TextEncoder
 
-IGNORED_LABEL = IGNORED  # its former name here
 TooLong = Literal["error", "truncate", "drop"]
 
 # Text given to the tokenizer at a time; long records make it fewer than `batch_records`.
