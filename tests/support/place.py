@@ -21,12 +21,13 @@ MARKS = [pytest.mark.usefixtures("on_device"), *([] if INTERPRETED else [pytest.
 
 
 def matrix(worlds: list[int], shapes: list[tuple], dtypes: list[torch.dtype], mixed: list[tuple]) -> list[Any]:
-    """All (world, shape, dtype), for `parametrize`. All are slow except all shapes in fp32 with 1, 3 and 8 ranks, and
-    those of `mixed` in all dtypes with 3 ranks. `pytest -m gpu` runs all.
+    """All (world, shape, dtype), for `parametrize`. All are slow except all shapes in fp32 with 1 and 3 ranks, and of
+    `mixed` those with 3 ranks in all dtypes, and the first in fp32 with 8. `pytest -m gpu` runs all.
     """
     found = []
     for world, shape, dtype in itertools.product(worlds, shapes, dtypes):
-        is_fast = (world in (1, 3, 8) and dtype == torch.float32) or (world == 3 and shape in mixed)
+        most = mixed[:1] if world == 8 else shapes if world in (1, 3) else []
+        is_fast = (dtype == torch.float32 and shape in most) or (world == 3 and shape in mixed)
         marks = [] if is_fast else [pytest.mark.slow]
         found.append(pytest.param(world, shape, dtype, id=f"{dtype}-{shape}-{world}", marks=marks))
     return found
