@@ -287,7 +287,8 @@ def _rows_of(peers: PeerShards, part: _Part) -> PeerShards:
     rows = peers.shards[part.owner][part.start : part.stop]
     skipped_bytes = part.start * peers.row_elements * rows.element_size()
     table = peers.table[part.owner : part.owner + 1] + skipped_bytes
-    return PeerShards(table=table, shape=tuple(rows.shape), rank=0, dtype=rows.dtype, exact=peers.exact)
+    near = frozenset({0} if part.owner in peers.near else ())
+    return PeerShards(table=table, shape=tuple(rows.shape), rank=0, dtype=rows.dtype, near=near, exact=peers.exact)
 
 
 def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: int) -> None:

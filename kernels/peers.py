@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+
+ALL = "all"
+"""For `near`: all shards are in the memory of the kernels' own device, as in a test or with all ranks on one GPU."""
 
 ALIGNMENT_BYTES = 16  # of every shard's address: a vector load or a cp.async of 16 bytes needs it
 
@@ -34,16 +37,16 @@ class PeerShards:
 
     `table`: int64 [world], on the device that the kernels run on; entry r is the address of owner r's first row.
     `shards`: the rows themselves, entry r of shape [rows of r, ...], contiguous; this also keeps their memory alive.
-    Kernels alone don't need it. `near`: the owners whose memory is on the kernels' own device; None: all.
-    `exact`: of int64 shards, to which kernels add integers.
+    Kernels alone don't need it. `near`: the owners whose memory is on the kernels' own device; the rows of all others
+    cross a link. `exact`: of int64 shards, to which kernels add integers.
     """
 
     table: torch.Tensor
     shape: tuple[int, ...]
     rank: int
     dtype: torch.dtype
+    near: frozenset[int]
     shards: tuple[torch.Tensor, ...] = ()
-    near: frozenset[int] | None = None
     exact: ExactAdds | None = None
 
     @property
@@ -72,7 +75,7 @@ class PeerShards:
     @property
     def far(self) -> list[int]:
         """The owners whose rows cross a link."""
-        return [] if self.near is None else [owner for owner in range(self.world) if owner not in self.near]
+        return [owner for owner in range(self.world) if owner not in self.near]
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -93,31 +96,53 @@ class PeerShards:
         rank: int = 0,
         device: torch.device | None = None,
         aligned: bool = True,
-        near: frozenset[int] | None = None,
+        near: Collection[int] | Literal["all"] | None = None,
     ) -> PeerShards:
         """From the owners' tensors: views of peers' memory, or plain tensors in a test or on one GPU.
 
         `device`: where the kernels run, by default where the shards are. If given, shards may also be in pinned host
         memory: under unified addressing kernels read and write it at the same address, over the bus.
-        `aligned=False`: only for plain torch on a CPU, where addresses don't matter.
+        `aligned=False`: only for plain torch on a CPU, where addresses don't matter. `near`: as above, by default this
+        rank alone, or ALL.
 
+        The host waits for the table's copy, after which kernels on any stream may use it: keep what this returns.
         Raises ValueError for shards of a wrong shape, dtype, device or layout, or at an address that is not a multiple
         of 16 bytes.
         """
         shape, shards = tuple(shape), tuple(shards)
         if not shards:
             raise ValueError("shards is empty; give one tensor per owner")
-        if not shape:
-            raise ValueError("shape is (); a scalar is not sharded")
         if not 0 <= rank < len(shards):
             raise ValueError(f"rank is {rank}; it must be in 0..{len(shards) - 1}")
         first = shards[0]
         table = torch.tensor([s.data_ptr() for s in shards], dtype=torch.int64, device=device or first.device)
-        peers = cls(table=table, shape=shape, rank=rank, dtype=first.dtype, shards=shards, near=near)
-        for owner, shard in enumerate(shards):
-            want = (peers.rows(owner), *shape[1:])
+        near = range(len(shards)) if near == ALL else (rank,) if near is None else near
+        peers = cls(table=table, shape=shape, rank=rank, dtype=first.dtype, near=frozenset(near), shards=shards)
+        peers._check(device, aligned)
+        return peers
+
+    @classmethod
+    def local(cls, whole: torch.Tensor) -> PeerShards:
+        """A whole tensor in this device's memory, as the one shard of a world of one.
+
+        Only for kernels on the stream that is current now: that stream writes the table, and the host waits for
+        nothing. Raises ValueError as `of` does.
+        """
+        table = torch.full((1,), whole.data_ptr(), dtype=torch.int64, device=whole.device)
+        peers = cls(
+            table=table, shape=tuple(whole.shape), rank=0, dtype=whole.dtype, near=frozenset({0}), shards=(whole,)
+        )
+        peers._check(None, aligned=whole.is_cuda)
+        return peers
+
+    def _check(self, device: torch.device | None, aligned: bool) -> None:
+        if not self.shape:
+            raise ValueError("shape is (); a scalar is not sharded")
+        first = self.shards[0]
+        for owner, shard in enumerate(self.shards):
+            want = (self.rows(owner), *self.shape[1:])
             if tuple(shard.shape) != want:
-                raise ValueError(f"owner {owner}'s shard has shape {tuple(shard.shape)}; of {shape} give {want}")
+                raise ValueError(f"owner {owner}'s shard has shape {tuple(shard.shape)}; of {self.shape} give {want}")
             if shard.dtype != first.dtype or (device is None and shard.device != first.device):
                 raise ValueError(
                     f"owner {owner}'s shard is {shard.dtype} on {shard.device}, owner 0's {first.dtype} on "
@@ -131,7 +156,6 @@ class PeerShards:
                 raise ValueError(
                     f"owner {owner}'s shard is at {shard.data_ptr():#x}; align it to {ALIGNMENT_BYTES} bytes"
                 )
-        return peers
 
 
 def check_sums(shards: PeerShards) -> None:

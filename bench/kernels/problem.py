@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from odc_kernels.peers import PeerShards, split
+from odc_kernels.peers import ALL, PeerShards, split
 
 DEVICE = (
     torch.device("cuda", torch.cuda.current_device())
@@ -161,7 +161,8 @@ class Problem:
                 part if owner == self.rank or not part.numel() else part.cpu().pin_memory()
                 for owner, part in enumerate(parts)
             ]
-        return PeerShards.of(parts, shape=whole.shape, rank=self.rank, device=self.device)
+        near = ALL if self.peers == "loopback" else None
+        return PeerShards.of(parts, shape=whole.shape, rank=self.rank, device=self.device, near=near)
 
     def work(
         self,

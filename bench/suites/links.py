@@ -135,11 +135,21 @@ def on_cpu(shape: Shape, heap: ApartHeap) -> Operators:
     return copies(shape, heap) | {"scatter": scatter}
 
 
+def peers_of(shape: Shape, heap: SymmetricHeap) -> tuple[Any, Any]:
+    """The weight and the sums as kernels see them: the other rank's rows cross the link."""
+    from odc_kernels.peers import PeerShards
+
+    near = frozenset({heap.rank})
+    return tuple(
+        PeerShards.of([heap.shard(each, owner) for owner in range(2)], shape=each.shape, rank=heap.rank, near=near)
+        for each in (shape.weight, shape.gradient)
+    )
+
+
 def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
     from odc_kernels.gather import gather
     from odc_kernels.linear import linear
     from odc_kernels.linear_staged import linear_staged
-    from odc_kernels.peers import PeerShards
     from odc_kernels.scatter import scatter
     from odc_kernels.streams import device_of
     from odc_kernels.wgrad import wgrad
@@ -147,10 +157,7 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
     from ..kernels.products import Pulled
 
     device, rank = heap.device, heap.rank
-    weight, sums = (
-        PeerShards.of([heap.shard(region, owner) for owner in range(2)], shape=region.shape, rank=rank)
-        for region in (shape.weight, shape.gradient)
-    )
+    weight, sums = peers_of(shape, heap)
     whole = torch.empty(shape.rows, shape.columns, dtype=torch.bfloat16, device=device)
     x = integers(shape.tokens, shape.columns, 20 + rank, device).bfloat16()
     few = x[:FEW_TOKENS].contiguous()
@@ -189,7 +196,7 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
 
     reads = partial(Operator, link_bytes=shape.rows // 2 * shape.columns * 2)
     adds = partial(Operator, link_bytes=shape.rows // 2 * shape.columns * 4)
-    own = replace(sums, near=frozenset({rank}))  # else wgrad would treat all owners as near, and add in bulk
+    near = replace(sums, near=frozenset({0, 1}))  # as if on one GPU: adds in bulk
     return copies(shape, heap) | {
         "gather": reads(
             run=lambda: gather(peers=weight, out=whole), made=lambda: (whole, _whole_weight(shape, device))
@@ -197,8 +204,8 @@ def on_gpu(shape: Shape, heap: CudaHeap) -> Operators:
         "linear direct": reads(run=lambda: linear(x=few, weight=weight, out=y_few), made=lambda: (y_few, product(few))),
         "linear staged": reads(run=lambda: linear_staged(x=x, weight=pulled(), out=y), made=lambda: (y, product(x))),
         "scatter": adds(run=lambda: scatter(gradient=gradient, peers=sums), added=scattered_gradient),
-        "wgrad": adds(run=lambda: wgrad(dy=dy, x=x, weight=own), added=weight_gradient),
-        "wgrad in bulk": adds(run=lambda: wgrad(dy=dy, x=x, weight=sums), added=weight_gradient),
+        "wgrad": adds(run=lambda: wgrad(dy=dy, x=x, weight=sums), added=weight_gradient),
+        "wgrad in bulk": adds(run=lambda: wgrad(dy=dy, x=x, weight=near), added=weight_gradient),
         "both at once": Operator(
             run=at_once,
             link_bytes=shape.rows * shape.columns * 4,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from odc_kernels.peers import PeerShards, rows_per_owner, split
+from odc_kernels.peers import ALL, PeerShards, rows_per_owner, split
 from odc_kernels.staged import StagedWeight, Staging
 
 from ..base.errors import OdcError
@@ -177,7 +177,7 @@ class LocalShards:
 
     @property
     def compute_peers(self) -> PeerShards:
-        return PeerShards.of(self._shards, shape=self.shape, aligned=self.leaf.is_cuda)
+        return PeerShards.of(self._shards, shape=self.shape, aligned=self.leaf.is_cuda, near=ALL)
 
     def parts(self, strategy: str) -> list[torch.Tensor]:
         return self._shards if strategy == "direct" else [self.read()]
@@ -200,7 +200,7 @@ class LocalShards:
     def open_sink(self) -> PeerShards | AddRows:
         self._touched = True
         if self._by_kernels:
-            return PeerShards.of(self._gradient_shards, shape=self.shape, aligned=self.leaf.is_cuda)
+            return PeerShards.of(self._gradient_shards, shape=self.shape, aligned=self.leaf.is_cuda, near=ALL)
         return self._add_rows
 
     @torch.no_grad()

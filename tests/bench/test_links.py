@@ -138,12 +138,13 @@ def test_a_wrong_result_is_an_error() -> None:
 def _by_kernels(rank: int, world: int, token: str) -> tuple[list[str], list[tuple[str, int]]]:
     import torch.distributed as dist
 
-    from bench.suites.links import _wrong_results, on_gpu
+    from bench.suites.links import _wrong_results, on_gpu, peers_of
     from odc_triton.comm.memory import ApartHeap
 
     heap = ApartHeap(rank=rank, world=2, size_bytes=SMALL.part_bytes, slots=1, token=token, timeout_s=LONG_S)
     heap.shard(SMALL.weight, rank).copy_(integers(SMALL.rows // 2, SMALL.columns, rank, heap.device))
     dist.barrier()
+    assert [each.far for each in peers_of(SMALL, heap)] == [[1 - rank]] * 2
     operators = on_gpu(SMALL, heap)
     wrong = list(_wrong_results(SMALL, heap, operators, dist.barrier))
     dist.barrier()

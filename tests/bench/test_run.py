@@ -141,6 +141,13 @@ def test_pinned_peers_leave_out_a_world_of_one_and_add_last() -> None:
     assert reduces == sorted(reduces)
 
 
+def test_only_in_loopback_are_peers_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # which needs a GPU
+    given = problem(OPERATORS["gather"], world=3)
+    assert given.shards(torch.zeros(6, 2)).far == []
+    assert replace(given, peers="pinned").shards(torch.zeros(6, 2)).far == [1, 2]
+
+
 def test_shards_elsewhere_must_be_pinned() -> None:
     shards = split(torch.zeros(4, 2), 2)
     with pytest.raises(ValueError, match="put it on meta or pin its memory"):

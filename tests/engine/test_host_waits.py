@@ -11,6 +11,7 @@ from torch import nn
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.balance.collate import count_target_tokens, pack_collate, to_device
 from odc_triton.hf import enable_packing, summed_loss
+from odc_triton.nn.functional.log_probs import token_log_probs
 from odc_triton.nn.replace import replace_layers
 from tests.support import ranks
 from tests.support.families import CHANGES, build
@@ -42,31 +43,48 @@ def _microbatches(model: nn.Module, packs: list[dict[str, Any]]) -> dict[str, in
     return dict(waits.found)
 
 
-def _counted(rank: int, world: int, name: str, roles: tuple[str, ...], change: str, bf16: bool) -> dict[str, int]:
+def _counted(
+    rank: int, world: int, name: str, roles: tuple[str, ...], change: str, bf16: bool, choice: str
+) -> dict[str, int]:
     model = build(name)
     enable_packing(model)
     if roles:
-        replace_layers(model, roles=roles, verbose=False)
+        replace_layers(model, roles=roles, choice=choice, verbose=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else None
     model = fully_shard(CHANGES[change](model), backend="cpu-apart", mp_policy=policy)
+    _microbatches(model, _packs([(2,)]))  # makes tables of addresses, once
     return _microbatches(model, _packs(_PACKS[rank:]))
 
 
 @pytest.mark.parametrize(
-    ("name", "roles", "change", "bf16"),
+    ("name", "roles", "change", "bf16", "choice"),
     [
-        *((name, (), "none", False) for name in ("llama", "mistral-window", "gemma3", "phi3", "gpt2", "qwen3-moe")),
-        ("qwen2", (), "checkpointing", True),
-        ("qwen2", LAYERS, "none", False),
-        ("qwen3", (*LAYERS, "head"), "none", False),
-        ("llama", (*LAYERS, "head"), "checkpointing", True),
+        *(
+            (name, (), "none", False, "auto")
+            for name in ("llama", "mistral-window", "gemma3", "phi3", "gpt2", "qwen3-moe")
+        ),
+        ("qwen2", (), "checkpointing", True, "auto"),
+        ("qwen2", LAYERS, "none", False, "auto"),
+        ("qwen3", (*LAYERS, "head"), "none", False, "auto"),
+        ("qwen2", LAYERS, "none", False, "qkv=triton/gathered"),
+        ("llama", (*LAYERS, "head"), "checkpointing", True, "auto"),
     ],
 )
-def test_nothing_waits(name: str, roles: tuple[str, ...], change: str, bf16: bool) -> None:
-    for found in ranks.run(_counted, 2, name, roles, change, bf16):
+def test_nothing_waits(name: str, roles: tuple[str, ...], change: str, bf16: bool, choice: str) -> None:
+    for found in ranks.run(_counted, 2, name, roles, change, bf16, choice):
         waits = {what for what in found if what.partition(" at ")[2].partition(":")[0] not in ON_THE_CPU_ONLY}
         assert not waits
         assert bool(found) == bool(roles), "what only the CPU does is seen"
+
+
+def test_a_head_that_is_whole_waits_for_nothing() -> None:
+    model = nn.Linear(2, 2)
+    fully_shard(model, backend="cpu-apart")
+    h, weight = torch.randn(5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    with HostWaits(model) as waits:
+        logp, entropy = token_log_probs(h, weight, torch.arange(5))
+        (logp.sum() + entropy.sum()).backward()
+    assert {what.partition(" at ")[2].partition(":")[0] for what in waits.found} == {"functional/log_probs.py"}
 
 
 def test_what_waits_is_seen() -> None:

@@ -32,7 +32,7 @@ def _waiting_raises() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def _without_waiting(rank: int, world: int, name: str, roles: tuple[str, ...], change: str) -> float:
+def _without_waiting(rank: int, world: int, name: str, roles: tuple[str, ...], change: str, choice: str) -> float:
     from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
     from odc_triton.balance.collate import count_target_tokens, to_device
     from odc_triton.hf import enable_packing, summed_loss
@@ -42,7 +42,7 @@ def _without_waiting(rank: int, world: int, name: str, roles: tuple[str, ...], c
     model = build(name)
     enable_packing(model)
     if roles:
-        replace_layers(model, roles=roles, verbose=False)
+        replace_layers(model, roles=roles, choice=choice, verbose=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # the attention kernel that needs no bounds on the host
     model = fully_shard(CHANGES[change](model), backend="cuda", mp_policy=policy)
     packs = _packs(_PACKS)
@@ -64,16 +64,17 @@ def _without_waiting(rank: int, world: int, name: str, roles: tuple[str, ...], c
 
 
 @pytest.mark.parametrize(
-    ("name", "roles", "change"),
+    ("name", "roles", "change", "choice"),
     [
-        ("qwen2", (), "none"),
-        ("gemma3", (), "checkpointing"),
-        ("qwen2", LAYERS, "none"),
-        ("llama", (*LAYERS, "head"), "checkpointing"),
+        ("qwen2", (), "none", "auto"),
+        ("gemma3", (), "checkpointing", "auto"),
+        ("qwen2", LAYERS, "none", "auto"),
+        ("qwen2", LAYERS, "none", "qkv=triton/gathered"),
+        ("llama", (*LAYERS, "head"), "checkpointing", "auto"),
     ],
 )
-def test_no_host_waits(name: str, roles: tuple[str, ...], change: str) -> None:
-    for loss in ranks.run(_without_waiting, 2, name, roles, change):
+def test_no_host_waits(name: str, roles: tuple[str, ...], change: str, choice: str) -> None:
+    for loss in ranks.run(_without_waiting, 2, name, roles, change, choice):
         assert loss > 0
 
 

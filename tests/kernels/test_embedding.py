@@ -180,7 +180,7 @@ def test_addresses_past_two_to_the_31() -> None:
         row = torch.randn(1, columns).to(dtype)
         before = 2**31 * row.element_size()
         table = torch.tensor([row.data_ptr() - before], dtype=torch.int64)
-        weight = PeerShards(table=table, shape=(rows, columns), rank=0, dtype=row.dtype)
+        weight = PeerShards(table=table, shape=(rows, columns), rank=0, dtype=row.dtype, near=frozenset({0}))
         ids, out = torch.tensor([rows - 1, rows]), torch.zeros(2, columns, dtype=dtype)
         embedding(ids=ids, weight=weight, out=out)
         assert torch.equal(out[0], row[0])

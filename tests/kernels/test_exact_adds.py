@@ -12,7 +12,7 @@ from tests.support import place, slow  # isort: skip
 
 from odc_kernels.embedding import EmbeddingGradTile, embedding_grad, embedding_grad_ref
 from odc_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_grad
-from odc_kernels.peers import ExactAdds, PeerShards, join
+from odc_kernels.peers import ALL, ExactAdds, PeerShards, join
 from odc_kernels.qkv import QkvWeights, Rope
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad
 from odc_kernels.scatter import scatter, scatter_ref
@@ -114,7 +114,7 @@ def _added(
 ) -> torch.Tensor:
     """All sums in a row, after `run` has added to shards that hold `before`."""
     shards = [split(each, world) for each in before]
-    peers = [PeerShards.of(s, shape=each.shape, rank=rank) for s, each in zip(shards, before, strict=True)]
+    peers = [PeerShards.of(s, shape=each.shape, rank=rank, near=ALL) for s, each in zip(shards, before, strict=True)]
     run(*(replace(each, exact=exact) for each in peers))
     return torch.cat([join(each).flatten() for each in shards])
 

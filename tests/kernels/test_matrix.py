@@ -8,7 +8,7 @@ import torch
 from tests.support import place  # isort: skip
 
 from odc_kernels.linear import linear, linear_dx, linear_dx_ref, linear_ref
-from odc_kernels.peers import PeerShards, join
+from odc_kernels.peers import ALL, PeerShards, join
 from odc_kernels.tiles import LinearTile, WgradTile
 from odc_kernels.wgrad import wgrad, wgrad_ref
 from tests.support.place import split
@@ -67,7 +67,7 @@ def test_wgrad(world: int, shape: tuple, dtype: torch.dtype, with_bias: bool) ->
     wgrad(
         dy=dy,
         x=x,
-        weight=PeerShards.of(weight, shape=(rows, columns), rank=world // 2),
+        weight=PeerShards.of(weight, shape=(rows, columns), rank=world // 2, near=ALL),
         bias=PeerShards.of(bias, shape=(rows,), rank=world // 2) if with_bias else None,
         scale=0.5,
         tile=WGRAD_TILE,

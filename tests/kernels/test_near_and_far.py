@@ -14,16 +14,22 @@ from odc_kernels.device import adds_in_bulk
 from odc_kernels.linear import linear_ref
 from odc_kernels.linear_cross_entropy import _parts, _pulled
 from odc_kernels.linear_staged import linear_staged
-from odc_kernels.peers import PeerShards, split
+from odc_kernels.peers import ALL, PeerShards, split
 from odc_kernels.staged import StagedWeight, check, pull
 from odc_triton.engine.simulated_device import SimulatedDevice
 
 WORLD, ROWS, COLUMNS, CHUNK = 3, 24, 16, 3
 
 
-def _peers(near: frozenset[int] | None = None, seed: int = 0) -> tuple[list[torch.Tensor], PeerShards]:
+def _peers(near: frozenset[int] | str | None = ALL, seed: int = 0) -> tuple[list[torch.Tensor], PeerShards]:
     shards = split(torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed)), WORLD)
     return shards, PeerShards.of(shards, shape=(ROWS, COLUMNS), rank=1, near=near)
+
+
+def test_others_are_far_unless_told() -> None:
+    assert _peers(near=None)[1].far == [0, 2]
+    assert _peers(near=ALL)[1].far == []
+    assert PeerShards.local(torch.zeros(2, 3)).far == []
 
 
 @pytest.mark.skipif(not place.INTERPRETED, reason="the simulated device is a CPU")
@@ -53,7 +59,7 @@ def test_only_the_rows_of_near_owners_are_waited_for() -> None:
 @pytest.mark.skipif(not place.INTERPRETED, reason="the simulated device is a CPU")
 def test_a_flag_of_the_pull_before_is_not_taken_for_this_one() -> None:
     """After the last epoch comes the first: larger numbers are older then."""
-    device, (_, peers) = SimulatedDevice(), _peers(near=frozenset({1}))
+    device, (_, peers) = SimulatedDevice(), _peers(near=None)  # this rank alone
     last = replace(StagedWeight.of(peers, on=device), epoch=2**31 - 1)
     last.flags.fill_(last.epoch)
     weight, x, y = pull(peers=peers, staged=last), torch.ones(2, COLUMNS), torch.zeros(2, ROWS)
@@ -64,8 +70,8 @@ def test_a_flag_of_the_pull_before_is_not_taken_for_this_one() -> None:
         check(weight)
 
 
-@pytest.mark.parametrize("near", [None, frozenset({1})])
-def test_a_buffer_is_filled_again_after_it_was_read(near: frozenset[int] | None) -> None:
+@pytest.mark.parametrize("near", [ALL, None])
+def test_a_buffer_is_filled_again_after_it_was_read(near: str | None) -> None:
     device, (shards, peers), (_, others) = SimulatedDevice(), _peers(near), _peers(near, seed=1)
     weight, read = pull(peers=peers, staged=StagedWeight.of(peers, on=device)), []
     assert device.has_come(weight.stream.record_event())
@@ -109,16 +115,16 @@ def test_the_heads_buffers_are_freed_after_the_last_copy() -> None:
 @pytest.mark.parametrize(
     ("told", "near", "expected"),
     [
-        (None, None, True),
+        (None, ALL, True),
         (None, frozenset({0, 1, 2}), True),
-        (None, frozenset({1}), False),
+        (None, None, False),
         ("auto", frozenset({1}), False),
         ("on", frozenset({1}), True),
-        ("off", None, False),
+        ("off", ALL, False),
     ],
 )
 def test_bulk_reductions(
-    told: str | None, near: frozenset[int] | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+    told: str | None, near: frozenset[int] | str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if told is None:
         monkeypatch.delenv("ODC_BULK_REDUCTIONS", raising=False)

@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotar
 
 from tests.support import place  # isort: skip
 
-from odc_kernels.peers import PeerShards, join
+from odc_kernels.peers import ALL, PeerShards, join
 from odc_kernels.qkv import QkNorm, QkvWeights, Rope, qkv, qkv_ref
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad, qkv_grad_ref
 from odc_kernels.tiles import LinearTile, QkvTile, WgradTile
@@ -125,7 +125,7 @@ class Layer:
 
     def peers(self, name: str, shards: list[torch.Tensor], rank: int) -> PeerShards:
         rows = self.heads[0 if name[1] == "q" else 1] * self.head_dim
-        return PeerShards.of(shards, shape=(rows, self.x.shape[1]) if name[0] == "w" else (rows,), rank=rank)
+        return PeerShards.of(shards, shape=(rows, self.x.shape[1]) if name[0] == "w" else (rows,), rank=rank, near=ALL)
 
     def weights(self, rank: int) -> QkvWeights:
         return QkvWeights(**{name: self.peers(name, shards, rank) for name, shards in self.shards.items()})

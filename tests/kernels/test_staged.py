@@ -12,7 +12,7 @@ from tests.support import place  # isort: skip
 from bench.kernels.code import faults_of_waits
 from odc_kernels.linear import linear_dx_ref, linear_ref
 from odc_kernels.linear_staged import linear_dx_staged, linear_dx_staged_ref, linear_staged, linear_staged_ref
-from odc_kernels.peers import PeerShards, split
+from odc_kernels.peers import ALL, PeerShards, split
 from odc_kernels.staged import StagedWeight, check, pull
 from odc_kernels.tiles import LinearTile
 from tests.support import ranks
@@ -53,7 +53,7 @@ def close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
 
 def pulled(weight: list[torch.Tensor], shape: tuple, rank: int) -> StagedWeight:
     """The weight after a pull into a buffer of NaN, but for the rows that stay zero behind the last owner's."""
-    peers = PeerShards.of(weight, shape=shape, rank=rank)
+    peers = PeerShards.of(weight, shape=shape, rank=rank, near=ALL)
     staged = StagedWeight.of(peers)
     staged.buffer[: shape[0]] = torch.nan
     settle()
@@ -131,7 +131,7 @@ def test_a_buffer_serves_one_weight_after_the_other() -> None:
     staged = None
     for layer in range(3):
         weight = split(torch.randn(40, 24), 4)
-        peers = PeerShards.of(weight, shape=(40, 24), rank=2)
+        peers = PeerShards.of(weight, shape=(40, 24), rank=2, near=ALL)
         settle()
         staged = pull(peers=peers, staged=staged or StagedWeight.of(peers))
         assert staged.epoch == layer + 1
@@ -142,7 +142,7 @@ def test_a_buffer_serves_one_weight_after_the_other() -> None:
 
 def test_epochs_go_round_without_zero() -> None:
     weight = split(torch.randn(8, 8), 2)
-    peers = PeerShards.of(weight, shape=(8, 8))
+    peers = PeerShards.of(weight, shape=(8, 8), near=ALL)
     last = replace(StagedWeight.of(peers), epoch=2**31 - 1)
     last.flags.fill_(last.epoch)
     x, y = torch.randn(3, 8), torch.empty(3, 8)

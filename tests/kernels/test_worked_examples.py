@@ -11,7 +11,7 @@ from odc_kernels.embedding import embedding, embedding_grad
 from odc_kernels.gather import gather
 from odc_kernels.linear import linear, linear_dx
 from odc_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_grad
-from odc_kernels.peers import PeerShards
+from odc_kernels.peers import ALL, PeerShards
 from odc_kernels.scatter import scatter
 from odc_kernels.wgrad import wgrad
 from tests.support import place
@@ -24,7 +24,7 @@ def shards(*rows: list[list[float]]) -> list[torch.Tensor]:
 
 
 def of(each: list[torch.Tensor], rank: int) -> PeerShards:
-    return PeerShards.of(each, shape=(sum(map(len, each)), each[0].shape[1]), rank=rank)
+    return PeerShards.of(each, shape=(sum(map(len, each)), each[0].shape[1]), rank=rank, near=ALL)
 
 
 def zeros(columns: int) -> list[torch.Tensor]:

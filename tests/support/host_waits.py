@@ -29,7 +29,8 @@ class HostWaits:
     def __init__(self, model: nn.Module) -> None:
         self.found: Counter[str] = Counter()
         handles = {p.leaf._odc_handle.data_ptr() for p in model._odc_engine.parameters}
-        self._modes = _Functions(self.found), _Operators(self.found, handles)
+        functions = _Functions(self.found)
+        self._modes = functions, _Operators(self.found, handles, functions)
 
     def __enter__(self) -> HostWaits:
         for mode in self._modes:
@@ -42,14 +43,14 @@ class HostWaits:
 
 
 class _Operators(TorchDispatchMode):
-    def __init__(self, found: Counter[str], handles: set[int]) -> None:
+    def __init__(self, found: Counter[str], handles: set[int], functions: _Functions) -> None:
         super().__init__()
-        self._found, self._handles = found, handles
+        self._found, self._handles, self._functions = found, handles, functions
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "odc":  # one of ours, in Python: the operators that it calls count
-            with self:
+        if func.namespace == "odc":  # one of ours, in Python: the functions and operators that it calls count
+            with self, self._functions:
                 return func.redispatch(_CPU, *args, **kwargs)
         if what := self._waits(func.overloadpacket.__name__, args, kwargs):
             self._found[f"{what} at {_place()}"] += 1

@@ -57,7 +57,7 @@ class SymmetricHeap(ABC):
     first: int = 0
     """The number of its rank 0 in messages: not 0 if several replicas have a heap each."""
     near: frozenset[int] | None = None
-    """The ranks whose shards are on this rank's own device; None: all."""
+    """The ranks whose shards are on this rank's own device; None: this rank alone."""
     device: torch.device
     apart: bool
     """Whether each rank's shards are in its own memory: whole tensors must be gathered. Else they are views."""

@@ -197,4 +197,4 @@ def _is_eager(h: torch.Tensor, shape: tuple[int, ...], handle: torch.Tensor | No
 def _peers(handle: torch.Tensor | None, weight: torch.Tensor | None) -> PeerShards:
     if handle is not None:
         return resolve(handle).compute_peers
-    return PeerShards.of([weight.detach()], shape=weight.shape, aligned=weight.is_cuda)
+    return PeerShards.local(weight.detach())

@@ -265,9 +265,8 @@ class _Target:
         self._whole: torch.Tensor | None = None
         sink = parameter.open_sink() if how.wgrad == "fused" else None
         if not isinstance(sink, PeerShards):
-            shape = parameter.shape
-            self._whole = torch.zeros(shape, dtype=torch.float32, device=parameter.leaf.device)
-            sink = PeerShards.of([self._whole], shape=shape)
+            self._whole = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.leaf.device)
+            sink = PeerShards.local(self._whole)
         self.peers = sink
 
     def finish(self) -> None:
@@ -281,7 +280,7 @@ def _weights(sharded: list[ShardedOperand], how: Choice) -> Any:
     if how.strategy == "direct":
         peers = [each.compute_peers for each in sharded]
     else:
-        peers = [PeerShards.of(each.parts("gathered"), shape=each.shape, aligned=each.leaf.is_cuda) for each in sharded]
+        peers = [PeerShards.local(*each.parts("gathered")) for each in sharded]
     return QkvWeights(**dict(zip(("wq", "wk", "wv", "bq", "bk", "bv"), peers, strict=False)))
 
 
