@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.profiler import record_function
+
+from odc_kernels.batch_copy import Batch, BatchCopy
 
 from ..comm.layout import ParameterSpec, aligned
 from .streams import COPY_STREAMS, Copies, Streams
@@ -17,10 +18,16 @@ from .streams import COPY_STREAMS, Copies, Streams
 if TYPE_CHECKING:
     from odc_kernels.gather import Pieces
 
-Piece = tuple[torch.Tensor, torch.Tensor]  # where they go, an owner's rows
-
 _OLD = -1  # not the number of any publication
 _SMALL_BYTES = 256 * 2**10  # a tensor up to this size crosses a link faster than the host enqueues its copies
+
+
+class _Piece(NamedTuple):
+    """An owner's rows of one parameter, and where they go."""
+
+    owner: int
+    place: torch.Tensor
+    rows: torch.Tensor
 
 
 class GatheredParameters:
@@ -31,7 +38,8 @@ class GatheredParameters:
     through tensors with their own version counters, so it does not count as a change of a saved weight.
 
     `shards`: per parameter its owners' rows, in order of the owners. `whole`: the tensors, in the same order.
-    `by_kernel`: one launch copies all small tensors; else each shard is one copy, as it is for large tensors.
+    `near`: ranks whose memory is on this rank's GPU. `by_kernel`: one launch copies all small tensors; else each shard
+    is one copy, as it is for large tensors. `batch_copy`: makes all copies of a stream in one call.
     """
 
     def __init__(
@@ -41,15 +49,17 @@ class GatheredParameters:
         *,
         rank: int,
         streams: Streams,
+        near: frozenset[int] = frozenset(),
         by_kernel: bool = False,
+        batch_copy: BatchCopy | None = None,
     ) -> None:
-        self._rank, self._streams = rank, streams
+        self._streams, self._batch_copy = streams, batch_copy
         self._users: set[Hashable] = set()
         self._filled_at: int | None = None  # the publication that the storage holds
         self._copies: Copies | None = None  # those that filled it
         device = shards[0][0].device
-        large: list[list[Piece]] = [[] for _ in shards[0]]  # by the number of ranks from this one to the owner
-        small: dict[torch.dtype, list[tuple[torch.Tensor, int]]] = {}  # an owner's rows, the element where they go
+        large: list[_Piece] = []
+        small: dict[torch.dtype, list[_Piece]] = {}
         offsets, self._size_bytes = [], 0
         for spec, owners in zip(specs, shards, strict=True):
             offsets.append(self._size_bytes)
@@ -63,34 +73,34 @@ class GatheredParameters:
             tensor = torch.empty(0, dtype=dtype, device=device)
             tensor.set_(self._storage, offset // dtype.itemsize, spec.shape, stride)
             self.whole.append(tensor)
-            pieces = self._pieces(tensor.data, owners)
-            if by_kernel and tensor.nbytes <= _SMALL_BYTES:
-                small.setdefault(dtype, []).extend((rows, place.storage_offset()) for _, (place, rows) in pieces)
-            else:
-                for step, piece in pieces:
-                    large[step].append(piece)
-        # Own rows come first, then the next rank's, so all ranks read different owners.
-        self._large = [list(itertools.chain(*large[first::COPY_STREAMS])) for first in range(COPY_STREAMS)]
+            is_read_by_kernels = dtype.is_floating_point and dtype.itemsize > 1
+            is_small = by_kernel and is_read_by_kernels and 0 < tensor.nbytes <= _SMALL_BYTES
+            into = small.setdefault(dtype, []) if is_small else large
+            into.extend(_pieces(tensor.data, owners))
+
+        def turn(piece: _Piece) -> tuple[bool, int]:
+            """Near rows come first, own before others; then the next rank's, so all ranks read different owners."""
+            return piece.owner not in near | {rank}, (piece.owner - rank) % len(shards[0])
+
+        large.sort(key=turn)
+        # What each stream copies.
+        self._large = [
+            [each for each in large if turn(each)[1] % COPY_STREAMS == stream] for stream in range(COPY_STREAMS)
+        ]
+        self._batches = []
+        for pieces in self._large if batch_copy is not None else ():
+            places = [(each.place.storage_offset() * each.place.itemsize, each.rows) for each in pieces]
+            self._batches.append(Batch.of(places, near=sum(not turn(each)[0] for each in pieces)))
         self._small: list[tuple[Pieces, torch.Tensor]] = []
-        for dtype, rows in small.items():
+        for dtype, pieces in small.items():
             from odc_kernels.gather import Pieces  # here, as importing triton takes a second
 
+            pieces.sort(key=turn)
+            rows, offsets = [each.rows for each in pieces], [each.place.storage_offset() for each in pieces]
             flat = torch.empty(0, dtype=dtype, device=device)
             flat.set_(self._storage, 0, (self._size_bytes // dtype.itemsize,), (1,))
-            self._small.append((Pieces.of(*zip(*rows, strict=True)), flat))
+            self._small.append((Pieces.of(rows, offsets), flat))
         self._storage.resize_(0)
-
-    def _pieces(self, whole: torch.Tensor, owners: list[torch.Tensor]) -> list[tuple[int, Piece]]:
-        """(the number of ranks from this one to the owner, its piece), of all owners that have some rows, own first.
-
-        `whole` has its own version counter.
-        """
-        world = len(owners)
-        if not whole.shape:
-            return [(-self._rank % world, (whole, owners[0]))]
-        places = whole.split([len(owner) for owner in owners])
-        order = ((step, (self._rank + step) % world) for step in range(world))
-        return [(step, (places[owner], owners[owner])) for step, owner in order if owners[owner].numel()]
 
     @property
     def is_filled(self) -> bool:
@@ -129,8 +139,11 @@ class GatheredParameters:
                 from odc_kernels.gather import gather_pieces
 
                 gather_pieces(pieces=pieces, out=flat)
-            for place, rows in self._large[stream]:
-                place.copy_(rows, non_blocking=True)
+            if self._batch_copy is None:
+                for each in self._large[stream]:
+                    each.place.copy_(each.rows, non_blocking=True)
+            elif self._large[stream]:
+                self._batch_copy(self._batches[stream], self._storage.data_ptr())
 
     def wait(self) -> None:
         """From here on, what this stream computes finds the storage filled."""
@@ -143,3 +156,13 @@ class GatheredParameters:
         if not self._users and self.is_filled:
             self._streams.free(self._storage, self._copies)
             self._copies, self._filled_at = None, None
+
+
+def _pieces(whole: torch.Tensor, owners: list[torch.Tensor]) -> Iterator[_Piece]:
+    """Those of all owners that have some rows; `whole` has its own version counter."""
+    if not whole.shape:
+        yield _Piece(0, whole, owners[0])
+        return
+    for owner, place in enumerate(whole.split([len(rows) for rows in owners])):
+        if place.numel():
+            yield _Piece(owner, place, owners[owner])

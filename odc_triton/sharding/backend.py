@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from odc_kernels.batch_copy import BatchCopy, torchs_batch_copy
 from odc_kernels.streams import CudaDevice
 
 from ..comm.layout import EXACT, ParameterSpec, Plan
@@ -32,6 +33,10 @@ class Backend(ABC):
     adds_by_kernel = False
     gathers_by_kernel = False
     """Whether one kernel gathers a unit's small parameters. Triton's interpreter is too slow for every unit."""
+
+    def batch_copy(self) -> BatchCopy | None:
+        """What makes all copies of a stream in one call; None if each is a call of its own."""
+        return None
 
     def device_id(self) -> str | None:
         """Names this rank's device, where it matters whether two ranks share one."""
@@ -129,6 +134,9 @@ class CudaBackend(Backend):
     mesh_device = "cuda"
     apart = True
     adds_by_kernel = gathers_by_kernel = True
+
+    def batch_copy(self) -> BatchCopy | None:
+        return torchs_batch_copy()
 
     def device_id(self) -> str | None:
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -240,7 +240,7 @@ def _allocate(job: _Job, module: nn.Module, described: Description, agreement: _
     streams = device.streams()
     accumulator = device.accumulator(heap, streams, meetings.timeout_s)
     staging = Staging(streams.device)
-    wholes = _whole_tensors(plan, heap, streams, agreement.on_demand, by_kernel=device.gathers_by_kernel)
+    wholes = _whole_tensors(plan, heap, streams, agreement.on_demand, device)
     places = zip(plan.parameters, plan.compute, plan.gradient, wholes, agreement.tables, strict=True)
     parameters = [
         ShardedParameter(
@@ -359,7 +359,7 @@ def _check_mesh(mesh: DeviceMesh, backend: Backend) -> None:
 
 
 def _whole_tensors(
-    plan: Plan, heap: SymmetricHeap, streams: Streams, on_demand: set[int], *, by_kernel: bool
+    plan: Plan, heap: SymmetricHeap, streams: Streams, on_demand: set[int], device: Backend
 ) -> list[tuple[torch.Tensor, GatheredParameters | None]]:
     """Every parameter's whole tensor: a view of the heap, or one that is gathered together with its unit's others.
 
@@ -379,7 +379,15 @@ def _whole_tensors(
             continue
         specs = [plan.parameters[slot] for slot in slots]
         shards = [[heap.shard(plan.compute[slot], owner) for owner in range(heap.world)] for slot in slots]
-        gathered = GatheredParameters(specs, shards, rank=heap.rank, streams=streams, by_kernel=by_kernel)
+        gathered = GatheredParameters(
+            specs,
+            shards,
+            rank=heap.rank,
+            streams=streams,
+            near=heap.near,
+            by_kernel=device.gathers_by_kernel,
+            batch_copy=device.batch_copy(),
+        )
         found |= {slot: (whole, gathered) for slot, whole in zip(slots, gathered.whole, strict=True)}
     return [found[slot] for slot in range(len(plan.parameters))]
 
