@@ -14,12 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ..base.files import folder_aside
-from ..comm.layout import find_units
 from ..engine.api import engine_of
 from ..nn.operand import is_sharded
 from .adapter import adapted_weights, merged, write_adapter
-from .base_model import ADAPTER
-from .pretrained import empty_copy, plain_name, transformers_part
+from .pretrained import empty_copy, tensors_by_unit, transformers_part
 from .sharded import read_whole, sharded_parameters
 
 SHARD_BYTES = 2 * 2**30
@@ -130,29 +128,11 @@ def _tensors_by_unit(
 
     `model`: the transformers model, within `root` if that is PEFT's wrapper, whose adapters are added to it.
     """
-    units = find_units(model)
     missing = [name for name, value in model.named_parameters() if value.is_meta]
     if missing:
         raise RuntimeError(f"no values for {missing[:3]}: they were not sharded (ignored_params)")
-    groups: dict[str, dict[str, Any]] = {unit: {} for unit in ["", *units]}
     parameters = sharded_parameters(root)
     adapted = adapted_weights(model) if root is not model else {}
-    tied = getattr(empty, "all_tied_weights_keys", {})
-    names: dict[int, list[str]] = {}
-    for name, value in model.named_parameters(remove_duplicate=False):
-        if root is model or not ADAPTER.search(name):
-            names.setdefault(id(value), []).append(plain_name(name))
-    values: dict[str, Any] = {}
-    for value in model.parameters():
-        if id(value) not in names:
-            continue
-        # Of several names, the one that the others are tied to.
-        name = next((name for name in names[id(value)] if name not in tied), names[id(value)][0])
-        values[name] = value
-    persistent = model.state_dict().keys()
-    values |= {plain_name(name): buffer for name, buffer in model.named_buffers() if name in persistent}
-    for name, value in values.items():
-        groups[next((unit for unit in units if name.startswith(f"{unit}.")), "")][name] = value
 
     def read(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         return read_whole(root, parameters.get(id(value), value), dtype)
@@ -161,7 +141,7 @@ def _tensors_by_unit(
         whole = merged(read(value), adapters, read)
         return whole.to(dtype or whole.dtype)
 
-    for group in groups.values():
+    for group in tensors_by_unit(model, empty):
         yield {
             name: added(value, adapted[name]) if name in adapted else read(value, dtype)
             for name, value in group.items()

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from ..checkpoint.adapter import adapted_weights, merged
-from ..checkpoint.pretrained import empty_copy, transformers_part
+from ..checkpoint.pretrained import empty_copy, tensors_by_unit, transformers_part
 from ..checkpoint.sharded import sharded_parameters
-from ..comm.layout import find_units
 from ..engine.api import engine_of
 from ..engine.parameter import ShardedParameter
 
@@ -33,21 +32,11 @@ class PolicyWeights:
         self._empty = empty_copy(part)
         self._parameters = sharded_parameters(model)
         self._adapted = adapted_weights(part) if prefix else {}
-        self._units = self._by_unit(part)
+        self._units: list[dict[str, Place]] = [
+            {name: self._parameters.get(id(value), value) for name, value in unit.items()}
+            for unit in tensors_by_unit(part, self._empty)
+        ]
         self._metadata: list[tuple[str, torch.dtype, tuple[int, ...]]] | None = None
-
-    def _by_unit(self, part: nn.Module) -> list[dict[str, Place]]:
-        """The places of each unit by name: transformers converts only tensors of the same unit."""
-        tied = getattr(self._empty, "all_tied_weights_keys", {})
-        known = self._empty.state_dict().keys()
-        units = find_units(self._empty)
-        groups: dict[str, dict[str, Place]] = {unit: {} for unit in ["", *units]}
-        for name, value in [*part.named_parameters(remove_duplicate=False), *part.named_buffers()]:
-            plain = name.replace(".base_layer.", ".")
-            if plain in known and plain not in tied:
-                unit = next((unit for unit in units if plain.startswith(f"{unit}.")), "")
-                groups[unit][plain] = self._parameters.get(id(value), value)
-        return list(groups.values())
 
     def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """(name, dtype, shape) of what a walk gives, in its order; reads nothing."""
