@@ -80,7 +80,7 @@ def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyP
     from odc_triton.engine import gathered as module
     from odc_triton.engine.streams import Streams
 
-    monkeypatch.setattr(module, "_SMALL_BYTES", 256)
+    monkeypatch.setattr(module, "_SMALL_SHARD_BYTES", 256)
     launches = []
 
     def counted(**given: object) -> None:
@@ -88,8 +88,9 @@ def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyP
         gather_pieces(**given)
 
     monkeypatch.setattr(odc_kernels.gather, "gather_pieces", counted)
-    shapes = [(5, 3), (), (1,), (0, 3), (64, 3)]  # a scalar, owners without rows, nothing, one that is not small
-    wholes = [torch.randn(shape) for shape in shapes]
+    # A scalar, owners without rows, nothing, the largest that is small, one that is not.
+    shapes = [(5, 3), (), (1,), (0, 3), (62, 3), (64, 3)]
+    wholes = [torch.randn(shape) for shape in shapes] + [torch.arange(3)]  # kernels don't read integers
     specs = [
         ParameterSpec(
             names=(f"p{index}",),
@@ -99,7 +100,7 @@ def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyP
             reduce_dtype="float32",
             unit="",
         )
-        for index, shape in enumerate(shapes)
+        for index, shape in enumerate(tuple(whole.shape) for whole in wholes)
     ]
     shards = [[whole] * 3 if not whole.shape else split(whole, 3) for whole in wholes]
     unit = module.GatheredParameters(specs, shards, rank=1, streams=Streams(), by_kernel=True)
@@ -109,4 +110,4 @@ def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyP
         for got, want in zip(unit.whole, wholes, strict=True):
             assert torch.equal(got, want)
         unit.release("me")
-    assert [len(pieces.counts) for pieces in launches] == [3 + 1 + 1] * 2
+    assert [len(pieces.counts) for pieces in launches] == [3 + 1 + 1 + 3] * 2
