@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 ALL = "all"
 """For `near`: all shards are in the memory of the kernels' own device, as in a test or with all ranks on one GPU."""
@@ -135,6 +136,50 @@ class PeerShards:
         peers._check(None, aligned=whole.is_cuda)
         return peers
 
+    @classmethod
+    def symmetric(
+        cls, tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *, rows: int | None = None
+    ) -> PeerShards:
+        """The tensors that the ranks of `group` (all ranks by default) hold in torch's symmetric memory.
+
+        `tensor`: this rank's rows [n, ...], from `torch.distributed._symmetric_memory.empty`, of one shape and dtype on
+        all ranks. `rows`: N of the whole tensor, by default n * world; n must be ceil(N / world). Of the last owners'
+        tensors only the first rows count, maybe none. Owners on this rank's GPU are near.
+
+        Collective, and the host waits. It makes memory known to the peers, not its contents: before a rank reads or
+        adds, the owners call a barrier. Raises ValueError on every rank if ranks gave different shapes, strides,
+        dtypes or rows, or if these don't fit; ValueError or torch's RuntimeError for memory that is not symmetric or
+        out of reach.
+        """
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        group = group or dist.group.WORLD
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise ValueError("this rank is not in the group; call `symmetric` on the group's ranks only")
+        rows = len(tensor) * world if rows is None else rows
+        mine = {"shape": (*tensor.shape,), "strides": tensor.stride(), "dtype": tensor.dtype, "rows": rows}
+        told: list[Any] = [None] * world
+        dist.all_gather_object(told, (mine, _gpu_of(tensor)), group)
+        for peer, (theirs, _) in enumerate(told):
+            if theirs != told[0][0]:
+                raise ValueError(f"rank {peer} of the group gave {theirs} and rank 0 {told[0][0]}; all must agree")
+        if len(tensor) != rows_per_owner(rows, world):
+            raise ValueError(
+                f"the tensor is {(*tensor.shape,)}; for {rows} rows on {world} ranks allocate "
+                f"{rows_per_owner(rows, world)} on each"
+            )
+        handle = symmetric_memory.rendezvous(tensor, group)
+        if handle is None:
+            raise ValueError("the tensor is not in symmetric memory; make it by torch's _symmetric_memory.empty")
+        shards = []
+        for peer in range(world):
+            # The own tensor itself, as it keeps the memory and this rank's views of the peers' alive.
+            shard = tensor if peer == rank else handle.get_remote_tensor(peer, tensor.shape, tensor.dtype)
+            shards.append(shard[: max(min(rows - peer * len(tensor), len(tensor)), 0)])
+        near = [peer for peer, (_, gpu) in enumerate(told) if gpu == told[rank][1]]
+        return cls.of(shards, shape=(rows, *tensor.shape[1:]), rank=rank, near=near)
+
     def _check(self, device: torch.device | None, aligned: bool) -> None:
         if not self.shape:
             raise ValueError("shape is (); a scalar is not sharded")
@@ -156,6 +201,11 @@ class PeerShards:
                 raise ValueError(
                     f"owner {owner}'s shard is at {shard.data_ptr():#x}; align it to {ALIGNMENT_BYTES} bytes"
                 )
+
+
+def _gpu_of(tensor: torch.Tensor) -> str:
+    """The same on all ranks of a GPU, whatever number each has for it."""
+    return str(torch.cuda.get_device_properties(tensor.device).uuid) if tensor.is_cuda else str(tensor.device)
 
 
 def check_sums(shards: PeerShards) -> None:

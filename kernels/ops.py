@@ -1,0 +1,39 @@
+"""The operators, for those who use the kernels without the engine: docs/kernels_alone.md."""
+
+from .embedding import embedding, embedding_grad
+from .gather import gather
+from .linear import linear, linear_dx
+from .linear_cross_entropy import HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
+from .linear_staged import linear_dx_staged, linear_staged
+from .peers import ALL, PeerShards
+from .qkv import QkNorm, QkvWeights, Rope, qkv
+from .qkv_grad import QkvGradients, qkv_grad
+from .scatter import scatter
+from .staged import StagedWeight, check, pull
+from .wgrad import wgrad
+
+__all__ = [
+    "ALL",
+    "HeadOutput",
+    "PeerShards",
+    "QkNorm",
+    "QkvGradients",
+    "QkvWeights",
+    "Rope",
+    "StagedWeight",
+    "check",
+    "embedding",
+    "embedding_grad",
+    "gather",
+    "linear",
+    "linear_cross_entropy",
+    "linear_cross_entropy_grad",
+    "linear_dx",
+    "linear_dx_staged",
+    "linear_staged",
+    "pull",
+    "qkv",
+    "qkv_grad",
+    "scatter",
+    "wgrad",
+]
