@@ -165,7 +165,7 @@ def describe(
         refuse_unshardable(entry.name, entry.value, home)
     return Description(
         found=found,
-        specs=[_spec(entry, policy, exact) for entry in found],
+        specs=[spec_of(entry, policy, exact=exact) for entry in found],
         unit_names=unit_names,
         is_list=units is not None,
         inner=inner,
@@ -201,25 +201,23 @@ def _inner_engines(module: nn.Module, mesh: DeviceMesh, exact: bool) -> list[Eng
     return list(inner.values())
 
 
-def _spec(entry: FoundParameter, policy: MixedPrecisionPolicy, exact: bool) -> ParameterSpec:
+def spec_of(entry: FoundParameter, policy: MixedPrecisionPolicy | None, *, exact: bool = False) -> ParameterSpec:
+    """As in FSDP2. Gradients are summed in fp32, or the parameter's dtype if that is wider, unless `policy` has a
+    `reduce_dtype`. Raises NotImplementedError for exact sums of float64.
+    """
     value = entry.value
+    if exact and value.requires_grad and value.dtype == torch.float64:
+        raise NotImplementedError(
+            f"{entry.name} is float64, and exact sums have 54 bits below their bound, not float64's range: leave exact "
+            f"out"
+        )
+    computed, reduced = (policy.param_dtype, policy.reduce_dtype) if policy is not None else (None, None)
+    reduced = EXACT if exact else dtype_name(reduced or torch.promote_types(torch.float32, value.dtype))
     return ParameterSpec(
         names=tuple(entry.names),
         shape=tuple(value.shape),
         master_dtype=dtype_name(value.dtype),
-        compute_dtype=dtype_name(policy.param_dtype or value.dtype),
-        reduce_dtype=_reduce_dtype(value, policy, exact, entry.name) if value.requires_grad else None,
+        compute_dtype=dtype_name(computed if computed and value.is_floating_point() else value.dtype),
+        reduce_dtype=reduced if value.requires_grad else None,
         unit=entry.places[0][2],
     )
-
-
-def _reduce_dtype(value: nn.Parameter, policy: MixedPrecisionPolicy, exact: bool, name: str) -> str:
-    if exact and value.dtype == torch.float64:
-        raise NotImplementedError(
-            f"{name} is float64, and exact sums have 54 bits below their bound, not float64's range: leave exact out"
-        )
-    if exact:
-        return EXACT
-    if policy.reduce_dtype is not None:
-        return dtype_name(policy.reduce_dtype)
-    return "float64" if value.dtype == torch.float64 else "float32"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..balance.decoder import Decoder
@@ -215,9 +215,9 @@ def memory_plan(
     ):
         if value not in known:
             raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}")
-    specs = parameter_specs(model, mp_policy)
-    if exact:
-        specs = [replace(spec, reduce_dtype=EXACT) if spec.reduce_dtype is not None else spec for spec in specs]
+    from .collect import find_parameters, spec_of
+
+    specs = [spec_of(entry, mp_policy, exact=exact) for entry in find_parameters(model, find_units(model), set())]
     if not specs:
         raise ValueError(f"{type(model).__name__} has no parameters; plan the model that will be trained")
 
@@ -380,38 +380,6 @@ def _fsdp2_whole_gradient_bytes(
     )
 
 
-def parameter_specs(model: nn.Module, mp_policy: PrecisionPolicy | None = None) -> list[ParameterSpec]:
-    """One spec per parameter of `model`, tied ones once, in the order of `model.parameters()`.
-
-    As in FSDP2, `param_dtype` leaves parameters that are not floating-point alone. Gradients are summed in
-    fp32, or the parameter's dtype if that is wider, unless `reduce_dtype` says otherwise.
-    """
-    import torch
-
-    param_dtype = mp_policy.param_dtype if mp_policy else None
-    reduce_dtype = mp_policy.reduce_dtype if mp_policy else None
-    names: dict[int, list[str]] = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[id(parameter)].append(name)
-    units = find_units(model)
-    specs = []
-    for name, parameter in model.named_parameters():
-        master = parameter.dtype
-        compute = param_dtype if param_dtype and master.is_floating_point else master
-        accumulated = reduce_dtype or torch.promote_types(torch.float32, master)
-        specs.append(
-            ParameterSpec(
-                names=tuple(names[id(parameter)]),
-                shape=tuple(parameter.shape),
-                master_dtype=_name(master),
-                compute_dtype=_name(compute),
-                reduce_dtype=_name(accumulated) if parameter.requires_grad else None,
-                unit=next((unit for unit in units if name.startswith(f"{unit}.")), ROOT),
-            )
-        )
-    return specs
-
-
 def _read_on_demand(model: nn.Module, device_type: str) -> set[str]:
     """All names of the parameters that their layers read from the owners themselves."""
     from ..nn.operand import ReadsOnDemand
@@ -422,7 +390,3 @@ def _read_on_demand(model: nn.Module, device_type: str) -> set[str]:
         if isinstance(module, ReadsOnDemand)
         for attribute in module.reads_on_demand(device_type)
     }
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
