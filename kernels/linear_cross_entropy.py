@@ -248,7 +248,7 @@ def _pulled(weight: PeerShards, chunk: int, on: Device | None = None) -> Iterato
     """Every part with its rows: own ones in place, others' in one of two buffers, until the next is asked for.
     On the CPU all are in place: there is no link. `on`: a device to use instead of a GPU, to simulate one.
 
-    On a GPU the next part is pulled on its own stream while the caller's work on the current one runs. A pull waits for
+    On a GPU the next part is pulled on another stream while the caller's work on the current one runs. A pull waits for
     what the caller had enqueued when it started: the work on the part before the current one, whose buffer it reuses.
     """
     parts = _parts(weight, chunk)
@@ -256,7 +256,7 @@ def _pulled(weight: PeerShards, chunk: int, on: Device | None = None) -> Iterato
     on = on or device_of(own)
     far = weight.world > 1 and on is not None
     buffers = [own.new_empty(chunk, weight.shape[1]) for _ in range(2 if far else 0)]
-    compute, pull = (None, None) if on is None else (on.current(), on.stream())
+    compute, pull = (None, None) if on is None else (on.current(), on.pull_stream())
 
     def start(index: int) -> tuple[torch.Tensor, Any]:
         part = parts[index]

@@ -6,6 +6,7 @@ A stream is a torch.cuda.Stream, or has its methods `wait_stream`, `wait_event` 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,7 +20,10 @@ class Device(Protocol):
         """The current stream, which computes."""
 
     def stream(self) -> Any:
-        """A new stream."""
+        """A new stream, whose work goes before the current stream's."""
+
+    def pull_stream(self) -> Any:
+        """The one stream on which launchers copy what their kernels read."""
 
     def enqueue(self, stream: Any, work: Callable[..., None], memory: Memory = None) -> None:
         """Enqueues `work` on the stream. `memory`: what it reads or fills; a tensor is handed to `work`."""
@@ -47,7 +51,11 @@ class CudaDevice:
         return torch.cuda.current_stream(self._device)
 
     def stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device)
+        # Of high priority: torch hands out 32 streams of each priority in turn, and a program may make many of low.
+        return torch.cuda.Stream(self._device, priority=-1)
+
+    def pull_stream(self) -> torch.cuda.Stream:
+        return _pull_stream(self._device)
 
     def enqueue(self, stream: torch.cuda.Stream, work: Callable[..., None], memory: Memory = None) -> None:
         with torch.cuda.stream(stream):
@@ -61,6 +69,11 @@ class CudaDevice:
 
     def has_come(self, event: torch.cuda.Event) -> bool:
         return event.query()
+
+
+@functools.cache
+def _pull_stream(device: torch.device) -> torch.cuda.Stream:
+    return CudaDevice(device).stream()
 
 
 def device_of(tensor: torch.Tensor) -> CudaDevice | None:

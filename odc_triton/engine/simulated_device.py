@@ -110,6 +110,7 @@ class SimulatedDevice:
         self.lock = threading.RLock()
         self.streams = [SimulatedStream(self, computes=True)]
         self._current = self.streams[0]
+        self._pull: SimulatedStream | None = None
 
     def __str__(self) -> str:
         return f"the simulated device ({self.kind})"
@@ -129,6 +130,10 @@ class SimulatedDevice:
     def stream(self) -> SimulatedStream:
         self.streams.append(SimulatedStream(self, computes=False))
         return self.streams[-1]
+
+    def pull_stream(self) -> SimulatedStream:
+        self._pull = self._pull or self.stream()
+        return self._pull
 
     def enqueue(self, stream: SimulatedStream, work: Callable[..., None], memory: Memory = None) -> None:
         follows = stream is self._current or stream.followed.get(self._current) == self.time

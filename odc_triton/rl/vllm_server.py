@@ -226,8 +226,12 @@ class _Control:
     def watch(self, send: Callable[[], None]) -> None:
         """Runs `send` until it returns, the server refuses one of the calls below, or the deadline."""
 
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
         def run() -> None:
             try:
+                if gpu is not None:
+                    torch.cuda.set_device(gpu)  # a thread begins with GPU 0
                 send()
             except BaseException as error:
                 self._failure = self._failure or error

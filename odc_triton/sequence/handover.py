@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from odc_kernels.streams import Device, device_of
+
 from ..base.errors import DeadlineExceeded, PeerFailed
 from ..comm.meeting import Meetings
 from ..comm.memory.heap import Word
@@ -24,6 +26,8 @@ from .room import Flag, Room
 _NAP_S = 20e-6
 _SHORT_S = 0.01  # most waits end within it: the ranks of a wave compute the same layer
 _LOOK_S = 0.02
+_READ_S = 1.0  # for a copy of some hundred bytes
+_JOIN_S = 10.0  # more than a look takes
 _SPINS_PER_S = 2e6  # more than a GPU makes: the watch ends a wait in time, this only if the host is gone
 
 
@@ -135,22 +139,28 @@ class _Running:
 
 
 class _Look:
-    """Reads this rank's flags while its device may be stuck in a wait: by another stream, into memory of the host."""
+    """Reads this rank's flags while its device may be stuck in a wait: by another stream, into memory of the host.
 
-    def __init__(self, room: Room) -> None:
-        self._room, self._stream = room, None
+    It polls an event, as other work may share its stream, and as torch's `set_sync_debug_mode` makes a synchronisation
+    an error in all threads. `on`: a device to use instead of a GPU, to simulate one.
+    """
+
+    def __init__(self, room: Room, on: Device | None = None) -> None:
+        self._room, self._on = room, on or device_of(room.flags(Flag(0), room.rank))
         self._seen = torch.zeros(room.world, room.layers, dtype=torch.int64)
-        if room.heap.device.type == "cuda":
-            self._seen, self._stream = self._seen.pin_memory(), torch.cuda.Stream(room.heap.device)
+        if self._on is not None:
+            self._seen = self._seen.pin_memory() if room.heap.device.type == "cuda" else self._seen
+            self._stream = self._on.stream()
 
     def at(self, flag: Flag) -> torch.Tensor:
-        """int64 [writer, layer]."""
+        """int64 [writer, layer]; what was read last if the device does not answer, which can only be too small."""
         flags = self._room.flags(flag, self._room.rank)
-        if self._stream is None:
+        if self._on is None:
             return flags
-        with torch.cuda.stream(self._stream):
-            self._seen.copy_(flags, non_blocking=True)
-        self._stream.synchronize()
+        self._on.enqueue(self._stream, lambda: self._seen.copy_(flags, non_blocking=True))
+        read, until_s = self._stream.record_event(), time.monotonic() + _READ_S
+        while not self._on.has_come(read) and time.monotonic() < until_s:
+            time.sleep(_NAP_S)
         return self._seen
 
 
@@ -178,10 +188,14 @@ class KernelHandover(Handover):
         self._gone_at_stop: list[int] = []
         self._running: deque[_Running] = deque()
         self._is_over = threading.Event()
-        self._is_over.set()
+        self._watcher: threading.Thread | None = None
 
     def begin(self) -> None:
         self.end()
+        if self._watcher is not None:
+            self._watcher.join(_JOIN_S)  # else it may stop the next plan for what it saw of this one
+            if self._watcher.is_alive():
+                raise RuntimeError(f"the GPU did not answer the thread that watches its waits for {_JOIN_S:.0f} s")
         super().begin()
         self._waits.clear()
         self._running.clear()
@@ -189,7 +203,8 @@ class KernelHandover(Handover):
         self._stop[0] = 0
         self.room.show_no_wait()
         self._is_over = threading.Event()
-        threading.Thread(target=self._watch, args=(self._is_over,), name="odc-split", daemon=True).start()
+        self._watcher = threading.Thread(target=self._watch, args=(self._is_over,), name="odc-split", daemon=True)
+        self._watcher.start()
 
     def end(self) -> None:
         self._is_over.set()
@@ -222,6 +237,8 @@ class KernelHandover(Handover):
 
     def _watch(self, is_over: threading.Event) -> None:
         heap, since_s, first = self.room.heap, time.monotonic(), None
+        if heap.device.type == "cuda":
+            torch.cuda.set_device(heap.device)  # a thread begins with GPU 0, and would open a context there
         while not is_over.wait(_LOOK_S):
             while self._running and self._running[0].over():
                 self._running.popleft()

@@ -1,0 +1,96 @@
+"""The thread that watches a device's waits, and the streams beside it: what a GPU would do is simulated or recorded."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from odc_kernels import streams
+from odc_kernels.linear_cross_entropy import _pulled
+from odc_kernels.peers import PeerShards, split
+from odc_triton.engine.simulated_device import SimulatedDevice, SimulatedEvent
+from odc_triton.sequence import handover
+from odc_triton.sequence.handover import KernelHandover, Wait, _Look, _Running
+from odc_triton.sequence.room import Flag
+from tests.support.deadlines import LONG_S
+
+FLAGS = torch.zeros(2, 1, dtype=torch.int64)  # of two ranks, one layer
+
+
+def room(device: str = "cpu") -> SimpleNamespace:
+    heap = SimpleNamespace(device=torch.device(device), first=0, seen=lambda _: [0, 0], is_alive=lambda _: True)
+    shows = {"show_wait": lambda *_, **__: None, "show_no_wait": lambda: None, "held_up_by": lambda _: None}
+    return SimpleNamespace(heap=heap, rank=0, world=2, layers=1, flags=lambda *_: FLAGS.clone(), **shows)
+
+
+def test_a_look_waits_for_its_own_copy_only() -> None:
+    device, place = SimulatedDevice(), room()
+    place.flags = lambda *_: torch.tensor([[0], [7]])
+    look = _Look(place, on=device)
+    device.enqueue(look._stream, lambda: None)
+    assert look.at(Flag(0)).tolist() == [[0], [7]]
+    assert not hasattr(look._stream, "synchronize"), "which other work on the stream could hold up"
+
+
+class Stuck(SimulatedDevice):
+    def has_come(self, event: SimulatedEvent) -> bool:
+        return False
+
+
+def test_a_look_at_a_device_that_does_not_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "_READ_S", 0.01)
+    assert _Look(room(), on=Stuck()).at(Flag(0)).tolist() == [[0], [0]]
+
+
+def test_the_watch_is_on_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, over = [], threading.Event()
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    over.set()
+    watch = KernelHandover.__new__(KernelHandover)
+    watch.room = room("cuda:3")
+    watch._watch(over)
+    assert chosen == [torch.device("cuda:3")]
+
+
+def test_the_watch_of_a_plan_does_not_stop_the_next() -> None:
+    """It is looking while the next plan begins, and finds that its deadline has passed."""
+    looks, ends = threading.Event(), KernelHandover(room(), None, SimpleNamespace(timeout_s=0.0))
+
+    def slow(wait: Wait) -> list[int]:
+        looks.set()
+        time.sleep(0.3)
+        return [1]
+
+    ends._shown_late = slow
+    ends.begin()
+    first = ends._watcher
+    ends._running.append(_Running(Wait(flag=Flag(0), layer=0, epoch=1, whom={1: "keys"})))
+    assert looks.wait(LONG_S)
+    ends.begin()
+    first.join(LONG_S)
+    assert ends._stop.tolist() == [0]
+    ends.end()
+
+
+def test_the_head_pulls_on_one_stream() -> None:
+    """torch hands out 32 in turn: a new one for each call would soon be one that a kernel waits on."""
+    device, shards = SimulatedDevice(), split(torch.randn(6, 4), 2)
+    peers = PeerShards.of(shards, shape=(6, 4), aligned=False)
+    for _ in range(2):
+        assert sum(1 for _ in _pulled(peers, 2, on=device)) == 4
+        assert len(device.streams) == 2, "the current one and that"
+
+
+def test_streams_of_a_gpu_are_not_of_the_pool_that_programs_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, *, priority: made.append((device, priority)) or object())
+    device = streams.CudaDevice(torch.device("cuda:5"))
+    streams._pull_stream.cache_clear()
+    assert device.pull_stream() is device.pull_stream()
+    device.stream()
+    assert made == [(torch.device("cuda:5"), -1)] * 2
+    streams._pull_stream.cache_clear()
