@@ -1,184 +1,166 @@
-"""bench.suites.links: its tables, which pairs it takes, and a real run of two processes over the CPU's heap."""
+"""bench.suites.links: its tables, which GPUs it takes, and real runs of two processes over the CPU's heap."""
 
 from __future__ import annotations
 
-import json
+import os
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from bench.suites.links import ON_CPU, PairOfGpus, Shape, integers, main, measure_links, measure_pair, pairs_of
-from bench.suites.links_report import COLUMNS, Call, Link, as_data, matrix_of, operators_of, rows_of, text_of
+from tests.support import place  # isort: skip
+
+from bench.provenance import read_lines
+from bench.suites.links import LINES, Layer, by_kernels, main, measure_place, peers_of, wrong_results
+from bench.suites.links_places import ON_CPU, Place, places_of
+from bench.suites.links_report import text_of
+from odc_triton.comm.memory import ApartHeap
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.snapshots import topology
 
-SMALL = Shape(rows=32, columns=48, tokens=16, seconds=0.1)
+SMALL = Layer(own_bytes=16 * 48 * 2, world=2, columns=48, tokens=16)
+CALLED = ["peer copies", "gloo all_gather", "gloo reduce_scatter", "scatter"]
 
 
-def _call(us: float, link_bytes: int = 10**6) -> Call:
-    return Call(us={"p20": us - 1, "p50": us, "p80": us + 1}, link_bytes=link_bytes)
-
-
-LINKS = [
-    Link(worker="GPU0", owner="GPU1", kind="nvlink-4x25", nominal_gb_s=100.0, calls={"copy": _call(20.0)}),
-    Link(
-        worker="GPU1",
-        owner="GPU0",
-        kind="nvlink-4x25",
-        nominal_gb_s=100.0,
-        calls={"copy": _call(10.0), "x": _call(5.0)},
-    ),
-    Link(worker="GPU0", owner="GPU10", kind="pcie-gen4x16", failure="no native atomics"),
-]
+def _line(size: int, us: float, gb_s: float | None = 100.0, operator: str = "gather") -> dict[str, Any]:
+    about = {"names": ["GPU0", "GPU1"], "devices": [0, 1], "kind": "NV4", "gb_s": gb_s, "refused": None}
+    return {"place": about, "operator": operator, "size": size, "link_bytes": 10**6, "us": [us - 1, us, us + 1]}
 
 
 def test_tables() -> None:
-    assert LINKS[0].calls["copy"].gb_s == pytest.approx(50.0)  # a megabyte in 20 us
-    assert operators_of(LINKS) == ["copy", "x"]
-    rows = rows_of(LINKS)
-    assert all(len(row) == len(COLUMNS) for row in rows)
-    assert rows[0] == ["GPU0", "GPU1", "nvlink-4x25", 100.0, "copy", 19.0, 20.0, 21.0, pytest.approx(50.0), "50%"]
-    assert rows[3][:5] == ["GPU0", "GPU10", "pcie-gen4x16", None, "not measured: no native atomics"]
-    lines = matrix_of(LINKS, "copy").splitlines()
-    assert [word.strip() for word in lines[0].split("|")[1:-1]] == ["copy, GB/s", "GPU0", "GPU1", "GPU10"]
-    cells = [[word.strip() for word in line.split("|")[1:-1]] for line in lines[2:]]
-    assert [float(cells[0][2]), float(cells[1][1])] == [50.0, 100.0]
-    assert {cells[0][1], cells[0][3], *cells[2][1:]} == {"–"}
-    assert text_of(LINKS).count("GB/s") >= 3
+    text = text_of([{"about": {"commit": "abc"}}, _line(65536, 20.0), _line(1 << 20, 10.0, operator="scatter")])
+    assert "## GPU0, GPU1: NV4, 100 GB/s" in text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert rows[0] == ["each owner's", "64 KiB", "1 MiB"]
+    assert rows[2:] == [["gather", "50 GB/s, 50%", "–"], ["scatter", "–", "100 GB/s, 100%"]]
+    assert "- commit: abc" in text
+    assert "50 GB/s |" in text_of([_line(65536, 20.0, gb_s=None)])
+    assert "Not measured: why" in text_of([{"place": _line(1, 1.0)["place"], "failure": "why"}])
 
 
-def test_data() -> None:
-    data = json.loads(json.dumps(as_data(LINKS, {"commit": "abc"})))
-    assert data["commit"] == "abc"
-    assert data["links"][0]["calls"]["copy"]["gb_s"] == pytest.approx(50.0)
-    assert data["links"][2]["failure"] == "no native atomics"
-
-
-def test_pairs_of_machines() -> None:
-    mesh = pairs_of(topology("a100-nvlink-mesh"))
-    assert len(mesh) == 6
-    assert {pair.kind for pair in mesh} == {"nvlink-4x25"}
-    assert all(pair.refused is None and pair.nominal_gb_s == pytest.approx(100.0, rel=0.1) for pair in mesh)
-    assert {pair.devices for pair in mesh} == {(a, b) for a in range(4) for b in range(a + 1, 4)}
-    assert all(pair.refused for pair in pairs_of(topology("pcie-only")))
-    (masked,) = pairs_of(topology("a100-nvlink-mesh", 3, 1))  # CUDA_VISIBLE_DEVICES=3,1
+def test_one_pair_of_each_kind_then_all_then_the_rest() -> None:
+    mesh = places_of(topology("a100-nvlink-mesh"), every_pair=True)
+    assert [len(each.names) for each in mesh] == [2, 4, 2, 2, 2, 2, 2]
+    assert mesh[:2] == places_of(topology("a100-nvlink-mesh"), every_pair=False)
+    assert [each.kind for each in mesh[:3]] == ["NV4 nvlink-4x25", "all at once", "NV4 nvlink-4x25"]
+    assert mesh[0].gb_s == pytest.approx(100.0, rel=0.1)
+    assert mesh[1].gb_s == pytest.approx(300.0, rel=0.1)  # to three peers
+    assert all(each.refused is None for each in mesh)
+    assert all(each.refused for each in places_of(topology("pcie-only"), every_pair=True))
+    (masked,) = places_of(topology("a100-nvlink-mesh", 3, 1), every_pair=True)  # CUDA_VISIBLE_DEVICES=3,1
     assert masked.names == ("GPU1", "GPU3")
     assert masked.devices == (1, 0)
 
 
-def test_one_pair_hides_no_other() -> None:
-    pairs = [
-        PairOfGpus(names=("a", "b"), devices=(0, 1), kind="k", nominal_gb_s=1.0),
-        PairOfGpus(names=("a", "c"), devices=(0, 2), kind="k", nominal_gb_s=1.0, refused="not reachable"),
-        PairOfGpus(names=("b", "c"), devices=(1, 2), kind="k", nominal_gb_s=1.0),
-    ]
-    told, asked = [], []
-
-    def measure(pair: PairOfGpus) -> list[dict[str, Call]]:
-        asked.append(pair.names)
-        if pair.names == ("a", "b"):
-            raise RuntimeError("rank 1 failed\nfirst")
-        return [{"copy": _call(10.0)}, {"copy": _call(20.0)}]
-
-    links = measure_links(pairs, measure, lambda links: told.append(len(links)))
-    assert asked == [("a", "b"), ("b", "c")]
-    assert told == [2, 4, 6]
-    assert [link.failure for link in links] == ["rank 1 failed first"] * 2 + ["not reachable"] * 2 + [None] * 2
-    assert (links[5].worker, links[5].owner, links[5].calls["copy"].us["p50"]) == ("c", "b", 20.0)
-
-
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("words", "said"),
     [
-        ({"rows": 40}, "rows is 40"),
-        ({"columns": 0}, "columns is 0"),
-        ({"tokens": 8}, "tokens is 8"),
-        ({"seconds": 0.0}, "seconds is 0"),
+        (["--columns", "40"], "columns is 40"),
+        (["--tokens", "8"], "tokens is 8"),
+        (["--sizes", "100"], "a size is 100; give a multiple of 16384"),
     ],
 )
-def test_wrong_shapes(changes: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Shape(**changes)
-
-
-def test_wrong_words(capsys, tmp_path: Path) -> None:
-    for words, said in ((["--rows", "40"], "rows is 40"), (["--backend", "rocm"], "invalid choice")):
-        with pytest.raises(SystemExit):
-            main([*words, "--out", str(tmp_path)])
-        assert said in capsys.readouterr().err
+def test_wrong_words(words: list[str], said: str, capsys, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main([*words, "--out", str(tmp_path)])
+    assert said in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def _measure(rank: int, world: int, token: str, spoilt: bool) -> dict[str, Call]:
-    import bench.suites.links
+def _measure(rank: int, world: int, token: str, lines: Path, fault: str) -> None:
+    import bench.suites.links as links
 
-    if spoilt and rank == 1:
-        bench.suites.links._whole_weight = lambda shape, device: torch.zeros(shape.rows, shape.columns)
-    return measure_pair(SMALL, ON_CPU.devices, token)
+    if fault == "wrong" and rank == 1:
+        links._whole_weight = lambda layer, device: torch.zeros(layer.rows, layer.columns)
+    if fault == "baseline":
+        dist.reduce_scatter_tensor = lambda *given, group: torch.ones(2) @ torch.ones(3)  # a RuntimeError
+    if fault == "killed" and rank == 0:
+        begun = links._us
+
+        def killed(*given: Any) -> list[float]:
+            if len(read_lines(lines)) == 2:
+                os._exit(9)
+            return begun(*given)
+
+        links._us = killed
+    measure_place(ON_CPU, [SMALL], token, lines)
 
 
-def test_two_processes() -> None:
-    for found in ranks.run(_measure, 2, uuid.uuid4().hex, False):
-        assert list(found) == ["copy", "scatter"]
-        assert found["copy"].link_bytes == 16 * 48 * 2
-        assert found["scatter"].link_bytes == 16 * 48 * 4
-        assert all(0 < call.us["p20"] <= call.us["p50"] <= call.us["p80"] for call in found.values())
+def test_two_processes_and_a_baseline_that_fails(tmp_path: Path) -> None:
+    ranks.run(_measure, 2, uuid.uuid4().hex, tmp_path / LINES, "baseline")
+    lines = read_lines(tmp_path / LINES)
+    assert [line["operator"] for line in lines] == CALLED
+    assert [line["link_bytes"] for line in lines] == [1536, 1536, 3072, 3072]
+    assert [len(line["us"]) for line in lines] == [4, 4, 0, 4]  # rounds of both
+    assert all(line["size"] == 1536 and min(line["us"], default=1.0) > 0 for line in lines)
+    assert "failed" in text_of(lines)
 
 
-def test_a_wrong_result_is_an_error() -> None:
-    with ranks.start(_measure, 2, uuid.uuid4().hex, True) as job:
+def test_a_wrong_result_is_an_error(tmp_path: Path) -> None:
+    with ranks.start(_measure, 2, uuid.uuid4().hex, tmp_path / LINES, "wrong") as job:
         (outcome,) = job.wait_for([1])
-    zeros = sum(int((integers(16, 48, owner, torch.device("cpu")) == 0).sum()) for owner in range(2))
-    assert f"copy between two processes: {32 * 48 - zeros} numbers are wrong on rank 1" in outcome.error
+    whole = torch.cat([SMALL.integers(16, 48, owner, torch.device("cpu")) for owner in range(2)])
+    assert f"peer copies between process 0, process 1: {int((whole != 0).sum())} numbers are wrong" in outcome.error
 
 
-def _by_kernels(rank: int, world: int, token: str) -> tuple[list[str], list[tuple[str, int]]]:
-    import torch.distributed as dist
+def test_a_killed_run_keeps_its_cells(tmp_path: Path) -> None:
+    with ranks.start(_measure, 2, uuid.uuid4().hex, tmp_path / LINES, "killed") as job:
+        job.wait_for([0])
+    assert [line["operator"] for line in read_lines(tmp_path / LINES)] == CALLED[:2]
+    assert "gloo all_gather" in text_of(read_lines(tmp_path / LINES))
 
-    from bench.suites.links import _wrong_results, on_gpu, peers_of
-    from odc_triton.comm.memory import ApartHeap
 
-    heap = ApartHeap(rank=rank, world=2, size_bytes=SMALL.part_bytes, slots=1, token=token, timeout_s=LONG_S)
-    heap.shard(SMALL.weight, rank).copy_(integers(SMALL.rows // 2, SMALL.columns, rank, heap.device))
+def _by_kernels(rank: int, world: int, token: str) -> tuple[dict[str, list[int]], list[list[int]]]:
+    heap = ApartHeap(rank=rank, world=2, size_bytes=SMALL.heap_bytes, slots=1, token=token, timeout_s=LONG_S)
+    heap.shard(SMALL.weight, rank).copy_(SMALL.integers(SMALL.own_rows, SMALL.columns, rank, heap.device))
     dist.barrier()
-    assert [each.far for each in peers_of(SMALL, heap)] == [[1 - rank]] * 2
-    operators = on_gpu(SMALL, heap)
-    wrong = list(_wrong_results(SMALL, heap, operators, dist.barrier))
+    operators = by_kernels(SMALL, heap)
+    wrong = {name: list(wrong_results(SMALL, heap, each, dist.barrier)) for name, each in operators.items()}
     dist.barrier()
-    return list(operators), wrong
+    return wrong, [each.far for each in peers_of(SMALL, heap)]
 
 
+@pytest.mark.skipif(not place.INTERPRETED, reason="two processes on the CPU's heap")
 def test_kernels_in_the_interpreter() -> None:
-    """What runs between two GPUs, between two processes here: every result is right."""
-    for names, wrong in ranks.run(_by_kernels, 2, uuid.uuid4().hex):
-        assert names == [
-            *("copy", "gather", "linear direct", "linear staged", "scatter"),
-            *("wgrad", "wgrad in bulk", "both at once"),
-        ]
-        assert wrong == []
+    """What runs between two GPUs, between two processes here: every result is right, and the other's rows are far."""
+    for rank, (wrong, far) in enumerate(ranks.run(_by_kernels, 2, uuid.uuid4().hex)):
+        names = ["gather", "linear direct", "linear staged", "scatter", "wgrad", "wgrad in bulk", "both at once"]
+        assert wrong == {name: [] for name in names}
+        assert far == [[1 - rank]] * 2
 
 
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys) -> None:
-    words = [
-        "--backend",
-        "cpu-apart",
-        "--rows",
-        "32",
-        "--columns",
-        "48",
-        "--tokens",
-        "16",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "its figures say nothing of links" in said
-    data = json.loads((tmp_path / "out" / "links.json").read_text())
-    assert [list(link["calls"]) for link in data["links"]] == [["copy", "scatter"]] * 2
-    assert {"commit", "hardware", "versions", "shape"} <= data.keys()
-    assert "scatter, GB/s" in (tmp_path / "out" / "links.md").read_text()
+    small = ["--columns", "48", "--tokens", "16", "--sizes", "96", "1536"]
+    assert main(["--backend", "cpu-apart", *small, "--out", str(tmp_path / "out")]) == 0
+    assert "its figures say nothing of links" in capsys.readouterr().out
+    about, *lines = read_lines(tmp_path / "out" / LINES)
+    assert {"commit", "hardware", "versions", "columns"} <= about["about"].keys()
+    assert [line["operator"] for line in lines] == CALLED * 2
+    assert "1536 B" in (tmp_path / "out" / "links.md").read_text()
+
+
+def test_a_place_that_fails_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    import bench.suites.links as links
+
+    def place(*names: str, refused: str | None = None) -> Place:
+        return Place(names=names, devices=(0, 1), kind=names[0], gb_s=1.0, refused=refused)
+
+    asked = []
+
+    def launch(function: Any, place: Place, *given: Any, ranks: int) -> None:
+        asked.append(place.names)
+        if place.names[0] == "a":
+            raise RuntimeError("rank 1 failed\nfirst")
+
+    monkeypatch.setattr(
+        links, "places_of", lambda _, every_pair: [place("a", "b"), place("c", "d", refused="no"), place("e", "f")]
+    )
+    monkeypatch.setattr(links, "launch", launch)
+    assert main(["--out", str(tmp_path)]) == 1
+    assert asked == [("a", "b"), ("e", "f")]
+    assert [line.get("failure") for line in read_lines(tmp_path / LINES)[1:]] == ["rank 1 failed first", "no"]

@@ -106,7 +106,7 @@ def _named(*names: str) -> tuple[str, ...]:
 
 _KERNELS = _named("kernels/gather_scatter", "kernels/matrix", "kernels/staged", "kernels/engine_step")
 _KERNELS += _named("kernels/embedding", "kernels/linear_cross_entropy", "kernels/qkv", "kernels/exact_adds")
-_KERNELS += _named("kernels/addresses", "kernels/flags")
+_KERNELS += _named("kernels/addresses", "kernels/flags", "kernels/ops")
 _ENGINE = _named("gpu/cuda_engine", "engine/gathered", "gpu/cuda_steady", "hf/attention", "engine/gathered_usage")
 _ENGINE += _named("engine/foreach", "balance/collate")
 _ROW = "unsharded,FSDP2 + LB-Micro,FSDP2 symmetric memory + LB-Micro,FSDP2 + use_odc + LB-Mini,ODC + LB-Mini"
@@ -149,7 +149,7 @@ STAGES: Stages = {
         "bridge": _tests(60, *_named("gpu/cuda_bridge")),
         "memcheck": Run(words=_CHECK, seconds=240, found="kernels.jsonl", passes=_cells_passed, under=_MEMCHECK),
     },
-    "links": {"pairs": Run(words=("bench.suites.links", "--out", "{out}"), seconds=300, found="links.json", gpus=2)},
+    "links": {"pairs": Run(words=("bench.suites.links", "--out", "{out}"), seconds=300, found="links.jsonl", gpus=2)},
     "lengths": {"two GPUs": _bench(420, "--rounds", "2", "--minibatches", "3", gpus=2)},
 }
 FIRST = ("premises", "split-early", "kernels", "engine", "rows", "train", "timed", "profile")
