@@ -33,7 +33,11 @@ kernels and copies before it, so a peer that acquires the flag sees what they wr
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import os
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -154,6 +158,24 @@ def adds_in_bulk(shards: PeerShards) -> bool:
     if told not in ("auto", "on", "off"):
         raise ValueError(f"ODC_BULK_REDUCTIONS is {told!r}; set it to auto, on or off")
     return told == "on" or (told == "auto" and not shards.far)
+
+
+def makes_descriptors(launcher: Callable[..., None]) -> Callable[..., None]:
+    """For launchers whose kernels make tensor descriptors. Triton asks its allocator, a context variable, for their
+    memory: it is ours within the launcher alone, and the user's stays.
+    """
+
+    @functools.wraps(launcher)
+    def launch(**operands: Any) -> None:
+        context = contextvars.copy_context()
+        context.run(triton.set_allocator, _descriptor_memory)
+        context.run(launcher, **operands)
+
+    return launch
+
+
+def _descriptor_memory(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def interpreting() -> bool:

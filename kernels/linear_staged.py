@@ -16,7 +16,16 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import TL_DTYPES, architecture, bulk_reads_follow, dot, interpreting, peer_address, wait_for_shard
+from .device import (
+    TL_DTYPES,
+    architecture,
+    bulk_reads_follow,
+    dot,
+    interpreting,
+    makes_descriptors,
+    peer_address,
+    wait_for_shard,
+)
 from .linear import check_linear, linear_dx_ref, linear_ref, traits
 from .peers import PeerShards, check_bias
 from .staged import StagedWeight
@@ -201,6 +210,7 @@ def linear_dx_staged_kernel(
             )
 
 
+@makes_descriptors
 def linear_staged(
     *,
     x: torch.Tensor,
@@ -244,6 +254,7 @@ def linear_staged(
     weight.is_read_now()
 
 
+@makes_descriptors
 def linear_dx_staged(
     *,
     dy: torch.Tensor,
@@ -331,11 +342,8 @@ def _programs(weight: StagedWeight) -> int:
 
 
 def _bulk(device: torch.device) -> bool:
-    """Whether there is TMA, with memory for the descriptors that a kernel makes: triton asks for it."""
-    if interpreting():
-        return True
-    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    return architecture(device) >= 90
+    """Whether there is TMA."""
+    return interpreting() or architecture(device) >= 90
 
 
 def linear_staged_ref(

@@ -48,6 +48,13 @@ class CudaDevice:
         return str(self._device)
 
     def current(self) -> torch.cuda.Stream:
+        """Raises RuntimeError while that stream is captured into a CUDA graph."""
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph can't hold a sharded model: it would repeat copies from other ranks and waits for them "
+                "without the barriers between. Capture nothing that runs it, and leave out torch.compile's modes that "
+                "capture ('reduce-overhead', 'max-autotune')"
+            )
         return torch.cuda.current_stream(self._device)
 
     def stream(self) -> torch.cuda.Stream:

@@ -19,7 +19,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .device import add_to_peer, adds_in_bulk, architecture, dot, interpreting, sum_address, summand, turn
+from .device import (
+    add_to_peer,
+    adds_in_bulk,
+    architecture,
+    dot,
+    interpreting,
+    makes_descriptors,
+    sum_address,
+    summand,
+    turn,
+)
 from .peers import PeerShards, check_bias, check_sums
 from .scatter import scatter
 from .tiles import WgradTile, tile_of
@@ -94,6 +104,7 @@ def of_integers(tile: WgradTile) -> WgradTile:
     return replace(tile, k=max(tile.k // 2, 16))
 
 
+@makes_descriptors
 def wgrad(
     *,
     dy: torch.Tensor,
@@ -122,8 +133,6 @@ def wgrad(
     if weight.exact is not None:
         tile = of_integers(tile)
     bulk = arch >= 90 and columns * weight.dtype.itemsize % 16 == 0 and adds_in_bulk(weight)
-    if bulk:
-        triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=dy.device))
     tiles = triton.cdiv(weight.rows_per_owner, tile.n) * triton.cdiv(columns, tile.k)
     db = None if bias is None else torch.empty(rows, dtype=torch.float32, device=dy.device)
     wgrad_kernel[(tiles, weight.world)](

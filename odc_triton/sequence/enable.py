@@ -68,7 +68,7 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     room = Room(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.meetings.timeout_s)
     by = KernelHandover if engine.adds_by_kernel else Handover
     handover, streams = by(room, engine.state, engine.meetings), engine.streams.first.another()
-    engine.split_by(exchange := SequenceExchange(handover, streams, in_order=engine.exact))
+    engine.split_by(exchange := SequenceExchange(handover, streams, in_order=engine.exact, debug=engine.debug))
     for number, (module, _) in enumerate(layers):
         module._odc_split = LayerSplit(exchange, number)
 

@@ -39,13 +39,15 @@ class Span:
 class SequenceExchange(NoSplits):
     """What `enable_split` puts on an engine. `plan`: of the minibatch that is open; None while nothing is split."""
 
-    def __init__(self, handover: Handover, streams: Streams, *, in_order: bool) -> None:
+    def __init__(self, handover: Handover, streams: Streams, *, in_order: bool, debug: bool = False) -> None:
         """`streams`: its own, to copy and to add beside what the engine copies and adds. `in_order`: ranks add to a
-        piece in their order, so that its gradients have the same bits in every run.
+        piece in their order, so that its gradients have the same bits in every run. `debug`: asserts
+        [Note: forward progress].
         """
         self.handover, self.streams, self.room = handover, streams, handover.room
         self.rank, self.world, self.tokens = self.room.rank, self.room.world, self.room.tokens
-        self.is_apart, self._in_order = self.room.heap.apart, in_order
+        self.is_apart, self._in_order, self._debug = self.room.heap.apart, in_order, debug
+        self._waited: set[tuple[Flag, int, int]] = set()  # flags, layers and epochs that this rank has waited for
         self.plan: SplitPlan | None = None
         self._own: list[PlannedPiece] = []
         self._epochs = 0  # used up by former plans: one per wave
@@ -89,6 +91,7 @@ class SequenceExchange(NoSplits):
         self._may_return.clear()
         self._returned.clear()
         self.released.clear()
+        self._waited.clear()
         if plan is not None:
             self.handover.begin()
 
@@ -224,6 +227,7 @@ class SequenceExchange(NoSplits):
                     place = self.room.rows(layer, kind, planned, span.piece.start, span.piece.stop)
                     place.copy_(each[span.first : span.end])
             whom |= {reader.rank for reader in self.readers(span.piece, window)}
+        self._tells(Flag.PUBLISHED, layer, spans)
         self.handover.tell(Flag.PUBLISHED, whom - {self.rank}, layer, self._epoch(spans))
 
     def read(self, layer: int, span: Span, window: int | None, own: Rows) -> Rows | Fetched | None:
@@ -258,13 +262,23 @@ class SequenceExchange(NoSplits):
     def _wait_for(self, flag: Flag, layer: int, spans: Sequence[Span], whom: dict[int, str]) -> Callable[[], None]:
         """What waits for other ranks; `whom`: by rank, what for."""
         others = {rank: purpose for rank, purpose in whom.items() if rank != self.rank}
+        if others:
+            self._waited.add((flag, layer, self._epoch(spans)))
         wait = Wait(flag=flag, layer=layer, epoch=self._epoch(spans), whom=others)
         return partial(self.handover.wait, wait) if others else lambda: None
+
+    def _tells(self, flag: Flag, layer: int, spans: Sequence[Span]) -> None:
+        if self._debug and (flag, layer, self._epoch(spans)) in self._waited:
+            raise AssertionError(
+                f"{spans[0].piece}: this rank has waited for {flag.name} flags of layer {layer} before it set its own, "
+                f"so ranks may wait in a circle: see [Note: forward progress]"
+            )
 
     def add(self, layer: int, spans: list[Span], window: int | None, gradients: Sequence[torch.Tensor | None]) -> None:
         """Adds gradients of what was read. `gradients`: two for each span, [tokens, heads, D], contiguous, or None."""
         self._require_first(layer, spans)
         owners: set[int] = set()
+        self._tells(Flag.ADDED, layer, spans)
         beside = self._beside(layer, spans, window) if self._in_order else {}
         if before := {rank: purpose for rank, purpose in beside.items() if rank < self.rank}:
             self.streams.after_adds(self._wait_for(Flag.ADDED, layer, spans, before))

@@ -2,6 +2,14 @@
 
 The host waits on a CPU. On a GPU the host only enqueues, so kernels set flags, wait for them and add
 (kernels/flags.py); whether one waited in vain is known after a drain.
+
+[Note: forward progress] A kernel that waits holds its stream, and may hold others: streams share hardware queues, a
+module may be loaded or memory allocated behind it, the queue of launches may be full. None of this can hang a GPU, as
+long as nothing would hang if all work of a rank, on whatever streams, ran one after another in the order in which it
+was enqueued. So: never enqueue a wait before the work that a peer needs to set that flag. Of each layer and wave a rank
+enqueues its publication before its fetch, and its additions before it collects, which is also the order in which the
+host's hand-over runs, and which [Note: waves] in balance/pieces.py shows to end. `fully_shard(debug=True)` asserts it.
+The staged kernel obeys it too: copies are enqueued before the kernel that waits for them (kernels/staged.py).
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def fully_shard(
         "cpu-apart" lays memory out on the CPU as on CUDA, "cpu-interpreter" runs Triton's kernels too.
     timeout: how late a live rank may be at a barrier, a timedelta or seconds; once memory is shared, a dead rank is
         named within seconds.
-    debug: catch collectives inside a minibatch.
+    debug: catch collectives inside a minibatch, and waits for pieces of samples out of order.
     exact: sum gradients as 64-bit integers, so that sums have the same bits in whatever order ranks add to them; twice
         the memory for gradient shards. By default what `torch.use_deterministic_algorithms` says now. A minibatch may
         then raise MinibatchToRepeat: docs/exact.md.

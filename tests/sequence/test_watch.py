@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +14,11 @@ import torch
 from odc_kernels import streams
 from odc_kernels.linear_cross_entropy import _pulled
 from odc_kernels.peers import PeerShards, split
+from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.engine.simulated_device import SimulatedDevice, SimulatedEvent
+from odc_triton.engine.streams import DeviceStreams, Streams
 from odc_triton.sequence import handover
+from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.handover import KernelHandover, Wait, _Look, _Running
 from odc_triton.sequence.room import Flag
 from tests.support.deadlines import LONG_S
@@ -94,3 +99,39 @@ def test_streams_of_a_gpu_are_not_of_the_pool_that_programs_use(monkeypatch: pyt
     device.stream()
     assert made == [(torch.device("cuda:5"), -1)] * 2
     streams._pull_stream.cache_clear()
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_a_wait_before_what_peers_wait_for_is_found_in_debug(debug: bool) -> None:
+    """Rank 1 reads rank 0's piece, and rank 2 reads both. Nothing is sent: the order alone counts."""
+    plan = SplitPlan.of([[[Piece(0, 0, 8)]], [[Piece(0, 8, 20)]], [[Piece(0, 20, 30)]]])
+    place = room()
+    place.rank, place.world, place.tokens, place.heap.apart = 1, 3, 30, False
+    place.rows = place.gradient_rows = lambda _layer, _kind, _piece, start, stop: torch.zeros(stop - start, 1, 1)
+    sent = {"begin": lambda: None, "tell": lambda *_: None, "wait": lambda _: None, "add": lambda *_: None}
+    exchange = SequenceExchange(SimpleNamespace(room=place, **sent), Streams(), in_order=False, debug=debug)
+    spans, rows = [Span(Piece(0, 8, 20), 0, 12)], (torch.zeros(12, 1, 1), torch.zeros(12, 1, 1))
+    before = (torch.zeros(8, 1, 1), torch.zeros(8, 1, 1))
+    right = [
+        partial(exchange.publish, 0, spans, None, rows),
+        partial(exchange.read, 0, spans[0], None, rows),
+        partial(exchange.add, 0, spans, None, before),
+        partial(exchange.collect, 0, spans, None, rows),
+    ]
+    for order, fails in (([0, 1, 2, 3], None), ([1, 0, 2, 3], "PUBLISHED"), ([0, 1, 3, 2], "ADDED")):
+        exchange.begin(plan)
+        exchange._require_first = lambda *_: None  # which would find the second of these too
+        with pytest.raises(AssertionError, match=f"for {fails} flags") if debug and fails else nullcontext():
+            for at in order:
+                right[at]()
+
+
+def test_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the engine, the head or a staged weight orders its streams."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    device = streams.CudaDevice(torch.device("cuda:0"))
+    side, memory = DeviceStreams(device), torch.zeros(4).untyped_storage()
+    for use in (device.current, lambda: side.copy(memory, lambda: None), lambda: side.drain(1.0, "the exit")):
+        with pytest.raises(RuntimeError, match="a CUDA graph can't hold a sharded model"):
+            use()

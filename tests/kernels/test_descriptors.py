@@ -1,0 +1,33 @@
+"""Launchers whose kernels make tensor descriptors leave the user's allocator alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import triton
+from triton.runtime import _allocation
+
+from odc_kernels import device
+from odc_kernels.device import makes_descriptors
+from odc_kernels.linear_staged import linear_dx_staged, linear_staged
+from odc_kernels.wgrad import wgrad
+
+
+def test_the_users_allocator_stays() -> None:
+    def users(size: int, alignment: int, stream: int | None) -> None:
+        raise AssertionError("not for our kernels")
+
+    former, seen = _allocation._allocator.get(), []
+    triton.set_allocator(users)
+    try:
+        makes_descriptors(lambda **_: seen.append(_allocation._allocator.get()))(x=1)
+        assert seen == [device._descriptor_memory]
+        assert _allocation._allocator.get() is users
+    finally:
+        triton.set_allocator(former)
+
+
+def test_nobody_else_sets_it() -> None:
+    assert all(hasattr(each, "__wrapped__") for each in (wgrad, linear_staged, linear_dx_staged))
+    folder = Path(device.__file__).parent
+    assert [path.name for path in folder.glob("*.py") if "set_allocator" in path.read_text()] == ["device.py"]
