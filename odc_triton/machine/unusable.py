@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .topology import P2P, Device, Pair, Topology, bare
 
@@ -31,10 +31,12 @@ class Unusable:
 
 
 def unusable_pairs(topology: Topology) -> tuple[Unusable, ...]:
-    """The pairs known to be unable to read, write or natively add to each other's memory."""
+    """The pairs known to be unable to read, write or natively add to each other's memory. Remedies keep the GPUs' order
+    if they can.
+    """
     bad = [pair for pair in topology.pairs if pair.is_unusable]
-    largest = usable_groups(topology)[0] if bad else ()
-    return tuple(_unusable(pair, largest) for pair in bad)
+    instead = _instead(usable_groups(topology), topology.devices) if bad else ""
+    return tuple(_unusable(pair, instead) for pair in bad)
 
 
 def by_reason(unusable: Iterable[Unusable]) -> dict[tuple[str, str], list[Pair]]:
@@ -59,7 +61,24 @@ def usable_groups(topology: Topology) -> tuple[tuple[Device, ...], ...]:
     return tuple(tuple(group) for group in sorted(groups, key=len, reverse=True))
 
 
-def _unusable(pair: Pair, largest: Sequence[Device]) -> Unusable:
+def _instead(groups: Sequence[Sequence[Device]], order: Sequence[Device]) -> str:
+    """What to do with GPUs in these groups, larger ones first. `order`: that of the ranks."""
+    size = len(groups[0])
+    largest = [group for group in groups if len(group) == size]
+    together = [device for group in largest for device in group]
+    visible = f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={','.join(str(each.index) for each in together)}"
+    if size == 1:
+        return "use one GPU (several ranks may share it)"
+    if len(largest) == 1:
+        return f"use GPUs that can: {visible}"
+    copies = (
+        f"{len(largest)} groups of {size} GPUs can: give --replicas {len(largest)}, or fully_shard a mesh of shape "
+        f'({len(largest)}, {size}) named ("replicate", "shard")'
+    )
+    return copies if together == list(order) else f"{copies}, and keep each group's ranks together: {visible}"
+
+
+def _unusable(pair: Pair, instead: str) -> Unusable:
     if pair.has_slices:
         return Unusable(
             pair=pair,
@@ -73,10 +92,6 @@ def _unusable(pair: Pair, largest: Sequence[Device]) -> Unusable:
             reason=f"the NVSwitch fabric is {stalled.fabric} for {stalled.label}",
             remedy="start nvidia-fabricmanager, in the driver's version, on the host, and look at its log",
         )
-    instead = "use one GPU (several ranks may share it)"
-    if len(largest) > 1:
-        numbers = ",".join(str(device.index) for device in largest)
-        instead = f"use GPUs that can: CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers}"
     if not pair.access.is_refused:
         over = "over NVLink" if pair.nvlinks else "over PCIe"
         return Unusable(
@@ -99,11 +114,12 @@ def refuse_unusable(topology: Topology, uuids_of_ranks: Sequence[str | None]) ->
     not list are skipped: opening the heap will show whether they work.
     """
     part = topology.only(uuids_of_ranks)
+    ranks = {bare(uuid): rank for rank, uuid in reversed(list(enumerate(uuids_of_ranks))) if uuid is not None}
+    part = replace(part, devices=tuple(sorted(part.devices, key=lambda device: ranks[bare(device.uuid)])))
     bad = unusable_pairs(part)
     if not bad:
         return
     first = bad[0]
-    ranks = {bare(uuid): rank for rank, uuid in reversed(list(enumerate(uuids_of_ranks))) if uuid is not None}
     names = [
         f"rank {ranks[bare(device.uuid)]} on {device.label} ({device.name}, {device.bus_id or device.uuid})"
         for device in sorted((first.pair.one, first.pair.other), key=lambda device: ranks[bare(device.uuid)])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 
 from odc_triton.machine.nvml import SnapshotNvml
 from odc_triton.machine.probe import CudaDevice, read_topology
-from odc_triton.machine.topology import P2P
+from odc_triton.machine.topology import P2P, Device, Pair, Topology
 from odc_triton.machine.unusable import by_reason, refuse_unusable, unusable_pairs, usable_groups
 from tests.support import ranks
 from tests.support.snapshots import load, topology
@@ -89,6 +92,41 @@ def test_which_ranks_are_refused() -> None:
     assert "rank 0 on GPU2 (NVIDIA RTX A6000, 00000000:CA:00.0) and rank 3 on GPU1" in text
     assert "CUDA_VISIBLE_DEVICES=2,3" in text
     assert "2 of 3 pairs" in text
+
+
+def in_groups(*groups: tuple[int, ...]) -> Topology:
+    """GPUs by number, NVLink within each group, PCIe without native atomics between them."""
+    devices = {n: Device(label=f"GPU{n}", index=n, uuid=f"GPU-{n}") for n in sorted(itertools.chain(*groups))}
+    of = {n: group for group in groups for n in group}
+    fine = {"read": P2P.OK, "write": P2P.OK}
+    pairs = tuple(
+        Pair(one=devices[a], other=devices[b], atomics=P2P.OK, nvlinks=4, **fine)
+        if of[a] == of[b]
+        else Pair(one=devices[a], other=devices[b], atomics=P2P.CHIPSET_NOT_SUPPORTED, **fine)
+        for a, b in itertools.combinations(devices, 2)
+    )
+    return Topology(devices=tuple(devices.values()), pairs=pairs)
+
+
+@pytest.mark.parametrize(
+    ("groups", "of_ranks", "remedy"),
+    [
+        (((0, 1, 2, 3), (4, 5, 6, 7)), range(8), "2 groups of 4 GPUs can: give --replicas 2, .*\\(2, 4\\)"),
+        (((0, 1), (2, 3), (4, 5), (6, 7)), range(8), "4 groups of 2 GPUs can: give --replicas 4, .*\\(4, 2\\)"),
+        (((0, 4), (1, 5), (2, 6), (3, 7)), range(8), "--replicas 4, .*keep .*VISIBLE_DEVICES=0,4,1,5,2,6,3,7"),
+        (((0, 4), (1, 5), (2, 6), (3, 7)), (0, 4, 1, 5), "2 groups of 2 GPUs can: give --replicas 2"),
+        (((0, 1), (2, 3)), (0, 2, 1, 3), "--replicas 2, .*keep .*VISIBLE_DEVICES=0,1,2,3"),
+        (((0, 1, 2), (3, 4, 5), (6,)), range(7), "2 groups of 3 .*VISIBLE_DEVICES=0,1,2,3,4,5"),
+        (((0, 1, 2, 3), (4, 5), (6, 7)), range(8), "use GPUs that can: .*VISIBLE_DEVICES=0,1,2,3"),
+        (((0,), (1,), (2,)), range(3), "use one GPU"),
+    ],
+)
+def test_the_remedy_follows_from_the_matrix(groups: tuple, of_ranks: Sequence[int], remedy: str) -> None:
+    found = in_groups(*groups)
+    with pytest.raises(RuntimeError, match=f"(?is){remedy}") as caught:
+        refuse_unusable(found, [f"GPU-{number}" for number in of_ranks])
+    is_in_order = "VISIBLE_DEVICES" not in remedy and "replicas" in remedy
+    assert ("VISIBLE_DEVICES" in str(caught.value)) != (is_in_order or "one GPU" in remedy)
 
 
 def test_pairs_by_reason() -> None:
