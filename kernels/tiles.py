@@ -255,6 +255,16 @@ CHIPS = {
         link_bytes_s=450e9,
         l2_bytes=60_000_000,
     ),
+    "H100 SXM": Chip(
+        arch=90,
+        sms=132,
+        matrix_flops_per_sm=989e12 / 132,
+        fp32_flops_per_sm=67e12 / 132,
+        l2_bytes_s_per_sm=56e9,
+        hbm_bytes_s=3.35e12,
+        link_bytes_s=450e9,
+        l2_bytes=50_000_000,
+    ),
     "B200": Chip(
         arch=100,
         sms=148,
@@ -277,6 +287,13 @@ CHIPS = {
         l2_bytes=128_000_000,
     ),
 }
+
+
+def chip_of(name: str, arch: int) -> Chip | None:
+    """The chip of a device that calls itself `name`, as "NVIDIA H100 80GB HBM3"; else one of its `arch`, if any."""
+    same = [(model, chip) for model, chip in CHIPS.items() if chip.arch == arch]
+    named = (chip for model, chip in same if model.removesuffix(" SXM") in name)
+    return next(named, same[0][1] if same else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -358,11 +358,21 @@ def category_of_operator(name: str) -> str | None:
     return None
 
 
+_OUR_CATEGORIES = {
+    "scatter_kernel": ACCUMULATE,
+    "add_block_kernel": ACCUMULATE,
+    "gather_kernel": GATHER,
+    "gather_pieces_kernel": GATHER,
+    "set_flags_kernel": MEETINGS,
+    "await_flags_kernel": MEETINGS,
+}
+
+
 def category_of_kernel(name: str, ours: frozenset[str]) -> str:
     """The category of a kernel or a copy on a GPU. `ours`: the names of this project's Triton kernels."""
     lower = name.lower()
-    if name == "scatter_kernel":
-        return ACCUMULATE
+    if name in _OUR_CATEGORIES:
+        return _OUR_CATEGORIES[name]
     if name in ours:
         return KERNELS
     if any(word in lower for word in _ATTENTION_WORDS):

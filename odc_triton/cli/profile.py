@@ -198,9 +198,13 @@ def _seconds(event: Any, start_ns: int) -> tuple[float, float]:
 
 def _names_of_our_kernels() -> frozenset[str]:
     import importlib
+    import pkgutil
 
-    files = ("embedding", "gather", "linear", "linear_staged", "online_softmax", "qkv", "qkv_grad", "scatter", "wgrad")
-    modules = [importlib.import_module(f"odc_kernels.{name}") for name in files]
+    import odc_kernels
+
+    modules = [
+        importlib.import_module(f"odc_kernels.{each.name}") for each in pkgutil.iter_modules(odc_kernels.__path__)
+    ]
     return frozenset(name for module in modules for name in vars(module) if name.endswith("_kernel"))
 
 

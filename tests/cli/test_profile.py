@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odc_triton.base.trace import (
+    _OUR_CATEGORIES,
     ACCUMULATE,
     ATTENTION,
     CATEGORIES,
@@ -27,7 +29,7 @@ from odc_triton.base.trace import (
     overlapping,
 )
 from odc_triton.cli.command import main
-from odc_triton.cli.profile import ProfileOptions, read_lengths
+from odc_triton.cli.profile import ProfileOptions, _names_of_our_kernels, read_lengths
 
 CONFIG = {
     "model_type": "llama",
@@ -129,6 +131,21 @@ def test_operators(name: str, category: str | None) -> None:
 )
 def test_kernels(name: str, category: str) -> None:
     assert category_of_kernel(name, frozenset({"wgrad_kernel", "scatter_kernel"})) == category
+
+
+def test_every_kernel_is_known() -> None:
+    """By the names of jit functions, which are those on a device's timeline."""
+    folder = Path(_names_of_our_kernels.__globals__["__file__"]).parents[2] / "kernels"
+    text = "".join(path.read_text() for path in folder.glob("*.py"))
+    launched = set(re.findall(r"\b(\w+_kernel)\[", text))
+    assert len(launched) >= 15
+    ours = _names_of_our_kernels()
+    assert launched <= ours
+    assert set(_OUR_CATEGORIES) <= ours
+    assert {name for name in ours if category_of_kernel(name, ours) == MEETINGS} == {
+        "set_flags_kernel",
+        "await_flags_kernel",
+    }
 
 
 def test_lengths(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from odc_kernels.tiles import (
     Problem,
     WgradTile,
     candidates,
+    chip_of,
     fits,
     predict,
     ranked,
@@ -242,3 +243,18 @@ def test_staged_wins_where_there_are_many_tokens() -> None:
     best, tile = ranked("wgrad", Problem(tokens=8192, rows=14336, columns=4096, world=8), H200)[0]
     assert tile.n * tile.k >= 128 * 128
     assert best > 2 * 8192 * 14336 * 4096 / 989e12
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "chip"),
+    [
+        ("NVIDIA H100 80GB HBM3", 90, "H100 SXM"),
+        ("NVIDIA H200", 90, "H200 SXM"),
+        ("NVIDIA GH200 480GB", 90, "H200 SXM"),
+        ("NVIDIA A100-SXM4-80GB", 80, "A100 SXM"),
+        ("NVIDIA A30", 80, "A100 SXM"),
+        ("NVIDIA L4", 89, None),
+    ],
+)
+def test_chips_by_name(name: str, arch: int, chip: str | None) -> None:
+    assert chip_of(name, arch) == CHIPS.get(chip)

@@ -200,6 +200,7 @@ def _with_tiles(trial: Trial, words: str, tokens: int, options: TuneOptions, mea
         return choice
     major, minor = torch.cuda.get_device_capability()
     about = {"world": trial.engine.world, "element_bytes": trial.dtype.itemsize, "arch": major * 10 + minor}
+    about["device"] = torch.cuda.get_device_name()
     by_kernel: dict[str, dict[str, Any]] = {}
     for kernel, name, other in tiles(choice, trial.workload, tokens=tokens, most=options.tiles, **about):
         by_kernel.setdefault(kernel, {})[name] = other

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from odc_kernels.tiles import CHIPS, LinearTile, Problem, WgradTile, ranked, tile_of
+from odc_kernels.tiles import LinearTile, Problem, WgradTile, chip_of, ranked, tile_of
 
 from ...nn.choice import TABLE, Choice, as_choice, choose
 from .workload import Workload
@@ -63,14 +63,25 @@ def shipped(workload: Workload, tokens: int, *, device: str) -> Choice:
     return choose(workload.operator, shape=workload.shape, tokens=tokens, device_type=device, table=TABLE)
 
 
-def tiles(choice: Choice, workload: Workload, *, tokens: int, world: int, element_bytes: int, arch: int, most: int):
-    """The tiles to try for each kernel that `choice` runs for `linear`: at most `most`, the predicted fastest first.
+def tiles(
+    choice: Choice,
+    workload: Workload,
+    *,
+    tokens: int,
+    world: int,
+    element_bytes: int,
+    arch: int,
+    most: int,
+    device: str = "",
+):
+    """The tiles to try for each kernel that `choice` runs for `linear`: at most `most`, the predicted fastest first on
+    the chip of that `device`, its name.
 
     Yields (kernel, name, choice with that tile). The kernel's own tile is not among them.
     """
     if workload.operator != "linear" or choice.backend != "triton":
         return
-    chip = next((chip for chip in CHIPS.values() if chip.arch == arch), None)
+    chip = chip_of(device, arch)
     kernels = [*_KERNELS.get(choice.strategy, ()), *(["wgrad"] if choice.wgrad == "fused" else [])]
     problem = Problem(
         tokens=tokens, rows=workload.shape[0], columns=workload.shape[1], world=world, element_bytes=element_bytes
