@@ -217,7 +217,14 @@ def test_the_plan() -> None:
     there = {
         str(p.relative_to(ROOT)) for folder in ("gpu", "kernels") for p in (ROOT / "tests" / folder).glob("test_*.py")
     }
-    needless = ("machine_code", "contention", "near_and_far", "tiles", "worked_examples")  # learn nothing on a GPU
+    needless = (
+        "machine_code",
+        "contention",
+        "descriptors",
+        "near_and_far",
+        "tiles",
+        "worked_examples",
+    )  # learn nothing on a GPU
     without = {f"tests/kernels/test_{name}.py" for name in needless} | {name for name in there if "refusals" in name}
     assert there - files == without
     for line in re.findall(r"-m bench\.suites\.gpu ([a-z -]+?)(?:   |\n)", suite.__doc__):
