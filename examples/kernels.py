@@ -50,7 +50,7 @@ def is_close(what: str, got: torch.Tensor, want: torch.Tensor) -> None:
         print(f"{what}: as in plain torch")
 
 
-# ------------------------------------------------------------------ read and multiply
+# Read and multiply.
 
 whole = random(0, ROWS, COLUMNS)
 mine = allocate()
@@ -70,7 +70,7 @@ linear_staged(x=x, weight=staged, out=y.fill_(torch.nan))
 check(staged)
 is_close("linear_staged", y, F.linear(x, whole))
 
-# ------------------------------------------------------------------ a weight gradient into its owners
+# A weight gradient into its owners.
 
 added = allocate().zero_()
 sums = PeerShards.symmetric(added, rows=ROWS)
@@ -80,7 +80,7 @@ handle.barrier()  # all ranks have added: owners may read
 want = sum(random(20 + peer, TOKENS, ROWS).T @ random(10 + peer, TOKENS, COLUMNS) for peer in range(world))
 is_close("wgrad", added[: len(want[own])], want[own])
 
-# ------------------------------------------------------------------ a fused loss
+# A fused loss.
 
 added.zero_()
 handle.barrier()

@@ -11,7 +11,7 @@ copy beside     whether a copy on this device proceeds while a kernel holds all 
                 kernel that waits for copies must leave some free
 flags           microseconds of a round trip between two processes on this GPU by the kernels of flags
 gather          microseconds of 56 copies of 1 MB by the host's clock, until enqueued, and by the device's: one by one,
-                and in one call of cudaMemcpyBatchAsync
+                and in one call of cudaMemcpyBatchAsync, without and with its preference for copy engines
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def gather(gpu: Gpu) -> dict[str, Any]:
     memory = torch.zeros(PIECES * PIECE_BYTES, dtype=torch.int8, device=gpu.type)
     pieces = [(place, torch.zeros(PIECE_BYTES, dtype=torch.int8, device=gpu.type)) for place in _PLACES]
     batch_copy = torchs_batch_copy()
-    batch = Batch.of(pieces, near=PIECES)
+    batches = {"batch": Batch.of(pieces, near=PIECES), "batch_beside_compute": Batch.of(pieces, near=0)}
 
     def one_by_one() -> None:
         for place, rows in pieces:
@@ -140,7 +140,8 @@ def gather(gpu: Gpu) -> dict[str, Any]:
     found: dict[str, Any] = {"one_by_one": _both_clocks(gpu, one_by_one)}
     if batch_copy is not None:
         with torch.cuda.stream(torch.cuda.Stream()):  # it takes no default stream
-            found["batch"] = _both_clocks(gpu, partial(batch_copy, batch, memory.data_ptr()))
+            for name, batch in batches.items():
+                found[name] = _both_clocks(gpu, partial(batch_copy, batch, memory.data_ptr()))
     return found
 
 
