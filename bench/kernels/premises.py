@@ -9,7 +9,8 @@ machine         TFLOP/s of torch's product of two square bf16 matrices, GB/s of 
 addmm           whether torch adds a product of bf16 into fp32 in place: the best baseline of weight gradients
 copy beside     whether a copy on this device proceeds while a kernel holds all threads of all multiprocessors: else a
                 kernel that waits for copies must leave some free
-flags           microseconds of a round trip between two processes on this GPU by the kernels of flags
+flags           microseconds of a round trip between two processes on this GPU: by the kernels of flags, and by stream
+                memory operations, which hold no multiprocessor and yield the GPU to the process that is waited for
 gather          microseconds of 56 copies of 1 MB by the host's clock, until enqueued, and by the device's: one by one,
                 and in one call of cudaMemcpyBatchAsync, without and with its preference for copy engines
 """
@@ -17,10 +18,12 @@ gather          microseconds of 56 copies of 1 MB by the host's clock, until enq
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import statistics
 import time
 from collections.abc import Callable
+from ctypes import c_uint, c_uint64, c_void_p
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,8 +93,8 @@ def copy_beside(gpu: Gpu) -> dict[str, Any]:
     return {"proceeds": bool((looks < SPINS).all()), "most_looks": int(looks.max())}
 
 
-def _ping_pong(rounds: int) -> float:
-    """Microseconds of a round trip between ranks 0 and 1, the median of five series."""
+def _ping_pong(rounds: int, by: str) -> float:
+    """Microseconds of a round trip between ranks 0 and 1, the median of five series. `by`: kernels, or stream."""
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", rendezvous_url())
@@ -100,22 +103,35 @@ def _ping_pong(rounds: int) -> float:
     region = Region(shape=(2, 32), dtype="int64", itemsize=8, offset_bytes=0)  # a row of flags for each rank
     flags = [heap.shard(region, owner) for owner in range(2)]
     table = torch.tensor([each.data_ptr() for each in flags], device="cuda")
-    stop, status = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
-    wait = {"flags": flags[rank], "stop": stop.pin_memory(), "status": status.cuda(), "spins": SPINS}
+    stop, status = torch.zeros(1, dtype=torch.int32).pin_memory(), torch.zeros(1, dtype=torch.int32, device="cuda")
+    driver, stream = ctypes.CDLL("libcuda.so.1"), torch.cuda.Stream()
+
+    def tell(peer: int, value: int) -> None:
+        if by == "kernels":
+            return set_flags(table=table, ranks=[peer], place=0, value=value)
+        return _driver(driver.cuStreamWriteValue64_v2, stream, flags[peer], value)
+
+    def wait(value: int) -> None:
+        if by == "kernels":
+            given = {"flags": flags[rank], "stop": stop, "status": status, "spins": SPINS}
+            return await_flags(ranks=[0], place=0, value=value, number=1, **given)
+        return _driver(driver.cuStreamWaitValue64_v2, stream, flags[rank], value)
+
     series = []
-    for number in range(6):  # the first loads the kernels
-        torch.cuda.synchronize()
-        dist.barrier()
-        start_s = time.perf_counter()
-        for value in range(number * rounds + 1, (number + 1) * rounds + 1):
-            if rank == 0:
-                set_flags(table=table, ranks=[1], place=0, value=value)
-            await_flags(ranks=[0], place=0, value=value, number=1, **wait)
-            if rank == 1:
-                set_flags(table=table, ranks=[0], place=0, value=value)
-        torch.cuda.synchronize()
-        series.append((time.perf_counter() - start_s) / rounds * 1e6)
-    vain = int(wait["status"])
+    with torch.cuda.stream(stream):
+        for number in range(6):  # the first loads the kernels
+            torch.cuda.synchronize()
+            dist.barrier()
+            start_s = time.perf_counter()
+            for value in range(number * rounds + 1, (number + 1) * rounds + 1):
+                if rank == 0:
+                    tell(1, value)
+                wait(value)
+                if rank == 1:
+                    tell(0, value)
+            torch.cuda.synchronize()
+            series.append((time.perf_counter() - start_s) / rounds * 1e6)
+    vain = int(status)
     dist.barrier()
     dist.destroy_process_group()
     if vain:
@@ -123,8 +139,18 @@ def _ping_pong(rounds: int) -> float:
     return statistics.median(series[1:])
 
 
-def flags(gpu: Gpu) -> dict[str, Any]:
-    return {"kernels_us": launch(_ping_pong, ROUNDS, ranks=2)[0]}
+def _driver(call: Any, stream: torch.cuda.Stream, flag: torch.Tensor, value: int) -> None:
+    """cuStreamWriteValue64, or cuStreamWaitValue64 until the flag is at least `value` (CU_STREAM_WAIT_VALUE_GEQ, 0)."""
+    if status := call(c_void_p(stream.cuda_stream), c_uint64(flag.data_ptr()), c_uint64(value), c_uint(0)):
+        raise RuntimeError(f"the driver refused it with CUresult {status}")
+
+
+def flags_by_kernels(gpu: Gpu) -> dict[str, Any]:
+    return {"round_trip_us": launch(_ping_pong, ROUNDS, "kernels", ranks=2)[0]}
+
+
+def flags_by_stream(gpu: Gpu) -> dict[str, Any]:
+    return {"round_trip_us": launch(_ping_pong, ROUNDS, "stream", ranks=2)[0]}
 
 
 def gather(gpu: Gpu) -> dict[str, Any]:
@@ -163,7 +189,8 @@ ON_A_GPU: dict[str, Callable[[Gpu], dict[str, Any]]] = {
     "machine": machine,
     "addmm": addmm,
     "copy beside": copy_beside,
-    "flags": flags,
+    "flags by kernels": flags_by_kernels,
+    "flags by stream": flags_by_stream,
     "gather": gather,
 }
 ON_THE_HOST = ("machine", "gather")
