@@ -26,9 +26,7 @@ from .inputs import write_inputs
 from .plan import FIRST, STAGES, Run, Stages
 
 _LEAST_S = 5.0  # with less time left, nothing is started
-_POLL_S = 0.5
 _CUT = (124, 128 + signal.SIGKILL)  # `timeout`'s exit codes
-_SAID_LINES = 60
 _TOOL = "compute-sanitizer"  # runs of which need it
 
 
@@ -129,10 +127,10 @@ def do(
             process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, **how)
         while code is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(_POLL_S)
+                code = process.wait(0.5)
             found = read(folder / run.found) if run.found else None
             if found != record["found"] or code is not None:
-                said = "\n".join(log.read_text(errors="replace").splitlines()[-_SAID_LINES:])
+                said = "\n".join(log.read_text(errors="replace").splitlines()[-60:])
                 record |= {"found": found, "said": said, "exit": code, "seconds": round(time.monotonic() - begin_s, 1)}
                 report.save()
         with contextlib.suppress(ProcessLookupError):

@@ -93,11 +93,10 @@ def _cells_passed(lines: list[dict[str, Any]]) -> bool:
 
 
 def _kernels(seconds: int, *words: str, rehearsal: tuple[str, ...] = (), tries: int = 1) -> Run:
-    given = ("bench.kernels.run", "--resume", "--out", "{out}")
-    end = ("--seconds", str(round(0.9 * seconds)))
-    instead = (*given, *rehearsal, *end) if rehearsal else ()
-    how = {"seconds": seconds, "found": "kernels.jsonl", "passes": _cells_passed, "tries": tries}
-    return Run(words=(*given, *words, *end), rehearsal=instead, **how)
+    given = ("bench.kernels.run", "--resume", "--out", "{out}", "--seconds", str(round(0.9 * seconds)))
+    instead = (*given, *rehearsal) if rehearsal else ()
+    how = {"found": "kernels.jsonl", "passes": _cells_passed, "tries": tries}
+    return Run(words=(*given, *words), rehearsal=instead, seconds=seconds, **how)
 
 
 def _named(*names: str) -> tuple[str, ...]:
