@@ -4,7 +4,7 @@ torch nor triton.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
 from typing import Any
@@ -173,6 +173,14 @@ def tile_of(operator: str, *, element_bytes: int, arch: int, tokens: int) -> Any
         f"no default tile of {operator} for {element_bytes}-byte elements on sm_{arch}; there are tiles of "
         f"{', '.join(known)}, of 2 and 4 bytes, on {', '.join(f'sm_{a}' for a in (*ARCHITECTURES, *SAME_TILES_AS))}"
     )
+
+
+def of_integers(tile: WgradTile, *, arch: int, bulk: bool) -> WgradTile:
+    """What exact sums take in the place of `tile` on sm_`arch`: half the columns if its 8-byte integers would spill or
+    not fit into shared memory. `bulk`: they are added by bulk reductions.
+    """
+    most_per_thread = 64 if arch == 90 and bulk else 32
+    return tile if tile.n * tile.k <= most_per_thread * 32 * tile.num_warps else replace(tile, k=tile.k // 2)
 
 
 def shared_bytes(operator: str, tile: Any, *, element_bytes: int, arch: int) -> int:

@@ -7,13 +7,13 @@ T tokens, N output features, n = ceil(N / R) of them per owner, K input features
 tile [BLOCK_N, BLOCK_K] of one owner's rows over all tokens. A rank begins with the next rank's rows.
 
 On sm_90 and newer a tile is added by one bulk reduction (`descriptor.atomic_add`) if all owners are near, else by
-relaxed atomics: see [Note: bulk reductions] in device.py. The bias's gradient, whole in one program per row tile, is
-summed here and scattered later: beside a bulk reduction ptxas would make its additions atomics, not reductions.
+relaxed atomics: see [Note: bulk reductions] in device.py. The bias's gradient is summed by torch and scattered.
+
+[Note: serial products] ptxas waits for every product of a warp group if something else defines the sums that it adds
+to: the sums of a bias beside integers, or with triton 3.6 the zeros of a loop without steps. So neither is here.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 import triton
@@ -32,7 +32,7 @@ from .device import (
 )
 from .peers import PeerShards, check_bias, check_sums
 from .scatter import scatter
-from .tiles import WgradTile, tile_of
+from .tiles import WgradTile, of_integers, tile_of
 
 
 @triton.jit(do_not_specialize=["tokens", "rank"])
@@ -40,7 +40,6 @@ def wgrad_kernel(
     dy,
     x,
     w_table,
-    db,
     scale,
     tokens,
     rows,
@@ -50,7 +49,6 @@ def wgrad_kernel(
     world,
     factor,
     largest,
-    HAS_BIAS: tl.constexpr,
     BULK: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -74,7 +72,8 @@ def wgrad_kernel(
         t = tl.arange(0, BLOCK_T)
         n_in, k_in = n < owned, k < columns
         acc = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-        acc_b = tl.zeros((BLOCK_N,), dtype=tl.float32)
+        # See [Note: serial products].
+        tl.assume(tokens > 0)
         for start in range(0, tokens, BLOCK_T):
             row = (start + t).to(tl.int64)
             t_in = row < tokens
@@ -83,8 +82,6 @@ def wgrad_kernel(
             )
             x_TK = tl.load(x + row[:, None] * columns + k[None, :], mask=t_in[:, None] & k_in[None, :], other=0.0)
             acc = dot(tl.trans(dy_TN), x_TK, acc, UPCAST)
-            if HAS_BIAS:
-                acc_b += tl.sum(dy_TN.to(tl.float32), axis=0)
         target = sum_address(w_table, owner, largest)
         tile = summand(acc * scale, factor, largest)
         if BULK:
@@ -95,13 +92,6 @@ def wgrad_kernel(
         else:
             offsets = n.to(tl.int64)[:, None] * columns + k[None, :]
             add_to_peer(target + offsets, tile, n_in[:, None] & k_in[None, :])
-        if HAS_BIAS and tile_k == 0:
-            tl.store(db + first_row + n, acc_b, mask=n_in)
-
-
-def of_integers(tile: WgradTile) -> WgradTile:
-    """What exact sums take in the place of `tile`: integers need twice the registers and shared memory."""
-    return replace(tile, k=max(tile.k // 2, 16))
 
 
 @makes_descriptors
@@ -120,9 +110,8 @@ def wgrad(
     [[3, 4], [0, 0]] to its own shard and [[6, 8]] to rank 1's; rank 1, with dy = [[0, 1, 1]] and x = [[1, 1]], adds
     [[0, 0], [1, 1]] and [[1, 1]]. In the end the shards have grown by [[3, 4], [1, 1]] and [[7, 9]].
 
-    dy: [T, N], x: [T, K], of one dtype (fp32, bf16, fp16), contiguous; T may be 0. Exact sums take tiles of half the
-    columns. Raises ValueError for anything
-    else, before a launch.
+    dy: [T, N], x: [T, K], of one dtype (fp32, bf16, fp16), contiguous; T may be 0. `tile`: exact sums may take half of
+    its columns (`of_integers`). Raises ValueError for anything else, before a launch.
     """
     _check(dy, x, weight, bias)
     tokens, rows, columns = dy.shape[0], dy.shape[1], x.shape[1]
@@ -130,16 +119,14 @@ def wgrad(
         return
     arch = architecture(dy.device)
     tile = tile or tile_of("wgrad", element_bytes=dy.element_size(), arch=arch, tokens=tokens)
-    if weight.exact is not None:
-        tile = of_integers(tile)
     bulk = arch >= 90 and columns * weight.dtype.itemsize % 16 == 0 and adds_in_bulk(weight)
+    if weight.exact is not None:
+        tile = of_integers(tile, arch=arch, bulk=bulk)
     tiles = triton.cdiv(weight.rows_per_owner, tile.n) * triton.cdiv(columns, tile.k)
-    db = None if bias is None else torch.empty(rows, dtype=torch.float32, device=dy.device)
     wgrad_kernel[(tiles, weight.world)](
         dy,
         x,
         weight.table,
-        weight.table if db is None else db,
         scale,
         tokens,
         rows,
@@ -148,7 +135,6 @@ def wgrad(
         weight.rank,
         weight.world,
         *weight.adding,
-        HAS_BIAS=bias is not None,
         BULK=bulk,
         UPCAST=interpreting(),
         BLOCK_N=tile.n,
@@ -159,7 +145,7 @@ def wgrad(
         num_stages=tile.num_stages,
     )
     if bias is not None:
-        scatter(gradient=db, peers=bias, scale=scale)
+        scatter(gradient=dy.sum(0, dtype=torch.float32), peers=bias, scale=scale)
 
 
 def _check(dy: torch.Tensor, x: torch.Tensor, weight: PeerShards, bias: PeerShards | None) -> None:

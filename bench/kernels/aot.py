@@ -3,9 +3,10 @@
     python -m bench.kernels.aot [--arch 90 ...] [--kernel gather ...] [--also FOLDER ...] [--out FOLDER]
 
 Prints one table (registers, spills, shared memory, matrix instructions, load width, kind of reduction) and fails on
-spills, shared memory over the chip's limit, matrix kernels without HGMMA on sm_90, products in tf32, scalar 2-byte
-loads, compare-and-swap, tiles reduced into near peers on sm_90 and sm_100 by anything but TMA, other reductions into
-peers by anything but relaxed system-scope red, 32-bit products in addresses, and weight loads before their wait.
+spills, shared memory over the chip's limit, matrix kernels on sm_90 without HGMMA or with one in flight at a time,
+products in tf32, scalar 2-byte loads, compare-and-swap, tiles reduced into near peers on sm_90 and sm_100 by anything
+but TMA, other reductions into peers by anything but relaxed system-scope red, 32-bit products in addresses, and weight
+loads before their wait.
 Results are cached until their kernel's source changes.
 """
 

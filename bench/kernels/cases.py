@@ -249,19 +249,25 @@ def _of_staged(dtype: str) -> Iterator[Case]:
 
 def _of_wgrad(dtype: str) -> Iterator[Case]:
     tile = tiles.WGRAD_FP32 if dtype == "fp32" else tiles.WGRAD
-    data = {"dy": f"*{dtype}", "x": f"*{dtype}", "w_table": "*i64", "db": "*fp32"}
+    data = {"dy": f"*{dtype}", "x": f"*{dtype}", "w_table": "*i64"}
     blocks = {"BLOCK_N": tile.n, "BLOCK_T": tile.t, "GROUP": tile.group}
     for far, exact in product((False, True), repeat=2):
-        columns = (wgrad.of_integers(tile) if exact else tile).k
+
+        def bulk(arch: int, far: bool = far) -> bool:
+            return arch >= 90 and not far
+
+        def columns(arch: int, bulk: Callable[[int], bool] = bulk, exact: bool = exact) -> int:
+            return (tiles.of_integers(tile, arch=arch, bulk=bulk(arch)) if exact else tile).k
+
         yield Case(
             **_adding(
                 f"wgrad {dtype}{' far' if far else ''}",
                 exact=exact,
                 signature={**data, "scale": "fp32", **_MATRIX},
-                constants={"HAS_BIAS": True, "UPCAST": False, "BLOCK_K": columns, **blocks},
+                constants={"UPCAST": False, **blocks},
             ),
             kernel=wgrad.wgrad_kernel,
-            by_arch={"BULK": lambda arch, far=far: arch >= 90 and not far},
+            by_arch={"BULK": bulk, "BLOCK_K": columns},
             aligned=(*data, *_ALIGNED_SIZES),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,

@@ -28,6 +28,8 @@ from .addresses import faults_of_offsets
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _NOT_TOLD = ("name", "kernel", "by_arch")  # not in a case's digest, but its kernel's source and its constants are
 _MATRIX_UNITS = ("HGMMA", "HMMA", "UTCHMMA", "QMMA")
+# A product of a warp group, and before any other a wait until none is in flight.
+_SERIAL = re.compile(r"\bHGMMA\b[^\n]*\bgsb0\b(?:(?!\bHGMMA\b|DEPBAR\.LE gsb0)[\s\S])*DEPBAR\.LE gsb0, 0x0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,8 @@ def _read_matrix(code: Code, case: Case, ttir: str, ptx: str, sass: str) -> None
     wants = case.matrix or re.search(r"tt\.dot .*xb?f16> \*", ttir)
     if wants and code.arch == 90 and not units["HGMMA"]:
         code.faults.append("no HGMMA")
+    if units["HGMMA"] and len(_SERIAL.findall(sass)) == units["HGMMA"]:
+        code.faults.append("every HGMMA waits for itself")
     if wants and not any(units.values()):
         code.faults.append("no matrix instruction")
     if "tf32" in ptx:

@@ -17,7 +17,7 @@ from odc_kernels.qkv import QkvWeights, Rope
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad
 from odc_kernels.scatter import scatter, scatter_ref
 from odc_kernels.tiles import LinearTile, WgradTile
-from odc_kernels.wgrad import of_integers, wgrad, wgrad_ref
+from odc_kernels.wgrad import wgrad, wgrad_ref
 from tests.support.place import split
 
 pytestmark = place.MARKS
@@ -30,11 +30,6 @@ Run = Callable[..., None]  # adds to the shards that it gets
 Draw = Callable[..., torch.Tensor]  # the inputs: `torch.randn`, or other numbers
 
 
-def _tile(weight: PeerShards) -> WgradTile:
-    """With which both kinds of sums have tiles of the same size."""
-    return TILE if weight.exact else of_integers(TILE)
-
-
 def _scatter(draw: Draw, *shape: int) -> tuple[list[tuple], Run]:
     gradient = draw(*shape)
     return [shape], lambda peers: scatter(gradient=gradient, peers=peers, scale=0.5, block=64)
@@ -44,7 +39,7 @@ def _wgrad(draw: Draw, tokens: int, rows: int, columns: int) -> tuple[list[tuple
     dy, x = draw(tokens, rows), draw(tokens, columns)
 
     def run(weight: PeerShards, bias: PeerShards) -> None:
-        wgrad(dy=dy, x=x, weight=weight, bias=bias, scale=0.5, tile=_tile(weight))
+        wgrad(dy=dy, x=x, weight=weight, bias=bias, scale=0.5, tile=TILE)
 
     return [(rows, columns), (rows,)], run
 
@@ -83,7 +78,7 @@ def _qkv(draw: Draw, tokens: int, columns: int) -> tuple[list[tuple], Run]:
         weights = {name: PeerShards.of(split(w.to(x.dtype), world), shape=w.shape) for name, w in whole.items()}
         given = {"dq": dq, "dk": dk, "dv": dv, "x": x, "rope": rope, "scale": 0.5}
         out = QkvGradients(**dict(zip(("wq", "wk", "wv", "bq", "bk"), peers, strict=True)))
-        tiles = {"block": 16, "dx_tile": LinearTile(t=16, n=16, k=16), "wgrad_tile": _tile(peers[0])}
+        tiles = {"block": 16, "dx_tile": LinearTile(t=16, n=16, k=16), "wgrad_tile": TILE}
         qkv_grad(**given, weights=QkvWeights(**weights), out=out, **tiles)
 
     return [*(tuple(w.shape) for w in whole.values()), (32,), (16,)], run

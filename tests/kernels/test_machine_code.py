@@ -85,6 +85,7 @@ BAD = {
     "spills": ["2622 spills"],
     "shared": ["393216 bytes of shared memory, the chip has 232448"],
     "no HGMMA": ["no HGMMA"],
+    "serial": ["every HGMMA waits for itself"],
     "tf32": ["multiplies in tf32"],
     "2 bytes": ["scalar 2-byte loads", "no 16-byte loads"],
     "CAS": ["compare-and-swap", "reduces by ATOMG.E.CAS.STRONG.SYS, atom.global.relaxed.sys.cas.b32"],

@@ -27,6 +27,7 @@ from odc_kernels.tiles import (
     candidates,
     chip_of,
     fits,
+    of_integers,
     predict,
     ranked,
     shared_bytes,
@@ -100,6 +101,16 @@ def test_what_does_not_compile_is_no_candidate() -> None:
     assert fits("wgrad", WgradTile(k=256), element_bytes=2, arch=90)
     assert not fits("linear", LinearTile(t=16), element_bytes=2, arch=90)  # no HGMMA
     assert not fits("linear", LinearTile(t=128), element_bytes=4, arch=100)  # spills
+
+
+def test_exact_sums_halve_tiles_whose_integers_would_spill() -> None:
+    def columns(arch: int, *, bulk: bool, k: int = 128) -> int:
+        return of_integers(WgradTile(k=k), arch=arch, bulk=bulk).k
+
+    assert [columns(arch, bulk=False) for arch in ARCHITECTURES] == [64, 64, 64, 64]
+    assert [columns(arch, bulk=True) for arch in (90, 100, 120)] == [128, 64, 64]
+    assert columns(90, bulk=True, k=256) == 128
+    assert of_integers(WGRAD_FP32, arch=80, bulk=False) == WGRAD_FP32
 
 
 @pytest.mark.parametrize("arch", [*ARCHITECTURES, 86, 89, 103, 121])

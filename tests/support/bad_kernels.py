@@ -135,6 +135,7 @@ def cases() -> Iterator[Case]:
     yield case("spills", product, data, {"B_T": 256, "B_N": 256, "B_K": 64, "STAGES": 2}, num_warps=4)
     yield case("shared", product, data, {"B_T": 128, "B_N": 256, "B_K": 128, "STAGES": 4}, num_warps=8)
     yield case("no HGMMA", product, data, {"B_T": 32, "B_N": 64, "B_K": 64, "STAGES": 2})
+    yield case("serial", product, data, {"B_T": 128, "B_N": 128, "B_K": 16, "STAGES": 1}, num_warps=8)
     yield case("tf32", product_in_tf32, {"x": "*fp32", "w": "*fp32", "y": "*fp32"}, {"BLOCK": 64})
     yield case("2 bytes", copy_unaligned, {"table": "*i64", "out": "*bf16"}, {"DTYPE": tl.bfloat16, "BLOCK": 1024})
     sizes = {"rows": "i32", "columns": "i32"}
