@@ -40,8 +40,8 @@ from odc_triton.simulate.job import SPLIT
 LEARNING_RATE = 3e-4
 CLIP_NORM = 1.0
 # Renamed in torch 2.13; FSDP2 itself calls the one that exists.
-_ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class _TimedAllGather(_Timed, AllGather):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         return self.variant.waiting(
             "all-gather",
-            lambda: _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op),
+            lambda: ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op),
         )
 
 
@@ -170,7 +170,7 @@ class _TimedReduceScatter(_Timed, ReduceScatter):
     def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
         return self.variant.waiting(
             "reduce-scatter",
-            lambda: _REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op),
+            lambda: REDUCE_SCATTER(output_tensor, input_tensor, op=op, group=group, async_op=async_op),
         )
 
 

@@ -117,8 +117,10 @@ class PeerShards:
             raise ValueError(f"rank is {rank}; it must be in 0..{len(shards) - 1}")
         first = shards[0]
         table = torch.tensor([s.data_ptr() for s in shards], dtype=torch.int64, device=device or first.device)
-        near = range(len(shards)) if near == ALL else (rank,) if near is None else near
-        peers = cls(table=table, shape=shape, rank=rank, dtype=first.dtype, near=frozenset(near), shards=shards)
+        near = frozenset(range(len(shards)) if near == ALL else (rank,) if near is None else near)
+        if not near <= set(range(len(shards))):
+            raise ValueError(f"near is {set(near)}; give owners of 0..{len(shards) - 1}, or ALL")
+        peers = cls(table=table, shape=shape, rank=rank, dtype=first.dtype, near=near, shards=shards)
         peers._check(device, aligned)
         return peers
 

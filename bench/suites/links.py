@@ -41,6 +41,7 @@ from odc_triton.machine.probe import read_topology
 
 from ..device import Gpu, Rehearsal
 from ..provenance import about, append_line, read_lines
+from ..variants import ALL_GATHER, REDUCE_SCATTER
 from .links_places import ON_CPU, Place, places_of
 from .links_report import size_of, text_of
 
@@ -137,8 +138,8 @@ def _plain(layer: Layer, heap: SymmetricHeap, group: dist.ProcessGroup) -> dict[
     def made() -> tuple[torch.Tensor, torch.Tensor]:
         return out, _whole_weight(layer, device)
 
-    gather = partial(dist.all_gather_into_tensor, out, shards[heap.rank], group=group)
-    reduce = partial(dist.reduce_scatter_tensor, torch.empty_like(gradient[: layer.own_rows]), gradient, group=group)
+    gather = partial(ALL_GATHER, out, shards[heap.rank], group=group)
+    reduce = partial(REDUCE_SCATTER, torch.empty_like(gradient[: layer.own_rows]), gradient, group=group)
     name = dist.get_backend(group)
     return {
         "peer copies": Operator(run=copy, link_bytes=layer.crossed_bytes, made=made),

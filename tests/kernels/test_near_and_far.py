@@ -30,6 +30,9 @@ def test_others_are_far_unless_told() -> None:
     assert _peers(near=None)[1].far == [0, 2]
     assert _peers(near=ALL)[1].far == []
     assert PeerShards.local(torch.zeros(2, 3)).far == []
+    for wrong in ("most", [3], [-1]):
+        with pytest.raises(ValueError, match=r"near is .*; give owners of 0\.\.2, or ALL"):
+            _peers(near=wrong)
 
 
 @pytest.mark.skipif(not place.INTERPRETED, reason="the simulated device is a CPU")
