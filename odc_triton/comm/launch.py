@@ -1,7 +1,7 @@
 """Starts the ranks of a job on this machine and says why it ended.
 
-torch's own launcher waits 30 s for a stopped rank, leaves a folder in TMPDIR, and its store listens on every interface.
-Jobs on several machines still use it, through torchrun.
+torch's own launcher does not tell ranks when it dies, leaves a folder in TMPDIR, and its store listens on every
+interface. Jobs on several machines still use it, through torchrun.
 """
 
 from __future__ import annotations
