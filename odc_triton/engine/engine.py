@@ -74,6 +74,7 @@ class Engine:
         self.state = MinibatchState(rank=self.rank, signs=signs, meetings=meetings, publication=self.publication)
         self.events = self.state.events
         self.units: list[Unit] = []
+        self._exact_sums: ExactSums | None = None  # None where parameters or names are new
         self.parameters: list[ShardedParameter] = []  # the protocol uses them as `Sharded`: sharded.py
         self.prefetch = Prefetch()
         self.passes = Passes(
@@ -98,6 +99,7 @@ class Engine:
     # ------------------------------------------------------------------ parameters
 
     def add(self, parameters: list[ShardedParameter]) -> None:
+        self._exact_sums = None
         for parameter in parameters:
             self.parameters.append(parameter)
             self.streams.watch(parameter.staging)
@@ -119,6 +121,7 @@ class Engine:
         names = {id(value): name for name, value in root.named_parameters()}
         for parameter in self.parameters:
             parameter.name = names[id(parameter.sharded)]
+        self._exact_sums = None
 
     def originals(self) -> Iterator[tuple[nn.Parameter, ShardedParameter]]:
         """Parameters as they were before sharding, where something still holds them: a tie into this module."""
@@ -136,8 +139,11 @@ class Engine:
 
     def exact_sums(self) -> ExactSums:
         """Of all parameters that train. Without `exact` there are none."""
-        trained = [(place, p) for place, p in enumerate(self.parameters) if self.exact and p.trains]
-        return ExactSums({place: p.storage.exact for place, p in trained}, {place: p.name for place, p in trained})
+        if self._exact_sums is None:
+            trained = [(place, p) for place, p in enumerate(self.parameters) if self.exact and p.trains]
+            sums, names = {place: p.storage.exact for place, p in trained}, {place: p.name for place, p in trained}
+            self._exact_sums = ExactSums(sums, names)
+        return self._exact_sums
 
     def split_by(self, splits: Any) -> None:
         """From now on `splits` computes pieces of sequences with other ranks."""

@@ -33,6 +33,7 @@ _LEAST_BITS = 30  # of the bound of a parameter whose exponent was a guess
 _GUESSED_BITS = 16  # a first bound of 2^16: far more than a gradient of a mean over tokens
 _MOST_EXPONENT = 120  # 2^e must be an fp32 number
 _BLOCK = 2**16  # elements that stay in a core's cache
+_BLOCK_ON_A_GPU = 2**24  # few launches, and 64 MiB for a block's fp32 numbers
 _ZERO = -(10**6)  # bits of what is 0
 
 Told = Sequence[int | None]  # additions to an element; k, where all |q| < 2^k; None for what is not finite
@@ -41,24 +42,32 @@ Told = Sequence[int | None]  # additions to an element; k, where all |q| < 2^k; 
 class ExactSum:
     """One parameter's: `exponent`, and what this rank has added in this minibatch.
 
-    `is_guess`: no gradient but 0 has been seen yet. `device`: where kernels run that add.
+    `is_guess`: no gradient but 0 has been seen yet. `device`: where kernels run that add. `largest`: int32 [1], the
+    bits of the largest |g| that kernels have added.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.exponent = self.next_exponent = _WANTED_BITS - _GUESSED_BITS
         self.is_guess = True
-        self._largest = torch.zeros(1, dtype=torch.int32, device=device)  # what kernels have seen
+        self.largest = torch.zeros(1, dtype=torch.int32, device=device)
         self.clear()
 
     def clear(self) -> None:
-        """The next minibatch begins."""
+        """The next minibatch begins. Zero `largest` too."""
         self.exponent = self.next_exponent
         self.additions, self._bits, self._is_finite = 0, _ZERO, True
-        self._largest.zero_()
 
     @torch.no_grad()
     def add(self, shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) -> None:
-        """Adds to an owner's shard, int64, as `nn.operand.add_rows` does. Nobody else may add to it meanwhile."""
+        """Adds to an owner's shard, int64, as `nn.operand.add_rows` does. Nobody else may add to it meanwhile.
+
+        Raises ValueError for rows on a GPU.
+        """
+        if rows.is_cuda:
+            raise ValueError(
+                f"rows are on {rows.device}: the host would wait for the GPU twice in each {_BLOCK} elements; add them "
+                f"by a kernel, with adds()"
+            )
         if isinstance(at, torch.Tensor):
             self.additions += len(at)  # an index may come that often
             if (integers := self._integers(rows)) is not None:
@@ -71,7 +80,7 @@ class ExactSum:
 
     def adds(self) -> ExactAdds:
         """How kernels add in this minibatch, while others may add too."""
-        return ExactAdds(factor=2.0**self.exponent, largest=self._largest)
+        return ExactAdds(factor=2.0**self.exponent, largest=self.largest)
 
     def _integers(self, values: torch.Tensor) -> torch.Tensor | None:
         """trunc(values 2^e); None where one is not finite or too large, which `told` tells."""
@@ -90,15 +99,15 @@ class ExactSum:
         elif largest > 0:
             self._bits = max(self._bits, math.frexp(largest)[1] + self.exponent)
 
-    def told(self) -> Told:
-        """After a drain."""
-        self._see(self._largest.view(torch.float32).item())
+    def told(self, largest: float = 0.0) -> Told:
+        """After a drain. `largest`: of all |g| that kernels have added."""
+        self._see(largest)
         return self.additions, self._bits if self._is_finite else None
 
     def value(self, shard: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
         """Writes the sum into `into`, fp32, of as many elements, which may be the first half of the shard's memory."""
-        factor = 2.0**-self.exponent
-        for place, block in zip(into.view(-1).split(_BLOCK), shard.view(-1).split(_BLOCK), strict=True):
+        factor, elements = 2.0**-self.exponent, _BLOCK_ON_A_GPU if shard.is_cuda else _BLOCK
+        for place, block in zip(into.view(-1).split(elements), shard.view(-1).split(elements), strict=True):
             place.copy_(block.float().mul_(factor))
         return into
 
@@ -120,18 +129,26 @@ class ExactSum:
 
 
 class ExactSums:
-    """Those of all parameters of an engine that train, by their places in its list."""
+    """Those of all parameters of an engine that train, by their places in its list.
+
+    What kernels see of all of them, `ExactSum.largest`, is one tensor: it is zeroed at once, and read at once.
+    """
 
     def __init__(self, sums: dict[int, ExactSum], names: dict[int, str]) -> None:
         self._sums, self._names = sums, names
+        self._largest = torch.cat([each.largest for each in sums.values()]) if sums else torch.zeros(0)
+        for each, part in zip(sums.values(), self._largest.split(1), strict=False):
+            each.largest = part
 
     def clear(self) -> None:
+        self._largest.zero_()
         for each in self._sums.values():
             each.clear()
 
     def told(self, touched: Iterable[int]) -> list[Told]:
-        """What this rank has added to these parameters: for the others."""
-        return [self._sums[place].told() for place in touched]
+        """What this rank has added to these parameters: for the others. After a drain."""
+        largest = dict(zip(self._sums, self._largest.view(torch.float32).tolist(), strict=True))
+        return [self._sums[place].told(largest[place]) for place in touched]
 
     def settle(self, messages: Sequence[dict[str, Any]]) -> tuple[dict[int, str], set[int]]:
         """By parameter why its sum can't be used; and the parameters that have got NaN or infinity.
