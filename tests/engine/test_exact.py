@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from odc_triton.engine import exact as exact_sums
 from odc_triton.engine.exact import ExactSum
 from tests.support import ranks, slow
 from tests.support.models import CASES, build, microbatches
@@ -51,6 +52,28 @@ def test_any_order_gives_the_same_integers_near_the_true_sum(contributions: list
         true = sum(Fraction(each[place]) for each in contributions)
         # Each contribution is cut off below 2^-38, the sum is rounded once to fp32.
         assert abs(Fraction(got) - true) <= len(contributions) * Fraction(1, 2**38) + abs(true) * Fraction(1, 2**24)
+
+
+class OnAGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+def test_a_gpu_publishes_in_few_launches_and_adds_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_sums, "_BLOCK", 2)
+    monkeypatch.setattr(exact_sums, "_BLOCK_ON_A_GPU", 6)
+    exact, split = ExactSum(), torch.Tensor.split
+    sizes: list[int] = []
+    monkeypatch.setattr(torch.Tensor, "split", lambda self, size: sizes.append(size) or split(self, size))
+    shard = torch.arange(10) << (exact.exponent + 1)
+    for kind, block in ((torch.Tensor, 2), (OnAGpu, 6)):
+        landed = exact.value(shard.as_subclass(kind), torch.full((10,), torch.nan))
+        assert landed.tolist() == [2.0 * number for number in range(10)]
+        assert {*sizes} == {block}
+        sizes.clear()
+    with pytest.raises(ValueError, match=r"would wait for the GPU .* add them by a kernel"):
+        exact.add(shard, 0, torch.ones(2).as_subclass(OnAGpu))
 
 
 @settings(max_examples=300, deadline=None)
