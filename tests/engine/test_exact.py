@@ -65,7 +65,7 @@ def test_a_gpu_publishes_in_few_launches_and_adds_by_kernels(monkeypatch: pytest
     monkeypatch.setattr(exact_sums, "_BLOCK_ON_A_GPU", 6)
     exact, split = ExactSum(), torch.Tensor.split
     sizes: list[int] = []
-    monkeypatch.setattr(torch.Tensor, "split", lambda self, size: sizes.append(size) or split(self, size))
+    monkeypatch.setattr(torch.Tensor, "split", lambda self, size, dim=0: sizes.append(size) or split(self, size, dim))
     shard = torch.arange(10) << (exact.exponent + 1)
     for kind, block in ((torch.Tensor, 2), (OnAGpu, 6)):
         landed = exact.value(shard.as_subclass(kind), torch.full((10,), torch.nan))
