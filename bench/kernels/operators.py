@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .problem import CHUNK, Model, Operator, Prepared, Problem, Results, Run, added, by_chunks, by_owner, copies  # isort: skip
+from .problem import CHUNK, Model, Operator, Prepared, Problem, Results, Run, Work, added, by_chunks, by_owner, copies  # isort: skip
 
 from odc_kernels.embedding import embedding, embedding_grad, embedding_grad_ref, embedding_ref
 from odc_kernels.gather import gather, gather_ref
@@ -20,6 +20,7 @@ from odc_kernels.linear_cross_entropy import (
     linear_cross_entropy_ref,
 )
 from odc_kernels.scatter import scatter, scatter_ref
+from odc_triton.engine.exact import ExactSum
 
 from .products import of_products
 
@@ -69,6 +70,20 @@ def _scatter(problem: Problem) -> Prepared:
         baselines["add to every shard"] = additions
     work = problem.work(moved=gradient.numel(), adds=True)
     return Prepared(run=lambda: scatter(gradient=gradient, peers=peers), check=check, baselines=baselines, work=work)
+
+
+def _exact_publish(problem: Problem) -> Prepared:
+    """An owner's sums of integers, into fp32."""
+    exact, elements = ExactSum(problem.device), problem.own_rows * problem.layer.columns
+    shard = torch.randint(-(2**50), 2**50, (elements,), device=problem.device)
+    into = problem.poisoned(elements).float()
+
+    def check() -> Results:
+        yield "sums", exact.value(shard, into), shard.double() * 2.0**-exact.exponent
+
+    run, moved = (lambda: exact.value(shard, into)), 12 * elements
+    baselines = {"device copy": _device_copy(problem, moved)}
+    return Prepared(run=run, check=check, baselines=baselines, work=Work(hbm_bytes=moved))
 
 
 def _some_ids(problem: Problem) -> torch.Tensor:
@@ -219,6 +234,7 @@ OPERATORS = (
     Operator(
         name="scatter", kernels=("scatter",), layers=Model.layers, prepare=_scatter, has_tokens=False, reduces=True
     ),
+    Operator(name="exact publish", kernels=(), layers=Model.embedding, prepare=_exact_publish, has_tokens=False),
     Operator(name="embedding", kernels=("embedding",), layers=Model.embedding, prepare=_embedding),
     Operator(
         name="embedding_grad", kernels=("embedding",), layers=Model.embedding, prepare=_embedding_grad, reduces=True

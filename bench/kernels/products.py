@@ -6,6 +6,7 @@ Each is compared with the library's product on a weight that is already local.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -36,7 +37,9 @@ class Pulled:
 
 
 def _linear(*, staged: bool, dx: bool) -> Callable[[Problem], Prepared]:
-    """y = x Wᵀ, or dx = dy W: `direct`, which reads the shards, or `staged`, copies and kernel in one call."""
+    """y = x Wᵀ, or dx = dy W: `direct`, which reads the shards, or `staged`: in loopback the kernel alone, on rows that
+    have arrived, else copies and kernel in one call.
+    """
 
     def prepare(problem: Problem) -> Prepared:
         tokens, rows, columns = problem.tokens, problem.layer.rows, problem.layer.columns
@@ -47,7 +50,9 @@ def _linear(*, staged: bool, dx: bool) -> Callable[[Problem], Prepared]:
         launch = kernels[staged][dx]
 
         def run() -> None:
-            weight = peers if pulled is None else pulled()
+            weight = peers
+            if pulled is not None:
+                weight = pulled.weight if pulled.weight.epoch and problem.peers == "loopback" else pulled()
             launch(**{"dy" if dx else "x": a}, weight=weight, out=out)
 
         def run_whole() -> None:
@@ -101,9 +106,11 @@ def _wgrad(problem: Problem) -> Prepared:
         for part, shard in by_owner(product(), peers):
             shard.add_(part)
 
+    far = replace(peers, near=frozenset())
     baselines: dict[str, Run] = {
         "torch.mm": product,
         "torch.mm, scatter": lambda: scatter(gradient=product(), peers=peers),
+        "ours, as if far": lambda: wgrad(dy=dy, x=x, weight=far),
     }
     if problem.peers == "loopback":  # torch can't add to another device's memory
         baselines["torch.mm, add"] = product_then_add
