@@ -155,21 +155,25 @@ class _Look:
 
     def __init__(self, room: Room, on: Device | None = None) -> None:
         self._room, self._on = room, on or device_of(room.flags(Flag(0), room.rank))
-        self._seen = torch.zeros(room.world, room.layers, dtype=torch.int64)
         if self._on is not None:
+            self._seen = torch.zeros(len(Flag), room.world, room.layers, dtype=torch.int64)
             self._seen = self._seen.pin_memory() if room.heap.device.type == "cuda" else self._seen
-            self._stream = self._on.stream()
+            self._stream, self._reads = self._on.stream(), {}
 
     def at(self, flag: Flag) -> torch.Tensor:
         """int64 [writer, layer]; what was read last if the device does not answer, which can only be too small."""
         flags = self._room.flags(flag, self._room.rank)
         if self._on is None:
             return flags
-        self._on.enqueue(self._stream, lambda: self._seen.copy_(flags, non_blocking=True))
-        read, until_s = self._stream.record_event(), time.monotonic() + _READ_S
+        seen, read = self._seen[flag], self._reads.get(flag)
+        # One read of a kind at a time: a device that does not answer must not be given so many that launches block.
+        if read is None or self._on.has_come(read):
+            self._on.enqueue(self._stream, lambda: seen.copy_(flags, non_blocking=True))
+            read = self._reads[flag] = self._stream.record_event()
+        until_s = time.monotonic() + _READ_S
         while not self._on.has_come(read) and time.monotonic() < until_s:
             time.sleep(_NAP_S)
-        return self._seen
+        return seen
 
 
 class KernelHandover(Handover):

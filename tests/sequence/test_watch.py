@@ -42,13 +42,28 @@ def test_a_look_waits_for_its_own_copy_only() -> None:
 
 
 class Stuck(SimulatedDevice):
+    """It answers `answers` times."""
+
+    answers = 0
+
     def has_come(self, event: SimulatedEvent) -> bool:
-        return False
+        self.answers -= 1
+        return self.answers >= 0 and super().has_come(event)
 
 
 def test_a_look_at_a_device_that_does_not_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it returns may be old, but is of the flags that were asked for; and no copies pile up."""
     monkeypatch.setattr(handover, "_READ_S", 0.01)
-    assert _Look(room(), on=Stuck()).at(Flag(0)).tolist() == [[0], [0]]
+    device, place = Stuck(), room()
+    place.flags = lambda flag, _: torch.tensor([[0], [7 if flag is Flag.PUBLISHED else 3]])
+    look = _Look(place, on=device)
+    device.answers = 1
+    assert look.at(Flag.PUBLISHED).tolist() == [[0], [7]]
+    for _ in range(3):
+        assert look.at(Flag.ADDED).tolist() == [[0], [0]]
+    assert look._stream.enqueued == 2
+    device.answers = 2
+    assert look.at(Flag.ADDED).tolist() == [[0], [3]]
 
 
 def test_the_watch_is_on_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
