@@ -165,6 +165,9 @@ def _read_loads(code: Code, ptx: str, sass: str) -> None:
 def _read_flags(code: Code, case: Case, ptx: str) -> None:
     if not re.search(rf"\b{re.escape(case.flags)}\b", ptx):
         code.faults.append(f"no {case.flags}")
+    if case.flags.startswith("ld.") and (written := re.findall(r"\b(?:atom|red)\.[\w.]+", ptx)):
+        # Over PCIe an atomic that adds nothing may undo what the host writes meanwhile.
+        code.faults.append(f"waits by {', '.join(sorted(set(written)))}")
 
 
 def _read_reductions(code: Code, case: Case, ttir: str, ptx: str, sass: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -48,6 +50,16 @@ def test_a_wait_ends(missing: int | None, stop: int, number: int, status: int) -
     flags[:, 1] = 0
     await_flags(**given, ranks=(0,), status=found, number=9, spins=2)
     assert int(found) == (status or 9), "the first wait in vain is the one to name"
+
+
+def test_the_host_stops_a_wait_that_has_begun() -> None:
+    flags, found = torch.zeros(1, PLACES, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    stop = torch.zeros(1, dtype=torch.int32)
+    host = threading.Timer(0.05, lambda: stop.fill_(1))
+    host.start()
+    await_flags(flags=flags, ranks=(0,), place=1, value=7, stop=stop, status=found, number=4, spins=2**31)
+    assert int(found) == 4
+    host.join()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

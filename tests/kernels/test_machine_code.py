@@ -98,6 +98,7 @@ BAD = {
     "early": ["a weight load before the wait"],
     "unfenced": ["no proxy fence between a wait and a TMA load"],
     "patient": [],
+    "polls": ["no ld.global.sys.acquire.b64", "waits by atom.global.sys.relaxed.add.v4.f32"],
     "no code": ["does not compile"],
 }
 

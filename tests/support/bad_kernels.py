@@ -155,4 +155,6 @@ def cases() -> Iterator[Case]:
     for name, bulk, early in (("early", False, True), ("unfenced", True, False), ("patient", False, False)):
         constants = {"BLOCK": 512, "BULK": bulk, "EARLY": early}
         yield case(name, read_before_wait, wait, constants, waits=True)
+    flags = "ld.global.sys.acquire.b64"
+    yield case("polls", add_and_look, {**adds, "out": "*fp32"}, {"BLOCK": 512}, flags=flags)
     yield case("no code", product, data, {"B_T": 128, "B_N": 128, "B_K": 3, "STAGES": 2})
