@@ -82,7 +82,7 @@ def test_other_chips(out: Path, arch: int) -> None:
 # What each of `bad_kernels` is faulted for on sm_90; "good" and "patient" differ from others in what is asked of all.
 BAD = {
     "good": [],
-    "spills": ["2622 spills"],
+    "spills": ["2622 spills", "every HGMMA waits for itself"],
     "shared": ["393216 bytes of shared memory, the chip has 232448"],
     "no HGMMA": ["no HGMMA"],
     "serial": ["every HGMMA waits for itself"],
@@ -110,7 +110,7 @@ def test_each_fault_is_found(out: Path) -> None:
     found = {name: code["faults"] for (name, _), code in codes.items()}
     found["no code"] = [fault.partition(":")[0] for fault in found["no code"]]
     # How many spills there are is the compiler's affair.
-    found["spills"], expected = [fault.split(" ")[-1] for fault in found["spills"]], BAD | {"spills": ["spills"]}
+    found["spills"], expected = [fault.split(" ")[-1] for fault in found["spills"]], BAD | {"spills": ["spills", "itself"]}
     # Triton before 3.9 writes `atom` where 3.9 writes `red`: of both the same REDG is made.
     found["scope"] = [fault.replace(", atom.global.gpu.", ", red.global.gpu.") for fault in found["scope"]]
     assert found == expected
