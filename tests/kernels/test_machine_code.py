@@ -110,10 +110,10 @@ def test_each_fault_is_found(out: Path) -> None:
     found = {name: code["faults"] for (name, _), code in codes.items()}
     found["no code"] = [fault.partition(":")[0] for fault in found["no code"]]
     # How many spills there are is the compiler's affair.
-    found["spills"], expected = [fault.split(" ")[-1] for fault in found["spills"]], BAD | {"spills": ["spills", "itself"]}
+    found["spills"] = [fault.split(" ")[-1] for fault in found["spills"]]
     # Triton before 3.9 writes `atom` where 3.9 writes `red`: of both the same REDG is made.
     found["scope"] = [fault.replace(", atom.global.gpu.", ", red.global.gpu.") for fault in found["scope"]]
-    assert found == expected
+    assert found == BAD | {"spills": ["spills", "itself"]}
 
 
 @pytest.mark.slow
