@@ -8,6 +8,8 @@ from pathlib import Path
 
 # Some virtual machines announce AMX and can't run it: a product in bf16 then ends the process by SIGILL.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# As the Makefile does: ranks have one thread, and some tests compare their bits with this process's.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
