@@ -65,7 +65,8 @@ class Target:
     def _peers(self) -> PeerShards:
         shape = (sum(len(shard) for shard in self.shards), *self.shards[0].shape[1:])
         rank = self._rank if len(self.shards) > 1 else 0
-        return PeerShards.of(self.shards, shape=shape, rank=rank, near=self._near)
+        near = {self._rank} if self._near is None else self._near
+        return PeerShards.of(self.shards, shape=shape, rank=rank, near=near & set(range(len(self.shards))))
 
 
 class Accumulator(ABC):

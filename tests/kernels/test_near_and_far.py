@@ -16,6 +16,7 @@ from odc_kernels.linear_cross_entropy import _parts, _pulled
 from odc_kernels.linear_staged import linear_staged
 from odc_kernels.peers import ALL, PeerShards, split
 from odc_kernels.staged import StagedWeight, check, pull
+from odc_triton.engine.gradients import Target
 from odc_triton.engine.simulated_device import SimulatedDevice
 
 WORLD, ROWS, COLUMNS, CHUNK = 3, 24, 16, 3
@@ -33,6 +34,11 @@ def test_others_are_far_unless_told() -> None:
     for wrong in ("most", [3], [-1]):
         with pytest.raises(ValueError, match=r"near is .*; give owners of 0\.\.2, or ALL"):
             _peers(near=wrong)
+
+
+@pytest.mark.parametrize(("near", "far"), [(frozenset({0, 1}), []), (frozenset({1}), [0]), (None, [0])])
+def test_the_one_owner_of_a_scalar_may_be_far(near: frozenset[int] | None, far: list[int]) -> None:
+    assert Target(slot=0, shards=[torch.zeros(1)], rank=1, near=near).peers.far == far
 
 
 @pytest.mark.skipif(not place.INTERPRETED, reason="the simulated device is a CPU")
