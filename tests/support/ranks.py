@@ -13,6 +13,7 @@ import pickle
 import signal
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any
@@ -105,15 +106,26 @@ class Job:
             process.join()
 
 
-def start(function: Callable, world: int, *args: Any, store_in_rank_0: bool = False) -> Job:
-    """Starts `function(rank, world, *args)` on `world` ranks. The function must be importable."""
-    import torch.distributed as dist
-
+def _context() -> Any:
     # A library that asks at import whether there is a GPU would initialise CUDA in the fork server, and then no rank
     # could. This makes torch ask the driver's library instead.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def in_own_process(function: Callable, *args: Any) -> Any:
+    """Returns `function(*args)`, called in a process without threads: what forks must not be called in the test's."""
+    with ProcessPoolExecutor(1, mp_context=_context()) as pool:
+        return pool.submit(function, *args).result(LONG_S)
+
+
+def start(function: Callable, world: int, *args: Any, store_in_rank_0: bool = False) -> Job:
+    """Starts `function(rank, world, *args)` on `world` ranks. The function must be importable."""
+    import torch.distributed as dist
+
+    context = _context()
     store = dist.TCPStore("127.0.0.1", 0, None, True)
     port = store.port
     if store_in_rank_0:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import re
 import socket
 from pathlib import Path
@@ -13,6 +16,7 @@ from odc_triton.checkpoint.folder import Manifest
 from odc_triton.cli import start
 from odc_triton.cli.command import main
 from odc_triton.train.sft_options import SftOptions
+from tests.support import ranks
 from tests.support.sft_case import QWEN2, write_case
 
 
@@ -55,132 +59,140 @@ def started(*_: object, **__: object) -> None:
     raise Started
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({}, None),
-        ({"--init": "foo.json"}, "foo.json: hidden_act is 'foo'"),
-        ({"--init": None, "--model": "./nowhere"}, "./nowhere: there is no such file or folder"),
-        (
-            {"--init": None, "--model": "nowhere"},
-            "nowhere is not a local file or folder, so it was taken for a hub id",
-        ),
-        ({"--init": None, "--model": "no-weights"}, "no-weights has neither model.safetensors nor"),
-        ({"--tokenizer": "./missing.json"}, "missing.json"),
-        ({"--tokenizer": "no-tokenizer"}, "no-tokenizer has no tokenizer that transformers can load: "),
-        ({"--data": "chats.jsonl"}, "chats.jsonl, line 1: messages need a tokenizer with a chat template"),
-        ({"--data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
-        ({"--eval-data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
-        ({"--init": "small.json"}, r"made token \d+ and the model has only 50"),
-        ({"--out": "file"}, r"file can't be written to \(it is a file\): give another --out"),
-        ({"--out": "file/below"}, r"below can't be written to \(Not a directory\): give another --out"),
-        ({"--resume": "nowhere"}, "--resume nowhere: there is no such folder; give auto, or a checkpoint"),
-        (
-            {"--lora-rank": "2", "--lora-targets": "nosuch"},
-            "--lora-targets nosuch: .* This model's linear layers: q_proj, k_proj, v_proj, o_proj",
-        ),
-        ({"--out": "used"}, "used holds another run: continue it with --resume auto, or give another --out"),
-        ({"--init": "heads.json"}, r"heads.json: .*\(RuntimeError.*\): correct its config"),
-        ({"--init": "layers.json"}, "layers.json is not the config of a model .* must be equal to .*`layer_types`.*"),
-        (
-            {"--data": "long.jsonl", "--samples-per-rank": "1"},
-            r"the longest sample has \d{3,} tokens and the model takes at most 256 \(max_position_embeddings\): set "
-            "--token-cap 256, and --truncate to cut longer samples",
-        ),
-        ({"--eval-data": "long.jsonl"}, r"the longest sample has \d{3,} tokens and the model takes at most 256"),
-        (
-            {"--data": "long.jsonl", "--token-cap": "300"},
-            r"long.jsonl, line 1: 3001 tokens, more than the cap of 300; raise --token-cap, or give --trunc",
-        ),
-        (
-            {"--ranks": "3"},
-            "data.jsonl: an epoch has 40 samples and one step takes 16 on each of 3 ranks: lower --samples-per-rank",
-        ),
-        ({"--eval-fraction": "0.7"}, "an epoch has 12 samples and one step takes 16"),
-        (
-            {"--data": "mixed.jsonl", "--token-cap": "64", "--drop-long": ""},
-            "an epoch has 5 samples and one step takes 16",
-        ),
-        (
-            {"--ranks": "3", "--replicas": "2", "--samples-per-rank": "1"},
-            "--replicas is 2 and --ranks is 3: give a number of replicas that divides the ranks",
-        ),
-        (
-            {"--resume": "no-weights"},
-            "--resume no-weights is no checkpoint of a run: give auto, or a checkpoint: OUT/checkpoints/step-…",
-        ),
-        (
-            {"--resume": "run"},
-            "--resume run is no checkpoint of a run: give auto, or a checkpoint: run/checkpoints/step-00000001",
-        ),
-        ({"--resume": "run/checkpoints/step-00000001"}, None),
-        (
-            {"--resume": "run/checkpoints/step-00000001", "--lr": "1"},
-            r"the run in .*run had other options \(--lr was 1e-05 and is 1.0\): give the same",
-        ),
-        ({"--out": "run", "--resume": "auto"}, None),
-        (
-            {"--out": "run", "--resume": "auto", "--balance": "local"},
-            r"the run in run had other options \(--balance was 'mini' and is 'local'\): give the same, or another",
-        ),
-    ],
-)
-def test_said_before_the_start(folder, monkeypatch, capsys, changes, said):
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(start, "warn_of_few_cores", started)
-    given = {"--data": "data.jsonl", "--init": "config.json", "--tokenizer": "tokenizer.json", "--out": "out"} | changes
-    command = ["train", "sft", *(word for pair in given.items() if pair[1] is not None for word in pair if word)]
-    if said is None:
-        with pytest.raises(Started):
-            main(command)
-        return
-    assert main(command) == 1
-    assert re.fullmatch(f"odc-triton: .*{said}.*\n", capsys.readouterr().err)
+# What differs from a right command, and what it says; None: ranks start.
+_SFT = [
+    ({}, None),
+    ({"--init": "foo.json"}, "foo.json: hidden_act is 'foo'"),
+    ({"--init": None, "--model": "./nowhere"}, "./nowhere: there is no such file or folder"),
+    (
+        {"--init": None, "--model": "nowhere"},
+        "nowhere is not a local file or folder, so it was taken for a hub id",
+    ),
+    ({"--init": None, "--model": "no-weights"}, "no-weights has neither model.safetensors nor"),
+    ({"--tokenizer": "./missing.json"}, "missing.json"),
+    ({"--tokenizer": "no-tokenizer"}, "no-tokenizer has no tokenizer that transformers can load: "),
+    ({"--data": "chats.jsonl"}, "chats.jsonl, line 1: messages need a tokenizer with a chat template"),
+    ({"--data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
+    ({"--eval-data": "late.jsonl"}, "late.jsonl, line 2: needs 'text'"),
+    ({"--init": "small.json"}, r"made token \d+ and the model has only 50"),
+    ({"--out": "file"}, r"file can't be written to \(it is a file\): give another --out"),
+    ({"--out": "file/below"}, r"below can't be written to \(Not a directory\): give another --out"),
+    ({"--resume": "nowhere"}, "--resume nowhere: there is no such folder; give auto, or a checkpoint"),
+    (
+        {"--lora-rank": "2", "--lora-targets": "nosuch"},
+        "--lora-targets nosuch: .* This model's linear layers: q_proj, k_proj, v_proj, o_proj",
+    ),
+    ({"--out": "used"}, "used holds another run: continue it with --resume auto, or give another --out"),
+    ({"--init": "heads.json"}, r"heads.json: .*\(RuntimeError.*\): correct its config"),
+    ({"--init": "layers.json"}, "layers.json is not the config of a model .* must be equal to .*`layer_types`.*"),
+    (
+        {"--data": "long.jsonl", "--samples-per-rank": "1"},
+        r"the longest sample has \d{3,} tokens and the model takes at most 256 \(max_position_embeddings\): set "
+        "--token-cap 256, and --truncate to cut longer samples",
+    ),
+    ({"--eval-data": "long.jsonl"}, r"the longest sample has \d{3,} tokens and the model takes at most 256"),
+    (
+        {"--data": "long.jsonl", "--token-cap": "300"},
+        r"long.jsonl, line 1: 3001 tokens, more than the cap of 300; raise --token-cap, or give --trunc",
+    ),
+    (
+        {"--ranks": "3"},
+        "data.jsonl: an epoch has 40 samples and one step takes 16 on each of 3 ranks: lower --samples-per-rank",
+    ),
+    ({"--eval-fraction": "0.7"}, "an epoch has 12 samples and one step takes 16"),
+    (
+        {"--data": "mixed.jsonl", "--token-cap": "64", "--drop-long": ""},
+        "an epoch has 5 samples and one step takes 16",
+    ),
+    (
+        {"--ranks": "3", "--replicas": "2", "--samples-per-rank": "1"},
+        "--replicas is 2 and --ranks is 3: give a number of replicas that divides the ranks",
+    ),
+    (
+        {"--resume": "no-weights"},
+        "--resume no-weights is no checkpoint of a run: give auto, or a checkpoint: OUT/checkpoints/step-…",
+    ),
+    (
+        {"--resume": "run"},
+        "--resume run is no checkpoint of a run: give auto, or a checkpoint: run/checkpoints/step-00000001",
+    ),
+    ({"--resume": "run/checkpoints/step-00000001"}, None),
+    (
+        {"--resume": "run/checkpoints/step-00000001", "--lr": "1"},
+        r"the run in .*run had other options \(--lr was 1e-05 and is 1.0\): give the same",
+    ),
+    ({"--out": "run", "--resume": "auto"}, None),
+    (
+        {"--out": "run", "--resume": "auto", "--balance": "local"},
+        r"the run in run had other options \(--balance was 'mini' and is 'local'\): give the same, or another",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"--ranks": "2"}, "an epoch has 3 prompts and one step takes 4 on each of 2 ranks: lower --prompts-per-rank"),
-        (
-            {"--prompts-per-rank": "1", "--max-new-tokens": "300"},
-            r"the longest sample has 30\d tokens and the model takes at most 256",
-        ),
-    ],
-)
-def test_said_before_the_start_of_grpo(folder, monkeypatch, capsys, changes, said):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(start, "warn_of_few_cores", started)
-    given = {"--data": "prompts.jsonl", "--init": "config.json", "--tokenizer": "tokenizer.json", "--out": "out"}
-    given |= {"--reward": "my_reward:f"} | changes
-    assert main(["train", "grpo", *(word for pair in given.items() for word in pair)]) == 1
-    assert re.fullmatch(f"odc-triton: .*{said}.*\n", capsys.readouterr().err)
+_GRPO = [
+    ({"--ranks": "2"}, "an epoch has 3 prompts and one step takes 4 on each of 2 ranks: lower --prompts-per-rank"),
+    (
+        {"--prompts-per-rank": "1", "--max-new-tokens": "300"},
+        r"the longest sample has 30\d tokens and the model takes at most 256",
+    ),
+]
+
+# Its libraries try for more than half a minute, and print each try.
+_NO_HUB = [
+    (
+        {"--data": "nofile"},
+        "nofile is not a local file, so it was taken for a data set on the hub, and can't be read: ",
+    ),
+    ({"--init": None, "--model": "nobody/nothing"}, "nobody/nothing is not a local file .* and can't be read: "),
+]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            {"--data": "nofile"},
-            "nofile is not a local file, so it was taken for a data set on the hub, and can't be read",
-        ),
-        ({"--init": None, "--model": "nobody/nothing"}, "nobody/nothing is not a local file .* and can't be read"),
-    ],
-)
-def test_a_hub_that_does_not_answer(folder, monkeypatch, capsys, changes, said):
-    """Its libraries try for more than half a minute, and print each try."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+def _run(folder: Path, name: str, usual: dict[str, str], cases: list, hub: str | None) -> list[tuple[str, str]]:
+    """How each command ended, and what it printed."""
+    from huggingface_hub import constants
+
+    os.chdir(folder)
+    os.environ["HF_HUB_OFFLINE"] = str(int(hub is None))
+    constants.HF_HUB_OFFLINE = hub is None
+    constants.ENDPOINT = hub or constants.ENDPOINT
+    start.warn_of_few_cores = started
+    ends = []
+    for changes, _ in cases:
+        options = [word for option, value in (usual | changes).items() if value is not None for word in (option, value)]
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            try:
+                end = f"status {main(['train', name, *filter(None, options)])}"
+            except Started:
+                end = "started"
+        ends.append((end, printed.getvalue()))
+    return ends
+
+
+def _check(folder: Path, name: str, cases: list, hub: str | None = None) -> None:
+    usual = {"--data": "data.jsonl", "--init": "config.json", "--tokenizer": "tokenizer.json", "--out": "out"}
+    if name == "grpo":
+        usual |= {"--data": "prompts.jsonl", "--reward": "my_reward:f"}
+    ends = ranks.in_own_process(_run, folder, name, usual, cases, hub)
+    expected = [("started", "") if said is None else ("status 1", f"odc-triton: .*{said}.*\n") for _, said in cases]
+    wrong = [
+        (changes, found)
+        for (changes, _), found, (end, printed) in zip(cases, ends, expected, strict=True)
+        if found[0] != end or not re.fullmatch(printed, found[1])
+    ]
+    assert not wrong
+
+
+def test_said_before_the_start(folder):
+    _check(folder, "sft", _SFT)
+
+
+def test_said_before_the_start_of_grpo(folder):
+    _check(folder, "grpo", _GRPO)
+
+
+def test_a_hub_that_does_not_answer(folder):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # and does not listen
         address = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-        given = {"--data": "data.jsonl", "--init": "config.json", "--tokenizer": "tokenizer.json", "--out": "out"}
-        given |= changes
-        command = ["train", "sft", *(word for pair in given.items() if pair[1] is not None for word in pair)]
-        assert main(command) == 1
-    reason = f"it is not in the hub's cache, and the hub at {address} does not answer \\(.*Connection refused.*\\)"
-    assert re.fullmatch(f"odc-triton: {said}: {reason}\n", capsys.readouterr().err)
+        why = f"it is not in the hub's cache, and the hub at {address} does not answer \\(.*Connection refused.*\\)"
+        _check(folder, "sft", [(changes, said + why) for changes, said in _NO_HUB], hub=address)
