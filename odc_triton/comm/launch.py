@@ -15,6 +15,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -31,6 +32,7 @@ from ..base.signals import STOPS, StopRequest, handling
 
 _ALONE_S = 1.0  # for the other ranks to find out by themselves which rank failed
 _GRACE_S = 10.0  # from SIGTERM to SIGKILL
+_EXIT_S = 3.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -75,8 +77,12 @@ def end_process(status: int) -> NoReturn:
     """Ends a rank's process.
 
     [Note: how a rank ends] Not by ending the interpreter: that destroys what torch's own threads still use, and has
-    aborted a process that had done all its work.
+    aborted a process that had done all its work. All exit functions together have `_EXIT_S` seconds: a tracker's may
+    wait for a server that never answers.
     """
+    late = threading.Timer(_EXIT_S, os._exit, [status])
+    late.daemon = True
+    late.start()
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

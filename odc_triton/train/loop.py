@@ -64,7 +64,7 @@ class StopSignal:
 
 
 class Records:
-    """What rank 0 keeps of the steps: metrics.jsonl, samples.jsonl, and what it tells trackers and `on_metrics`."""
+    """What rank 0 keeps of the steps: metrics.jsonl, samples.jsonl, and what trackers and `on_metrics` get."""
 
     def __init__(self, run: Run, on_metrics: OnMetrics | None) -> None:
         options, step = run.options, run.state.step

@@ -1,41 +1,42 @@
-"""Trackers of a run, TensorBoard, Weights & Biases or Trackio: rank 0 tells each what the run does, and never waits.
+"""Trackers of a run: TensorBoard, Weights & Biases, Trackio. Rank 0 logs to each, and no step waits for one.
 
-A tracker may raise, hang, be slow, or start processes. So each runs in a process of its own (`tracker_process.py`),
-which gets lines of JSON over a socket. What the socket does not take at once is kept and sent at the next step. A
-tracker that fails is told once on stderr, and the run goes on without it.
+Each tracker has a thread and a bounded queue. One that raises, or falls behind by more than its queue holds, is
+reported once on stderr, and the run goes on without it.
+
+| | a resumed run | its final numbers |
+| --- | --- | --- |
+| TensorBoard | the steps after the checkpoint are purged from OUT/tensorboard | as text |
+| wandb | the same run id, kept in OUT/wandb/run-id | the run's summary |
+| Trackio | the newest run of that name | as text |
+
+Neither wandb's server nor Trackio can take a step back: they keep the values that were logged first, and steps that are
+taken again are not logged again. Offline, wandb writes a folder for each start, and syncing one replaces what was
+synced before. So there the earlier steps are logged again, and the newest folder has the whole run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
-import json
 import math
 import os
-import socket
-import subprocess
+import queue
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..comm.launch import how_it_ended
+from ..base.errors import in_a_line
+from ..base.report import table
+from .metrics import read_metrics
 from .run_options import RunOptions
 
-END_S = 30.0  # that a finished run waits for its trackers
-STOP_S = 5.0  # that a stopped or failed one does
-_MOST_BYTES = 16 * 2**20  # kept for a tracker that takes nothing
-_PART = 2**16
-_NAP_S = 0.02
-_KILL_S = 1.0
-_CODE = """
-import sys
-descriptor, parent, *sys.path[:] = sys.argv[1:]
-from odc_triton.train.tracker_process import serve
-serve(int(descriptor), int(parent))
-"""
+END_S = 6.0  # how long the end of a run waits for its trackers; `end_process` bounds their exit functions
+_MOST_CALLS = 10_000  # that wait for a tracker
 
 
 def require_trackers(names: Sequence[str]) -> None:
@@ -48,18 +49,17 @@ def require_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """The trackers that `options.report_to` names; there may be none.
+    """The trackers that `options.report_to` names, if any. Log every step, and `close` at the end.
 
-    A run that goes on after `step` had taken steps up to `seen` before. Leave no step out, and `close` at the end.
+    `step`: where a resumed run starts. `seen`: the last step that was logged before.
     """
 
     def __init__(self, options: RunOptions, *, ranks: int, step: int = 0, seen: int = 0) -> None:
-        out = Path(options.out).absolute()
         start = {
             "project": options.project,
             "name": options.run_name,
             "config": asdict(options) | {"ranks": ranks},
-            "out": str(out),
+            "out": str(Path(options.out).absolute()),
             "step": step,
             "seen": seen,
         }
@@ -69,123 +69,83 @@ class Trackers:
         return bool(self._running)
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Tells a step's metrics, those that are finite numbers."""
-        self._tell({"step": metrics["step"], "metrics": _finite(metrics)})
+        """Logs a step's metrics, those that are finite numbers."""
+        self._call(metrics["step"], "log", _finite(metrics))
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Tells an evaluation's samples: lines of samples.jsonl, all of one step."""
-        self._tell({"step": samples[0]["step"], "samples": [_without_nan(each) for each in samples]})
+        """Logs an evaluation's samples: lines of samples.jsonl, all of one step."""
+        self._call(samples[0]["step"], "log_samples", [_without_nan(each) for each in samples])
 
     def finish(self, metrics: Mapping[str, Any], words: str) -> None:
-        """Tells the final numbers, and in `words` what became of the run; `close` then waits for the trackers."""
-        self._tell({"step": metrics["step"], "final": _finite(metrics), "words": words})
+        """Logs the final numbers, and the outcome of the run in `words`. Only `close` may follow."""
+        self._call(metrics["step"], "finish", _finite(metrics), words)
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _call(self, step: int, method: str, *args: Any) -> None:
         for each in self._running:
-            each.tell(message)
+            each.call(step, method, *args)
 
-    def close(self, *, within_s: float = STOP_S) -> None:
-        """Ends all trackers, at the latest after `within_s` seconds, and says which have not taken all steps."""
+    def close(self, *, within_s: float = END_S) -> None:
+        """Ends all trackers within `within_s` seconds, and reports which have not logged everything."""
         running, self._running = self._running, []
-        deadline = time.monotonic() + within_s
-        try:
-            while [each for each in running if not each.has_ended()] and time.monotonic() < deadline:
-                time.sleep(_NAP_S)
-            for each in running:
-                each.conclude(within_s)
-        finally:
-            for each in running:
-                each.kill()
+        for each in running:
+            each.end()
+        deadline_s = time.monotonic() + within_s
+        for each in running:
+            each.join(max(0.0, deadline_s - time.monotonic()), within_s)
 
 
 class _Tracker:
-    """One tracker's process: another program, in its own session, which the kernel kills when this thread ends."""
+    """One tracker, its queue of calls (step, method, arguments), and its thread, which no exit waits for."""
 
     def __init__(self, name: str, start: dict[str, Any]) -> None:
-        self.name, self._unsent, self._last, self._problem = name, bytearray(), start["step"], ""
-        self._channel, theirs = socket.socketpair()
-        self._channel.setblocking(False)
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CODE, str(theirs.fileno()), str(os.getpid()), *sys.path],
-                stdin=subprocess.DEVNULL,  # else wandb asks for a login
-                stdout=2,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self.tell({"tracker": name, **start})
-
-    def tell(self, message: dict[str, Any]) -> None:
-        """Sends what the socket takes now, and keeps the rest."""
-        if self._problem:
-            return
-        self._last = message["step"]
-        self._unsent += json.dumps(message).encode() + b"\n"
-        if len(self._unsent) > _MOST_BYTES:
-            self._fail(f"it took nothing for so long that {_MOST_BYTES >> 20} MiB wait for it")
-            return
-        self._send()
-        if "final" not in message:  # after which it ends
-            self._listen()
-
-    def _send(self) -> None:
-        with contextlib.suppress(OSError):  # full, or closed, which `_listen` finds
-            while self._unsent:
-                del self._unsent[: self._channel.send(self._unsent[:_PART])]
-
-    def _listen(self) -> None:
-        """Fails if the process said why it ends, or is gone."""
+        self.name, self.problem = name, ""
+        self._last, self._calls = start["step"], queue.Queue(_MOST_CALLS)
+        self._thread = threading.Thread(target=self._run, args=(start,), name=f"odc-{name}", daemon=True)
         try:
-            said = self._channel.recv(_PART)
-        except BlockingIOError:
-            return
-        except OSError:
-            said = b""
-        self._fail(said.decode(errors="replace") or self._ended())
+            # Here, as two threads that import modules of a cycle may see one of them half initialised.
+            importlib.import_module(_MODULES[name])
+        except Exception as error:
+            self._fail(in_a_line(error))
+        else:
+            self._thread.start()
 
-    def _ended(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return how_it_ended(self._process.wait(_KILL_S))
-        return "its process closed the socket"
+    def _run(self, start: dict[str, Any]) -> None:
+        try:
+            tracker = _KINDS[self.name](**start)
+            while (call := self._calls.get()) is not None and not self.problem:
+                self._last, method, *args = call
+                getattr(tracker, method)(self._last, *args)
+                if method == "finish":
+                    return
+            tracker.stop()
+        except BaseException as error:  # a package may call sys.exit
+            self._fail(in_a_line(error))
 
     def _fail(self, problem: str) -> None:
-        self._problem = problem
-        self.kill()
-        print(
-            f"odc-triton: {self.name} is off since step {self._last}, and the run goes on without it: {problem}",
-            file=sys.stderr,
-            flush=True,
-        )
+        self.problem = problem
+        message = f"{self.name} is off since step {self._last}, and the run goes on without it: {problem}"
+        print(f"odc-triton: {message}", file=sys.stderr, flush=True)
 
-    def has_ended(self) -> bool:
-        """Whether the process has ended, which is told that nothing follows once it has taken all."""
-        if self._problem:
-            return True
-        self._send()
-        if not self._unsent:
-            with contextlib.suppress(OSError):
-                self._channel.shutdown(socket.SHUT_WR)
-        return self._process.poll() is not None
+    def call(self, *call: Any) -> None:
+        if not self.problem:
+            try:
+                self._calls.put_nowait(call)
+            except queue.Full:
+                self._fail(f"it is slower than the run, and {_MOST_CALLS} calls wait for it")
 
-    def conclude(self, waited_s: float) -> None:
-        """Says what the tracker lacks, if it does, after the last step."""
-        if self._problem:
-            print(f"{self.name} was off since step {self._last}; metrics.jsonl has all steps: {self._problem}")
-        elif self._process.returncode is None:
-            print(
-                f"odc-triton: {self.name} had not taken all steps {waited_s:g} s after the end and is killed; "
-                f"metrics.jsonl has them",
-                file=sys.stderr,
-            )
-        elif self._process.returncode:
-            self._listen()
+    def end(self) -> None:
+        with contextlib.suppress(queue.Full):
+            self._calls.put_nowait(None)
 
-    def kill(self) -> None:
-        """Kills the process, if it has not ended. One that hangs in its file system is left to the kernel."""
-        self._channel.close()
-        self._process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_KILL_S)
+    def join(self, timeout_s: float, waited_s: float) -> None:
+        """Waits until everything is logged, and reports what is missing, if something is."""
+        if not self.problem:
+            self._thread.join(timeout_s)
+        if self.problem:
+            print(f"{self.name} was off since step {self._last}; metrics.jsonl has all steps: {self.problem}")
+        elif self._thread.is_alive():
+            message = f"{self.name} had not logged all steps {waited_s:g} s after the end; metrics.jsonl has them"
+            print(f"odc-triton: {message}", file=sys.stderr)
 
 
 def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -195,3 +155,117 @@ def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _without_nan(line: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+
+
+# Each kind has the calls of `Trackers`, in a thread: `log` and `log_samples` in the order of steps, then `finish`, or
+# `stop` if the run ends before its last step.
+
+
+class _TensorBoard:
+    """Event files in OUT/tensorboard."""
+
+    def __init__(self, *, config: dict[str, Any], out: str, step: int, seen: int, **_: Any) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purged = step + 1 if seen > step else None
+        self._writer = SummaryWriter(os.path.join(out, "tensorboard"), purge_step=purged, flush_secs=10)
+        options = table([[name, str(value)] for name, value in config.items()], ["option", "value"])
+        self._writer.add_text("options", options, step)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        self._writer.add_text("samples", table([list(each.values()) for each in samples], list(samples[0])), step)
+
+    def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
+        self._writer.add_text("final", _final(metrics, words), step)
+        self.stop()
+
+    def stop(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases:
+    """A run of wandb. The user's environment decides on account, server, mode, and on what the options leave open."""
+
+    def __init__(
+        self, *, project: str | None, name: str | None, config: dict[str, Any], out: str, step: int, seen: int
+    ) -> None:
+        import wandb
+
+        id_file = Path(out, "wandb", "run-id")
+        resumes = seen > 0 and id_file.exists()
+        self._run = wandb.init(
+            project=project or os.environ.get("WANDB_PROJECT") or "odc-triton",
+            name=name or os.environ.get("WANDB_NAME") or Path(out).name,
+            id=id_file.read_text().strip() if resumes else None,
+            config=config,
+            dir=os.environ.get("WANDB_DIR") or out,
+            resume="allow",
+        )
+        id_file.parent.mkdir(exist_ok=True)
+        id_file.write_text(self._run.id)
+        self._table = wandb.Table
+        self._seen = seen if resumes and not self._run.offline else 0
+        if self._run.offline and resumes:
+            for line in read_metrics(Path(out, "metrics.jsonl")):
+                if line["step"] <= step:
+                    self.log(line.pop("step"), {key: value for key, value in line.items() if value is not None})
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        if step > self._seen:
+            self._run.log(metrics, step=step)
+
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        rows = [list(each.values()) for each in samples]
+        self.log(step, {"samples": self._table(columns=list(samples[0]), data=rows)})
+
+    def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
+        self._run.summary.update({**metrics, "words": words})
+        self._run.finish()
+
+    def stop(self) -> None:
+        self._run.finish(exit_code=1)
+
+
+class _Trackio:
+    """A run of Trackio, in the user's TRACKIO_DIR, or where the environment says."""
+
+    def __init__(
+        self, *, project: str | None, name: str | None, config: dict[str, Any], out: str, seen: int, **_: Any
+    ) -> None:
+        import trackio
+
+        self._package, self._seen = trackio, seen
+        self._run = trackio.init(
+            project=project or "odc-triton",
+            name=name or Path(out).name,
+            config=config,
+            resume="allow" if seen else "never",
+            embed=False,
+        )
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        if step > self._seen:
+            self._run.log(metrics, step=step)
+
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        rows = [list(each.values()) for each in samples]
+        self.log(step, {"samples": self._package.Table(columns=list(samples[0]), data=rows)})
+
+    def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
+        self.log(step, {"final": self._package.Markdown(_final(metrics, words))})
+        self.stop()
+
+    def stop(self) -> None:
+        self._run.finish()
+
+
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
+_KINDS: dict[str, Any] = {"tensorboard": _TensorBoard, "wandb": _WeightsAndBiases, "trackio": _Trackio}
+
+
+def _final(metrics: dict[str, float], words: str) -> str:
+    return f"{words}\n\n{table(list(metrics.items()), ['', 'at the end'])}"

@@ -16,6 +16,7 @@ import pytest
 from odc_triton.comm.launch import Interrupted, Job, RemoteTraceback, how_it_ended, launch
 from tests.support import leftovers, slow
 from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.leftovers import environment
 
 
 def _work(what: str, folder: str) -> dict:
@@ -219,3 +220,14 @@ def test_a_rank_that_met_an_instruction_its_cpu_lacks() -> None:
     status = subprocess.run([sys.executable, "-c", code], check=False).returncode
     assert "killed by SIGILL" in how_it_ended(status)
     assert "ONEDNN_MAX_CPU_ISA=" in how_it_ended(status)
+
+
+def test_exit_functions_are_not_waited_for():
+    code = """
+import atexit, time
+from odc_triton.comm import launch
+launch._EXIT_S = 0.1
+atexit.register(time.sleep, 600)
+launch.end_process(7)
+"""
+    assert subprocess.run([sys.executable, "-c", code], env=environment(), timeout=LONG_S).returncode == 7
