@@ -17,14 +17,7 @@ from odc_triton.train.grpo_options import GrpoOptions
 from tests.support.deadlines import LONG_S
 from tests.support.sft_case import write_case
 
-VOWELS = "tests.support.grpo_case:vowels"
-
-
-def vowels(completions: Sequence[str], wanted: Sequence[str], **_: object) -> list[float]:
-    """The share of the wanted letters in each completion."""
-    return [
-        sum(map(text.count, letters)) / max(len(text), 1) for text, letters in zip(completions, wanted, strict=True)
-    ]
+VOWELS = "tests.rewards:vowels"
 
 
 def write_prompts(folder: Path, *, prompts: int = 12, config: dict | None = None) -> Path:

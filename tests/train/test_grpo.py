@@ -16,8 +16,9 @@ from odc_triton.balance.split import deal_split
 from odc_triton.data.order import Mix
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
+from tests.rewards import vowels
 from tests.support import ranks, slow
-from tests.support.grpo_case import Recorded, case, trl_advantages, trl_loss, vowels, write_prompts
+from tests.support.grpo_case import Recorded, case, trl_advantages, trl_loss, write_prompts
 from tests.support.sft_case import VOCABULARY
 
 

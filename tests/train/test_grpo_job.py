@@ -20,8 +20,9 @@ from odc_triton.data.tokenizer import load_tokenizer, to_transformers
 from odc_triton.rl.prompts import read_prompts
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
+from tests.rewards import vowels
 from tests.support import ranks, slow
-from tests.support.grpo_case import case, vowels, write_prompts
+from tests.support.grpo_case import case, write_prompts
 from tests.support.logged import in_tensorboard
 from tests.support.vllm_stand_in import FOLDER, vllm_serve
 
@@ -125,7 +126,7 @@ def _samples_are_those_of_the_evaluation(folder: Path, out: Path) -> None:
     scalars, texts = in_tensorboard(out / "tensorboard")
     rewards = [(line["step"], pytest.approx(line["reward"], rel=1e-6)) for line in lines(out)]  # it keeps fp32
     assert scalars["reward"] == rewards
-    assert texts["samples"][0].count("\n") == 4
+    assert texts["samples/text_summary"][0].count("\n") == 4
 
 
 def same(found: list[dict], wanted: list[dict], *names: str) -> None:
@@ -188,13 +189,9 @@ def test_a_lost_rank_is_named_and_the_run_goes_on(folder: Path, tmp_path: Path, 
     same(lines(tmp_path / "out"), whole, "reward", "length", "loss", "grad_norm")
 
 
-def all_alike(completions: list[str], **_: object) -> list[float | None]:
-    return [0.1] * (len(completions) - 1) + [None]  # None: nothing is said of it
-
-
 @pytest.mark.parametrize("changes", [{"split_sequences": True}, slow({"balance": "queue"})])
 def test_equal_rewards_teach_nothing(folder: Path, tmp_path: Path, changes: dict) -> None:
-    start = {"init": None, "model": str(folder / "start"), "reward": ("tests.train.test_grpo_job:all_alike",)}
+    start = {"init": None, "model": str(folder / "start"), "reward": ("tests.rewards:all_alike",)}
     wanted = options(folder, tmp_path / "out", steps=2, **start, **changes)
     assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
     for line in lines(tmp_path / "out"):
@@ -203,18 +200,6 @@ def test_equal_rewards_teach_nothing(folder: Path, tmp_path: Path, changes: dict
         assert line["ratio"] is None, "of no token"
     before, after = (load_file(each / "model.safetensors") for each in (folder / "start", tmp_path / "out" / "model"))
     assert all(torch.equal(before[name], after[name]) for name in after)
-
-
-def raising(prompts: list[str], completions: list[str], **_: object) -> list[float]:
-    raise KeyError(f"nothing known of {len(completions)}")
-
-
-def not_a_number(completions: list[str], **_: object) -> list[float]:
-    return [float("nan")] * len(completions)
-
-
-def one_too_few(completions: list[str], **_: object) -> list[float]:
-    return [0.0] * (len(completions) - 1)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +211,7 @@ def one_too_few(completions: list[str], **_: object) -> list[float]:
     ],
 )
 def test_a_reward_that_fails_ends_the_run_on_all_ranks(folder: Path, tmp_path: Path, function: str, words: str) -> None:
-    name = f"tests.train.test_grpo_job:{function}"
+    name = f"tests.rewards:{function}"
     with ranks.start(train, 2, options(folder, tmp_path / "out", reward=(name,)), None) as job:
         for outcome in job.join():
             assert outcome.error_type == "RolloutFailed", outcome.error

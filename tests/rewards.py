@@ -1,0 +1,28 @@
+"""Rewards of the tests' jobs. A process of their own imports them, in each test: nothing slow to import may be here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def vowels(completions: Sequence[str], wanted: Sequence[str], **_: object) -> list[float]:
+    """The share of the wanted letters in each completion."""
+    return [
+        sum(map(text.count, letters)) / max(len(text), 1) for text, letters in zip(completions, wanted, strict=True)
+    ]
+
+
+def all_alike(completions: list[str], **_: object) -> list[float | None]:
+    return [0.1] * (len(completions) - 1) + [None]  # None: nothing is said of it
+
+
+def raising(prompts: list[str], completions: list[str], **_: object) -> list[float]:
+    raise KeyError(f"nothing known of {len(completions)}")
+
+
+def not_a_number(completions: list[str], **_: object) -> list[float]:
+    return [float("nan")] * len(completions)
+
+
+def one_too_few(completions: list[str], **_: object) -> list[float]:
+    return [0.0] * (len(completions) - 1)
