@@ -16,6 +16,7 @@ import torch
 
 pytest.register_assert_rewrite("tests.support")
 from tests.support import place as place  # noqa: E402
+from tests.support import simulated as simulated  # noqa: E402
 
 os.environ["ODC_TUNED"] = "off"  # what the tests measure must not depend on what was tuned here
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import tests.support.simulated  # noqa: F401  two of BACKENDS
 from odc_triton import enable_split, fully_shard, minibatch
 from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan

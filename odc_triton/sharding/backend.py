@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -16,9 +15,8 @@ from odc_kernels.batch_copy import BatchCopy, torchs_batch_copy
 from odc_kernels.streams import CudaDevice
 
 from ..comm.layout import EXACT, ParameterSpec, Plan
-from ..comm.memory import ApartHeap, CudaHeap, SharedMemoryHeap, SymmetricHeap
+from ..comm.memory import CudaHeap, SharedMemoryHeap, SymmetricHeap
 from ..engine.gradients import Accumulator, KernelAccumulator, LockedAccumulator
-from ..engine.simulated_device import SimulatedDevice
 from ..engine.streams import DeviceStreams, Streams
 from ..nn.tuned import Place
 
@@ -81,50 +79,19 @@ class CpuBackend(Backend):
 
     name = "cpu"
     apart = False
+    heap: type[SharedMemoryHeap] = SharedMemoryHeap
 
     def streams(self) -> Streams:
         return Streams()
 
     def open_heap(self, plan: Plan, mesh: DeviceMesh, *, shared: bool, **how: Any) -> SymmetricHeap:
-        return _open_on_cpu(SharedMemoryHeap, plan, mesh, how)
-
-
-class ApartBackend(Backend):
-    """CUDA's behaviour on the CPU: shards apart, whole tensors gathered and freed, streams that run as late as allowed.
-
-    With ODC_SIMULATED_STREAMS=early they do everything at once: see engine/simulated_device.py.
-    """
-
-    name = "cpu-apart"
-    apart = True
-
-    def streams(self) -> Streams:
-        return DeviceStreams(SimulatedDevice(os.environ.get("ODC_SIMULATED_STREAMS", "late")))
-
-    def open_heap(self, plan: Plan, mesh: DeviceMesh, *, shared: bool, **how: Any) -> SymmetricHeap:
-        return _open_on_cpu(ApartHeap, plan, mesh, how)
-
-
-def _open_on_cpu(heap: type[Any], plan: Plan, mesh: DeviceMesh, how: dict[str, Any]) -> SymmetricHeap:
-    return heap(
-        rank=mesh.get_local_rank(),
-        world=mesh.size(),
-        size_bytes=plan.size_bytes,
-        slots=len(plan.parameters),
-        **how,
-    )
-
-
-class InterpreterBackend(ApartBackend):
-    """As `ApartBackend`, but gradients are added by the scatter kernel, which Triton's interpreter runs."""
-
-    name = "cpu-interpreter"
-    adds_by_kernel = True
-
-    def check(self, specs: list[ParameterSpec]) -> None:
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            raise RuntimeError(f"backend={self.name!r}: set TRITON_INTERPRET=1 before triton is imported")
-        super().check(specs)
+        return self.heap(
+            rank=mesh.get_local_rank(),
+            world=mesh.size(),
+            size_bytes=plan.size_bytes,
+            slots=len(plan.parameters),
+            **how,
+        )
 
 
 class CudaBackend(Backend):
@@ -175,9 +142,7 @@ class CudaBackend(Backend):
         )
 
 
-BACKENDS: dict[str, type[Backend]] = {
-    each.name: each for each in (CpuBackend, ApartBackend, InterpreterBackend, CudaBackend)
-}
+BACKENDS: dict[str, type[Backend]] = {each.name: each for each in (CpuBackend, CudaBackend)}
 
 
 def processor_name() -> str:

@@ -118,8 +118,7 @@ def fully_shard(
     reshard_after_forward: as in FSDP2: whether whole parameters are freed between forward and backward; by default in
         all units but the root. An int counts as True. No effect on the CPU backend, where whole parameters are views.
     ignored_params: stay as they are on every rank.
-    backend: "cpu", "cuda", or "auto": the mesh's, and without a mesh CUDA if there is a GPU. For debugging:
-        "cpu-apart" lays memory out on the CPU as on CUDA, "cpu-interpreter" runs Triton's kernels too.
+    backend: "cpu", "cuda", or "auto": the mesh's, and without a mesh CUDA if there is a GPU.
     timeout: how late a live rank may be at a barrier, a timedelta or seconds; once memory is shared, a dead rank is
         named within seconds.
     debug: catch collectives inside a minibatch, and waits for pieces of samples out of order.

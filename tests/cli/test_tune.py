@@ -19,7 +19,7 @@ from odc_kernels.tiles import LinearTile, WgradTile
 from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import RanksDiffer
 from odc_triton.cli.command import main
-from odc_triton.cli.tune import TuneOptions
+from odc_triton.cli.tune import TuneOptions, run_tune
 from odc_triton.cli.tune.candidates import decide, tiles, ways
 from odc_triton.cli.tune.workload import Workload, workloads_of
 from odc_triton.engine.api import engine_of
@@ -305,11 +305,15 @@ def test_the_command_writes_the_table_of_its_place(tmp_path: Path, capsys: pytes
         assert all(seconds > 0 for seconds in line.seconds.values())
 
 
+def _tunes_in_the_interpreter(rank: int, world: int, options: TuneOptions) -> None:
+    run_tune(replace(options, backend="cpu-interpreter"))
+
+
 @pytest.mark.slow
 def test_kernels_are_measured_where_they_run(tmp_path: Path) -> None:
     """In Triton's interpreter: each candidate gives the shipped way's result, so none is refused."""
-    options = ["--init", _config(tmp_path), "--tokens", "8", "--rounds", "1", "--folder", str(tmp_path / "tuned")]
-    assert main(["tune", *options, "--ranks", "2", "--backend", "cpu-interpreter"]) == 0
+    options = TuneOptions(init=_config(tmp_path), tokens="8", rounds=1, folder=str(tmp_path / "tuned"))
+    ranks.run(_tunes_in_the_interpreter, 2, options)
     (path,) = (tmp_path / "tuned").iterdir()
     lines = json.loads(path.read_text())["lines"]
     assert {line["operator"] for line in lines} == {"linear", "qkv", "embedding", "log_probs"}

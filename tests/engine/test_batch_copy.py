@@ -15,8 +15,8 @@ from odc_kernels.batch_copy import Batch, BatchCopy, torchs_batch_copy
 from odc_kernels.peers import split
 from odc_triton.comm.layout import ParameterSpec
 from odc_triton.engine.gathered import GatheredParameters
-from odc_triton.engine.simulated_device import SimulatedDevice
 from odc_triton.engine.streams import DeviceStreams
+from tests.support.simulated import SimulatedDevice
 
 INVALID = 1
 VERSIONS = pytest.mark.parametrize("version", [12080, 12090, 13000])

@@ -13,11 +13,11 @@ from torch import nn
 
 from odc_triton import full_parameters, fully_shard, minibatch
 from odc_triton.engine.gradients import KernelAccumulator, Target
-from odc_triton.engine.simulated_device import SimulatedDevice
 from odc_triton.engine.storage import Storage
 from odc_triton.engine.streams import DeviceStreams
 from odc_triton.nn.replace import replace_layers
 from tests.support import ranks
+from tests.support.simulated import SimulatedDevice
 
 
 class Late(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.comm.layout import ParameterSpec
 from odc_triton.engine.gathered import GatheredParameters
-from odc_triton.engine.simulated_device import SimulatedDevice, SimulatedEvent
 from odc_triton.engine.streams import Copies, DeviceStreams
+from tests.support.simulated import SimulatedDevice, SimulatedEvent
 
 KINDS = pytest.mark.parametrize("kind", ["late", "early"])
 

@@ -15,13 +15,13 @@ from odc_kernels import streams
 from odc_kernels.linear_cross_entropy import _pulled
 from odc_kernels.peers import PeerShards, split
 from odc_triton.balance.pieces import Piece, SplitPlan
-from odc_triton.engine.simulated_device import SimulatedDevice, SimulatedEvent
 from odc_triton.engine.streams import DeviceStreams, Streams
 from odc_triton.sequence import handover
 from odc_triton.sequence.exchange import SequenceExchange, Span
 from odc_triton.sequence.handover import KernelHandover, Wait, _Look, _Running
 from odc_triton.sequence.room import Flag
 from tests.support.deadlines import LONG_S
+from tests.support.simulated import SimulatedDevice, SimulatedEvent
 
 FLAGS = torch.zeros(2, 1, dtype=torch.int64)  # of two ranks, one layer
 

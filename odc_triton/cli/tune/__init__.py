@@ -36,7 +36,7 @@ class TuneOptions:
     operators: str = option("linear,qkv,embedding,log_probs", "which operators, separated by commas")
     rounds: int = option(7, "measurements of each way, of which the median counts")
     tiles: int = option(4, "tiles to try for each kernel, the best predicted first; on a GPU only")
-    backend: Literal["auto", "cpu", "cuda", "cpu-apart", "cpu-interpreter"] = option("auto", "as in fully_shard")
+    backend: Literal["auto", "cpu", "cuda"] = option("auto", "as in fully_shard")
     folder: str | None = option(None, "folder of the tables; by default $ODC_TUNED, or ~/.cache/odc-triton/tuned")
 
     def __post_init__(self) -> None:
@@ -145,10 +145,11 @@ def _untuned() -> Iterator[None]:
 def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line], list[list[str]]]:
     """The table's lines for one workload, and rows to print (tokens, candidate, milliseconds, verdict)."""
     from ...nn.tuned import Line
+    from ...sharding.backend import BACKENDS
     from .candidates import decide, shipped, ways
 
     workload, device = trial.workload, trial.engine.heap.device.type
-    kernels = device == "cuda" or place.backend == "cpu-interpreter"
+    kernels = BACKENDS[place.backend].adds_by_kernel
     pull_s = trial.pull_s(rounds=options.rounds)
     measured: dict[int, Measured] = {}
     for tokens in options.counts:

@@ -1,4 +1,4 @@
-"""A CPU that behaves like a GPU with several streams, in the worst order that a GPU is allowed.
+"""A CPU that behaves like a GPU with several streams, in the worst order that a GPU is allowed; and backends on it.
 
 On a GPU the host only enqueues. Work on one stream runs in order; between two streams only waits guarantee an order. A
 missing wait goes unnoticed for as long as the device happens to be quick. Here it shows:
@@ -16,6 +16,7 @@ be later still.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -26,6 +27,10 @@ from dataclasses import dataclass
 import torch
 
 from odc_kernels.streams import Memory
+from odc_triton.comm.layout import ParameterSpec
+from odc_triton.comm.memory import ApartHeap
+from odc_triton.engine.streams import DeviceStreams, Streams
+from odc_triton.sharding.backend import BACKENDS, CpuBackend
 
 KINDS = ("late", "early")
 
@@ -192,3 +197,32 @@ def _in_poison(storage: torch.UntypedStorage, do: Callable[[], None]) -> Callabl
         _poison(storage)
 
     return poisoned
+
+
+class ApartBackend(CpuBackend):
+    """CUDA's behaviour on the CPU: shards apart, whole tensors gathered and freed, streams that run as late as allowed.
+
+    With ODC_SIMULATED_STREAMS=early they do everything at once.
+    """
+
+    name = "cpu-apart"
+    apart = True
+    heap = ApartHeap
+
+    def streams(self) -> Streams:
+        return DeviceStreams(SimulatedDevice(os.environ.get("ODC_SIMULATED_STREAMS", "late")))
+
+
+class InterpreterBackend(ApartBackend):
+    """As `ApartBackend`, but gradients are added by the scatter kernel, which Triton's interpreter runs."""
+
+    name = "cpu-interpreter"
+    adds_by_kernel = True
+
+    def check(self, specs: list[ParameterSpec]) -> None:
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise RuntimeError(f"backend={self.name!r}: set TRITON_INTERPRET=1 before triton is imported")
+        super().check(specs)
+
+
+BACKENDS |= {each.name: each for each in (ApartBackend, InterpreterBackend)}
