@@ -32,7 +32,6 @@ from odc_triton.comm.layout import find_units
 from odc_triton.engine.api import engine_of, minibatch
 from odc_triton.fsdp2.bridge import use_odc
 from odc_triton.hf import enable_packing, summed_loss
-from odc_triton.nn.replace import replace_layers
 from odc_triton.sequence.enable import enable_split
 from odc_triton.sharding.shard import fully_shard
 from odc_triton.simulate.job import SPLIT
@@ -331,31 +330,6 @@ class OdcExact(Odc):
 
     name = "ODC, exact sums"
     exact = True
-
-
-class OdcLayers(Odc):
-    """The same with every Linear, Embedding and Attention replaced by ours, as `auto` runs them on a CPU."""
-
-    name = "ODC, replaced layers"
-    choice = "auto"
-
-    def shard(self, model: nn.Module) -> nn.Module:
-        replace_layers(model, choice=self.choice, verbose=False)
-        return super().shard(model)
-
-
-class OdcLayersFused(OdcLayers):
-    """Weight gradients computed and added owner by owner."""
-
-    name = "ODC, replaced layers, wgrad fused"
-    choice = "fused"
-
-
-class OdcLayersSplit(OdcLayers):
-    """Weight gradients, including the embedding's, computed whole, then added."""
-
-    name = "ODC, replaced layers, wgrad split"
-    choice = "split"
 
 
 class OdcMicro(Odc):

@@ -12,7 +12,6 @@ from torch.nn import functional as F
 
 from tests.support import place  # isort: skip
 
-from bench.reports.head_memory import peak_bytes
 from odc_kernels.linear_cross_entropy import (
     HeadOutput,
     chunk_rows,
@@ -24,6 +23,7 @@ from odc_kernels.linear_cross_entropy import (
 )
 from odc_kernels.online_softmax import SoftmaxState, SoftmaxTile, online_softmax, softmax_grad
 from odc_kernels.peers import PeerShards, join
+from tests.support.peak_memory import peak_bytes
 from tests.support.place import split
 
 pytestmark = place.MARKS

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bench.reports.head_memory import peak_bytes
 from odc_triton.hf import summed_loss
 from odc_triton.nn import LMHead
 from odc_triton.nn.head import FusedLogits
@@ -18,6 +17,7 @@ from odc_triton.nn.replace import replace_layers
 from tests.support import slow
 from tests.support.models import _causal_lm
 from tests.support.parity import compare
+from tests.support.peak_memory import peak_bytes
 
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("Llama", {}),

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bench.reports.head_memory import peak_bytes
 from odc_triton import OdcError, fully_shard, minibatch, replace_layers, verify
 from odc_triton.nn import Attention, Embedding, Linear, LMHead
 from tests.support import ranks, slow
+from tests.support.peak_memory import peak_bytes
 
 DIRECT = "eager/direct/fused"
 CHOICES = ["auto", "eager/gathered/split", DIRECT, "staged", "triton/direct/fused"]

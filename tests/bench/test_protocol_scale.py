@@ -9,11 +9,10 @@ from itertools import pairwise
 import pytest
 import torch.distributed as dist
 
-from bench.suites import protocol_scale, sleeping, work_queue
-from bench.suites.protocol_scale import BASELINE, OURS, RANKS, SAMPLES, WAYS, expected_s, in_words, make_cells, rows_of
-from bench.suites.sleeping import Cell, Costs, Gate, Measured, Ran, Sleeper, Way, run_cells, together
+from bench.suites import protocol_scale, sleeping
+from bench.suites.protocol_scale import BASELINE, OURS, WAYS, in_words, rows_of
+from bench.suites.sleeping import Cell, Costs, Gate, Ran, Sleeper, Way, run_cells, together
 from odc_triton.balance import CostModel
-from odc_triton.simulate.study import NAMED
 from tests.support import ranks
 
 QUEUE = Way(schedule="odc", balance="queue")
@@ -70,6 +69,7 @@ def _through_the_gate(rank: int, world: int, name: str) -> list[int]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_nobody_passes_the_gate_before_all_have_come(world: int) -> None:
     for seen in ranks.run(_through_the_gate, world, uuid.uuid4().hex):
@@ -88,6 +88,7 @@ def _one_leaves(rank: int, world: int, name: str) -> str:
     return "left"
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_left_holds_nobody_at_the_gate() -> None:
     ended = ranks.run(_one_leaves, 3, uuid.uuid4().hex)
     assert ended[1] == "left"
@@ -102,6 +103,7 @@ def _tiny(rank: int, world: int, cells: list[Cell], name: str) -> tuple[list[Ran
     return run_cells(cells, name)
 
 
+@pytest.mark.slow
 def test_a_real_run_sleeps_every_sample_once_in_every_way() -> None:
     short = {"seconds_per_cost": 1e-4}  # 10 to 60 ms a sample
     cells = [
@@ -171,61 +173,3 @@ def test_the_simulator_and_the_bounds_of_a_case_done_by_hand() -> None:
     assert len(line) == len(protocol_scale.COLUMNS)
     assert line[:4] == ["four", 2, 2, "1.25 / 1.33"]
     assert line[-3:] == ["1.33", "+6.7%", "-6.2%"]
-
-
-def test_the_queues_table() -> None:
-    def measured(way: Way, slow: dict[int, float], seconds: float) -> Measured:
-        return Measured(
-            cell=cell((way,), slow=slow),
-            way=way,
-            seconds=[seconds],
-            simulated=[seconds],
-            mean_work=[6.0],
-            largest_work=[6.0],
-            microbatches=[[2, 2]],
-        )
-
-    pairs = [
-        measured(OURS, {}, 6.0),
-        measured(QUEUE, {}, 6.1),
-        measured(OURS, {1: 1.3}, 7.8),
-        measured(QUEUE, {1: 1.3}, 7),
-    ]
-    rows = work_queue.rows_of(pairs, 2)
-    assert [row["ratio"] for row in rows] == pytest.approx([6 / 6.1, 7.8 / 7])
-    # Speeds 1 and 1 / 1.3 share 12 seconds of work.
-    assert rows[1]["ratio_best"] == pytest.approx(7.8 / (12 / (1 + 1 / 1.3)))
-    words = work_queue.in_words(rows)
-    assert "all ranks equal: LB-Mini's time over the queue's is 0.984 to 0.984; 0.98 or more in 1 of 1" in words
-    assert "1.15 or more in 0 of 1" in words
-    assert len(work_queue.shown(rows[0])) == len(work_queue.COLUMNS)
-
-
-def test_the_queue_computed_by_hand() -> None:
-    costs = [4.0, 3.0, 2.0, 1.0]
-    assert work_queue.finish(costs, 2, {}) == 5.0
-    assert work_queue.finish(costs, 2, {0: 2.0}) == 8.0  # rank 1 has 3, 2 and 1 meanwhile
-    # Each begins with one of its own and one more in its hands: 4 and 2, 3 and 1.
-    assert work_queue.finish(costs, 2, {}, ahead=True) == 6.0
-    assert work_queue.finish([], 2, {}) == work_queue.finish([], 2, {}, ahead=True) == 0.0
-    row = work_queue.orders("aime", 4, 8, minibatches=20)
-    assert len(row) == len(work_queue.ORDER_COLUMNS)
-    longest, planned, ahead, slow, _ = (float(text.rstrip("x")) for text in row[2:])
-    assert ahead < longest < planned == pytest.approx(1.0, abs=0.002)
-    assert slow > 1.15
-
-
-def test_the_whole_run_fits_into_twenty_minutes_and_a_larger_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    total = sum(expected_s(make_cells(list(NAMED), SAMPLES, count), count) for count in RANKS)
-    assert 0.3 < total / protocol_scale.LONGEST_S < 0.9  # starting the ranks and what sleeps don't say come on top
-    assert protocol_scale.main(["--minibatches", "9", "--samples", "8"]) == 2
-    assert "over 20 minutes" in capsys.readouterr().err
-
-
-def test_cells_are_the_same_every_time_and_a_mean_sample_sleeps_what_is_said() -> None:
-    first, again = (make_cells(["aime"], [2], 8) for _ in range(2))
-    assert first == again
-    (one,) = make_cells(["aime"], [40], 50, minibatches=5)
-    slept = [one.seconds([length]) for lengths in one.minibatches for length in lengths]
-    # 10,000 draws of a heavy tail: their mean is within some percent of the population's.
-    assert sum(slept) / len(slept) == pytest.approx(protocol_scale.MEAN_SAMPLE_S, rel=0.05)
