@@ -43,13 +43,11 @@ def frozen_base(model: nn.Module) -> dict[str, ShardedParameter]:
     }
 
 
-def own_sum(base: dict[str, ShardedParameter], *, rank: int) -> int:
+def own_sum(base: dict[str, ShardedParameter]) -> int:
     """This rank's part of a sum over all elements, by its masters, modulo 2⁶⁴."""
     total = 0
     for name, parameter in base.items():
         storage = parameter.storage
-        if parameter.spec.is_scalar and rank != 0:
-            continue  # each rank has one
         first = storage.master_rows[0] * math.prod(parameter.spec.shape[1:])
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") << 30  # other places for each name
         total += _sum(storage.master, seed + first)
@@ -71,7 +69,7 @@ def _sum(values: torch.Tensor, first: int) -> int:
 
 def described(name: str, base: dict[str, ShardedParameter], sums: list[int]) -> dict[str, str]:
     """What `FILE` holds: the base's name, and a digest of names, shapes, dtypes and all ranks' `own_sum`."""
-    shapes = [[key, list(each.spec.shape), each.spec.master_dtype] for key, each in sorted(base.items())]
+    shapes = [[key, list(each.spec.whole_shape), each.spec.master_dtype] for key, each in sorted(base.items())]
     return {"name": name, "digest": hashlib.sha256(json.dumps([shapes, sum(sums) % 2**64]).encode()).hexdigest()}
 
 

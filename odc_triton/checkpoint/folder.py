@@ -177,7 +177,7 @@ class Saving:
 
     def _sum_base(self) -> int:
         if self._base_sum is None:
-            self._base_sum = base_model.own_sum(self._base, rank=self._engine.rank)
+            self._base_sum = base_model.own_sum(self._base)
         return self._base_sum
 
     def finish(self, written: list[dict[str, Any]], *, number: int) -> None:
@@ -238,7 +238,7 @@ def load_checkpoint(path: str | os.PathLike, *, model: nn.Module, optimizer: Opt
         state = read_state(path)
         adapters_only = saved is not None and base_model.FILE in saved.files
         base = base_model.frozen_base(model) if adapters_only else {}
-        shared["base"] = base_model.own_sum(base, rank=engine.rank)
+        shared["base"] = base_model.own_sum(base)
     with all_or_none(engine, purpose):  # separate, because creating an optimizer's states is a step of all ranks
         if adapters_only:
             base_model.require_same(path, base, [theirs["base"] for theirs in shared.all])

@@ -180,7 +180,9 @@ class _Files:
         return self._file(self.file_of[name]).get_tensor(name)
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        return self._file(self.file_of[name]).get_slice(name)[start:stop]
+        """Of a scalar, as of a tensor with one row."""
+        found = self._file(self.file_of[name]).get_slice(name)
+        return found[start:stop] if found.get_shape() else self.read(name).view(1)[start:stop]
 
 
 def weights_folder(source: str | Path) -> Path:
@@ -319,7 +321,7 @@ class _Made(_Rows):
         return self._value
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self._value[start:stop]
+        return torch.atleast_1d(self._value)[start:stop]
 
 
 def _values(target: str, source: _Source, files: _Files, model: nn.Module) -> Iterator[tuple[str, _Rows]]:
@@ -334,7 +336,7 @@ def _values(target: str, source: _Source, files: _Files, model: nn.Module) -> It
 
 
 def _fill(place: Place, value: _Rows) -> None:
-    if isinstance(place, ShardedParameter) and not place.spec.is_scalar:
+    if isinstance(place, ShardedParameter):
         place.storage.master.copy_(value.rows(*place.storage.master_rows))
     else:
-        (place.storage.master if isinstance(place, ShardedParameter) else place).copy_(value.whole())
+        place.copy_(value.whole())

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..base.errors import CheckpointDiffers
@@ -56,7 +57,7 @@ def to_load(
     here = _left(get_model_state_dict(model), without)
     there = tensors_of(metadata)
     prefix = _prefix(next(iter(here)), there)
-    wanted = {f"{prefix}{name}": value for name, value in here.items()}
+    wanted = {(key := f"{prefix}{name}"): _as_saved(there.get(key), value) for name, value in here.items()}
     differences = [
         f"{name[len(prefix) :]} {what}"
         for name, value in wanted.items()
@@ -72,6 +73,14 @@ def to_load(
     if optimizer is not None:
         wanted |= _optimizer_to_load(model, optimizer, metadata, there)
     return wanted
+
+
+def _as_saved(saved: TensorStorageMetadata | None, value: Any) -> Any:
+    """A scalar that was saved whole: its owner's element as 0-d, a placeholder on other ranks. Else `value`."""
+    if saved is None or saved.size != () or not isinstance(value, DTensor) or value.shape != (1,):
+        return value
+    local = value.to_local()
+    return local.view(()) if local.numel() else torch.empty((), dtype=value.dtype, device=value.device)
 
 
 def _difference(saved: TensorStorageMetadata | None, value: torch.Tensor) -> str | None:
@@ -125,7 +134,7 @@ def _optimizer_to_load(
         differences += [f"{kind} of {name} is not in this {kind_here}" for kind in sorted(kinds - mine.keys())]
         for kind, value in mine.items():
             key = f"{base}state.{name}.{kind}"
-            wanted[key] = value
+            wanted[key] = value = _as_saved(there.get(key), value)
             if kind not in kinds:
                 differences.append(f"{kind} of {name} is not in the checkpoint")
             elif isinstance(value, torch.Tensor) and (what := _difference(there.get(key), value)):

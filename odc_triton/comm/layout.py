@@ -33,7 +33,10 @@ EXACT = "int64"  # the reduce dtype of exact sums: engine/exact.py
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSpec:
-    """One parameter, as all ranks must agree on it. Dtypes are names ("float32"); `names` includes tied aliases."""
+    """One parameter, as all ranks must agree on it. Dtypes are names ("float32"); `names` includes tied aliases.
+
+    A scalar is sharded as a tensor of shape (1,), which rank 0 owns; `is_scalar`: modules see it as 0-d.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -41,14 +44,16 @@ class ParameterSpec:
     compute_dtype: str
     reduce_dtype: str | None  # None: frozen, no gradient region
     unit: str  # name of the unit that it belongs to; "" is the root
+    is_scalar: bool = False
 
     @property
     def name(self) -> str:
         return self.names[0]
 
     @property
-    def is_scalar(self) -> bool:
-        return not self.shape
+    def whole_shape(self) -> tuple[int, ...]:
+        """As modules see it."""
+        return () if self.is_scalar else self.shape
 
     @property
     def is_block_matrix(self) -> bool:
@@ -57,11 +62,8 @@ class ParameterSpec:
 
     @property
     def has_own_master(self) -> bool:
-        """Whether the master is a separate copy, besides the compute shard.
-
-        A scalar can't be split: every rank steps its own master of it, and rank 0 publishes its value.
-        """
-        return self.is_scalar or self.master_dtype != self.compute_dtype
+        """Whether the master is a separate copy, besides the compute shard."""
+        return self.master_dtype != self.compute_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,23 +90,19 @@ class Region:
         return math.prod(self.shape[1:]) * self.itemsize
 
     def shard(self, world: int, owner: int) -> Region:
-        """The rows of `owner` as a region, if all shards are side by side. Rank 0 owns a scalar."""
+        """The rows of `owner` as a region, if all shards are side by side."""
         own = self.own_shard(world, owner)
-        if not self.shape:
-            return own
         start, _ = shard_rows(self.shape[0], world, owner)
         return replace(own, offset_bytes=self.offset_bytes + start * self.row_bytes)
 
     def own_shard(self, world: int, owner: int) -> Region:
         """The rows of `owner` as a region of its own memory, where every rank keeps its shard at the same offset."""
-        if not self.shape:
-            return self if owner == 0 else replace(self, shape=(0,))
         start, stop = shard_rows(self.shape[0], world, owner)
         return replace(self, shape=(stop - start, *self.shape[1:]))
 
     def stored_bytes(self, world: int, *, apart: bool) -> int:
         """Bytes that it takes in the memory of all ranks, or, `apart`, in each rank's."""
-        if not apart or not self.shape:
+        if not apart:
             return self.size_bytes
         return rows_per_rank(self.shape[0], world) * self.row_bytes
 

@@ -27,7 +27,7 @@ from ..base.errors import (
 )
 from ..comm.grid import Grid
 from ..comm.meeting import Meetings
-from ..comm.memory.heap import Signs, SymmetricHeap, Word
+from ..comm.memory.heap import Signs, SymmetricHeap
 from ..comm.replicas import Replicas
 from .accumulation import undivided
 from .entry import checked_tokens, compare_entries, trained_mask
@@ -233,16 +233,6 @@ class Engine:
                 f"the gradients of minibatch {self.state.number} are dropped: no optimizer step followed it. "
                 f"Put all microbatches of a step into one minibatch.",
             )
-        if self.heap.rank == 0 and any(parameter.is_scalar for parameter in self.trainable()):
-            # Every rank of the replica reads a scalar's gradient from here; a slow one may not have yet.
-            self.meetings.wait_until(
-                f"the scalars' gradients of minibatch {self.state.number} to be taken",
-                lambda: [
-                    rank
-                    for rank, count in enumerate(self.heap.seen(Word.LANDED), self.heap.first)
-                    if count <= self.state.number
-                ],
-            )
         self._zeros = self._zeros or Zeros(self.parameters)
         clear_gradients(self.trainable(), self.streams.first)
         for parameter in self.parameters:
@@ -314,7 +304,6 @@ class Engine:
             self._land(zeros.union(*(theirs["touched"] for theirs in messages)))
         for place in not_finite:
             self.parameters[place].sharded.grad.to_local().fill_(math.nan)
-        self.heap.show(Word.LANDED, self.state.number + 1)
         self.state.enter(Phase.LANDED)
         counts = [theirs["microbatches"] for theirs in messages]
         if self._tokens is None and self.divide_factor is None and len(set(counts)) > 1:
@@ -408,7 +397,6 @@ class Engine:
 
     def _stay_outside(self) -> None:
         """The minibatch ends before it opened, or without gradients."""
-        self.heap.show(Word.LANDED, self.state.number + 1)
         self.state.enter(Phase.READY)
 
     def drain(self, purpose: str) -> None:

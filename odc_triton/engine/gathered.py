@@ -164,9 +164,6 @@ class GatheredParameters:
 
 def _pieces(whole: torch.Tensor, owners: list[torch.Tensor]) -> Iterator[_Piece]:
     """Those of all owners that have some rows; `whole` has its own version counter."""
-    if not whole.shape:
-        yield _Piece(0, whole, owners[0])
-        return
     for owner, place in enumerate(whole.split([len(rows) for rows in owners])):
         if place.numel():
             yield _Piece(owner, place, owners[owner])

@@ -95,18 +95,12 @@ class Landing:
 
     def own_sum(self) -> torch.Tensor:
         """This rank's part of the sum, to sum over replicas: in its shard, until that is cleared."""
-        if self._storage.spec.is_scalar:
-            # Every rank steps its own copy of a scalar, so each needs its own gradient to clip and scale.
-            return self._storage.gradient_shard.clone()
         return self._storage.gradient_part
 
     def own_gradient(self, own_sum: torch.Tensor) -> torch.Tensor:
         """`own_sum` as a floating-point number, to divide and to step with."""
         exact = self._storage.exact
-        if exact is None:
-            return own_sum
-        into = torch.empty((), device=own_sum.device) if self._storage.spec.is_scalar else self._storage.landed_part
-        return exact.value(own_sum, into)
+        return own_sum if exact is None else exact.value(own_sum, self._storage.landed_part)
 
     def land(self, gradient: torch.Tensor | None) -> None:
         """Hands the landed gradient, of the master's dtype, to the optimizer; None if no rank contributed."""
@@ -120,10 +114,10 @@ class Landing:
         self.sharded.grad = self._landed
 
     def to_clear(self) -> torch.Tensor | None:
-        """Drops what the optimizer was handed; returns this rank's gradient shard if this rank must zero it."""
+        """Drops what the optimizer was handed; returns this rank's gradient shard if it must be zeroed."""
         self.sharded.grad = None
         dirty, self.touched, self.dirty = self.dirty, False, False
-        return self._storage.gradient_shard if dirty and self._storage.is_cleared_here else None
+        return self._storage.gradient_shard if dirty else None
 
     def check_memory(self, name: str) -> None:
         """Raises RuntimeError when something replaced the memory under the parameter `name`, as `.double()` does."""

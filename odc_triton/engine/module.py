@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..nn.operand import is_sharded
 from .engine import Engine
+from .parameter import ShardedParameter
 from .unit import Unit
 
 
@@ -207,9 +208,9 @@ class ODCModule:
         if hasattr(state_dict, "_metadata"):  # versions of the modules' formats
             local._metadata = state_dict._metadata
         for name, sharded in self.named_parameters(remove_duplicate=False):
-            value = local.get(name)
-            if id(sharded) in parameters and _is_whole(value, sharded):
-                local[name] = parameters[id(sharded)].storage.own_part(value)
+            value, parameter = local.get(name), parameters.get(id(sharded))
+            if parameter is not None and _is_whole(value, parameter):
+                local[name] = parameter.storage.own_part(value)
         self._odc_engine.drain("what still reads the parameters")
         self._odc_engine.meetings.meet("load_state_dict", {})
         result = super().load_state_dict(local, strict=strict)
@@ -238,8 +239,10 @@ def _resize_token_embeddings(model: nn.Module, *args: Any, **kwargs: Any) -> NoR
     raise NotImplementedError("resize_token_embeddings of a sharded model: call it before fully_shard")
 
 
-def _is_whole(value: Any, sharded: nn.Parameter) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == sharded.shape
+def _is_whole(value: Any, parameter: ShardedParameter) -> bool:
+    """Whether it is the whole tensor; a scalar's may be 0-d, or of the shape (1,) in which it is sharded."""
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return is_plain and value.shape in (parameter.leaf.shape, parameter.sharded.shape)
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:

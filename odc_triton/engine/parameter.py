@@ -7,8 +7,9 @@ gradient shard  [n, ...] of each owner, in the heap, in the reduce dtype: what e
 part            this rank's rows of its shard: all of them, unless there are several replicas
 master          this rank's part in the master dtype: what the optimizer steps. If the dtypes agree, it is the compute
                 shard's part itself
-whole, leaf     [N, ...] in the compute dtype: what modules compute with; where it is stored: `Residency`
-sharded         a DTensor over the master, Shard(0) (a scalar: Replicate): what optimizers and checkpoints see
+whole, leaf     [N, ...] in the compute dtype: what modules compute with, a scalar as 0-d; where it is stored:
+                `Residency`
+sharded         a DTensor over the master, Shard(0): what optimizers and checkpoints see
 landed          this rank's part of the summed gradient, as a DTensor: `sharded.grad` after a minibatch
 """
 
@@ -84,6 +85,8 @@ class ShardedParameter:
     `accumulator`: how gradients are added. `table`: how operators on it run.
     """
 
+    is_split = True
+
     def __init__(
         self,
         *,
@@ -110,7 +113,7 @@ class ShardedParameter:
             self.residency = Residency.VIEW
         else:
             self.residency = Residency.ON_DEMAND if gathered is None else Residency.GATHERED
-        self.leaf = nn.Parameter(whole, requires_grad=trains)
+        self.leaf = nn.Parameter(whole.view(spec.whole_shape), requires_grad=trains)
         self.leaf._odc_handle = handle_of(self)
         self.leaf._odc_never_whole = self.is_never_whole
         self.table = table
@@ -259,22 +262,14 @@ class ShardedParameter:
             gradient = gradient.to_dense()
         self._touch()
         with torch.no_grad():
-            rows = gradient.view(1) if self.spec.is_scalar else gradient
-            self._accumulator.add(rows, self.storage.target, name=self.name, waited=self._report)
+            self._accumulator.add(
+                gradient.reshape(self.spec.shape), self.storage.target, name=self.name, waited=self._report
+            )
 
     @property
     def optimized(self) -> tuple[nn.Parameter, ...]:
         """What optimizers hold of it."""
         return (self.sharded,)
-
-    @property
-    def is_scalar(self) -> bool:
-        return self.spec.is_scalar
-
-    @property
-    def is_split(self) -> bool:
-        """Whether each replica steps and publishes its part of a shard, not all of it."""
-        return not self.spec.is_scalar
 
     def to_publish(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(own part to read, master), to be copied after each step."""

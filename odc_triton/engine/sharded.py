@@ -54,7 +54,6 @@ class Sharded(Protocol):
     name: str
     landing: Lands
     trains: bool
-    is_scalar: bool
     is_split: bool
     optimized: Sequence[nn.Parameter]
 

@@ -6,7 +6,7 @@ import math
 from functools import cached_property
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from odc_kernels.peers import PeerShards
 
@@ -36,25 +36,21 @@ class Storage:
         self._compute_shard = self.compute_shards[self._rank]
         own = self.part_of(self._compute_shard)
         if spec.has_own_master:
-            shape = () if spec.is_scalar else own.shape
-            self.master = torch.empty(shape, dtype=getattr(torch, spec.master_dtype), device=heap.device)
+            self.master = torch.empty(own.shape, dtype=getattr(torch, spec.master_dtype), device=heap.device)
         else:
             self.master = own
         self.gradient_shard: torch.Tensor | None = None
         if gradient is not None:
             shards = [heap.shard(gradient, owner) for owner in range(self.world)]
-            self.gradient_shard = shards[0 if spec.is_scalar else self._rank]
+            self.gradient_shard = shards[self._rank]
             self.gradient_part = self.part_of(self.gradient_shard)
-            rows = [shards[0].view(1)] if spec.is_scalar else shards
             self.exact = ExactSum(heap.device) if spec.reduce_dtype == EXACT else None
-            self.target = Target(slot=slot, shards=rows, rank=self._rank, near=heap.near, exact=self.exact)
-        self.rows = [
-            (0, 1) if spec.is_scalar else shard_rows(spec.shape[0], self.world, owner) for owner in range(self.world)
-        ]
+            self.target = Target(slot=slot, shards=shards, rank=self._rank, near=heap.near, exact=self.exact)
+        self.rows = [shard_rows(spec.shape[0], self.world, owner) for owner in range(self.world)]
         start, stop = self.rows[self._rank]
         part, end = shard_rows(stop - start, grid.replicas, grid.replica)
         # First and one-past-last row of the whole tensor that this rank has a master of.
-        self.master_rows = (0, 1) if spec.is_scalar else (start + part, start + end)
+        self.master_rows = start + part, start + end
 
     @cached_property
     def landed_part(self) -> torch.Tensor:
@@ -65,11 +61,6 @@ class Storage:
         return part if self.exact is None else part.view(-1).view(torch.float32)[: part.numel()].view(part.shape)
 
     @property
-    def is_cleared_here(self) -> bool:
-        """Whether this rank zeroes its gradient shard. A scalar's is rank 0's, for all ranks."""
-        return not (self.spec.is_scalar and self._rank != 0)
-
-    @property
     def lies_apart(self) -> bool:
         """Whether each owner's rows are in its own memory, so that the whole tensor can't be a view."""
         return self._heap.apart
@@ -78,8 +69,9 @@ class Storage:
         """This rank's part of a tensor [N, ...], as a DTensor split like `sharded`."""
         shape = torch.Size(self.spec.shape)
         stride = torch.empty(shape, device="meta").stride()
-        placements = [Replicate() if self.spec.is_scalar else each for each in self._grid.placements]
-        return DTensor.from_local(local, self._grid.mesh, placements, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(
+            local, self._grid.mesh, self._grid.placements, run_check=False, shape=shape, stride=stride
+        )
 
     def parts_of(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Splits a shard of this rank by replica, as `torch.chunk` does: each has the master of its part."""
@@ -88,36 +80,32 @@ class Storage:
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
         """The rows that this rank has masters of. With one replica that is the whole shard."""
-        if self.spec.is_scalar or self._grid.replicas == 1:
+        if self._grid.replicas == 1:
             return shard
         return self.parts_of(shard)[self._grid.replica]
 
     def gradient_parts(self) -> list[torch.Tensor]:
-        """This rank's gradient shard by replica, to sum over replicas; not for a scalar."""
+        """This rank's gradient shard by replica, to sum over replicas."""
         return self.parts_of(self.gradient_shard)
 
     def compute_parts(self) -> list[torch.Tensor]:
-        """This rank's compute shard by replica, each of which publishes its part; not for a scalar."""
+        """This rank's compute shard by replica, each of which publishes its part."""
         return self.parts_of(self._compute_shard)
 
     @torch.no_grad()
     def fill(self, value: torch.Tensor) -> None:
         """Writes the whole tensor [N, ...] into all owners' compute shards; the masters `adopt` it."""
-        if self.spec.is_scalar:
-            self.compute_shards[0].copy_(value)
-            return
+        value = value.reshape(self.spec.shape)
         for shard, (start, stop) in zip(self.compute_shards, self.rows, strict=True):
             shard.copy_(value[start:stop])
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
         """A copy of the whole tensor [N, ...] in the compute dtype, read from its owners as they are now."""
-        if self.spec.is_scalar:
-            return self.compute_shards[0].clone()
         whole = self.compute_shards[0].new_empty(self.spec.shape)
         for rows, shard in zip(whole.split([len(s) for s in self.compute_shards]), self.compute_shards, strict=True):
             rows.copy_(shard)  # torch.cat would obey autocast
-        return whole
+        return whole.view(self.spec.whole_shape)
 
     @torch.no_grad()
     def adopt(self, first: int, values: torch.Tensor) -> None:
@@ -131,20 +119,20 @@ class Storage:
     def own_part(self, whole: torch.Tensor) -> DTensor:
         """The whole tensor [N, ...], of which every rank has a copy, as a DTensor split like `sharded`."""
         start, stop = self.master_rows
-        return self.as_dtensor(whole if self.spec.is_scalar else whole[start:stop])
+        return self.as_dtensor(whole.reshape(self.spec.shape)[start:stop])
 
     def to_publish(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """[(own part to read, master)] if the first is a copy of the second, to be refreshed after each step.
 
-        Empty if they are the same memory, or if another rank publishes: a scalar's copy is rank 0's.
+        Empty if they are the same memory.
         """
-        if not self.spec.has_own_master or (self.spec.is_scalar and self._rank != 0):
+        if not self.spec.has_own_master:
             return []
         return [(self.part_of(self._compute_shard), self.master)]
 
     @cached_property
     def compute_peers(self) -> PeerShards:
-        """The shards to read, as kernels see them; not for a scalar.
+        """The shards to read, as kernels see them.
 
         Plain torch may read them even where kernels could not: shards side by side are only as aligned as their rows.
         """

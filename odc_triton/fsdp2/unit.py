@@ -29,7 +29,6 @@ class BridgedParameter:
     `touched`: this rank added to it in this minibatch; `dirty`: some rank did since it was zeroed.
     """
 
-    is_scalar = False
     is_split = False  # each replica has all masters of a shard
     original = None
 

@@ -85,4 +85,4 @@ def _like(place: Place) -> torch.Tensor:
     """A tensor without memory, of the dtype and shape that is read."""
     if isinstance(place, torch.Tensor):
         return torch.empty_like(place, device="meta")
-    return torch.empty(place.spec.shape, dtype=place.leaf.dtype, device="meta")
+    return torch.empty(place.spec.whole_shape, dtype=place.leaf.dtype, device="meta")

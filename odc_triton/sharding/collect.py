@@ -215,7 +215,8 @@ def spec_of(entry: FoundParameter, policy: MixedPrecisionPolicy | None, *, exact
     reduced = EXACT if exact else dtype_name(reduced or torch.promote_types(torch.float32, value.dtype))
     return ParameterSpec(
         names=tuple(entry.names),
-        shape=tuple(value.shape),
+        shape=tuple(value.shape) or (1,),
+        is_scalar=not value.shape,
         master_dtype=dtype_name(value.dtype),
         compute_dtype=dtype_name(computed if computed and value.is_floating_point() else value.dtype),
         reduce_dtype=reduced if value.requires_grad else None,

@@ -331,10 +331,8 @@ class _Sizes:
     def shards(self, specs: Iterable[ParameterSpec], dtype_field: str, alignment_bytes: int = 1) -> int:
         total = 0
         for spec in specs:
-            rows: tuple[int, ...] = ()
-            if not spec.is_scalar:
-                _, in_shard = shard_rows(spec.shape[0], self.world, 0)
-                rows = shard_rows(in_shard, self.replicas, 0)[1:]
+            _, in_shard = shard_rows(spec.shape[0], self.world, 0)
+            rows = shard_rows(in_shard, self.replicas, 0)[1:]
             n_bytes = math.prod((*rows, *spec.shape[1:])) * self.itemsizes[getattr(spec, dtype_field)]
             total += aligned(n_bytes, alignment_bytes)
         return total
@@ -348,11 +346,9 @@ class _Sizes:
 
 
 def _copies_gradient(spec: ParameterSpec) -> bool:
-    """Whether `.grad` is a separate tensor. A scalar's is: every rank scales and steps its own copy. That of an exact
-    sum is fp32 in the sum's own memory.
-    """
+    """Whether `.grad` is a separate tensor. That of an exact sum is fp32 in the sum's own memory."""
     landed = "float32" if spec.reduce_dtype == EXACT else spec.reduce_dtype
-    return spec.is_scalar or landed != spec.master_dtype
+    return landed != spec.master_dtype
 
 
 def _root_and_blocks(units: dict[str, Any]) -> tuple[Any, list[Any]]:

@@ -19,20 +19,10 @@ from torch.distributed.tensor import DTensor
 from ..engine.engine import Engine
 
 
-def own_gradients(parameters: Iterable[nn.Parameter], rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(this rank's gradients, those of them that count in the norm): replicated ones count on rank 0 only."""
-    local, counted = [], []
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        gradient = parameter.grad
-        replicated = isinstance(gradient, DTensor) and all(place.is_replicate() for place in gradient.placements)
-        if isinstance(gradient, DTensor):
-            gradient = gradient.to_local()
-        local.append(gradient)
-        if rank == 0 or not replicated:
-            counted.append(gradient)
-    return local, counted
+def own_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """This rank's parts of the gradients."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
 
 
 def square_norm(gradients: list[torch.Tensor]) -> float:

@@ -148,7 +148,7 @@ class Run(ABC):
 
     def update(self, loss_sum: float, sums: Sequence[float] = ()) -> Agreed:
         """After a minibatch: ranks agree, and take the optimizer's step if all is finite."""
-        gradients, counted = own_gradients(self.model.parameters(), self.engine.rank)
+        gradients = own_gradients(self.model.parameters())
         events = self.engine.events.drain()
         told_s = time.monotonic()
         agreed = agree(
@@ -156,7 +156,7 @@ class Run(ABC):
             Told(
                 loss_sum=loss_sum,
                 sums=tuple(sums),
-                square_norm=square_norm(counted),
+                square_norm=square_norm(gradients),
                 waited_s=total_s(events, "wait"),
                 passed_s=told_s - self._agreed_s,
                 stop=self.asked.stop(),

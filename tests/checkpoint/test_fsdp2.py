@@ -129,3 +129,29 @@ def test_ours_as_one_file(tmp_path: Path) -> None:
     assert whole["model"]["lm_head.weight"].shape == (97, 32)
     assert whole["optimizer"]["state"]["lm_head.weight"]["exp_avg"].shape == (97, 32)
     assert whole["optimizer"]["param_groups"][0]["params"][0] == "model.embed_tokens.weight"
+
+
+def _load_a_scalar(rank: int, world: int, folder: Path) -> tuple[dict, torch.Tensor]:
+    from odc_triton import full_parameters
+    from odc_triton.checkpoint.steps import Checkpoints
+
+    model, optimizer = make("conv", False, seed=9)
+    Checkpoints(folder.parent / "mine", keep=1).load(folder, model=model, optimizer=optimizer)
+    return dict(full_parameters(model)), optimizer.state[model.temperature]["exp_avg"].full_tensor()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is .*:UserWarning")
+def test_a_scalar_that_was_saved_whole(tmp_path: Path) -> None:
+    """As plain torch saves it, and as we did before scalars were sharded."""
+    model = build("conv")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    CASES["conv"].loss(model, microbatches("conv", [4], seed=0)[0]).backward()
+    optimizer.step()
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    assert state["model"]["temperature"].shape == ()
+    dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+    for weights, momentum in ranks.run(_load_a_scalar, 2, tmp_path / "plain"):
+        assert weights.keys() == dict(model.named_parameters()).keys()
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(weights[name], value.detach(), rtol=0, atol=0)
+        assert momentum.item() == optimizer.state[model.temperature]["exp_avg"].item() != 0

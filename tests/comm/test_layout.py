@@ -14,7 +14,7 @@ from odc_triton.comm.layout import ALIGNMENT_BYTES, ParameterSpec, Plan, first_d
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 quick = settings(deadline=None, max_examples=100)
 
-shapes = st.lists(st.integers(0, 9), max_size=4).map(tuple)
+shapes = st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
 specs = st.builds(
     ParameterSpec,
     names=st.text("abc.", min_size=1, max_size=5).map(lambda name: (name,)),

@@ -51,7 +51,8 @@ def test_against_one_process(name: str, backend: str) -> None:
         assert first.keys() == want_first.keys()
         for key, gradient in want_first.items():
             # fp32 sums in another order; an attention bias of GPT-2 is rounding only.
-            torch.testing.assert_close(first[key], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+            got = first[key].view_as(gradient)  # a scalar is sharded as a tensor of one element
+            torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
         assert weights.keys() == want.keys()
         assert whole_model_error(weights, want) <= 1e-5  # 1e-7 per operation, amplified by ten steps of AdamW
         torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=0)
@@ -59,7 +60,7 @@ def test_against_one_process(name: str, backend: str) -> None:
         for key, value in results[0][1].items():
             assert torch.equal(weights[key], value), key  # all replicas hold the same parameters
     # Masters lie on all ranks, each element once.
-    assert sum(local for *_, (local, _) in results) == sum(p.numel() for p in build(name).parameters() if p.dim())
+    assert sum(local for *_, (local, _) in results) == sum(p.numel() for p in build(name).parameters())
     *_, (_, state_bytes) = results[0]
     assert state_bytes == memory_plan(build(name), 2, replicas=2).optimizer_state_bytes
 
@@ -323,7 +324,7 @@ def test_a_microbatch_that_raised_fails_on_all_replicas() -> None:
     for failed, gradients in ranks.run(_raising, 4):
         assert failed == {2: "ValueError: no luck"}
         for got, p in zip(gradients, model.parameters(), strict=True):
-            torch.testing.assert_close(got, 4 * p.grad, rtol=1e-4, atol=1e-5)  # four equal summands, in fp32
+            torch.testing.assert_close(got.view_as(p), 4 * p.grad, rtol=1e-4, atol=1e-5)  # four equal summands, in fp32
 
 
 def _stopped(rank: int, world: int, where: str) -> tuple:

@@ -39,7 +39,7 @@ def _batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _sharded(rank: int, world: int, choice: str, exact: bool) -> tuple[list[dict], dict, set[bool]]:
     """Gradient shards of each step, whole weights at the end, and whether `wgrad` added to exact sums."""
     from odc_triton import full_parameters, fully_shard, minibatch, repeating, replace_layers
-    from odc_triton.sharding.backend import InterpreterBackend
+    from tests.support.simulated import InterpreterBackend
 
     InterpreterBackend.gathers_by_kernel = True
     model = _model()

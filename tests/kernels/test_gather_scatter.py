@@ -88,8 +88,8 @@ def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyP
         gather_pieces(**given)
 
     monkeypatch.setattr(odc_kernels.gather, "gather_pieces", counted)
-    # A scalar, owners without rows, nothing, the largest that is small, one that is not.
-    shapes = [(5, 3), (), (1,), (0, 3), (62, 3), (64, 3)]
+    # Owners without rows, nothing, the largest that is small, one that is not.
+    shapes = [(5, 3), (1,), (0, 3), (62, 3), (64, 3)]
     wholes = [torch.randn(shape) for shape in shapes] + [torch.arange(3)]  # kernels don't read integers
     specs = [
         ParameterSpec(
@@ -102,7 +102,7 @@ def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyP
         )
         for index, shape in enumerate(tuple(whole.shape) for whole in wholes)
     ]
-    shards = [[whole] * 3 if not whole.shape else split(whole, 3) for whole in wholes]
+    shards = [split(whole, 3) for whole in wholes]
     unit = module.GatheredParameters(specs, shards, rank=1, streams=Streams(), by_kernel=True)
     for publication in range(2):
         unit.fetch("me", publication)

@@ -92,21 +92,20 @@ def test_bytes_are_those_of_laying_out_every_shard(parameters, world, param_dtyp
 
     for kind in ("compute", "gradient"):
         for shape, dtype, trainable in parameters:
-            whole = torch.empty(shape, dtype=dtype, device="meta")
-            shard = whole.chunk(world)[0] if shape else whole
+            whole = torch.empty(shape or (1,), dtype=dtype, device="meta")
+            shard = whole.chunk(world)[0]
             cast_to = param_dtype or dtype
             if kind == "compute":
                 place("own", shard.to(cast_to).nbytes)
                 place("whole", whole.to(cast_to).nbytes)
                 compute += shard.to(cast_to).nbytes
-                # Peers read one copy of a scalar, and every rank steps a private one.
-                master += shard.nbytes if cast_to != dtype or not shape else 0
+                master += shard.nbytes if cast_to != dtype else 0
             elif trainable:
                 sum_in = reduce_dtype or (torch.float64 if dtype == torch.float64 else torch.float32)
                 place("own", shard.to(sum_in).nbytes)
                 place("whole", whole.to(sum_in).nbytes)
                 gradient += shard.to(sum_in).nbytes
-                cast += shard.nbytes if sum_in != dtype or not shape else 0
+                cast += shard.nbytes if sum_in != dtype else 0
                 states += 2 * shard.nbytes + 4 if optimizer in ("adamw", "muon") else 0  # no blocks
     if backend == "cpu":
         assert (plan.compute_shard_bytes, plan.gradient_shard_bytes) == (compute, gradient)

@@ -35,7 +35,8 @@ def compute_values(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
-        torch.testing.assert_close(got[name], value, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+        found = got[name].view_as(value)  # a scalar is sharded as a tensor of one element
+        torch.testing.assert_close(found, value, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
 
 
 # ------------------------------------------------------------------ rank 0's values

@@ -50,7 +50,7 @@ def _train(
         if step == 4 and rank == 1:  # one rank alone evaluates right after its step
             with torch.no_grad():
                 case.loss(model, batches[0])
-    local = sum(p.to_local().numel() for p in model.parameters() if p.dim())
+    local = sum(p.to_local().numel() for p in model.parameters())
     states = [value for state in optimizer.state.values() for value in state.values()]
     state_bytes = sum((s.to_local() if hasattr(s, "to_local") else s).nbytes for s in states)
     return first, dict(full_parameters(model)), norms, losses, (local, state_bytes)

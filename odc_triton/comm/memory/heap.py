@@ -21,12 +21,11 @@ class Word(IntEnum):
     MINIBATCH = 4
     LEFT = 5  # 1 after this rank closed its heap
     MEETINGS = 6  # how many meetings of the engine this rank has reached
-    LANDED = 7  # how many minibatches' gradients this rank has taken, or given up
-    GATHERS = 8  # how many exchanges between replicas this rank has reached
-    FAILED = 9  # the number of the plan of split sequences that this rank can't complete
-    WAITS = 10  # the flag of split sequences that this rank waits for (sequence/room.py), 0: none
-    ROWS = 11  # the step of Muon whose rows this rank has written, and what of (optim/room.py)
-    RESULTS = 12  # the step of Muon whose matrices this rank has orthogonalised
+    GATHERS = 7  # how many exchanges between replicas this rank has reached
+    FAILED = 8  # the number of the plan of split sequences that this rank can't complete
+    WAITS = 9  # the flag of split sequences that this rank waits for (sequence/room.py), 0: none
+    ROWS = 10  # the step of Muon whose rows this rank has written, and what of (optim/room.py)
+    RESULTS = 11  # the step of Muon whose matrices this rank has orthogonalised
 
 
 WORDS = len(Word)
