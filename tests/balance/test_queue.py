@@ -19,7 +19,7 @@ from torch import nn
 
 from odc_triton.balance import CostModel, MinibatchSampler, PackedDataset, QueuedPacks, lb_mini, queue_packs
 from odc_triton.balance.queue import OwnCounter
-from tests.support import ranks
+from tests.support import ranks, slow
 from tests.support.blocks import Blocks
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.leftovers import is_stopped
@@ -227,7 +227,7 @@ def _steps(rank: int, world: int) -> tuple[dict[str, torch.Tensor], list[list[in
     return {name: value.clone() for name, value in full_parameters(model)}, taken, totals
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [slow(1), 2, slow(3)])
 def test_steps_equal_plain_torch(world: int) -> None:
     want = build()
     optimizer = torch.optim.SGD(want.parameters(), lr=0.1)

@@ -76,6 +76,7 @@ def ran(folder: Path, *names: str, stages: dict[str, dict[str, Run]], seconds: i
     return code, json.loads((folder / "out" / "gpu_suite.json").read_text())["runs"]
 
 
+@pytest.mark.slow
 def test_every_outcome_is_kept_whatever_ends_the_run(tmp_path: Path) -> None:
     """One worker runs all, so each test begins in the process that the one before it left, or in a new one."""
     bodies = [f"def {name}():\n    {body}\n" for name, (body, _) in GIVEN.items()]
@@ -97,6 +98,7 @@ def test_every_outcome_is_kept_whatever_ends_the_run(tmp_path: Path) -> None:
     assert any("no_such_module" in text for of in found.values() for _, text in of)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "how", "verdict", "found"),
     [
@@ -116,12 +118,14 @@ def test_verdicts(tmp_path: Path, program: str, how: dict, verdict: str, found: 
     assert code == (verdict != "passed")
 
 
+@pytest.mark.slow
 def test_a_run_that_a_fault_ends_is_started_again_and_keeps_what_it_has(tmp_path: Path) -> None:
     program = "seen = json.load(open(file)) + 1 if os.path.exists(file) else 1\nsay(seen)\nsys.exit(seen < 3)"
     _, runs = ran(tmp_path, "s", stages={"s": {"one": run_of(tmp_path, program, tries=4)}})
     assert (runs["s/one"]["verdict"], runs["s/one"]["found"]) == ("passed", 3)
 
 
+@pytest.mark.slow
 def test_what_passed_is_kept_and_what_failed_is_run_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "counted").touch()
     count = f"open({str(tmp_path / 'counted')!r}, 'a').write('x'); say(1)"
@@ -135,6 +139,7 @@ def test_what_passed_is_kept_and_what_failed_is_run_again(tmp_path: Path, capsys
     assert set(runs) == {"s/a", "s/b"}
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_leaves_what_had_ended(tmp_path: Path) -> None:
     """SIGKILL while the second run has found something and goes on; what it had started dies with it."""
     program = f"say(1); open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
@@ -233,6 +238,7 @@ def test_the_plan() -> None:
     assert set(FIRST) <= set(STAGES)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_test_on_a_gpu_end_before_the_test_does() -> None:
     """So the report names the ranks that did not come, not only the test."""
     assert inspect.signature(ranks.run).parameters["timeout_s"].default == LONG_S
@@ -246,6 +252,7 @@ def test_ranks_are_forked_from_a_process_that_does_not_initialise_cuda() -> None
     assert ranks.run(_environment_of, 1) == ["1"]
 
 
+@pytest.mark.slow
 def test_what_a_launched_rank_imports_asks_nothing_of_cuda() -> None:
     """It sets CUDA_VISIBLE_DEVICES first."""
     code = "import torch\n\ndef asked(*_):\n    raise SystemExit('CUDA was asked')\n\n"

@@ -82,6 +82,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("to_disturb", "repeats", "left"), CASES)
 def test_what_was_disturbed_is_measured_anew(
     to_disturb: dict[int, int], repeats: list[int], left: int, tmp_path: Path

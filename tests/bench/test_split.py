@@ -31,6 +31,7 @@ def quick_launch(function: Callable, *args: object, ranks: int) -> list:
     return run(_in_a_rank, ranks, function, args)
 
 
+@pytest.mark.slow
 def test_a_little_of_each_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (protocol_scale, split_cpu, split_memory):
         monkeypatch.setattr(module, "launch", quick_launch)

@@ -13,6 +13,7 @@ from bench.suites.split_jobs import deal_at_random
 from odc_triton.balance.pieces import SplitPlan
 
 
+@pytest.mark.slow
 def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_faults, "SOAK_RANKS", (3,))
     places = ["waiting in a backward", "adding"]

@@ -54,7 +54,10 @@ def _look(rank: int, world: int, folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("victim", "way"),
-    [(0, "saving"), slow(1, "saving"), (1, "loading"), slow(0, "in the background"), (1, "in the background")],
+    [
+        (0, "saving"),
+        *(slow(*case) for case in ((1, "saving"), (1, "loading"), (0, "in the background"), (1, "in the background"))),
+    ],
 )
 def test_killed_at_any_moment(tmp_path: Path, victim: int, way: str) -> None:
     """The other rank names the dead one; the newest checkpoint is whole; the next run takes away what is left."""

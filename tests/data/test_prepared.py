@@ -191,6 +191,7 @@ print(json.dumps({"peak": peak, "read": status("RssAnon") - before, "samples": t
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_file(tmp_path):
     grown = []
     for records in (1_000, 10_000):

@@ -207,7 +207,7 @@ def _late(rank: int, world: int, name: str, transform: str, backend: str, seed: 
     ("name", "world", "transform", "backends", "steps"),
     [
         ("qwen2", 3, "none", ["cpu", "cpu", "cpu-apart", "cpu-apart", "cpu-interpreter"], 3),
-        ("qwen3", 2, "layers", ["cpu", "cpu"], 3),
+        slow("qwen3", 2, "layers", ["cpu", "cpu"], 3),
         *(slow("qwen2", world, "checkpointing", ["cpu"] * 20, 30) for world in (2, 3, 4)),
         slow("qwen3", 3, "layers", ["cpu"] * 20, 30),
         slow("qwen3", 2, "direct", ["cpu-interpreter"] * 2, 3),

@@ -47,12 +47,12 @@ def whole(folder: Path) -> tuple[SftOptions, list[float]]:
 @pytest.mark.parametrize(
     ("world", "told", "fault"),
     [
-        (3, False, Fault(rank=1, phase="lock", minibatch=4, moment=5)),
+        slow(3, False, Fault(rank=1, phase="lock", minibatch=4, moment=5)),
         slow(2, True, Fault(rank=0, phase="forward", minibatch=4, moment=7)),
         (2, True, Fault(rank=0, phase="save", moment=9)),
         slow(2, False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
         slow(2, False, Fault(rank=1, phase="load", moment=4)),
-        (2, False, Fault(rank=1, phase="step", minibatch=4, signal=signal.SIGSTOP)),
+        slow(2, False, Fault(rank=1, phase="step", minibatch=4, signal=signal.SIGSTOP)),
     ],
     ids=lambda value: value.phase if isinstance(value, Fault) else None,
 )
@@ -145,8 +145,8 @@ def test_too_many_skipped_steps(tmp_path: Path) -> None:
     ("steps", "told", "max_skipped", "saved", "error"),
     [
         ((2,), None, 5, [2, 4, 5], "none"),  # of every step, the third is not saved; "keep" is 3
-        ((3, 4), None, 5, [1, 2, 3, 5], "none"),  # the last was skipped: it replaces no older one
-        ((2,), 0, 5, [1, 2, 3], "Interrupted"),
+        slow((3, 4), None, 5, [1, 2, 3, 5], "none"),  # the last was skipped: it replaces no older one
+        slow((2,), 0, 5, [1, 2, 3], "Interrupted"),
         ((2,), 1, 5, [1, 2, 3], "Interrupted"),
         ((0, 1, 2, 3, 4), None, 9, [], "TooManySkipped: no model is written: 5 of 5 steps"),
     ],

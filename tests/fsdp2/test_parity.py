@@ -38,12 +38,12 @@ class Case:
 RESHARD, KEEP = {"reshard_after_forward": True}, {"reshard_after_forward": False}
 CASES = [
     Case(name="qwen2", layout="titan", evaluates=True),
-    Case(name="qwen2", layout="titan", world=2, kind="adamw"),
-    Case(name="branches"),
+    Case(name="qwen2", layout="titan", world=2, kind="adamw", slow=True),
+    Case(name="branches", slow=True),
     Case(name="qwen2", transform="frozen", world=4, replicas=2),
     Case(name="qwen2", transform="lora", world=2, kind="adamw"),
     Case(name="gpt2-tied", layout="root", world=2),
-    Case(name="qwen2", layout="titan", world=1, evaluates=True),
+    Case(name="qwen2", layout="titan", world=1, evaluates=True, slow=True),
     Case(name="qwen2", transform="checkpointing", backend="cpu-apart", options=RESHARD),
     Case(name="branches", backend="cpu-interpreter", world=2),
     Case(name="branches", world=4, options={"reshard_after_forward": 2}),

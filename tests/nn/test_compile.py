@@ -196,7 +196,7 @@ def check(setup: Setup, world: int = 1) -> int:
     ("family", "order", "engine"),
     [
         ("Llama", "before", "cpu-apart"),
-        ("Qwen3", "after", "cpu"),
+        slow("Qwen3", "after", "cpu"),
         slow("Llama", "before", "cpu"),
         slow("Qwen3", "after", "cpu-apart"),
     ],
@@ -205,7 +205,7 @@ def test_blocks(family: str, order: str, engine: str) -> None:
     check(Setup(family=family, order=order, engine=engine, lengths=(7,)))
 
 
-@pytest.mark.parametrize(("choice", "attention"), [("eager/direct/fused", "eager"), ("triton/direct/fused", None)])
+@pytest.mark.parametrize(("choice", "attention"), [slow("eager/direct/fused", "eager"), ("triton/direct/fused", None)])
 def test_choices(choice: str, attention: str | None) -> None:
     """On shards apart: there kernels may read them, and the weights have no memory of their own."""
     check(Setup(choice=choice, engine="cpu-apart", attention=attention, lengths=(5,)))
@@ -221,7 +221,10 @@ def test_blocks_on_two_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("change", "engine"),
-    [("frozen", "cpu-apart"), ("checkpointing", "cpu"), slow("frozen", "cpu"), slow("checkpointing", "cpu-apart")],
+    [
+        ("checkpointing", "cpu"),
+        *(slow(*case) for case in (("frozen", "cpu-apart"), ("frozen", "cpu"), ("checkpointing", "cpu-apart"))),
+    ],
 )
 def test_changed(change: str, engine: str) -> None:
     check(Setup(change=change, engine=engine, choice="eager/direct/fused", lengths=(7,)))
@@ -231,8 +234,16 @@ def test_the_fused_head_and_its_loss_around_compiled_blocks() -> None:
     check(Setup(roles=("attention", "embedding", "linear", "head"), engine="cpu-apart", lengths=(7,)))
 
 
-@pytest.mark.parametrize("choice", ["eager/gathered/split", "eager/direct/fused", "triton/staged/fused"])
-@pytest.mark.parametrize("family", ["blocks", "blocks that recompute"])
+@pytest.mark.parametrize(
+    ("family", "choice"),
+    [
+        ("blocks", "eager/gathered/split"),
+        ("blocks that recompute", "eager/direct/fused"),
+        ("blocks that recompute", "triton/staged/fused"),
+        *(slow("blocks", choice) for choice in ("eager/direct/fused", "triton/staged/fused")),
+        slow("blocks that recompute", "eager/gathered/split"),
+    ],
+)
 def test_tied_and_repeated(family: str, choice: str) -> None:
     check(Setup(family=family, choice=choice, engine="cpu-apart", lengths=(7,)))
 
@@ -248,7 +259,8 @@ def test_inductor() -> None:
     check(Setup(compiler="inductor", layers=1, engine="cpu-apart", choice="eager/direct/fused", lengths=(7,)))
 
 
-@pytest.mark.parametrize(("family", "choice"), [("Llama", "auto"), slow("Qwen3", "eager/direct/fused")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "choice"), [("Llama", "auto"), ("Qwen3", "eager/direct/fused")])
 def test_graphs_do_not_grow_with_the_layers(family: str, choice: str) -> None:
     """One for the first length, one for any; one more, as what enters the first block is no view."""
     few = check(Setup(family=family, choice=choice, engine="cpu-apart", lengths=(7,)))

@@ -22,7 +22,6 @@ from tests.support.families import (
     FAMILIES,
     FEW,
     FUSED,
-    GENERIC,
     Setup,
     build,
     microbatches,
@@ -154,7 +153,7 @@ def test_steps(name: str, world: int, backend: str, steps: int) -> None:
     compare(Setup(name=name, backend=backend, steps=steps), world)
 
 
-@pytest.mark.parametrize("name", ["mistral", *GENERIC])
+@pytest.mark.parametrize("name", ["qwen3-moe", "phi3", "gpt2", *map(slow, ["mistral", "gemma3", "olmo2", "bert"])])
 def test_steps_on_one_backend(name: str, steps: int) -> None:
     compare(Setup(name=name, backend="cpu" if name in ("phi3", "olmo2", "bert") else "cpu-apart", steps=steps), 2)
 
@@ -174,8 +173,8 @@ def test_steps_that_gather_no_unit(name: str, steps: int) -> None:
     ("name", "backend", "choice"),
     [
         ("llama", "cpu-interpreter", KERNELS),
-        ("mistral-window", "cpu-apart", KERNELS),
         ("qwen2", "cpu-interpreter", "qkv=triton/gathered/split"),
+        slow("mistral-window", "cpu-apart", KERNELS),
         slow("qwen2", "cpu", KERNELS),
         slow("qwen3", "cpu-interpreter", KERNELS),
     ],

@@ -25,7 +25,12 @@ ALL_KERNELS = {"choice": KERNELS, "backend": "cpu-interpreter", "steps": 1, "siz
 
 @pytest.mark.parametrize(
     ("name", "backend", "change_first"),
-    [("llama", "cpu", True), ("llama", "cpu-apart", False), ("qwen3", "cpu", False)],
+    [
+        ("llama", "cpu", True),
+        ("qwen3", "cpu-apart", False),
+        slow("llama", "cpu-apart", False),
+        slow("qwen3", "cpu", False),
+    ],
 )
 def test_ten_steps_of_lora(name: str, backend: str, change_first: bool) -> None:
     setup = Setup(name=name, backend=backend, change="lora", change_first=change_first)
@@ -33,7 +38,7 @@ def test_ten_steps_of_lora(name: str, backend: str, change_first: bool) -> None:
     compare(setup, 2)
 
 
-@pytest.mark.parametrize("change_first", [True, False])
+@pytest.mark.parametrize("change_first", [True, slow(False)])
 def test_kernels_do_not_skip_lora(change_first: bool) -> None:
     """LoRA stands around q_proj, whose weight the fused projection would read by itself."""
     setup = Setup(name="llama", change="lora", change_first=change_first, **ALL_KERNELS)
@@ -130,7 +135,7 @@ def test_tied_embeddings(roles: tuple[str, ...]) -> None:
     [
         ("checkpointing", {"backend": "cpu"}),
         ("reentrant", {"backend": "cpu-apart"}),
-        ("checkpointing", ALL_KERNELS),
+        slow("checkpointing", ALL_KERNELS),
         slow("reentrant", {"backend": "cpu"}),
         slow("checkpointing", {"backend": "cpu-apart"}),
         slow("reentrant", ALL_KERNELS),
@@ -158,8 +163,11 @@ def test_autocast(options: dict, roles: tuple[str, ...]) -> None:
     assert relative(want.gradients[name], in_fp32.gradients[name]) > 1e-3  # that it was autocast shows
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("choice", ["auto", KERNELS])
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    [("llama", "auto"), ("qwen3", KERNELS)]
+    + [slow("llama", KERNELS), slow("qwen3", "auto"), *(slow("qwen2", choice) for choice in ("auto", KERNELS))],
+)
 def test_bf16_by_policy(name: str, choice: str) -> None:
     batch = microbatches(name, FEW, 0)[0]
     plain, fp32 = build(name), build(name)

@@ -88,7 +88,7 @@ def test_replicas_that_the_ranks_cant_be_split_into(folder: Path, tmp_path: Path
             assert "2 ranks can't be split into 3 equal replicas: give a divisor of 2" in outcome.error
 
 
-@pytest.mark.parametrize(("world", "then"), [(1, 1), (2, 2), slow(2, 1), slow(1, 2)])
+@pytest.mark.parametrize(("world", "then"), [slow(1, 1), (2, 2), slow(2, 1), slow(1, 2)])
 def test_goes_on_as_if_never_stopped(folder: Path, tmp_path: Path, world: int, then: int) -> None:
     # Another world deals dropout's random numbers otherwise: there without dropout.
     changes = {} if world == then else {"init": str(folder / "without-dropout.json")}
@@ -119,7 +119,7 @@ def _until_killed(rank: int, world: int, wanted: SftOptions) -> None:
 
 
 # With the save of step 4 only, the steps after it finish it; otherwise the save of step 6 waits for it.
-@pytest.mark.parametrize(("world", "then", "every"), [(1, 1, 4), (2, 1, 2)])
+@pytest.mark.parametrize(("world", "then", "every"), [slow(1, 1, 4), (2, 1, 2)])
 def test_goes_on_from_a_checkpoint_written_in_the_background(
     folder: Path, tmp_path: Path, world: int, then: int, every: int
 ) -> None:
