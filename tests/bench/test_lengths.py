@@ -15,7 +15,6 @@ from bench.harness import Minibatch
 from bench.suites.alone import LengthsWork, RandomTokens, Turn, computing_seconds, idle_of_devices, take_turn
 from bench.suites.lengths import BASELINES, VARIANTS, chosen, setting_of, take_turns, verdict, work_of
 from bench.suites.lengths_report import (
-    COLUMNS,
     Amounts,
     Result,
     as_data,
@@ -23,7 +22,6 @@ from bench.suites.lengths_report import (
     figures,
     peak_flops,
     quiet_or_not,
-    row_of,
     utilisation,
 )
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting, Unsharded
@@ -135,19 +133,6 @@ def test_wrong_options(config: str, lengths: str, changes: dict, words: str) -> 
         BenchOptions(**({"init": config, "lengths": lengths} | changes))
 
 
-def test_wrong_options_of_the_command(config: str, lengths: str, tmp_path: Path, capsys) -> None:
-    given = ["bench", "--init", config, "--out", str(tmp_path / "out")]
-    with pytest.raises(SystemExit):
-        main(given)
-    assert "--lengths" in capsys.readouterr().err
-    assert main([*given, "--lengths", lengths, "--variants", "odc"]) == 1
-    assert "'odc'; choose from 'FSDP2 + LB-Micro'" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*given, "--lengths", lengths, "--ranks", "0"])
-    assert "--ranks is 0" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
 def test_where_it_runs(config: str, lengths: str) -> None:
     options = BenchOptions(init=config, lengths=lengths)
     assert setting_of(options, 2, gpus=0) == Setting(device="cpu", dtype="fp32")
@@ -181,16 +166,6 @@ def test_work(config: str, lengths: str) -> None:
     assert work.lengths[:6] != work.lengths[6:12]
     assert work_of(options, 3)[0].lengths == work.lengths
     assert work_of(replace(options, seed=1), 3)[0].lengths != work.lengths
-
-
-def test_flops_are_six_per_weight_and_token(config: str) -> None:
-    work = LengthsWork(
-        model=None, init=config, lengths=[1, 64], minibatches=[[0], [1]], round_size=1, token_cap=64, seed=0
-    )
-    model = work.build()
-    weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n)
-    assert work.flops(0) == pytest.approx(6 * weights, rel=0.05)  # and a little attention
-    assert work.flops(1) > 64 * work.flops(0)
 
 
 def test_random_tokens() -> None:
@@ -247,19 +222,6 @@ def test_figures() -> None:
     assert set(none.values()) == {None}
 
 
-def test_rows() -> None:
-    results = _results()
-    rows = {row[0]: row for row in (row_of(result, results[1], AMOUNTS) for result in results)}
-    assert all(len(row) == len(COLUMNS) for row in rows.values())
-    assert rows["fast (fastest baseline)"][5:] == ["1.00", "-", ""]
-    assert rows["ours"] == ["ours", "100", "100.0%", "1.00", "-", "2.00", "2.00 to 2.00", ""]
-    assert rows["full"][-1] == "out of memory in round 2"
-    assert rows["none"][1:] == ["-"] * 6 + ["failed in round 1: rank 1 failed first: ValueError: no luck"]
-    killed = Result(name="killed", is_baseline=True, failure="rank 0 failed first: Signal 9 (SIGKILL) received")
-    assert killed.ran_out_of_memory
-    assert "killed in round 1" in row_of(killed, None, AMOUNTS)[-1]
-
-
 def test_says_whether_the_machine_was_quiet() -> None:
     results = _results()
     assert quiet_or_not(results).startswith("The machine was quiet: in none of 14 minibatches")
@@ -270,17 +232,6 @@ def test_says_whether_the_machine_was_quiet() -> None:
     assert as_data(results, AMOUNTS, {})["disturbed"] == {"measured_anew": 0, "left": 1}
     results[3].turns[0] = _turn([0.5, 1.5], waited_s=math.nan)
     assert "is not known" in quiet_or_not(results)
-
-
-def test_data() -> None:
-    data = json.loads(json.dumps(as_data(_results(), AMOUNTS, {"commit": "abc"})))
-    assert data["commit"] == "abc"
-    assert data["fastest_baseline"] == "fast"
-    assert data["variants"]["full"]["failure"]["out_of_memory"]
-    assert not data["variants"]["none"]["failure"]["out_of_memory"]
-    assert data["variants"]["ours"]["turns"][1]["seconds"] == [1.0, 2.0]
-    nothing = as_data([Result(name="a", is_baseline=True, failure="out of memory")], AMOUNTS, {})
-    assert nothing["fastest_baseline"] is None
 
 
 def test_verdict(capsys) -> None:

@@ -18,20 +18,13 @@ import torch
 from bench.kernels.operators import all_operators  # first: it decides where kernels run  # isort: skip
 
 from bench.kernels.cells import (
-    COLUMNS,
-    TARGETS,
     Cell,
     Report,
     Target,
-    memory_share,
-    over_the_slower,
     ratio,
-    row_of,
-    times,
-    wanted_first,
 )
-from bench.kernels.problem import MODELS, TINY, Operator, Prepared, Problem, Results, Work
-from bench.kernels.run import check, main, problems, run_cells
+from bench.kernels.problem import TINY, Operator, Prepared, Problem, Results, Work
+from bench.kernels.run import check, run_cells
 from bench.kernels.timing import Machine, median_interval, quantiles
 from bench.provenance import append_line
 from odc_kernels.peers import PeerShards, split
@@ -112,36 +105,6 @@ def test_quantiles_and_intervals() -> None:
     assert median_interval([1.0]) == {"median": 1.0, "low": 1.0, "high": 1.0}
 
 
-def some_cells(*, peers: str = "loopback") -> list[tuple[Operator, Problem]]:
-    return problems(
-        list(OPERATORS.values()), list(MODELS.values()), (4096, 1), (8, 1), dtype=torch.bfloat16, peers=peers
-    )
-
-
-def test_what_is_most_wanted_comes_first_and_operators_take_turns() -> None:
-    cells = [Cell.of(*pair) for pair in some_cells()]
-    order = [wanted_first(cell) for cell in cells]
-    assert order == sorted(order)
-    first = [cell for cell in cells if wanted_first(cell) == 0]
-    assert {(cell.model, cell.world) for cell in first} == {("llama-3-8b", 8)}
-    wanted = {"linear staged", "linear_dx staged", "wgrad", "embedding", "embedding_grad", "gather", "scatter"}
-    wanted |= {"linear_cross_entropy", "linear_cross_entropy_grad"}
-    assert wanted <= {cell.operator for cell in first}
-    assert len({cell.operator for cell in first[: len(wanted)]}) == len(wanted)
-    has_target = [any(target.applies(cell) for target in TARGETS) for cell in cells if wanted_first(cell) > 0]
-    assert has_target == sorted(has_target, reverse=True)
-    assert len({cell.name for cell in cells}) == len(cells)
-    assert not [cell for cell in cells if cell.operator == "linear direct" and cell.tokens > 1024]
-    assert {cell.tokens for cell in cells if cell.operator == "gather"} == {0}
-
-
-def test_pinned_peers_leave_out_a_world_of_one_and_add_last() -> None:
-    pairs = some_cells(peers="pinned")
-    assert {given.world for _, given in pairs} == {8}
-    reduces = [operator.reduces for operator, _ in pairs]
-    assert reduces == sorted(reduces)
-
-
 def test_only_in_loopback_are_peers_near(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # which needs a GPU
     given = problem(OPERATORS["gather"], world=3)
@@ -165,19 +128,6 @@ def timed(operator: str, **changes: object) -> Cell:
     return cell
 
 
-def test_values_of_targets() -> None:
-    cell = timed("wgrad", baselines_us={"a": 12.0, "b": 8.0}, peak_bytes=3, whole_bytes=24)
-    assert ratio("a")(cell) == 1.2
-    assert ratio("a", "b", "missing")(cell) == 0.8
-    assert ratio("missing")(cell) is None
-    assert times("b")(cell) == 1.25
-    assert times("missing")(cell) is None
-    assert over_the_slower("a", "b")(cell) == 10 / 12
-    assert over_the_slower("a", "missing")(cell) is None
-    assert memory_share(cell) == 1 / 8
-    assert memory_share(replace(cell, peak_bytes=None)) is None
-
-
 def test_the_worst_cell_decides_a_target() -> None:
     target = Target(text="t", applies=lambda cell: cell.tokens > 1, value=ratio("a"), limit=0.95)
     good, bad = (timed("wgrad", tokens=9, world=world, baselines_us={"a": us}) for world, us in ((1, 9.6), (8, 9.4)))
@@ -190,21 +140,6 @@ def test_the_worst_cell_decides_a_target() -> None:
     assert missed["worst"] == pytest.approx(0.94)
     at_most = replace(target, limit=0.95, at_least=False)
     assert at_most.verdict([good, bad])["worst"] == pytest.approx(0.96)
-
-
-def test_every_target_is_about_baselines_that_exist() -> None:
-    cells = []
-    for name, operator in OPERATORS.items():
-        baselines = dict.fromkeys(operator.prepare(problem(operator)).baselines, 10.0)
-        for peers, tokens in (("loopback", 4096), ("loopback", 64), ("pinned", 4096)):
-            tokens = tokens if operator.has_tokens else 0
-            sizes = {"peak_bytes": 1, "whole_bytes": 8} if "entropy" in name else {}
-            cells.append(timed(name, peers=peers, tokens=tokens, baselines_us=baselines, **sizes))
-    for target in TARGETS:
-        applying = [cell for cell in cells if target.applies(cell)]
-        assert applying, target.text
-        for cell in applying:
-            assert target.value(cell) is not None, (target.text, cell.name)
 
 
 def broken(operator: Operator, change: Callable[[Results], Results]) -> Operator:
@@ -262,17 +197,6 @@ def test_a_wrong_result_fails_its_cell_and_no_other(change: Callable, words: str
     assert json.loads((tmp_path / "kernels.json").read_text())["passed"] is False
 
 
-def test_a_baseline_that_raises_fails_its_cell_where_nothing_is_timed(tmp_path: Path) -> None:
-    gather = OPERATORS["gather"]
-
-    def prepare(given: Problem) -> Prepared:
-        return replace(gather.prepare(given), baselines={"none": lambda: torch.empty(2) @ torch.empty(3)})
-
-    report = Report()
-    run_cells([(replace(gather, prepare=prepare), problem(gather))], report, machine=None, seed=1, folder=tmp_path)
-    assert not report.passed
-
-
 def test_no_cell_begins_after_the_deadline(tmp_path: Path) -> None:
     gather = OPERATORS["gather"]
     report = Report()
@@ -320,77 +244,6 @@ def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     assert names_in(tmp_path, None) == names_in(tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"gpu": {"name": "two"}}, {"source": "2"}, {"rehearsal": True}, {"timed": True}])
-def test_cells_of_something_else_are_not_kept(change: dict, tmp_path: Path) -> None:
-    gather = OPERATORS["gather"]
-    append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
-    run_cells([(gather, problem(gather))], Report(), machine=None, seed=1, folder=tmp_path)
-    assert len(names_in(tmp_path)) == 1
-    assert names_in(tmp_path, ABOUT | change) == []
-
-
-def test_what_did_not_fit_did_end(tmp_path: Path) -> None:
-    gather = OPERATORS["gather"]
-
-    def prepare(given: Problem) -> Prepared:
-        raise torch.OutOfMemoryError("tried to allocate too much")
-
-    append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
-    assert run_cells(
-        [(replace(gather, prepare=prepare), problem(gather))], Report(), machine=None, seed=1, folder=tmp_path
-    )
-    report = Report.load(tmp_path, ABOUT)
-    assert report.begun == []
-    assert "too much" in report.left_out[0]
-
-
-HANGS = """
-from pathlib import Path
-from bench.kernels.operators import all_operators
-import time
-from bench.kernels import run
-from bench.kernels.problem import TINY, Problem
-from dataclasses import replace
-import torch
-run.CELL_S = 0.5
-gather = all_operators()["gather"]
-given = Problem(model=TINY, layer=gather.layers(TINY)[0], tokens=0, world=1, dtype=torch.bfloat16)
-hanging = replace(gather, prepare=lambda given: time.sleep(60))
-run.run_cells([(hanging, given)], run.Report(), machine=None, seed=1, folder=Path({folder!r}))
-"""
-
-
-def test_a_cell_that_hangs_ends_the_process_and_is_named(tmp_path: Path) -> None:
-    append_line(tmp_path / "kernels.jsonl", {"about": ABOUT})
-    code = HANGS.format(folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LONG_S)
-    assert done.returncode == 1
-    assert "run_cells" in done.stderr, "where it hung"
-    assert len(Report.load(tmp_path, ABOUT).begun) == 1
-
-
-def test_a_row_of_a_timed_cell() -> None:
-    cell = timed("wgrad", baselines_us={"torch.mm": 12.0}, passed=True, missing={"torch.mm, add": "out of memory"})
-    row = dict(zip(COLUMNS, row_of(cell), strict=True))
-    assert row["p50 us"] == 10.0
-    assert row["faster than (95% interval)"] == "torch.mm 1.20 (0.00 to 9.00); torch.mm, add: out of memory"
-
-
-@pytest.mark.parametrize(
-    ("words", "known"),
-    [
-        (["--operator", "conv"], "no operator 'conv'; known are.*'gather'.*'wgrad'"),
-        (["--model", "gpt-2"], "no model 'gpt-2'; known are 'llama-3-8b'.*'qwen2.5-32b'"),
-        (["--tokens", "0"], "at least 1, not 0"),
-    ],
-)
-def test_unknown_names_list_the_known(words: list[str], known: str, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code == 2
-    assert re.search(known, capsys.readouterr().err)
-
-
 def bench(*words: str) -> subprocess.CompletedProcess:
     """The command as it runs on a machine without a GPU."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
@@ -418,9 +271,3 @@ def test_without_a_gpu_it_checks_and_says_that_it_timed_nothing(tmp_path: Path) 
     assert {cell["dtype"] for cell in data["cells"]} == {"float16"}
     assert {target["verdict"] for target in data["targets"]} == {"not measured"}
     assert "not measured" in (tmp_path / "new" / "kernels.md").read_text()
-
-
-def test_without_a_gpu_pinned_peers_are_refused() -> None:
-    done = bench("--peers", "pinned")
-    assert done.returncode == 2
-    assert "there is no GPU; use --peers loopback" in done.stderr

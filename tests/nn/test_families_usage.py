@@ -165,8 +165,10 @@ def test_autocast(options: dict, roles: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "choice"),
-    [("llama", "auto"), ("qwen3", KERNELS)]
-    + [slow("llama", KERNELS), slow("qwen3", "auto"), *(slow("qwen2", choice) for choice in ("auto", KERNELS))],
+    [
+        *(("llama", "auto"), ("qwen3", KERNELS), slow("llama", KERNELS), slow("qwen3", "auto")),
+        *(slow("qwen2", choice) for choice in ("auto", KERNELS)),
+    ],
 )
 def test_bf16_by_policy(name: str, choice: str) -> None:
     batch = microbatches(name, FEW, 0)[0]
