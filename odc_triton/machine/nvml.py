@@ -1,21 +1,16 @@
-"""The questions we ask the NVIDIA driver, its answers, and snapshots of these as JSON. Pure.
+"""The questions we ask the NVIDIA driver, its answers, and files of these, which replace a machine. Pure.
 
-Answers are NVML's own numbers; probe.py interprets them. None: this driver or GPU does not answer. A snapshot
-replaces its machine in tests, and for people who look at it elsewhere.
+Answers are NVML's own numbers; probe.py interprets them. None: this driver or GPU does not answer.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
 
-_CPU_WORDS = 64  # of 64 CPUs each, more than any machine has: NVML fills those that exist
-_NODE_WORDS = 4
 # For nvmlDeviceGetP2PStatus. Literals, because a stray comma makes pynvml's NVML_P2P_CAPS_INDEX_READ the tuple (0,).
 _READ, _WRITE, _NVLINK, _ATOMICS = 0, 1, 2, 3
 
@@ -41,16 +36,11 @@ class LinkAnswers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceAnswers:
-    """One GPU, or one slice of a GPU in MIG mode: `mig` is the slice's number, `parent` the GPU's UUID.
-
-    `error`: why the driver can't talk to it; nothing else is known then. `cpus` and `numa_nodes`: those closest to it.
-    """
+    """One GPU. `error`: why it can't be used; nothing else is known then."""
 
     index: int
     uuid: str = ""
     error: str | None = None
-    parent: str | None = None
-    mig: int | None = None
     name: str | None = None
     bus_id: str | None = None
     compute_capability: tuple[int, int] | None = None
@@ -59,9 +49,6 @@ class DeviceAnswers:
     pcie_generation_max: int | None = None
     pcie_width: int | None = None
     pcie_width_max: int | None = None
-    numa_nodes: str | None = None
-    cpus: str | None = None
-    fabric_state: int | None = None
     links: tuple[LinkAnswers, ...] = ()
 
 
@@ -139,28 +126,20 @@ class DriverNvml:
                 found.append(DeviceAnswers(index=index, error=str(error)))
                 continue
             self._handles[uuid] = handle
-            slices = self._slices(handle) if (self._ask("nvmlDeviceGetMigMode", handle) or [0])[0] == 1 else None
-            if slices is None:
-                found.append(replace(self._device(index, handle, handle), uuid=uuid, links=self._links(handle)))
-                continue
-            for number, mig in slices:
-                mig_uuid = self._ask("nvmlDeviceGetUUID", mig) or f"{uuid}/{number}"
-                found.append(replace(self._device(index, handle, mig), uuid=mig_uuid, parent=uuid, mig=number))
+            if (self._ask("nvmlDeviceGetMigMode", handle) or [0])[0] == 1:
+                found.append(DeviceAnswers(index=index, error="in MIG mode (`nvidia-smi -mig 0` ends it)"))
+            else:
+                found.append(self._device(index, uuid, handle))
         return found
 
-    def _slices(self, handle: Any) -> list[tuple[int, Any]]:
-        numbers = range(self._ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
-        asked = [(number, self._ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)) for number in numbers]
-        return [(number, mig) for number, mig in asked if mig is not None]
-
-    def _device(self, index: int, handle: Any, own: Any) -> DeviceAnswers:
-        """The answers of the GPU `handle`, and those of `own`: the same GPU, or a slice of it."""
+    def _device(self, index: int, uuid: str, handle: Any) -> DeviceAnswers:
         pci = self._ask("nvmlDeviceGetPciInfo_v3", handle) or self._ask("nvmlDeviceGetPciInfo", handle)
-        memory = self._ask("nvmlDeviceGetMemoryInfo", own)
+        memory = self._ask("nvmlDeviceGetMemoryInfo", handle)
         capability = self._ask("nvmlDeviceGetCudaComputeCapability", handle)
         return DeviceAnswers(
             index=index,
-            name=self._ask("nvmlDeviceGetName", own) or self._ask("nvmlDeviceGetName", handle),
+            uuid=uuid,
+            name=self._ask("nvmlDeviceGetName", handle),
             bus_id=None if pci is None else _text(pci.busId),
             compute_capability=None if capability is None else tuple(capability),
             memory_bytes=None if memory is None else memory.total,
@@ -168,18 +147,8 @@ class DriverNvml:
             pcie_generation_max=self._ask("nvmlDeviceGetMaxPcieLinkGeneration", handle),
             pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
             pcie_width_max=self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle),
-            # nvmlDeviceGetNumaNodeId is something else: the node of a GPU's own memory, on coherent machines.
-            numa_nodes=_set_bits(self._ask("nvmlDeviceGetMemoryAffinity", handle, _NODE_WORDS, 0)),
-            cpus=_set_bits(self._ask("nvmlDeviceGetCpuAffinity", handle, _CPU_WORDS)),
-            fabric_state=self._fabric_state(handle),
+            links=self._links(handle),
         )
-
-    def _fabric_state(self, handle: Any) -> int | None:
-        kind = getattr(self._library, "c_nvmlGpuFabricInfoV_t", None)
-        info = None if kind is None else kind()
-        if info is None or self._ask("nvmlDeviceGetGpuFabricInfoV", handle, ctypes.byref(info)) is None:
-            return None
-        return info.state
 
     def _links(self, handle: Any) -> tuple[LinkAnswers, ...]:
         found = []
@@ -228,15 +197,8 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _set_bits(words: Iterable[int] | None) -> str | None:
-    """The bits set in 64-bit words, as `0-51,104-155`; None for none."""
-    bits = [64 * place + bit for place, word in enumerate(words or ()) for bit in range(64) if word >> bit & 1]
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(bits), lambda pair: pair[1] - pair[0])]
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs) or None
-
-
 class SnapshotNvml:
-    """Answers from a `Recorder.snapshot`, or from one written by hand.
+    """Answers from a file's content.
 
     Consecutive links that are alike are one entry with a `count`; pairs that are alike are one entry whose `of` lists
     them, as positions in `devices`. Raises TypeError for an unknown answer.
@@ -265,51 +227,11 @@ class SnapshotNvml:
         return self._pairs.get(frozenset((one, other)), PairAnswers())
 
 
-class Recorder:
-    """Passes questions on and keeps the answers; `snapshot()` returns all so far, ready for JSON."""
-
-    def __init__(self, nvml: Nvml) -> None:
-        self._nvml = nvml
-        self.missing = nvml.missing
-        self._answers: dict[str, Any] = {"missing": nvml.missing}
-        self._devices: list[DeviceAnswers] = []
-        self._pairs: dict[tuple[str, str], PairAnswers] = {}
-
-    def driver_version(self) -> str | None:
-        return self._answers.setdefault("driver_version", self._nvml.driver_version())
-
-    def cuda_version(self) -> str | None:
-        return self._answers.setdefault("cuda_version", self._nvml.cuda_version())
-
-    def devices(self) -> list[DeviceAnswers]:
-        self._devices = self._nvml.devices()
-        return list(self._devices)
-
-    def pair(self, one: str, other: str) -> PairAnswers:
-        return self._pairs.setdefault((one, other), self._nvml.pair(one, other))
-
-    def snapshot(self) -> dict[str, Any]:
-        place = {device.uuid: number for number, device in enumerate(self._devices)}
-        alike: dict[PairAnswers, list[list[int]]] = {}
-        for (one, other), answers in self._pairs.items():
-            alike.setdefault(answers, []).append([place[one], place[other]])
-        known = {name: value for name, value in self._answers.items() if value is not None}
-        return known | {
-            "devices": [_entry_of(device) for device in self._devices],
-            "pairs": [{"of": of} | _known(answers) for answers, of in alike.items() if _known(answers)],
-        }
-
-
-def _known(answers: LinkAnswers | DeviceAnswers | PairAnswers) -> dict[str, Any]:
-    return {name: value for name, value in asdict(answers).items() if value is not None}
-
-
-def _entry_of(device: DeviceAnswers) -> dict[str, Any]:
-    links = [{"count": len(list(run))} | _known(link) for link, run in groupby(device.links)]
-    return _known(device) | {"links": links}
+_NOT_READ = {"parent", "mig", "numa_nodes", "cpus", "fabric_state"}  # that files may have
 
 
 def _device_of(entry: Mapping[str, Any]) -> DeviceAnswers:
+    entry = {name: answer for name, answer in entry.items() if name not in _NOT_READ}
     links: list[LinkAnswers] = []
     for link in entry.get("links", ()):
         answers = {name: value for name, value in link.items() if name != "count"}

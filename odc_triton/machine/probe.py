@@ -5,8 +5,7 @@ This module interprets NVML's numbers (nvml.h); topology.py has the enumerations
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -27,29 +26,23 @@ _NVLINK_GBS = {
 }
 _SANE_GBS = (10.0, 250.0)
 _TO_SWITCH, _TO_UNKNOWN = 2, 255  # from nvmlIntNvLinkDeviceType_t
-_FABRIC_STARTING = {1: "not started", 2: "starting"}  # from nvmlGpuFabricState_t
 
 
-def read_topology(
-    nvml: Nvml | None = None, cuda: Sequence[CudaDevice] | None = None, names: Sequence[str] | None = None
-) -> Topology:
-    """Asks `nvml` (the driver) what there is and `cuda` (torch) what this process sees of it.
-
-    `names` are the entries of CUDA_VISIBLE_DEVICES: they tell MIG slices apart if CUDA gives the whole GPU's UUID.
-    """
+def read_topology(nvml: Nvml | None = None, cuda: Sequence[CudaDevice] | None = None) -> Topology:
+    """Asks `nvml` (the driver) what there is and `cuda` (torch) what this process sees of it."""
     if nvml is None:
         driver = DriverNvml()
         try:
-            return read_topology(driver, cuda, names)
+            return read_topology(driver, cuda)
         finally:
             driver.close()
     if cuda is None:
-        cuda, names = cuda_devices(), visible_names() if names is None else names
+        cuda = cuda_devices()
     if nvml.missing is not None:
         return _from_cuda(cuda, nvml.missing)
     answers = nvml.devices()
     found = [device for device in answers if device.error is None]
-    numbers = _cuda_numbers(found, cuda, names)
+    numbers = _cuda_numbers(found, cuda)
     devices = {device.uuid: _device(device, numbers.get(device.uuid)) for device in found}
     buses = {_bus(device.bus_id) for device in found}
     return Topology(
@@ -87,19 +80,13 @@ def _from_cuda(seen: Sequence[CudaDevice], missing: str) -> Topology:
     return Topology(devices=tuple(devices), pairs=tuple(pairs), missing=missing)
 
 
-def _cuda_numbers(
-    found: Sequence[DeviceAnswers], seen: Sequence[CudaDevice], names: Sequence[str] | None
-) -> dict[str, int]:
+def _cuda_numbers(found: Sequence[DeviceAnswers], seen: Sequence[CudaDevice]) -> dict[str, int]:
     """CUDA's number for each GPU that it shows, found by UUID: masks and CUDA_DEVICE_ORDER change positions."""
     numbers: dict[str, int] = {}
     for device in seen:
         same = [each for each in found if bare(each.uuid) == bare(device.uuid)]
-        if not same:
-            named = names[device.index] if names is not None and device.index < len(names) else None
-            slices = [each for each in found if each.parent and bare(each.parent) == bare(device.uuid)]
-            same = [each for each in slices if each.uuid == named] or slices[: len(slices) == 1]
         if not same and device.bus_id is not None:
-            here = [each for each in found if each.parent is None and _bus(each.bus_id) == _bus(device.bus_id)]
+            here = [each for each in found if _bus(each.bus_id) == _bus(device.bus_id)]
             same = here[: len(here) == 1]
         if same:
             numbers[same[0].uuid] = device.index
@@ -108,22 +95,18 @@ def _cuda_numbers(
 
 def _device(answers: DeviceAnswers, cuda_index: int | None) -> Device:
     return Device(
-        label=f"GPU{answers.index}" + ("" if answers.mig is None else f":{answers.mig}"),
+        label=f"GPU{answers.index}",
         index=answers.index,
         cuda_index=cuda_index,
         uuid=answers.uuid,
         name=answers.name or "GPU",
-        parent=answers.parent,
         bus_id=answers.bus_id,
         compute_capability=answers.compute_capability,
         memory_bytes=answers.memory_bytes,
         pcie=(answers.pcie_generation, answers.pcie_width),
         pcie_max=(answers.pcie_generation_max, answers.pcie_width_max),
-        numa_nodes=answers.numa_nodes,
-        cpus=answers.cpus,
         nvlinks=sum(link.active == 1 for link in answers.links),
         nvlinks_present=len(answers.links),
-        fabric=_FABRIC_STARTING.get(answers.fabric_state or 0),
     )
 
 
@@ -135,11 +118,6 @@ def _pair(
     buses: set[str | None],
 ) -> Pair:
     first, second = devices[one.uuid], devices[other.uuid]
-    if first.parent or second.parent:
-        # Slices reach no peer: NVIDIA MIG user guide, "application considerations".
-        none = P2P.NOT_SUPPORTED
-        path = PciePath.SELF if first.bus_id == second.bus_id else PciePath.UNKNOWN
-        return Pair(one=first, other=second, read=none, write=none, atomics=none, path=path)
     links, through_switch = _links_between(one, other, answers, buses)
     gbs, gbs_from = _link_gbs(links, (first, second)) if links else (None, None)
     atomics = P2P(answers.atomics)
@@ -239,9 +217,3 @@ def cuda_devices() -> tuple[CudaDevice, ...]:
             )
         )
     return tuple(found)
-
-
-def visible_names(environment: Mapping[str, str] = os.environ) -> list[str] | None:
-    """The entries of CUDA_VISIBLE_DEVICES, None if it is not set."""
-    text = environment.get("CUDA_VISIBLE_DEVICES")
-    return None if text is None else [entry.strip() for entry in text.split(",") if entry.strip()]

@@ -54,10 +54,10 @@ _PCIE_LANE_GBS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One GPU, or one MIG slice of `parent`. `index` is nvidia-smi's, `cuda_index` this process's, None if masked.
+    """One GPU. `index` is nvidia-smi's, `cuda_index` this process's, None if masked.
 
     `nvlinks` of `nvlinks_present` are active. PCIe numbers are (generation, lanes), now and at most in this machine:
-    an idle GPU lowers its generation. `numa_nodes` and `cpus` are those closest to it, as `0-3,8`.
+    an idle GPU lowers its generation.
     """
 
     label: str
@@ -65,17 +65,13 @@ class Device:
     uuid: str
     cuda_index: int | None = None
     name: str = "GPU"
-    parent: str | None = None
     bus_id: str | None = None
     compute_capability: tuple[int, int] | None = None
     memory_bytes: int | None = None
     pcie: tuple[int | None, int | None] = (None, None)
     pcie_max: tuple[int | None, int | None] = (None, None)
-    numa_nodes: str | None = None
-    cpus: str | None = None
     nvlinks: int = 0
     nvlinks_present: int = 0
-    fabric: str | None = None
 
     @property
     def pcie_gbs(self) -> float | None:
@@ -132,14 +128,8 @@ class Pair:
         return P2P.UNKNOWN in (self.read, self.write, self.atomics)
 
     @property
-    def has_slices(self) -> bool:
-        return self.one.parent is not None or self.other.parent is not None
-
-    @property
     def kind(self) -> str:
-        """A word for tables: `nvswitch-18x25`, `nvlink-4x25`, `pcie-gen4x16`, `mig`, `unknown`."""
-        if self.has_slices:
-            return "mig"
+        """A word for tables: `nvswitch-18x25`, `nvlink-4x25`, `pcie-gen4x16`, `unknown`."""
         if self.nvlinks:
             return f"{'nvswitch' if self.through_switch else 'nvlink'}-{self.nvlinks}x{_nominal(self.link_gbs)}"
         known = [device for device in (self.one, self.other) if device.pcie_gbs]
@@ -201,4 +191,4 @@ def _nominal(gbs: float | None) -> str:
 
 def bare(uuid: str) -> str:
     """The UUID in a form common to the driver and torch."""
-    return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
+    return uuid.lower().removeprefix("gpu-")

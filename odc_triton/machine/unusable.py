@@ -17,7 +17,7 @@ _WHY = {
 _FIRST_TRY = {
     P2P.CHIPSET_NOT_SUPPORTED: "turn the IOMMU off or to passthrough (iommu=pt) and PCIe ACS off, or ",
     P2P.DISABLED_BY_REGKEY: "remove the driver's peer-to-peer options (/etc/modprobe.d, NVreg_*), or ",
-    P2P.NOT_SUPPORTED: "in a virtual machine or container have the host enable peer-to-peer GPUs, or ",
+    P2P.NOT_SUPPORTED: "start nvidia-fabricmanager (NVSwitch), have a virtual machine's host enable peers, or ",
 }
 
 
@@ -79,19 +79,6 @@ def _instead(groups: Sequence[Sequence[Device]], order: Sequence[Device]) -> str
 
 
 def _unusable(pair: Pair, instead: str) -> Unusable:
-    if pair.has_slices:
-        return Unusable(
-            pair=pair,
-            reason="MIG slices can't reach each other's memory",
-            remedy="give all ranks the same slice, or turn MIG off (`nvidia-smi -i N -mig 0`)",
-        )
-    stalled = next((device for device in (pair.one, pair.other) if device.fabric), None)
-    if stalled is not None:
-        return Unusable(
-            pair=pair,
-            reason=f"the NVSwitch fabric is {stalled.fabric} for {stalled.label}",
-            remedy="start nvidia-fabricmanager, in the driver's version, on the host, and look at its log",
-        )
     if not pair.access.is_refused:
         over = "over NVLink" if pair.nvlinks else "over PCIe"
         return Unusable(

@@ -190,7 +190,7 @@ def _snapshot(path: Path) -> Topology:
     content = read_json_object(path, remedy)
     if "devices" not in content:
         raise ValueError(f"{path} has no `devices`: {remedy}")
-    return read_topology(SnapshotNvml(content), (), ())
+    return read_topology(SnapshotNvml(content), ())
 
 
 def _write(out: Path, text: str, rows: list[Row], drawn: int) -> None:

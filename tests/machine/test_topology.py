@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from odc_triton.machine.nvml import SnapshotNvml
-from odc_triton.machine.probe import CudaDevice, read_topology, visible_names
+from odc_triton.machine.probe import CudaDevice, read_topology
 from odc_triton.machine.topology import P2P, PciePath, Topology
 from tests.support.snapshots import KEYS, NAMES, load, topology
 
@@ -125,22 +125,6 @@ def test_a_mask_is_undone_by_bus_id() -> None:
     cuda = [CudaDevice(index=0, uuid="not known to NVML", bus_id="0000:bb:00.0")]
     found = read_topology(SnapshotNvml(load("hgx-h100-nvswitch")), cuda)
     assert [device.index for device in found.visible().devices] == [5]
-
-
-def test_mig_slices_by_their_uuid_or_by_the_mask() -> None:
-    snapshot = load("mig")
-    parent, uuids = snapshot["devices"][0]["parent"], [device["uuid"] for device in snapshot["devices"]]
-    whole = [CudaDevice(index=0, uuid=parent[4:])]
-    for cuda, names, labels in (
-        ([CudaDevice(index=0, uuid=uuids[1][4:])], None, ["GPU0:1"]),
-        (whole, [uuids[2]], ["GPU0:2"]),
-        (whole, None, []),  # which of three, nobody can tell
-        ([CudaDevice(index=0, uuid=snapshot["devices"][3]["parent"][4:])], None, ["GPU1:0"]),
-    ):
-        found = read_topology(SnapshotNvml(snapshot), cuda, names)
-        assert [device.label for device in found.visible().devices] == labels
-    assert visible_names({"CUDA_VISIBLE_DEVICES": f" {uuids[0]}, 1,"}) == [uuids[0], "1"]
-    assert visible_names({}) is None
 
 
 def test_every_snapshot_says_where_it_comes_from() -> None:

@@ -39,7 +39,6 @@ def test_without_nvml_cuda_stands_in() -> None:
         ("pcie-only", 6, 6, [1, 1, 1, 1]),
         ("pcie-with-atomics", 0, 3, [3]),
         ("v100-cube-mesh", 12, 28, [4, 4]),
-        ("mig", 6, 6, [1, 1, 1, 1]),
         ("one-of-a-container", 0, 0, [1]),
     ],
 )
@@ -70,15 +69,6 @@ def test_each_reason_has_its_remedy(statuses: tuple[int, int, int], reason: str,
     with pytest.raises(RuntimeError, match=f"(?s)rank 0 on GPU0 .*rank 1 on GPU1 .*{reason}.*(?i:{remedy})"):
         refuse_unusable(found, uuids)
     refuse_unusable(found, [found.devices[0].uuid, found.devices[2].uuid])  # of which nothing is known
-
-
-def test_a_fabric_that_is_not_up() -> None:
-    snapshot = load("hgx-h100-nvswitch")
-    snapshot["devices"][1]["fabric_state"] = 2
-    snapshot["pairs"] = [{"of": [[0, 1]], "read": 5, "write": 5, "atomics": 5}]
-    found = read_topology(SnapshotNvml(snapshot), ())
-    with pytest.raises(RuntimeError, match=r"fabric is starting for GPU1.*nvidia-fabricmanager"):
-        refuse_unusable(found, [device.uuid for device in found.devices])
 
 
 def test_which_ranks_are_refused() -> None:

@@ -19,7 +19,7 @@ from tests.support.snapshots import load as snapshot
 
 
 def load(name: str) -> Topology:
-    return read_topology(SnapshotNvml(snapshot(name)), (), ())
+    return read_topology(SnapshotNvml(snapshot(name)), ())
 
 
 def same(ranks: int, gbs: float) -> list[list[float]]:

@@ -15,7 +15,6 @@ KEYS = {
     "a100-nvlink-mesh": "nvlink-4x25",
     "a6000-bridges": "pcie-gen4x16+nvlink-4x14",
     "hgx-h100-nvswitch": "nvswitch-18x25",
-    "mig": "mig",
     "one-of-a-container": "one-gpu",
     "pcie-only": "pcie-gen4x16",
     "pcie-with-atomics": "pcie-gen4x8+pcie-gen4x16",

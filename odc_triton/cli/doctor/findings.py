@@ -47,7 +47,7 @@ def count(number: int, noun: str) -> str:
 
 
 def count_devices(topology: Topology) -> str:
-    return count(len(topology.devices), "MIG slice" if any(device.parent for device in topology.devices) else "GPU")
+    return count(len(topology.devices), "GPU")
 
 
 def size(number: float) -> str:

@@ -51,7 +51,7 @@ def check_gpus(topology: Topology, system: System) -> Iterator[Finding]:
                 "use Ampere GPUs or newer, or backend='cpu'",
             )
     for each in topology.lost:
-        yield Finding(PROBLEM, "GPUs", f"{each}: it does not answer", "see dmesg for Xid; reset or reboot")
+        yield Finding(PROBLEM, "GPUs", f"{each}: it is not usable", "see dmesg for Xid; reset or reboot")
 
 
 def _on_bus(system: System) -> int:
@@ -65,9 +65,8 @@ def _on_bus(system: System) -> int:
 
 
 def check_links(topology: Topology) -> Iterator[Finding]:
-    whole = [device for device in topology.devices if device.parent is None]
-    best = max((device.nvlinks for device in whole), default=0)
-    for device in whole:
+    best = max((device.nvlinks for device in topology.devices), default=0)
+    for device in topology.devices:
         if best > 0 and device.nvlinks < min(best, device.nvlinks_present):
             yield Finding(
                 NOTE,
@@ -165,8 +164,6 @@ def _cell(pair: Pair | None, is_wide: bool) -> str:
 
 
 def _joined(pair: Pair) -> str:
-    if pair.one.parent and pair.one.parent == pair.other.parent:
-        return "MIG"
     if pair.nvlinks:
         return f"NV{pair.nvlinks}"
     return "" if pair.path is PciePath.UNKNOWN else pair.path.name
@@ -174,7 +171,7 @@ def _joined(pair: Pair) -> str:
 
 def _device_lines(devices: tuple[Device, ...]) -> list[str]:
     # GPU numbers are nvidia-smi's; CUDA's depend on masks and on CUDA_DEVICE_ORDER.
-    rows = [("", "CUDA", "name", "cc", "memory", "PCIe", "NUMA", "CPUs", "PCI bus")]
+    rows = [("", "CUDA", "name", "cc", "memory", "PCIe", "PCI bus")]
     for device in devices:
         generation, lanes = device.pcie_max
         rows.append(
@@ -185,8 +182,6 @@ def _device_lines(devices: tuple[Device, ...]) -> list[str]:
                 dotted(device.compute_capability),
                 size(device.memory_bytes) if device.memory_bytes else "?",
                 f"gen{generation} x{lanes}" if generation and lanes else "?",
-                device.numa_nodes or "?",
-                textwrap.shorten((device.cpus or "?").replace(",", ", "), 15, placeholder="...").replace(", ", ","),
                 (device.bus_id or "?").removeprefix("0000"),
             )
         )
