@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import pytest
 
@@ -43,16 +42,9 @@ def test_sockets_that_killed_ranks_left() -> None:
 @pytest.mark.parametrize(
     ("machine", "level", "topic", "words"),
     [
-        (Machine(memfd_error="Operation not permitted"), PROBLEM, "shared memory", "memfd_create fails: Operation"),
-        (Machine(socket_errors={"\0": "Permission denied"}), PROBLEM, "shared memory", "no abstract Unix socket"),
+        (Machine(ranks_error="memfd: not permitted"), PROBLEM, "ranks", "can't share a model: memfd: not permitted"),
         (Machine(shm=(64 << 20, 60 << 20)), NOTE, "/dev/shm", "60 MiB free of 64 MiB"),
         (Machine(shm=None), NOTE, "/dev/shm", "is missing"),
-        (
-            Machine(lock_limit=8 << 20, folders={"/sys/class/infiniband": ["mlx5_0"]}),
-            NOTE,
-            "locked memory",
-            "limit 8 MiB: RDMA",
-        ),
         (
             Machine(files={"/proc/meminfo": "MemTotal: 4194304 kB\nMemAvailable: 1048576 kB\n"}),
             NOTE,
@@ -63,8 +55,6 @@ def test_sockets_that_killed_ranks_left() -> None:
 )
 def test_the_host(machine: Machine, level: str, topic: str, words: str) -> None:
     assert words in only(examine(machine, H100), level, topic)
-    fine = replace(machine, lock_limit=8 << 20, folders={})
-    assert topic != "locked memory" or bad(examine(fine, H100)) == []
 
 
 def test_limits_of_cgroups() -> None:

@@ -33,9 +33,8 @@ class Machine:
     files: Mapping[str, str] = field(default_factory=dict)
     folders: Mapping[str, list[str]] = field(default_factory=dict)
     shm: tuple[int, int] | None = (64 * GIB, 63 * GIB)
-    lock_limit: int | None = None
-    memfd_error: str | None = None
-    socket_errors: Mapping[str, str] = field(default_factory=dict)  # by the beginning of the address
+    ranks_error: str | None = None
+    socket_errors: Mapping[str, str] = field(default_factory=dict)  # by the beginning of the path
     cpu_count: int = 64
     tried: list[str] = field(default_factory=list)
 
@@ -54,15 +53,12 @@ class Machine:
     def cpus(self) -> int:
         return self.cpu_count
 
-    def memlock(self) -> int | None:
-        return self.lock_limit
+    def try_ranks(self) -> str | None:
+        return self.ranks_error
 
-    def try_memfd(self) -> str | None:
-        return self.memfd_error
-
-    def try_socket(self, address: str) -> str | None:
-        self.tried.append(address)
-        return next((error for start, error in self.socket_errors.items() if address.startswith(start)), None)
+    def try_socket(self, path: str) -> str | None:
+        self.tried.append(path)
+        return next((error for start, error in self.socket_errors.items() if path.startswith(start)), None)
 
 
 def bad(report: Report, level: str | None = None) -> list[tuple[str, str]]:

@@ -15,10 +15,8 @@ from .gpus import check_gpus, check_links, check_peers, draw_matrix
 from .host import (
     check_allocator,
     check_cpus,
-    check_locked_memory,
     check_memory,
-    check_ptrace,
-    check_shared_memory,
+    check_ranks,
     check_shm,
     check_sockets,
     check_stale_sockets,
@@ -31,7 +29,7 @@ __all__ = ["draw_matrix", "examine", "main"]
 
 
 def examine(system: System | None = None, topology: Topology | None = None) -> Report:
-    """Looks at this machine and at what is installed. Starts CUDA if there is a GPU; changes nothing."""
+    """Looks at this machine and at what is installed. Starts CUDA if there is a GPU, and two ranks."""
     system = ThisMachine() if system is None else system
     topology = read_topology() if topology is None else topology
     software = system.software()
@@ -47,12 +45,10 @@ def examine(system: System | None = None, topology: Topology | None = None) -> R
         *check_sockets(visible, system),
         *check_stale_sockets(system),
         *check_allocator(visible, system.environment),
-        *check_shared_memory(system),
+        *(check_ranks(system) if software.torch is not None else ()),
         *check_shm(system),
         *check_memory(system),
         *check_cpus(system),
-        *check_locked_memory(system),
-        *check_ptrace(system),
     )
     return Report(topology=topology, software=software, findings=findings)
 

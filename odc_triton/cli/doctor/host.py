@@ -1,4 +1,4 @@
-"""The host: shared memory, memory, CPUs, limits, and what ranks need to map each other's GPU memory.
+"""The host: a trial of two ranks, memory, CPUs, and what ranks need to map each other's GPU memory.
 
 The last is torch's symmetric memory, its sockets, and its allocator.
 """
@@ -16,19 +16,13 @@ from .system import Software, System, cgroup_cpus, cgroup_memory, file_system
 _GIB = 1 << 30
 
 
-def check_shared_memory(system: System) -> Iterator[Finding]:
-    """Shards on CPUs are in shared memory, as are the status words of ranks on GPUs."""
-    memfd = system.try_memfd()
-    if memfd is not None:
-        remedy = "allow it in the container's seccomp profile; vm.memfd_noexec < 2"
-        yield Finding(PROBLEM, "shared memory", f"memfd_create fails: {memfd}", remedy)
-    abstract = system.try_socket(f"\0odc-doctor-{os.getpid()}")
-    if abstract is not None:
-        remedy = "allow them in the sandbox that this runs in"
-        yield Finding(PROBLEM, "shared memory", f"no abstract Unix socket: {abstract}", remedy)
-    if memfd is None and abstract is None:
-        text = "memfd and abstract sockets work (ranks must share one network namespace)"
-        yield Finding(OK, "shared memory", text)
+def check_ranks(system: System) -> Iterator[Finding]:
+    error = system.try_ranks()
+    if error is None:
+        yield Finding(OK, "ranks", "two ranks opened a heap and added to each other's memory")
+    else:
+        remedy = "allow memfd_create, abstract Unix sockets and, on GPUs, peer access in this container or sandbox"
+        yield Finding(PROBLEM, "ranks", f"two ranks can't share a model: {error}", remedy)
 
 
 def check_shm(system: System) -> Iterator[Finding]:
@@ -75,23 +69,6 @@ def check_cpus(system: System) -> Iterator[Finding]:
         yield Finding(NOTE, "CPUs", text, remedy)
     else:
         yield Finding(OK, "CPUs", count(cpus, "CPU"))
-
-
-def check_locked_memory(system: System) -> Iterator[Finding]:
-    limit = system.memlock()
-    said = "no limit" if limit is None else f"limit {size(limit)}"
-    if limit is not None and limit < _GIB and system.names("/sys/class/infiniband"):
-        text = f"{said}: RDMA between hosts registers more than that"
-        yield Finding(NOTE, "locked memory", text, "ulimit -l unlimited")
-    else:
-        yield Finding(OK, "locked memory", f"{said} (matters to RDMA only)")
-
-
-def check_ptrace(system: System) -> Iterator[Finding]:
-    scope = (system.read("/proc/sys/kernel/yama/ptrace_scope") or "").strip()
-    if scope:
-        text = f"scope {scope}; it does not matter, as ranks pass GPU memory through sockets, not by pidfd_getfd"
-        yield Finding(OK, "ptrace", text)
 
 
 _SOCKET_PATH_BYTES = 108  # sizeof(sockaddr_un.sun_path), the final zero included

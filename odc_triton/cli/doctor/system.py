@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import resource
 import socket
 import sys
 import warnings
@@ -45,12 +44,11 @@ class System(Protocol):
         """Total and free bytes of the file system that the folder is on."""
 
     def cpus(self) -> int: ...
-    def memlock(self) -> int | None:
-        """RLIMIT_MEMLOCK in bytes, None for no limit."""
+    def try_ranks(self) -> str | None:
+        """Two ranks open a heap and add to each other's memory: on GPUs if there are two, else on the CPU."""
 
-    def try_memfd(self) -> str | None: ...
-    def try_socket(self, address: str) -> str | None:
-        """Binds a Unix socket: at a path, or an abstract one if the address begins with a zero byte."""
+    def try_socket(self, path: str) -> str | None:
+        """Binds a Unix socket."""
 
 
 def _version(package: str) -> str | None:
@@ -118,25 +116,23 @@ class ThisMachine:
     def cpus(self) -> int:
         return len(os.sched_getaffinity(0))
 
-    def memlock(self) -> int | None:
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        return None if limit == resource.RLIM_INFINITY else limit
+    def try_ranks(self) -> str | None:
+        from ...comm.launch import launch
+        from .trial import add_to_each_other
 
-    def try_memfd(self) -> str | None:
         try:
-            os.close(os.memfd_create("odc-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-        except OSError as error:
+            launch(add_to_each_other, ranks=2)
+        except (RuntimeError, OSError) as error:
             return str(error)
         return None
 
-    def try_socket(self, address: str) -> str | None:
+    def try_socket(self, path: str) -> str | None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
             try:
-                end.bind(address)
+                end.bind(path)
             except OSError as error:
                 return str(error)
-        if not address.startswith("\0"):
-            os.unlink(address)
+        os.unlink(path)
         return None
 
 
