@@ -24,7 +24,7 @@ FLOORS = (
 # Neither torch nor triton: folders, and modules of others.
 PURE = ("base", "machine", "balance", "simulate", "comm.layout", "nn.choice", "sharding.peaks")
 HEAVY = {"torch", "triton", "transformers", "odc_kernels"}
-NEEDS_TORCH = ("balance.collate", "balance.counter", "machine.cuda_devices", "machine.probe")
+NEEDS_TORCH = ("simulate.models", "balance.collate", "balance.counter", "machine.cuda_devices", "machine.probe")
 
 
 def _modules() -> Iterator[tuple[str, Path]]:

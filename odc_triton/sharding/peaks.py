@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,19 +80,9 @@ def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_chec
     if not layers or gated != layers or getattr(config, "hidden_act", None) != "silu":
         return None
     head_norms = any(name.endswith(".q_norm") for name in modules)
-    return decoder_bytes_per_token(
-        config, itemsize=itemsize, gradient_checkpointing=gradient_checkpointing, head_norms=head_norms
-    )
-
-
-def decoder_bytes_per_token(
-    config: Any, *, itemsize: int, gradient_checkpointing: bool = False, head_norms: bool = False
-) -> int:
-    """The formula of `activation_bytes_per_token`, for a decoder's transformers config. `head_norms`: q and k norms."""
     h, a, e = config.hidden_size, config.num_attention_heads, itemsize
     g = getattr(config, "num_key_value_heads", None) or a
     d = getattr(config, "head_dim", None) or h // a
-    layers = config.num_hidden_layers
     norm = h * (4 + 2 * e) + 4
     layer = 2 * norm + e * (2 * a * d + 2 * g * d) + 4 * a + 4 * e * config.intermediate_size
     if head_norms:

@@ -1,4 +1,4 @@
-"""How long a step would take: ranks x microbatches x layers on a simulated clock; needs no device and no torch.
+"""How long a step would take: ranks x microbatches x layers on a simulated clock; needs no device.
 
 Names are resolved on first use. docs/simulator.md says what is modelled and what is not.
 """

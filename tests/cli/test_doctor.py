@@ -204,7 +204,7 @@ def test_the_exit_status_and_the_json(capsys: pytest.CaptureFixture[str]) -> Non
 def test_a_torch_that_does_not_load(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     assert main() == 1
-    assert "problem  torch          can't be imported (import of torch halted" in capsys.readouterr().out
+    assert "problem  torch     can't be imported (import of torch halted" in capsys.readouterr().out
 
 
 def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ def _unit(
 ) -> tuple[GatheredParameters, list[torch.Tensor]]:
     """The parameters of a layer on rank 2 of 8, of which not all owners have rows."""
     device = Device(kind)
-    shapes = [(16, 3), (17, 5), (3,), (), (0, 4), (64, 2), (9, 2, 3)]
+    shapes = [(16, 3), (17, 5), (3,), (1,), (0, 4), (64, 2), (9, 2, 3)]
     wholes = [torch.randn(shape).to([torch.bfloat16, torch.float32][len(shape) % 2]) for shape in shapes]
     specs = [
         ParameterSpec(
@@ -116,7 +116,7 @@ def _unit(
         )
         for shape in shapes
     ]
-    shards = [split(whole, 8) if whole.shape else [whole] * 8 for whole in wholes]
+    shards = [split(whole, 8) for whole in wholes]
     copy = BatchCopy.of(runtime, lambda: device.running)
     assert copy is not None
     streams = DeviceStreams(device)
@@ -139,7 +139,7 @@ def test_a_unit_is_gathered_by_two_calls(version: int, kind: str) -> None:
         (first, own_and_others), (second, others) = runtime.calls
         assert {first, second} == {0x1001, 0x1002}, "streams of their own"
         # Own rows come first, by multiprocessors; all others by copy engines.
-        own = [rows.nbytes for whole in wholes if whole.shape and (rows := split(whole, 8)[2]).numel()]
+        own = [rows.nbytes for whole in wholes if (rows := split(whole, 8)[2]).numel()]
         assert own_and_others[:5] == [(size, 0) for size in own]
         assert {flags for _, flags in own_and_others[5:] + others} == {1}
         assert sum(size for size, _ in own_and_others + others) == sum(whole.nbytes for whole in wholes)

@@ -110,4 +110,4 @@ def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyP
         for got, want in zip(unit.whole, wholes, strict=True):
             assert torch.equal(got, want)
         unit.release("me")
-    assert [len(pieces.counts) for pieces in launches] == [3 + 1 + 1 + 3] * 2
+    assert [len(pieces.counts) for pieces in launches] == [3 + 1 + 3] * 2

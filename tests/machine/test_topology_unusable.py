@@ -54,7 +54,7 @@ def test_unusable_pairs_and_groups(name: str, bad: int, of: int, groups: list[in
     ("statuses", "reason", "remedy"),
     [
         ((0, 0, 1), "no native atomics over PCIe .the chipset", "only NVLink has native atomics"),
-        ((0, 5, 5), "can't write to each other's memory: the driver", "have the host"),
+        ((0, 5, 5), "can't write to each other's memory: the driver", "host enable"),
         ((1, 1, 1), "can't read each other's memory: the chipset", "IOMMU .* ACS"),
         ((2, 2, 2), "this model of GPU", "use one GPU"),
         ((3, 3, 3), "different PCIe roots", "use one GPU"),

@@ -98,22 +98,13 @@ def _unpacked(words: str, short: str, **others: tuple[str, str]) -> Refused:
     return {"packs": (words, f"no: {short}"), "splits": (words, "no: it does not pack"), **others}
 
 
-def _simulated(words: str, short: str) -> Refused:
-    return {"simulate": (words, f"no: {short}")}
-
-
 _NO_PIECES = {"splits": ("is not told which documents are pieces", "no: its layers don't tell attention of pieces")}
 _CAPPED = {"fused head": ("caps its logits by a tanh", "no: it caps its logits, which needs them")}
 _BIAS = {"fused head": ("it has a bias", "no: its head has a bias")}
-_NAMES = _simulated("by names that are not known here", "its config calls sizes by other names")
-_MIXTURE = _simulated("whose layers are not known here", "a mixture of a family that it does not know")
 _NEVER = _unpacked("it never called the attention function", "it never calls the attention that it is given")
 _MIXER = _unpacked("only 1 of its 2 layers called", "not all of its layers are attention")
 _CHUNKS = _unpacked("passes neither position_ids nor cu_seq_lens_q", "its attention is not told where documents begin")
-_OTHER_LAYERS = _simulated("has layers that can't be simulated", "it has layers of other kinds")
-_PER_LAYER = _simulated("an embedding for each layer", "it has an embedding for each layer")
-_STATE = _simulated("num_attention_heads=None", "it has no attention")
-_STATE |= {
+_STATE = {
     FUSED: ("RuntimeError: ", "no: it has no attention"),
     "LoRA": ("is incompatible with Mamba-based", "no: PEFT refuses it"),
 }
@@ -156,7 +147,6 @@ ROWS = [
         sizes=_WINDOW
         | _BOTH
         | {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "global_head_dim": 16, "head_dim": 16},
-        refused=_PER_LAYER,
     ),
     Row(name="Phi", kind="dense", family="Phi", refused=_BIAS),
     Row(name="Phi3 (Phi-4)", kind="dense, windows", family="Phi3", sizes=_WINDOW),
@@ -194,7 +184,7 @@ ROWS = [
     Row(name="Exaone4", kind="dense, windows", family="Exaone4", sizes=_WINDOW | _BOTH),
     Row(name="Ernie4.5", kind="dense", family="Ernie4_5", sizes={"head_dim": 16}),
     Row(name="Nemotron", kind="dense", family="Nemotron", refused=_NO_PIECES),
-    Row(name="GPT-2", kind="dense, tied", family="GPT2", model="LMHeadModel", sizes=_GPT2, refused=_NAMES),
+    Row(name="GPT-2", kind="dense, tied", family="GPT2", model="LMHeadModel", sizes=_GPT2),
     Row(
         name="GPT-NeoX (Pythia)",
         kind="dense",
@@ -213,7 +203,6 @@ ROWS = [
             "dropout": 0.0,
             "attention_dropout": 0.0,
         },
-        refused=_NAMES,
     ),
     Row(
         name="BLOOM",
@@ -227,7 +216,7 @@ ROWS = [
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
         },
-        refused=_NEVER | _NAMES,
+        refused=_NEVER,
     ),
     Row(
         name="Falcon",
@@ -240,7 +229,7 @@ ROWS = [
             "num_kv_heads": 2,
             "ffn_hidden_size": 48,
         },
-        refused=_NEVER | _NAMES,
+        refused=_NEVER,
     ),
     Row(name="Mixtral", kind="mixture", family="Mixtral", sizes=_LOCAL_EXPERTS | _WINDOW),
     Row(
@@ -248,7 +237,6 @@ ROWS = [
         kind="mixture",
         family="Qwen2Moe",
         sizes=_EXPERTS | {"shared_expert_intermediate_size": 24},
-        refused=_MIXTURE,
     ),
     Row(name="Qwen3-MoE", kind="mixture", family="Qwen3Moe", sizes=_EXPERTS | {"mlp_only_layers": [0], "head_dim": 16}),
     Row(
@@ -262,7 +250,6 @@ ROWS = [
         kind="mixture",
         family="DeepseekV2",
         sizes=_LATENT | _ROUTED | {"num_key_value_heads": 4},
-        refused=_MIXTURE,
     ),
     Row(
         name="DeepSeek-V3",
@@ -275,16 +262,15 @@ ROWS = [
         kind="mixture",
         family="Glm4Moe",
         sizes=_ROUTED | _GROUPS | {"head_dim": 16},
-        refused=_MIXTURE,
     ),
-    Row(name="Granite-MoE", kind="mixture", family="GraniteMoe", sizes=_LOCAL_EXPERTS, refused=_MIXTURE),
+    Row(name="Granite-MoE", kind="mixture", family="GraniteMoe", sizes=_LOCAL_EXPERTS),
     Row(
         name="Llama4, text",
         kind="mixture, chunks",
         family="Llama4",
         config="TextConfig",
         sizes={"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 32, "head_dim": 16},
-        refused=_CHUNKS | _MIXTURE | _ROUTER,
+        refused=_CHUNKS | _ROUTER,
     ),
     Row(
         name="Qwen3-Next",
@@ -300,14 +286,14 @@ ROWS = [
             "linear_key_head_dim": 8,
             "linear_value_head_dim": 8,
         },
-        refused=_MIXER | _MIXTURE,
+        refused=_MIXER,
     ),
     Row(
         name="LFM2",
         kind="dense, convolutions",
         family="Lfm2",
         sizes={"layer_types": ["conv", "full_attention"]},
-        refused=_MIXER | _OTHER_LAYERS,
+        refused=_MIXER,
     ),
     Row(
         name="Mamba",

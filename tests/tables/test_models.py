@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.support import ranks
 from tests.support.splitting import Setup, packs_of, samples
-from tests.support.table_models import BY_NAME, COLUMNS, FUSED, MODELS, ROWS, SIZES, Row
+from tests.support.table_models import BY_NAME, COLUMNS, FUSED, MODELS, ROWS, Row
 
 ROLES = {"replaces layers": "linear", FUSED: "attention", "fused head": "head"}
 ON_RANKS = [column for column in COLUMNS if column != "simulate"]
@@ -143,11 +143,6 @@ def test_cell(outcomes: list, name: str, column: str) -> None:
             assert (gradients[key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-8 * largest, key
 
 
-# Multiplied by 16, so that norms and biases, which the simulator leaves out, weigh little.
-WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "q_lora_rank")
-WIDTHS += ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.name, marks=MODELS.mark(row.name, "simulate")) for row in ROWS]
@@ -156,13 +151,8 @@ def test_simulated(row: Row, tmp_path: Path) -> None:
     """The simulator counts the parameters of the model of transformers, from its config.json."""
     from odc_triton.simulate.models import Model
 
-    sizes = {key: value * 16 for key, value in (SIZES | row.sizes).items() if key in WIDTHS and value is not None}
-    config = row.config_of(**sizes)
+    config = row.config_of()
     config.save_pretrained(tmp_path)
-    if refusal := row.refusal("simulate"):
-        with pytest.raises(ValueError, match=refusal[0].replace("(", r"\(")):
-            Model.find(str(tmp_path))
-        return
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in row.class_of()(config).parameters())
-    assert Model.find(str(tmp_path)).parameters == pytest.approx(parameters, rel=2e-3)
+    assert Model.find(str(tmp_path)).parameters == parameters
