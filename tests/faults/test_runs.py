@@ -145,9 +145,9 @@ def test_too_many_skipped_steps(tmp_path: Path) -> None:
     ("steps", "told", "max_skipped", "saved", "error"),
     [
         ((2,), None, 5, [2, 4, 5], "none"),  # of every step, the third is not saved; "keep" is 3
-        slow((3, 4), None, 5, [1, 2, 3, 5], "none"),  # the last was skipped: it replaces no older one
+        ((3, 4), None, 5, [1, 2, 3, 5], "none"),  # the last was skipped: it replaces no older one
         slow((2,), 0, 5, [1, 2, 3], "Interrupted"),
-        ((2,), 1, 5, [1, 2, 3], "Interrupted"),
+        slow((2,), 1, 5, [1, 2, 3], "Interrupted"),
         ((0, 1, 2, 3, 4), None, 9, [], "TooManySkipped: no model is written: 5 of 5 steps"),
     ],
     ids=["one", "the last", "rank 0 told to stop", "rank 1 told to stop", "all"],

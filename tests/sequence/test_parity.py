@@ -45,8 +45,10 @@ def compare(setup: Setup) -> None:
     [
         Setup(deal="zigzag", steps=3),
         Setup(deal="one token first"),
+        Setup(deal="one token last", dtype=FP64),
         Setup(family="Qwen3", change="reentrant", empty_start=True),
         Setup(family="Gemma2", deal="zigzag", backend="cpu-apart"),
+        Setup(family="GptOss"),
         Setup(family="DeepseekV3", deal="zigzag"),  # experts, and keys wider than values
         Setup(family="Llama", change="lora", deal="zigzag"),
         Setup(change="frozen", backend="cpu-apart"),
