@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
-import os
+import copy
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
-from tests.support.deadlines import LONG_S
+from odc_triton import full_parameters, fully_shard, minibatch
+from tests.support.ranks import in_own_process
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "odc_triton"
@@ -27,12 +30,11 @@ HEAVY = {"torch", "triton", "transformers", "odc_kernels"}
 NEEDS_TORCH = ("simulate.models", "balance.collate", "balance.counter", "machine.cuda_devices", "machine.probe")
 
 
-def _modules() -> Iterator[tuple[str, Path]]:
-    """(name below odc_triton, file) of every module but the package's own __init__."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts != ("__init__",):
-            yield ".".join(parts).removesuffix(".__init__"), path
+@cache
+def _modules() -> dict[str, Path]:
+    """The file of every module but the package's own __init__, by its name below odc_triton."""
+    paths = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in sorted(PACKAGE.rglob("*.py"))}
+    return {name.removesuffix(".__init__"): path for name, path in paths.items() if name != "__init__"}
 
 
 class _WithoutTypeChecking(ast.NodeTransformer):
@@ -40,6 +42,7 @@ class _WithoutTypeChecking(ast.NodeTransformer):
         return node.orelse if ast.unparse(node.test).endswith("TYPE_CHECKING") else self.generic_visit(node)
 
 
+@cache
 def imported(source: str, package: str, *, type_checking: bool = True) -> set[str]:
     """Absolute names of all modules that `source`, in `package`, imports anywhere."""
     names: set[str] = set()
@@ -62,8 +65,7 @@ def _imports_of(name: str, path: Path, *, type_checking: bool = True) -> set[str
 
 def _ours(name: str, path: Path) -> set[str]:
     """Modules of the package, below odc_triton, that this one imports, also for type checkers and in functions."""
-    modules = {name for name, _ in _modules()}
-    return {each.removeprefix("odc_triton.") for each in _imports_of(name, path)} & modules - {name}
+    return {each.removeprefix("odc_triton.") for each in _imports_of(name, path)} & _modules().keys() - {name}
 
 
 def test_the_reader_of_imports() -> None:
@@ -78,7 +80,7 @@ def test_the_reader_of_imports() -> None:
 
 
 def test_pure_modules() -> None:
-    for name, path in _modules():
+    for name, path in _modules().items():
         if (name in PURE or name.split(".")[0] in PURE) and name not in NEEDS_TORCH:
             heavy = {
                 top
@@ -89,15 +91,15 @@ def test_pure_modules() -> None:
 
 
 def test_floors() -> None:
-    assert {name.split(".")[0] for name, _ in _modules()} <= set(FLOORS)
-    for name, path in _modules():
+    assert {name.split(".")[0] for name, _ in _modules().items()} <= set(FLOORS)
+    for name, path in _modules().items():
         for other in _ours(name, path):
             mine, theirs = name.split(".")[0], other.split(".")[0]
             assert FLOORS.index(mine) <= FLOORS.index(theirs), f"{name} imports {other}, of a higher floor"
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    graph = {name: _ours(name, path) for name, path in _modules()}
+    graph = {name: _ours(name, path) for name, path in _modules().items()}
     while free := {name for name, others in graph.items() if not others & graph.keys()}:
         graph = {name: others for name, others in graph.items() if name not in free}
     while above := graph.keys() - {other for others in graph.values() for other in others}:
@@ -117,17 +119,15 @@ def test_nothing_imports_the_folder_of_kernels_by_its_own_name() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def _python(code: str, **environment: str) -> str:
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, env=clean | environment, capture_output=True, text=True
-    )
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.parametrize(
-    "code", ["import odc_triton", "import odc_triton.comm.layout, odc_triton.balance, odc_triton.base.errors"]
+    "code",
+    ["import odc_triton, odc_triton.hf", "import odc_triton.comm.layout, odc_triton.balance, odc_triton.base.errors"],
 )
 def test_importing_is_light(code: str) -> None:
     out = _python(f"{code}; import sys; print(*sys.modules)").split()
@@ -144,35 +144,23 @@ def test_the_engine_needs_neither_transformers_nor_matplotlib() -> None:
         assert name not in out
 
 
-_NOTEBOOK = """
-import torch
-from torch import nn
-from odc_triton import full_parameters, fully_shard, minibatch
-
-for width in (3, 5):  # the second finds the process group that the first made
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, 2))
-    torch.manual_seed(0)
-    model = fully_shard(nn.Sequential(nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, 2)))
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
-    x = torch.randn(6, width)
-    for _ in range(3):
-        plain(x).square().mean().backward()
-        with minibatch(model):
-            model(x).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, value in full_parameters(model):
-        torch.testing.assert_close(value, plain.get_parameter(name).detach())
-print("done")
-"""
+def _notebook() -> None:
+    for width in (3, 5):  # the second finds the process group that the first made
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(width, 4), nn.ReLU(), nn.Linear(4, 2))
+        model = fully_shard(copy.deepcopy(plain))
+        optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+        x = torch.randn(6, width)
+        for _ in range(3):
+            plain(x).square().mean().backward()
+            with minibatch(model):
+                model(x).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for name, value in full_parameters(model):
+            torch.testing.assert_close(value, plain.get_parameter(name).detach())
 
 
 def test_a_world_of_one_without_a_process_group() -> None:
-    assert _python(_NOTEBOOK, OMP_NUM_THREADS="1").strip() == "done"
-
-
-def test_importing_the_package_imports_no_trainer() -> None:
-    code = "import sys, odc_triton.hf; assert 'transformers.trainer' not in sys.modules; odc_triton.hf.ODCTrainer"
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=LONG_S)
+    in_own_process(_notebook)

@@ -37,8 +37,7 @@ def test_names_of_packages(module: str) -> None:
         package.nonsense  # noqa: B018
 
 
-@pytest.mark.parametrize("module", ["odc_triton.cli", "odc_triton.train.sft"])
-def test_modules_that_are_run(module: str) -> None:
-    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
+def test_modules_that_are_run() -> None:
+    done = subprocess.run([sys.executable, "-m", "odc_triton.cli", "--help"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
