@@ -139,9 +139,9 @@ def test_another_architecture(tmp_path: Path) -> None:
         checkpoints.load(path, model=other, optimizer=None)
     assert "and 1 more" in str(e.value)  # two layers of three biases, five shown
     assert all(torch.equal(value, before[key]) for key, value in _weights(other).items())
-    from tests.support.models import _causal_lm
+    from tests.support.families import causal_lm
 
-    wide = fully_shard(_causal_lm("Qwen2", intermediate_size=64))
+    wide = fully_shard(causal_lm("Qwen2", intermediate_size=64))
     with pytest.raises(CheckpointDiffers, match=r"gate_proj.weight is \[48, 32\] .* and \[64, 32\] here"):
         checkpoints.load(path, model=wide, optimizer=None)
     with pytest.raises(CheckpointDiffers, match=r"is torch\.float32 .* torch\.bfloat16 here, which would round it"):

@@ -111,10 +111,10 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         load_pretrained_shards(model, tmp_path / "llama")
     with pytest.warns(UserWarning, match=r"6 tensors that the model does not have: .*bias"):
         load_pretrained_shards(fully_shard(build("llama")), tmp_path / "qwen2")
-    from tests.support.models import _causal_lm
+    from tests.support.families import causal_lm
 
     with pytest.raises(CheckpointDiffers, match=r"gate_proj\.weight is \[48, 32\] in the files and \[64, 32\] here"):
-        load_pretrained_shards(fully_shard(_causal_lm("Qwen2", intermediate_size=64)), tmp_path / "qwen2")
+        load_pretrained_shards(fully_shard(causal_lm("Qwen2", intermediate_size=64)), tmp_path / "qwen2")
     pickled = tmp_path / "pickled"
     pickled.mkdir()
     torch.save({}, pickled / "pytorch_model.bin")
@@ -179,10 +179,10 @@ def _memory(rank: int, world: int, folder: Path, out: Path) -> list[int]:
 
 
 def test_no_private_copy(tmp_path: Path) -> None:
-    from tests.support.models import _causal_lm
+    from tests.support.families import causal_lm
 
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12, "vocab_size": 8192}
-    model = _causal_lm("Qwen2", **sizes)
+    model = causal_lm("Qwen2", **sizes)
     model_bytes = sum(parameter.nbytes for parameter in model.parameters())
     model.save_pretrained(tmp_path / "in")
     del model

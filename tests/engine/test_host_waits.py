@@ -14,8 +14,9 @@ from odc_triton.hf import enable_packing, summed_loss
 from odc_triton.nn.functional.log_probs import token_log_probs
 from odc_triton.nn.replace import replace_layers
 from tests.support import ranks
-from tests.support.families import CHANGES, build
 from tests.support.host_waits import HostWaits
+from tests.support.models import build
+from tests.support.parity import TRANSFORMS
 
 LAYERS = ("attention", "embedding", "linear")
 # What only the CPU does, at which nothing can wait there: places, and why.
@@ -51,7 +52,7 @@ def _counted(
     if roles:
         replace_layers(model, roles=roles, choice=choice, verbose=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if bf16 else None
-    model = fully_shard(CHANGES[change](model), backend="cpu-apart", mp_policy=policy)
+    model = fully_shard(TRANSFORMS[change](model), backend="cpu-apart", mp_policy=policy)
     _microbatches(model, _packs([(2,)]))  # makes tables of addresses, once
     return _microbatches(model, _packs(_PACKS[rank:]))
 
@@ -59,15 +60,12 @@ def _counted(
 @pytest.mark.parametrize(
     ("name", "roles", "change", "bf16", "choice"),
     [
-        *(
-            (name, (), "none", False, "auto")
-            for name in ("llama", "mistral-window", "gemma3", "phi3", "gpt2", "qwen3-moe")
-        ),
-        ("qwen2", (), "checkpointing", True, "auto"),
-        ("qwen2", LAYERS, "none", False, "auto"),
-        ("qwen3", (*LAYERS, "head"), "none", False, "auto"),
-        ("qwen2", LAYERS, "none", False, "qkv=triton/gathered"),
-        ("llama", (*LAYERS, "head"), "checkpointing", True, "auto"),
+        *((name, (), "none", False, "auto") for name in ("Llama", "Mistral", "Gemma3", "Phi3", "GPT2", "Qwen3Moe")),
+        ("Qwen2", (), "checkpointing", True, "auto"),
+        ("Qwen2", LAYERS, "none", False, "auto"),
+        ("Qwen3", (*LAYERS, "head"), "none", False, "auto"),
+        ("Qwen2", LAYERS, "none", False, "qkv=triton/gathered"),
+        ("Llama", (*LAYERS, "head"), "checkpointing", True, "auto"),
     ],
 )
 def test_nothing_waits(name: str, roles: tuple[str, ...], change: str, bf16: bool, choice: str) -> None:

@@ -17,7 +17,8 @@ from tests.engine.test_host_waits import _PACKS, LAYERS, _packs
 from tests.gpu.launched import Blocks, launched, one_step
 from tests.gpu.marks import MARKS, take_gpu
 from tests.support import ranks
-from tests.support.families import CHANGES, build
+from tests.support.models import build
+from tests.support.parity import TRANSFORMS
 
 pytestmark = MARKS
 STEADY = 3  # minibatches after which memory stays as it is: libraries make workspaces in the first ones
@@ -44,7 +45,7 @@ def _without_waiting(rank: int, world: int, name: str, roles: tuple[str, ...], c
     if roles:
         replace_layers(model, roles=roles, choice=choice, verbose=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # the attention kernel that needs no bounds on the host
-    model = fully_shard(CHANGES[change](model), backend="cuda", mp_policy=policy)
+    model = fully_shard(TRANSFORMS[change](model), backend="cuda", mp_policy=policy)
     packs = _packs(_PACKS)
     loss = torch.zeros((), device="cuda")
     # The first minibatch compiles kernels and makes their tables of addresses.
@@ -66,11 +67,11 @@ def _without_waiting(rank: int, world: int, name: str, roles: tuple[str, ...], c
 @pytest.mark.parametrize(
     ("name", "roles", "change", "choice"),
     [
-        ("qwen2", (), "none", "auto"),
-        ("gemma3", (), "checkpointing", "auto"),
-        ("qwen2", LAYERS, "none", "auto"),
-        ("qwen2", LAYERS, "none", "qkv=triton/gathered"),
-        ("llama", (*LAYERS, "head"), "checkpointing", "auto"),
+        ("Qwen2", (), "none", "auto"),
+        ("Gemma3", (), "checkpointing", "auto"),
+        ("Qwen2", LAYERS, "none", "auto"),
+        ("Qwen2", LAYERS, "none", "qkv=triton/gathered"),
+        ("Llama", (*LAYERS, "head"), "checkpointing", "auto"),
     ],
 )
 def test_no_host_waits(name: str, roles: tuple[str, ...], change: str, choice: str) -> None:

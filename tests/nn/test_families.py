@@ -17,58 +17,105 @@ from odc_triton import fully_shard
 from odc_triton.nn import Embedding, Linear, LMHead
 from odc_triton.nn.families import FusedProjections
 from odc_triton.nn.replace import replace_layers
-from tests.support import ranks, slow
-from tests.support.families import (
-    FAMILIES,
-    FEW,
-    FUSED,
-    Setup,
-    build,
-    microbatches,
-    on_shards,
-    prepared,
-    train,
-    unsharded,
-)
-from tests.support.parity import relative, whole_model_error
+from tests.support.families import causal_lm, with_lora
+from tests.support.models import build, microbatches
+from tests.support.parity import BODY, FEW, WITH_HEAD, compare_each, one_step, relative
 
-WITH_HEAD = ("attention", "embedding", "linear", "head")
+FUSED = ("Llama", "Mistral", "Qwen2", "Qwen3")
 KERNELS = "triton/direct/fused"
 QKV = "qkv=triton/direct/fused"
-# Biases of keys have no gradient in exact arithmetic where no RoPE follows, and a faint one, beside its summands, where
-# it does: see test_parity.py.
-ZERO_GRADIENT = ("c_attn.bias", "self.key.bias")
-FAINT_GRADIENT = ("k_proj.bias",)
+
+# What is trained, and how it is changed before, or after, or is replaced: see `TRANSFORMS` in parity.py.
+RUNS: dict[str, list[tuple[str, str]]] = {
+    "cpu": [
+        ("Llama", "layers"),
+        ("Phi3", "body"),
+        ("bert", "eager"),
+        ("Llama", "lora+body"),
+        ("Qwen2, tied", "lora+layers"),
+        ("Qwen3", "checkpointing+body"),
+    ],
+    "cpu-apart": [
+        *((name, "body") for name in ("Mistral", "Qwen2", "gpt2-tied", "Qwen3Moe")),
+        ("Qwen2, tied", "layers"),
+        ("Qwen2, tied", "eager"),
+        ("Qwen2, tied", "embedding"),  # the unit's whole weight, and rows of the same one
+        ("Qwen2, tied", "linear"),
+        ("Qwen3", "body+lora"),
+        ("Llama", "layers+lora"),  # its head is frozen: it gives its input a gradient, and none to its owners
+        ("Qwen3", "reentrant+body"),
+        ("llama", "qkv"),  # heads that the kernel does not know
+    ],
+}
+BY_KERNELS = [("llama", "direct"), ("Qwen2", "qkv"), ("Llama", "lora+qkv")]
 
 
-def compare(setup: Setup, world: int) -> None:
-    want = unsharded(setup)
-    trained = ranks.run(on_shards, world, setup)
-    losses = [sum(each) for each in zip(*(got.losses for got in trained), strict=True)]
-    # fp32 sums in another order, also below: 1e-7 per operation, amplified by ten steps of AdamW.
-    torch.testing.assert_close(losses, want.losses, rtol=1e-5, atol=0)
-    for got in trained:
-        assert got.gradients.keys() == want.gradients.keys()
-        for name, gradient in want.gradients.items():
-            if name.endswith(ZERO_GRADIENT):
-                torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
-            else:
-                assert relative(got.gradients[name], gradient) <= 1e-5, name
-        torch.testing.assert_close(got.norms, want.norms, rtol=1e-4, atol=0)
-        assert got.weights.keys() == want.weights.keys()
-        weights = {name: weight for name, weight in want.weights.items() if not name.endswith(ZERO_GRADIENT)}
-        assert whole_model_error(got.weights, weights) <= 1e-5
-        for name, weight in weights.items():
-            assert relative(got.weights[name], weight) <= (1e-3 if name.endswith(FAINT_GRADIENT) else 1e-4), name
+@pytest.mark.parametrize("backend", RUNS)
+def test_steps(backend: str) -> None:
+    compare_each(RUNS[backend], 2, backend=backend, steps=3)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_by_kernels() -> None:
+    """LoRA stands around q_proj, whose weight the fused projection would read by itself."""
+    compare_each(BY_KERNELS, 2, backend="cpu-interpreter", steps=1, sizes=FEW)
+
+
+def test_windows_and_adapters_show() -> None:
+    """Else the steps above could not fail by them."""
+    full = causal_lm("Mistral", spread=0.1, sliding_window=None)
+    window = causal_lm("Mistral", spread=0.1)
+    window.load_state_dict(full.state_dict())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    gradients = [one_step(model, "Mistral", [17])[1][name] for model in (full, window)]
+    assert relative(*gradients) > 1e-2
+    losses = [one_step(model, "Llama", [17])[0] for model in (build("Llama"), with_lora(build("Llama")))]
+    assert abs(losses[0] - losses[1]) > 1e-3 * losses[0]
+
+
+# ---------------------------------------------------------------------- what is replaced
+
+_PROJECTIONS = ", ".join(f"model.layers.*.self_attn.{each}_proj (2)" for each in "qkvo")
+_MLP = ", ".join(f"model.layers.*.mlp.{each}_proj (2)" for each in ("gate", "up", "down"))
+_UNKNOWN = "of an unknown family"
+_GENERIC = f"attention: none\nembedding: model.embed_tokens\nlinear: lm_head, {_PROJECTIONS}"
+FOUND = {
+    "Llama": f"attention: model.layers.*.self_attn (2)\nembedding: model.embed_tokens\nlinear: lm_head, {_MLP}",
+    "llama": (
+        f"{_GENERIC}, {_MLP}\nleft alone: model.layers.*.self_attn (2), its heads have 8 elements; "
+        "the kernel supports 16, 32, 64, 128, 256"
+    ),
+    "Gemma3": (
+        f"attention: none\nembedding: none\nlinear: lm_head, {_PROJECTIONS}, {_MLP}\n"
+        f"left alone: model.layers.*.self_attn (2), a Gemma3Attention, {_UNKNOWN}\n"
+        "left alone: model.embed_tokens, a transformers.models.gemma3.modeling_gemma3."
+        "Gemma3TextScaledWordEmbedding and no plain Embedding"
+    ),
+    "GPT2": (  # tied; its blocks' weights are Conv1D's
+        "attention: none\nembedding: transformer.wte, transformer.wpe\nlinear: lm_head\n"
+        f"left alone: transformer.h.*.attn (2), a GPT2Attention, {_UNKNOWN}\n"
+        "left alone: transformer.h.*.attn.c_attn (2), transformer.h.*.attn.c_proj (2), "
+        "transformer.h.*.mlp.c_fc (2), transformer.h.*.mlp.c_proj (2), a Conv1D, not a Linear"
+    ),
+    "qwen3-moe": f"{_GENERIC}\nleft alone: model.layers.*.self_attn (2), a Qwen3MoeAttention, {_UNKNOWN}",
+    "bert": (
+        "attention: none\nembedding: "
+        + ", ".join(f"bert.embeddings.{each}_embeddings" for each in ("word", "position", "token_type"))
+        + "\nlinear: classifier, "
+        + ", ".join(f"bert.encoder.layer.*.attention.self.{each} (2)" for each in ("query", "key", "value"))
+        + ", bert.encoder.layer.*.attention.output.dense (2), bert.encoder.layer.*.intermediate.dense (2), "
+        "bert.encoder.layer.*.output.dense (2), bert.pooler.dense\n"
+        f"left alone: bert.encoder.layer.*.attention (2), a BertAttention, {_UNKNOWN}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
 def test_what_is_replaced(name: str) -> None:
     model = build(name)
     before = {key: type(module) for key, module in model.named_modules()}
     state = model.state_dict(keep_vars=True)
     replaced = replace_layers(model, verbose=False)
-    assert str(replaced) == FAMILIES[name].found
+    assert str(replaced) == FOUND[name]
     after = model.state_dict(keep_vars=True)
     assert list(after) == list(state)
     assert all(after[key] is value for key, value in state.items())
@@ -77,28 +124,19 @@ def test_what_is_replaced(name: str) -> None:
     for key in replaced.swapped["attention"]:
         expected |= {f"{key}.{each}_proj": Linear for each in "qkvo"}
     for key, module in model.named_modules():
-        assert isinstance(module, before[key])  # for whoever looks for modules of a class
+        assert isinstance(module, before[key])  # for code that looks for modules of a class
         assert isinstance(module, expected[key]) if key in expected else type(module) is before[key], key
     again = replace_layers(model, verbose=False)
     assert not any(again.swapped.values())
     assert again.left == replaced.left
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "bert"])
-def test_the_head_is_replaced_beside_the_others(name: str) -> None:
-    model = build(name)
+def test_the_head_is_replaced_beside_the_others() -> None:
+    model = build("Llama")
     replaced = replace_layers(model, roles=WITH_HEAD, verbose=False)
     assert replaced.swapped["head"] == ["lm_head"]
     assert "lm_head" not in replaced.swapped["linear"]
     assert type(model.lm_head) is LMHead
-
-
-def same(got: dict, want: dict, tolerance: float = 1e-5, floor: float = 0.0) -> None:
-    """floor: of the largest gradient's norm."""
-    assert got.keys() == want.keys()
-    least = floor * max(gradient.norm() for gradient in want.values())
-    for name, gradient in want.items():
-        assert (got[name] - gradient).norm() <= tolerance * gradient.norm() + least, name
 
 
 class Operators(TorchDispatchMode):
@@ -125,70 +163,15 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("name", FUSED)
 @pytest.mark.parametrize("choice", ["auto", KERNELS])
 def test_our_operators_run(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else all below would compare plain torch with plain torch."""
-    setup = Setup(name=name, choice=choice, backend="cpu-apart")
-    model = fully_shard(prepared(setup), backend=setup.backend)
+    """Else all above would compare plain torch with plain torch."""
+    model = build(name)
+    replace_layers(model, choice=choice, verbose=False)
+    fully_shard(model, backend="cpu-apart")
     with Operators(monkeypatch) as seen:
-        model(**microbatches(name, FEW, 0)[1])
+        model(*microbatches(name, [3], 0)[0])
     # Two layers, of four products in attention and three in the MLP, and the head.
     attention = {"odc::linear": 15} if choice == "auto" else {"odc::linear": 9, "odc::qkv": 2}
     assert dict(seen.counts) == {"odc::embedding": 1} | attention
-
-
-@pytest.fixture(params=[4, slow(10)])
-def steps(request: pytest.FixtureRequest) -> int:
-    return request.param
-
-
-@pytest.mark.parametrize(
-    ("name", "world", "backend"),
-    [
-        *((name, 2, "cpu-apart") for name in FUSED),
-        (FUSED[0], 2, "cpu"),
-        *(slow(name, 2, "cpu") for name in FUSED[1:]),
-        *(slow(name, 1, "cpu-apart") for name in FUSED),
-    ],
-)
-def test_steps(name: str, world: int, backend: str, steps: int) -> None:
-    compare(Setup(name=name, backend=backend, steps=steps), world)
-
-
-@pytest.mark.parametrize("name", ["qwen3-moe", "phi3", "gpt2", *map(slow, ["mistral", "gemma3", "olmo2", "bert"])])
-def test_steps_on_one_backend(name: str, steps: int) -> None:
-    compare(Setup(name=name, backend="cpu" if name in ("phi3", "olmo2", "bert") else "cpu-apart", steps=steps), 2)
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2-tied", *map(slow, ["gemma3", "gpt2"])])
-def test_steps_with_the_head(name: str, steps: int) -> None:
-    backend = "cpu" if name == "llama" else "cpu-apart"
-    compare(Setup(name=name, backend=backend, roles=WITH_HEAD, steps=steps), 2)
-
-
-@pytest.mark.parametrize("name", ["qwen2-tied", "bert"])
-def test_steps_that_gather_no_unit(name: str, steps: int) -> None:
-    compare(Setup(name=name, backend="cpu-apart", choice="eager/direct/fused", steps=steps), 2)
-
-
-@pytest.mark.parametrize(
-    ("name", "backend", "choice"),
-    [
-        ("llama", "cpu-interpreter", KERNELS),
-        ("qwen2", "cpu-interpreter", "qkv=triton/gathered/split"),
-        slow("mistral-window", "cpu-apart", KERNELS),
-        slow("qwen2", "cpu", KERNELS),
-        slow("qwen3", "cpu-interpreter", KERNELS),
-    ],
-)
-def test_a_step_by_kernels(name: str, backend: str, choice: str) -> None:
-    setup = Setup(name=name, backend=backend, choice=choice, steps=1, sizes=FEW)
-    compare(setup, 2)
-
-
-@pytest.mark.parametrize("few", [{}, {"steps": 1, "sizes": FEW}])
-def test_a_window_shows(few: dict) -> None:
-    full, window = (unsharded(Setup(name=name, **few)).gradients for name in ("mistral", "mistral-window"))
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert relative(window[name], full[name]) > 1e-2
 
 
 # ---------------------------------------------------------------------- attention of another structure
@@ -210,7 +193,7 @@ def _derived(attention: nn.Module) -> None:
 
 
 def _extra_norm(attention: nn.Module) -> None:
-    attention.norm = LlamaRMSNorm(32)
+    attention.norm = LlamaRMSNorm(64)
     nn.init.constant_(attention.norm.weight, 3)
     attention.q_proj.register_forward_pre_hook(lambda module, args: attention.norm(args[0]))
 
@@ -251,66 +234,49 @@ def _hook_on_a_norm(attention: nn.Module) -> None:
 
 
 def _two_eps(attention: nn.Module) -> None:
-    attention.k_norm.variance_epsilon = 0.5
+    attention.k_norm.variance_epsilon = 5.0
 
 
 # Of the first layer's attention: what is done to it, in which family, why it is left; None where that is for us to say.
 LEFT: dict[str, tuple[str, Callable[[nn.Module], None], str | None]] = {
-    "derived": ("llama", _derived, f"a {__name__}.Doubled, derived from LlamaAttention"),
-    "forward": ("llama", _replaced_forward, "its forward was replaced"),
-    "extra norm": ("llama", _extra_norm, "its parts differ from LlamaAttention's by norm"),
-    "other linear": ("llama", _other_linear, f"its q_proj is a {__name__}.HalvedLinear"),
-    "hook": ("llama", _hook_on_k, "its k_proj has hooks, or another forward than its class"),
-    "one bias": ("llama", _bias_of_one, "of q_proj, k_proj and v_proj some have a bias and some have none"),
-    "forward of q": ("llama", _replaced_forward_of_q, None),
-    "other norm": ("qwen3", _other_norm, None),
-    "hook on a norm": ("qwen3", _hook_on_a_norm, None),
-    "two eps": ("qwen3", _two_eps, None),
+    "derived": ("Llama", _derived, f"a {__name__}.Doubled, derived from LlamaAttention"),
+    "forward": ("Llama", _replaced_forward, "its forward was replaced"),
+    "extra norm": ("Llama", _extra_norm, "its parts differ from LlamaAttention's by norm"),
+    "other linear": ("Llama", _other_linear, f"its q_proj is a {__name__}.HalvedLinear"),
+    "hook": ("Llama", _hook_on_k, "its k_proj has hooks, or another forward than its class"),
+    "one bias": ("Llama", _bias_of_one, "of q_proj, k_proj and v_proj some have a bias and some have none"),
+    "forward of q": ("Llama", _replaced_forward_of_q, None),
+    "other norm": ("Qwen3", _other_norm, None),
+    "hook on a norm": ("Qwen3", _hook_on_a_norm, None),
+    "two eps": ("Qwen3", _two_eps, None),
 }
 AFTERWARDS = ["other linear", "hook", "forward of q", "other norm", "hook on a norm", "two eps"]
-
-
-def _same_as_plain(model: nn.Module, plain: nn.Module, name: str) -> None:
-    """One step by kernels, in attention that still has them, against plain transformers, and not as `name` would."""
-    setup = Setup(name=name, steps=1, sizes=(3,))
-    want, unchanged = train(plain, setup), unsharded(setup)
-    assert abs(want.losses[0] - unchanged.losses[0]) > 1e-3 * want.losses[0]  # else this could not fail
-    got = train(fully_shard(model, backend="cpu-apart"), setup)
-    torch.testing.assert_close(got.losses, want.losses, rtol=1e-5, atol=0)  # fp32, in another order
-    same(got.gradients, want.gradients)
 
 
 @pytest.mark.parametrize("change", LEFT)
 def test_attention_of_another_structure_is_left_alone(change: str) -> None:
     name, make, why = LEFT[change]
-    models = build(name), build(name)
-    for model in models:
-        make(model.model.layers[0].self_attn)
-    replaced = replace_layers(models[0], choice=QKV, verbose=False)
+    model = build(name)
+    make(model.model.layers[0].self_attn)
+    replaced = replace_layers(model, choice=QKV, verbose=False)
     assert replaced.swapped["attention"] == ["model.layers.1.self_attn"]
     assert why is None or replaced.left["model.layers.0.self_attn"] == why
     assert "model.layers.0.self_attn" in replaced.left
-    assert not isinstance(models[0].model.layers[0].self_attn, FusedProjections)
-    _same_as_plain(*models, name)
+    assert not isinstance(model.model.layers[0].self_attn, FusedProjections)
 
 
 @pytest.mark.parametrize("change", AFTERWARDS)
 def test_parts_that_change_after_it_was_replaced_are_called(change: str) -> None:
+    """One step by kernels, in attention that still has them, against plain transformers."""
     name, make, _ = LEFT[change]
-    models = build(name), build(name)
-    assert len(replace_layers(models[0], choice=QKV, verbose=False).swapped["attention"]) == 2
-    for model in models:
-        make(model.model.layers[0].self_attn)
-    _same_as_plain(*models, name)
-
-
-def test_heads_that_the_kernel_does_not_know() -> None:
-    setup = Setup(name="llama-8", choice=QKV, backend="cpu-apart", steps=2)
-    replaced = replace_layers(build("llama-8"), choice=QKV, verbose=False)
-    why = "its heads have 8 elements; the kernel supports 16, 32, 64, 128, 256"
-    assert {key: value for key, value in replaced.left.items() if "self_attn" in key} == {
-        f"model.layers.{layer}.self_attn": why for layer in range(2)
-    }
-    assert replaced.swapped["attention"] == []
-    assert "model.layers.1.self_attn.k_proj" in replaced.swapped["linear"]
-    compare(setup, 2)
+    model, plain = build(name), build(name)
+    assert len(replace_layers(model, roles=BODY, choice=QKV, verbose=False).swapped["attention"]) == 2
+    for each in (model, plain):
+        make(each.model.layers[0].self_attn)
+    (unchanged, _), (want, gradients) = one_step(build(name), name, [3]), one_step(plain, name, [3])
+    assert abs(want - unchanged) > 1e-3 * want  # else this could not fail
+    loss, got = one_step(fully_shard(model, backend="cpu-apart"), name, [3])
+    assert loss == pytest.approx(want, rel=1e-5)  # fp32, in another order
+    assert got.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        assert (got[key] - gradient).norm() <= 1e-5 * gradient.norm(), key

@@ -1,295 +1,265 @@
-"""Small transformers models with random weights, one per family: what `replace_layers` finds, how they train."""
+"""The registry of small causal LMs: one entry for each of transformers' families, and what it is expected to do.
+
+`causal_lm` builds them; `tests/support/models.py` has their microbatches, and `docs/models.md` is a table of them.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import functools
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from .models import GPT2_SIZES, SIZES
+FUSED = "fuses q, k, v"
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WIDE = {"hidden_size": 64}  # heads of 16 elements, which the fused projection supports
 
-# For families whose attention has our adapter, with head sizes that its kernel supports.
-_SIZES = SIZES | {"head_dim": 16}
-_WIDE = _SIZES | {"hidden_size": 64, "head_dim": None}  # for families whose configuration has no head_dim
-_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3, "num_key_value_heads": None}
-
-_OURS = """\
-attention: model.layers.*.self_attn (2)
-embedding: model.embed_tokens
-linear: lm_head, model.layers.*.mlp.gate_proj (2), model.layers.*.mlp.up_proj (2), model.layers.*.mlp.down_proj (2)"""
-_PROJECTIONS = ", ".join(f"model.layers.*.self_attn.{each}_proj (2)" for each in "qkvo")
-_MLP = ", ".join(f"model.layers.*.mlp.{each}_proj (2)" for each in ("gate", "up", "down"))
-_UNKNOWN = "of an unknown family"
-_GENERIC = f"attention: none\nembedding: model.embed_tokens\nlinear: lm_head, {_PROJECTIONS}"
+Refused = dict[str, tuple[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """`name`: as in its transformers classes; `found`: what `replace_layers` prints."""
+    """`of`: as in its transformers classes, by default its key in FAMILIES; `sizes` changes SIZES, and None leaves one
+    out. `title`, by default the key, and `kind`: of its row in docs/models.md; `fuses`: its attention layers have ours.
+    `refused`: by column, a part of what the refusal says and the cell's words; else a cell is "yes".
+    """
 
-    name: str
-    sizes: dict[str, Any] = field(default_factory=lambda: _SIZES)
-    model: str = "ForCausalLM"
+    kind: str
+    title: str | None = None
+    of: str | None = None
+    sizes: dict[str, Any] = field(default_factory=dict)
     config: str = "Config"
-    found: str = _OURS
+    model: str = "ForCausalLM"
+    fuses: bool = False
+    refused: Refused = field(default_factory=dict)
+
+    def refusal(self, column: str) -> tuple[str, str] | None:
+        return self.refused.get(column, UNKNOWN if column == FUSED and not self.fuses else None)
+
+
+UNKNOWN = ("of an unknown family", "no: its attention is of a family that has no fused layer")
+
+
+def _unpacked(words: str, short: str, **others: tuple[str, str]) -> Refused:
+    return {"packs": (words, f"no: {short}"), "splits": (words, "no: it does not pack"), **others}
+
+
+_NO_PIECES = {"splits": ("is not told which documents are pieces", "no: its layers don't tell attention of pieces")}
+_CAPPED = {"fused head": ("caps its logits by a tanh", "no: it caps its logits, which needs them")}
+_BIAS = {"fused head": ("it has a bias", "no: its head has a bias")}
+_NEVER = _unpacked("it never called the attention function", "it never calls the attention that it is given")
+_MIXER = _unpacked("only 1 of its 2 layers called", "not all of its layers are attention")
+_CHUNKS = _unpacked("passes neither position_ids nor cu_seq_lens_q", "its attention is not told where documents begin")
+_STATE = {
+    FUSED: ("RuntimeError: ", "no: it has no attention"),
+    "LoRA": ("is incompatible with Mamba-based", "no: PEFT refuses it"),
+}
+_ROUTER = {"LoRA": ("'tuple' object has no attribute", "no: PEFT can't adapt its routers")}  # nor in plain torch
+
+_HEAD = {"head_dim": 16}
+_ALL_HEADS = {"num_key_value_heads": None}
+_WINDOW = {"sliding_window": 6}
+_BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
+_GRANITE = {
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+}
+# Mixtures of experts. Five experts don't divide evenly by two ranks; a layer without experts where the family has some.
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_LOCAL_EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2}
+_SHARED_EXPERT = _EXPERTS | {"shared_expert_intermediate_size": 24}
+_LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+_ROUTED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+_GROUPS = {"n_group": 2, "topk_group": 1}
+_LINEAR_ATTENTION = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+def _without_dropout(*names: str) -> dict[str, float]:
+    return dict.fromkeys((f"{name}_dropout" if name else "dropout" for name in names), 0.0)
 
 
 FAMILIES = {
-    "llama": Family(name="Llama"),
-    "llama-8": Family(
-        name="Llama",
-        sizes=_SIZES | {"head_dim": 8},
-        found=(
-            f"{_GENERIC}, {_MLP}\n"
-            "left alone: model.layers.*.self_attn (2), its heads have 8 elements; "
-            "the kernel supports 16, 32, 64, 128, 256"
-        ),
+    "Llama": Family(kind="dense", fuses=True),
+    "Mistral": Family(kind="dense, windows", fuses=True, sizes=_WINDOW),
+    "Ministral": Family(kind="dense, windows", sizes=_WINDOW | _BOTH | _HEAD),
+    "Qwen2": Family(kind="dense", fuses=True),
+    "Qwen2, tied": Family(kind="dense, tied", of="Qwen2", fuses=True, sizes={"tie_word_embeddings": True}),
+    "Qwen2, windows": Family(
+        kind="dense, windows",
+        of="Qwen2",
+        fuses=True,
+        sizes={"use_sliding_window": True, "max_window_layers": 1} | _WINDOW,
     ),
-    "mistral": Family(name="Mistral", sizes=_SIZES | {"sliding_window": None}),
-    "mistral-window": Family(name="Mistral", sizes=_SIZES | {"sliding_window": 4}),
-    "qwen2": Family(name="Qwen2", sizes=_WIDE),
-    "qwen2-tied": Family(name="Qwen2", sizes=_WIDE | {"tie_word_embeddings": True}),
-    "qwen3": Family(name="Qwen3"),
-    "gemma3": Family(
-        name="Gemma3",
+    "Qwen3": Family(kind="dense", fuses=True, sizes=_HEAD),
+    "Gemma": Family(kind="dense, tied", sizes=_HEAD),
+    "Gemma2": Family(
+        kind="dense, tied, windows, softcaps",
+        sizes=_WINDOW | _HEAD | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0},
+        refused=_CAPPED,
+    ),
+    "Gemma3": Family(
+        kind="dense, tied, windows", title="Gemma3, text", config="TextConfig", sizes=_WINDOW | _BOTH | _HEAD
+    ),
+    "Gemma4": Family(
+        kind="dense",
+        title="Gemma4, text",
         config="TextConfig",
-        sizes=_SIZES | {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-        found=(
-            f"attention: none\nembedding: none\nlinear: lm_head, {_PROJECTIONS}, {_MLP}\n"
-            f"left alone: model.layers.*.self_attn (2), a Gemma3Attention, {_UNKNOWN}\n"
-            "left alone: model.embed_tokens, a transformers.models.gemma3.modeling_gemma3."
-            "Gemma3TextScaledWordEmbedding and no plain Embedding"
-        ),
+        sizes=_WINDOW
+        | _BOTH
+        | _HEAD
+        | {"vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "global_head_dim": 16},
     ),
-    "phi3": Family(
-        name="Phi3",
-        sizes=_SIZES | {"head_dim": None},
-        found=(
-            "attention: none\nembedding: model.embed_tokens\nlinear: lm_head, model.layers.*.self_attn.o_proj (2), "
-            "model.layers.*.self_attn.qkv_proj (2), model.layers.*.mlp.gate_up_proj (2), "
-            "model.layers.*.mlp.down_proj (2)\n"
-            f"left alone: model.layers.*.self_attn (2), a Phi3Attention, {_UNKNOWN}"
-        ),
-    ),
-    "gpt2": Family(  # tied; its blocks' weights are Conv1D's
-        name="GPT2",
-        sizes=GPT2_SIZES,
+    "Phi": Family(kind="dense", refused=_BIAS),
+    "Phi3": Family(kind="dense, windows", title="Phi3 (Phi-4)", sizes=_WINDOW),
+    "Olmo": Family(kind="dense", title="OLMo"),
+    "Olmo2": Family(kind="dense", title="OLMo2"),
+    "Olmo3": Family(kind="dense, windows", title="OLMo3", sizes=_WINDOW | _BOTH),
+    "Granite": Family(kind="dense", sizes=_GRANITE),
+    "SmolLM3": Family(kind="dense", sizes={"no_rope_layers": [1, 0]}),
+    "Cohere": Family(kind="dense, tied"),
+    "Cohere2": Family(kind="dense, tied, windows", sizes=_WINDOW | _BOTH | _HEAD),
+    "Glm4": Family(kind="dense", sizes=_HEAD),
+    "StableLm": Family(kind="dense", title="StableLM", sizes=_without_dropout("attention"), refused=_NO_PIECES),
+    "Starcoder2": Family(kind="dense", sizes=_without_dropout("residual", "embedding", "attention")),
+    "SeedOss": Family(kind="dense", sizes=_HEAD | _without_dropout("attention", "residual")),
+    "Exaone4": Family(kind="dense, windows", sizes=_WINDOW | _BOTH),
+    "Ernie4_5": Family(kind="dense", title="Ernie4.5", sizes=_HEAD),
+    "Nemotron": Family(kind="dense", refused=_NO_PIECES),
+    "GPT2": Family(
+        kind="dense, tied",
+        title="GPT-2",
         model="LMHeadModel",
-        found=(
-            "attention: none\nembedding: transformer.wte, transformer.wpe\nlinear: lm_head\n"
-            f"left alone: transformer.h.*.attn (2), a GPT2Attention, {_UNKNOWN}\n"
-            "left alone: transformer.h.*.attn.c_attn (2), transformer.h.*.attn.c_proj (2), "
-            "transformer.h.*.mlp.c_fc (2), transformer.h.*.mlp.c_proj (2), a Conv1D, not a Linear"
-        ),
+        sizes=_ALL_HEADS | {"intermediate_size": None, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     ),
-    "olmo2": Family(
-        name="Olmo2",
-        sizes=_SIZES | {"head_dim": None},
-        found=(f"{_GENERIC}, {_MLP}\nleft alone: model.layers.*.self_attn (2), a Olmo2Attention, {_UNKNOWN}"),
+    "GPTNeoX": Family(
+        kind="dense", title="GPT-NeoX (Pythia)", sizes=_ALL_HEADS | _without_dropout("hidden", "attention")
     ),
-    "qwen3-moe": Family(
-        name="Qwen3Moe",
-        sizes=_SIZES | {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
-        found=f"{_GENERIC}\nleft alone: model.layers.*.self_attn (2), a Qwen3MoeAttention, {_UNKNOWN}",
+    "OPT": Family(
+        kind="dense, tied",
+        sizes=_ALL_HEADS
+        | {"intermediate_size": None, "ffn_dim": 48, "word_embed_proj_dim": 64}
+        | _without_dropout("", "attention"),
     ),
-    "bert": Family(
-        name="Bert",
-        sizes=_SIZES | _BERT,
-        model="ForSequenceClassification",
-        found=(
-            "attention: none\nembedding: "
-            + ", ".join(f"bert.embeddings.{each}_embeddings" for each in ("word", "position", "token_type"))
-            + "\nlinear: classifier, "
-            + ", ".join(f"bert.encoder.layer.*.attention.self.{each} (2)" for each in ("query", "key", "value"))
-            + ", bert.encoder.layer.*.attention.output.dense (2), bert.encoder.layer.*.intermediate.dense (2), "
-            "bert.encoder.layer.*.output.dense (2), bert.pooler.dense\n"
-            f"left alone: bert.encoder.layer.*.attention (2), a BertAttention, {_UNKNOWN}"
-        ),
+    "Bloom": Family(
+        kind="dense, tied",
+        title="BLOOM",
+        sizes=_ALL_HEADS
+        | {"intermediate_size": None, "n_layer": 2, "n_head": 4}
+        | _without_dropout("hidden", "attention"),
+        refused=_NEVER,
+    ),
+    "Falcon": Family(
+        kind="dense",
+        sizes=_ALL_HEADS
+        | {"intermediate_size": None, "new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 48},
+        refused=_NEVER,
+    ),
+    "Mixtral": Family(kind="mixture", sizes=_LOCAL_EXPERTS | _WINDOW),
+    "Qwen2Moe": Family(kind="mixture", title="Qwen2-MoE", sizes=_SHARED_EXPERT),
+    "Qwen3Moe": Family(kind="mixture", title="Qwen3-MoE", sizes=_EXPERTS | _HEAD | {"mlp_only_layers": [0]}),
+    "GptOss": Family(kind="mixture, windows, sinks", title="gpt-oss", sizes=_LOCAL_EXPERTS | _WINDOW | _HEAD),
+    "DeepseekV2": Family(kind="mixture", title="DeepSeek-V2", sizes=_LATENT | _ROUTED | {"num_key_value_heads": 4}),
+    "DeepseekV3": Family(
+        kind="mixture", title="DeepSeek-V3", sizes=_LATENT | _ROUTED | _GROUPS | {"num_key_value_heads": 4}
+    ),
+    "Glm4Moe": Family(kind="mixture", title="GLM-4.5 (Glm4Moe)", sizes=_ROUTED | _GROUPS | _HEAD),
+    "GraniteMoe": Family(kind="mixture", title="Granite-MoE", sizes=_LOCAL_EXPERTS),
+    "Llama4": Family(
+        kind="mixture, chunks",
+        title="Llama4, text",
+        config="TextConfig",
+        sizes=_HEAD | {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 32},
+        refused=_CHUNKS | _ROUTER,
+    ),
+    "Qwen3Next": Family(
+        kind="mixture, linear attention",
+        title="Qwen3-Next",
+        sizes=_SHARED_EXPERT | _HEAD | _LINEAR_ATTENTION,
+        refused=_MIXER,
+    ),
+    "Lfm2": Family(
+        kind="dense, convolutions",
+        title="LFM2",
+        sizes={"layer_types": ["conv", "full_attention"]},
+        refused=_MIXER,
+    ),
+    "Mamba": Family(
+        kind="state space",
+        sizes=_ALL_HEADS | {"num_attention_heads": None, "intermediate_size": None, "state_size": 4},
+        refused=_NEVER | _STATE,
     ),
 }
-FUSED = ["llama", "mistral-window", "qwen2", "qwen3"]
-GENERIC = ["gemma3", "phi3", "gpt2", "olmo2", "qwen3-moe", "bert"]
 
 
-def build(name: str, attention: str = "sdpa") -> nn.Module:
-    """The model, in training mode; its weights are always the same."""
+def config_of(name: str, **changes: Any) -> Any:
+    """transformers' config of a family; `changes` are of its sizes."""
     import transformers
 
     family = FAMILIES[name]
-    sizes = {key: value for key, value in family.sizes.items() if value is not None or key == "sliding_window"}
-    torch.manual_seed(0)
-    config = getattr(transformers, family.name + family.config)(**sizes, attn_implementation=attention)
-    model = getattr(transformers, family.name + family.model)(config).train()
+    kept = {key: value for key, value in (SIZES | family.sizes | changes).items() if value is not None}
+    return getattr(transformers, (family.of or name) + family.config)(**kept)
+
+
+def class_of(name: str) -> type[nn.Module]:
+    import transformers
+
+    return getattr(transformers, (FAMILIES[name].of or name) + FAMILIES[name].model)
+
+
+def causal_lm(name: str, *, attention: str | None = "eager", spread: float = 0.0, **changes: Any) -> nn.Module:
+    """The model, in training mode. `attention`: transformers' choice if None; `spread`: of what is added to weights, so
+    that biases, norms, windows and caps matter.
+    """
+    model = class_of(name)(config_of(name, **changes, attn_implementation=attention))
     with torch.no_grad():
-        for parameter in model.parameters():  # large enough for attention, biases and norms to matter
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+        for parameter in model.parameters() if spread else ():
+            parameter.add_(torch.randn_like(parameter) * spread)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):  # DeepSeek's routers choose by it; zeros would not show its loss
+            buffer.uniform_()
+    return model.train()
 
 
-# ---------------------------------------------------------------------- microbatches
-
-SIZES = (5, 17, 3, 9, 1)  # target tokens of one minibatch's microbatches, all ranks together
-FEW = (9, 3)  # for kernels in the interpreter
-
-
-def microbatches(name: str, sizes: tuple[int, ...], step: int) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(step)
-    if name != "bert":
-        return [{"input_ids": torch.randint(3, 97, (1, size + 1), generator=generator)} for size in sizes]
-    batches = []
-    for size in sizes:
-        ids = torch.randint(3, 97, (1 + size % 3, size + 2), generator=generator)
-        ids[0, size:] = 0
-        labels = torch.randint(0, 3, (len(ids),), generator=generator)
-        batches.append({"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels})
-    return batches
+def wide(name: str, attention: str | None = None) -> nn.Module:
+    """With heads that the fused projection supports, and weights large enough to matter; always the same."""
+    torch.manual_seed(0)
+    return causal_lm(name, attention=attention, spread=0.1, **WIDE)
 
 
-def count(batch: dict[str, torch.Tensor]) -> int:
-    """The number of terms in its loss."""
-    return len(batch["labels"]) if "labels" in batch else batch["input_ids"][:, 1:].numel()
-
-
-def summed_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    if "labels" in batch:
-        inputs = {key: value for key, value in batch.items() if key != "labels"}
-        return F.cross_entropy(model(**inputs).logits, batch["labels"], reduction="sum")
-    ids = batch["input_ids"]
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
-
-
-# ---------------------------------------------------------------------- what users do to a model before training
-
-
-def _checkpointing(model: nn.Module, use_reentrant: bool) -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23, not yet in 5.17
-        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    if use_reentrant:
-        model.enable_input_require_grads()
-    return model
-
-
-def _lora(model: nn.Module) -> nn.Module:
+def with_lora(model: nn.Module, targets: Sequence[str] = ("q_proj", "v_proj", "up_proj"), seed: int = 1) -> nn.Module:
+    """PEFT's adapters, of which B is not 0 either: else A would have no gradient at first."""
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(1)
-    options = {"r": 4, "lora_alpha": 16, "init_lora_weights": False}  # with B = 0 nothing would show at first
+    torch.manual_seed(seed)
+    options = LoraConfig(r=4, lora_alpha=16, target_modules=list(targets), init_lora_weights=False)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # peft 0.21 uses a former name in transformers 5.23
-        return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj", "up_proj"], **options))
-
-
-CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "none": lambda model: model,
-    "checkpointing": functools.partial(_checkpointing, use_reentrant=False),
-    "reentrant": functools.partial(_checkpointing, use_reentrant=True),
-    "lora": _lora,
-}
-
-# ---------------------------------------------------------------------- training
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """How a model is trained. `change`: one of CHANGES, before `replace_layers` or after it."""
-
-    name: str
-    roles: tuple[str, ...] = ("attention", "embedding", "linear")
-    choice: str = "auto"
-    backend: str = "cpu"
-    change: str = "none"
-    change_first: bool = False
-    steps: int = 10
-    sizes: tuple[int, ...] = SIZES
-    autocast: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """Losses of this rank's microbatches by step, the first minibatch's gradients, the weights after the last."""
-
-    losses: list[float]
-    gradients: dict[str, torch.Tensor]
-    norms: list[float]
-    weights: dict[str, torch.Tensor]
-
-
-def prepared(setup: Setup) -> nn.Module:
-    from odc_triton.nn.replace import replace_layers
-
-    model, change = build(setup.name), CHANGES[setup.change]
-    if setup.change_first:
-        model = change(model)
-    replace_layers(model, roles=setup.roles, choice=setup.choice, verbose=False)
-    return model if setup.change_first else change(model)
-
-
-def on_shards(rank: int, world: int, setup: Setup) -> Trained:
-    """The second of two ranks runs the second microbatch, the first runs all others."""
-    from odc_triton import full_parameters, fully_shard
-
-    model = fully_shard(prepared(setup), backend=setup.backend)
-    trained = train(model, setup, lambda index: world == 1 or (rank == 1) == (index == 1))
-    return replace(trained, weights=dict(full_parameters(model)))
-
-
-def unsharded(setup: Setup) -> Trained:
-    """The same in plain transformers, which knows no roles, choices or backends."""
-    return _unsharded(
-        Setup(**{each: getattr(setup, each) for each in ("name", "change", "steps", "sizes", "autocast")})
-    )
-
-
-@functools.cache
-def _unsharded(setup: Setup) -> Trained:
-    torch.set_num_threads(1)
-    return train(CHANGES[setup.change](build(setup.name)), setup)
-
-
-@contextlib.contextmanager
-def _one_minibatch(model: nn.Module, tokens: int) -> Iterator[int]:
-    from odc_triton import minibatch
-    from odc_triton.nn.operand import is_sharded
-
-    if not is_sharded(model):
-        yield tokens
-        return
-    with minibatch(model, tokens=tokens) as mb:
-        yield mb.tokens
-
-
-def train(model: nn.Module, setup: Setup, mine: Callable[[int], bool] = lambda index: True) -> Trained:
-    """AdamW on the microbatches of every step whose index is `mine`."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    losses, first, norms = [], {}, []
-    for step in range(setup.steps):
-        batches = microbatches(setup.name, setup.sizes, step)
-        batches = [batch for index, batch in enumerate(batches) if mine(index)]
-        optimizer.zero_grad()
-        losses.append(0.0)
-        with _one_minibatch(model, sum(map(count, batches))) as tokens:
-            for batch in batches:
-                with torch.autocast("cpu", torch.bfloat16, enabled=setup.autocast):
-                    loss = summed_loss(model, batch)
-                (loss / tokens).backward()
-                losses[-1] += loss.item()
-        if step == 0:
-            first = {key: _whole(p.grad) for key, p in model.named_parameters() if p.grad is not None}
-        norms.append(float(_whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0))))
-        optimizer.step()
-    weights = {key: p.detach().clone() for key, p in model.named_parameters()}
-    return Trained(losses=losses, gradients=first, norms=norms, weights=weights)
-
-
-def _whole(value: Any) -> torch.Tensor:
-    return value.full_tensor().clone() if hasattr(value, "full_tensor") else copy.deepcopy(value)
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses an attribute that transformers has renamed
+        return get_peft_model(model, options)

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GPT2_SIZES = {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
-GPT2_SIZES |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+from tests.support.families import FAMILIES, SIZES, causal_lm, wide
 
 
 @dataclass(frozen=True)
@@ -34,19 +22,6 @@ class Case:
     count: Callable[[tuple], int]
 
 
-def _causal_lm(name: str, **overrides: object) -> nn.Module:
-    import transformers
-
-    sizes = GPT2_SIZES if name == "GPT2" else SIZES
-    config = getattr(transformers, f"{name}Config")(**sizes | overrides)
-    model = getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config)
-    model.config._attn_implementation = "eager"
-    for key, buffer in model.named_buffers():
-        if key.endswith("e_score_correction_bias"):  # DeepSeek's routers choose by it; zeros would not show its loss
-            buffer.uniform_()
-    return model
-
-
 def _token_batch(generator: torch.Generator, size: int) -> tuple:
     return (torch.randint(3, 97, (1, size + 1), generator=generator),)
 
@@ -57,9 +32,9 @@ def _token_loss(model: nn.Module, batch: tuple) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
 
 
-def _lm(name: str, **overrides: object) -> Case:
+def _lm(make: Callable[..., nn.Module], *args: object, **changes: object) -> Case:
     return Case(
-        build=lambda: _causal_lm(name, **overrides),
+        build=functools.partial(make, *args, **changes),
         batch=_token_batch,
         loss=_token_loss,
         count=lambda batch: batch[0].numel() - 1,
@@ -95,50 +70,43 @@ def _image_loss(model: nn.Module, batch: tuple) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
 
 
+def _classifier() -> nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"} | {"num_labels": 3}
+    dropouts = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(**sizes | dropouts)).train()
+
+
+def _padded_batch(generator: torch.Generator, size: int) -> tuple:
+    ids = torch.randint(3, 97, (1 + size % 3, size + 2), generator=generator)
+    ids[0, size:] = 0
+    return ids, torch.randint(0, 3, (len(ids),), generator=generator)
+
+
+def _class_loss(model: nn.Module, batch: tuple) -> torch.Tensor:
+    logits = model(input_ids=batch[0], attention_mask=(batch[0] != 0).long()).logits
+    return nn.functional.cross_entropy(logits, batch[1], reduction="sum")
+
+
 CASES = {
-    "qwen2": _lm("Qwen2"),
-    "llama": _lm("Llama"),
-    "qwen3": _lm("Qwen3", head_dim=16),
-    "gpt2-tied": _lm("GPT2"),
-    "qwen3-moe": _lm("Qwen3Moe", moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=8),
+    "qwen2": _lm(causal_lm, "Qwen2"),
+    "llama": _lm(causal_lm, "Llama"),
+    "qwen3": _lm(causal_lm, "Qwen3"),
+    "gpt2-tied": _lm(causal_lm, "GPT2"),
+    "qwen3-moe": _lm(causal_lm, "Qwen3Moe", num_experts=4, mlp_only_layers=[], head_dim=8),
     "conv": Case(build=ConvNet, batch=_image_batch, loss=_image_loss, count=lambda batch: len(batch[0])),
 }
-
-# Mixtures of experts. Five experts don't divide evenly by two ranks; a layer without experts where the family has some.
-MIXTURE_SIZES: dict[str, tuple[str, dict[str, object]]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "head_dim": 8}),
-    "qwen3-moe-dense": (
-        "Qwen3Moe",
-        {
-            "num_experts": 5,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "mlp_only_layers": [0],
-            "head_dim": 8,
-        },
-    ),
-    "gpt-oss": ("GptOss", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 6, "head_dim": 8}),
-    "deepseek-v3": (
-        "DeepseekV3",
-        {
-            "n_routed_experts": 6,
-            "num_experts_per_tok": 2,
-            "n_group": 2,
-            "topk_group": 1,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 12,
-            "kv_lora_rank": 10,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 4,
-            "v_head_dim": 6,
-        },
-    ),
+MIXTURES = {
+    "mixtral": _lm(causal_lm, "Mixtral"),
+    "qwen3-moe-dense": _lm(causal_lm, "Qwen3Moe", head_dim=8),
+    "gpt-oss": _lm(causal_lm, "GptOss", head_dim=8),
+    "deepseek-v3": _lm(causal_lm, "DeepseekV3"),
 }
-MIXTURES = {name: _lm(family, **sizes) for name, (family, sizes) in MIXTURE_SIZES.items()}
-ALL_CASES = CASES | MIXTURES
+OTHERS = {name: _lm(wide, name) for name in FAMILIES} | {
+    "bert": Case(build=_classifier, batch=_padded_batch, loss=_class_loss, count=lambda batch: len(batch[1])),
+}
+ALL_CASES = CASES | MIXTURES | OTHERS
 
 
 def build(name: str, seed: int = 0) -> nn.Module:

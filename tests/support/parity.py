@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from tests.support import ranks
-from tests.support.models import ALL_CASES, build, microbatches
+from tests.support.families import with_lora
+from tests.support.models import ALL_CASES, Case, build, microbatches
 
 SIZES = [5, 17, 3, 9, 1]  # of one minibatch's microbatches, all ranks together
+FEW = [4, 3, 2]  # for kernels in the interpreter
 
 # Which microbatches each rank runs: unequal counts, and ranks with none.
 DEALS = {
@@ -23,133 +27,181 @@ DEALS = {
 
 # Without RoPE, attention biases of keys have no gradient in exact arithmetic: it is all rounding, and AdamW blows it up
 # to full steps (GPT-2's c_attn.bias contains them).
-ZERO_GRADIENT = ("c_attn.bias",)
+ZERO_GRADIENT = ("c_attn.bias", "self.key.bias")
 # With RoPE their gradient is small compared with its terms, and AdamW turns its rounding into full steps: up to 1.1e-4.
 FAINT_GRADIENT = ("k_proj.bias",)
 
 
 def _optimizer(model: nn.Module, kind: str) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=kind == "foreach", fused=kind == "fused")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-3, foreach=kind == "foreach", fused=kind == "fused")
+
+
+def transformed(name: str, transforms: Sequence[str]) -> nn.Module:
+    model = build(name)
+    for transform in transforms:
+        model = TRANSFORMS[transform](model)
+    return model
+
+
+Trained = tuple[dict, dict, list[float], list[float]]
+"""Gradients of the first minibatch, weights after the last, gradient norms, this process's part of the losses."""
+
+
+def unsharded(name: str, steps: int) -> tuple[dict, dict, list[float]]:
+    """By plain torch in this process: `Trained` without losses."""
+    return _unsharded(name, steps, (), tuple(SIZES))[:3]
 
 
 @functools.cache
-def unsharded(name: str, steps: int, transforms: tuple[str, ...] = ()) -> tuple[dict, dict, list[float]]:
-    """Gradients of the first minibatch, weights after `steps`, gradient norms; by plain torch in this process."""
+def _unsharded(name: str, steps: int, transforms: tuple[str, ...], sizes: tuple[int, ...]) -> Trained:
     torch.set_num_threads(1)
     case = ALL_CASES[name]
-    model = build(name)
-    for transform in transforms:
-        TRANSFORMS[transform](model)
+    model = transformed(name, transforms)
     optimizer = _optimizer(model, "plain")
-    first, norms = {}, []
+    first, norms, losses = {}, [], []
     for step in range(steps):
-        batches = microbatches(name, SIZES, seed=step)
+        batches = microbatches(name, sizes, seed=step)
         total = sum(case.count(batch) for batch in batches)
+        losses.append(0.0)
         for batch in batches:
-            (case.loss(model, batch) / total).backward()
+            loss = case.loss(model, batch) / total
+            loss.backward()
+            losses[-1] += loss.item()
         if step == 0:
             first = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
         optimizer.zero_grad()
-    return first, {key: p.detach().clone() for key, p in model.named_parameters()}, norms
+    return first, {key: p.detach().clone() for key, p in model.named_parameters()}, norms, losses
 
 
-def sharded(
+def _sharded(
     rank: int,
     world: int,
-    name: str,
+    runs: Sequence[tuple[str, str]],
     steps: int,
     kind: str,
     style: str,
-    transforms: list[str],
     backend: str,
-    exact: bool = False,
-) -> tuple:
-    from odc_triton import full_parameters, fully_shard, minibatch, repeating
+    exact: bool,
+    sizes: tuple[int, ...],
+) -> list[Trained]:
+    """Each run's."""
+    from odc_triton import full_parameters, fully_shard, repeating
 
-    case = ALL_CASES[name]
-    model = build(name)
-    for transform in transforms:
-        TRANSFORMS[transform](model)
-    if style == "bottom-up":
-        for block in model.model.layers:
-            fully_shard(block, backend=backend, exact=exact)
-    fully_shard(model, backend=backend, exact=exact)
-    optimizer = _optimizer(model, kind)
-    first, norms = {}, []
-    for step in range(steps):
-        batches = microbatches(name, SIZES, seed=step)
-        mine = [batches[index] for index in DEALS[world][rank]]
-        optimizer.zero_grad()
-
-        def run(mine: list = mine) -> None:
-            with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
-                model.zero_grad(set_to_none=False)
-                for batch in mine:
-                    (case.loss(model, batch) / mb.tokens).backward()
-
-        repeating(run)
-        if step == 0:
-            first = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters() if p.grad is not None}
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
-        optimizer.step()
-        if step % 2:
+    found = []
+    for name, transform in runs:
+        case, model = ALL_CASES[name], transformed(name, transform.split("+"))
+        if style == "bottom-up":
+            for block in model.model.layers:
+                fully_shard(block, backend=backend, exact=exact)
+        fully_shard(model, backend=backend, exact=exact)
+        optimizer = _optimizer(model, kind)
+        first, norms, losses = {}, [], []
+        for step in range(steps):
+            batches = microbatches(name, sizes, seed=step)
+            mine = [batches[index] for index in DEALS[world][rank] if index < len(batches)]
             optimizer.zero_grad()
-    return first, dict(full_parameters(model)), norms
+
+            losses.append(repeating(functools.partial(_minibatch, model, case, mine)))
+            if step == 0:
+                first = {key: p.grad.full_tensor().clone() for key, p in model.named_parameters() if p.grad is not None}
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
+            optimizer.step()
+            if step % 2:
+                optimizer.zero_grad()
+        found.append((first, dict(full_parameters(model)), norms, losses))
+    return found
 
 
-def _nothing(model: nn.Module) -> None:
-    pass
+def _minibatch(model: nn.Module, case: Case, mine: Sequence[tuple]) -> float:
+    from odc_triton import minibatch
+
+    total = 0.0
+    with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
+        model.zero_grad(set_to_none=False)
+        for batch in mine:
+            loss = case.loss(model, batch) / mb.tokens
+            loss.backward()
+            total += loss.item()
+    return total
 
 
-def _enable_checkpointing(model: nn.Module, use_reentrant: bool) -> None:
+def one_step(
+    model: nn.Module, name: str, sizes: Sequence[int] = FEW, autocast: bool = False
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and gradients of a minibatch in this process, of a model that is sharded or plain."""
+    from odc_triton.nn.operand import is_sharded
+
+    case, batches, total = ALL_CASES[name], microbatches(name, sizes, seed=0), 0.0
+
+    def loss_of(model: nn.Module, batch: tuple) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return case.loss(model, batch)
+
+    if is_sharded(model):
+        total = _minibatch(model, replace(case, loss=loss_of), batches)
+    for batch in () if is_sharded(model) else batches:
+        loss = loss_of(model, batch) / sum(map(case.count, batches))
+        loss.backward()
+        total += loss.item()
+    named = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    return total, {key: getattr(grad, "full_tensor", lambda grad=grad: grad)().clone() for key, grad in named.items()}
+
+
+def _nothing(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _checkpointing(model: nn.Module, use_reentrant: bool) -> nn.Module:
     model.train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23, not yet in 5.17
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    if use_reentrant:
+        model.enable_input_require_grads()
+    return model
 
 
-def _checkpointing(model: nn.Module) -> None:
-    _enable_checkpointing(model, use_reentrant=False)
-
-
-def _reentrant_checkpointing(model: nn.Module) -> None:
-    _enable_checkpointing(model, use_reentrant=True)
-    model.enable_input_require_grads()
-
-
-def _frozen(model: nn.Module) -> None:
+def _frozen(model: nn.Module) -> nn.Module:
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[0].mlp.requires_grad_(False)
+    return model
 
 
-def _fused_head(model: nn.Module) -> None:
+BODY = ("attention", "embedding", "linear")
+WITH_HEAD = (*BODY, "head")
+
+
+def _replaced(model: nn.Module, *roles: str, choice: str = "auto") -> nn.Module:
     from odc_triton.nn.replace import replace_layers
 
-    assert replace_layers(model, roles=["head"], verbose=False).swapped["head"]
+    if not (roles or any(name.endswith("lm_head") for name, _ in model.named_modules())):
+        roles = ("embedding", "linear")
+    replaced = replace_layers(model, roles=roles or WITH_HEAD, choice=choice, verbose=False)
+    assert any(replaced.swapped.values())
+    return model
 
 
-def _replaced(model: nn.Module, choice: str) -> None:
-    from odc_triton.nn.replace import replace_layers
-
-    roles = ["attention", "embedding", "linear", "head"] if hasattr(model, "lm_head") else ["linear"]
-    replaced = replace_layers(model, roles=roles, choice=choice, verbose=False)
-    assert replaced.swapped["linear"] or replaced.swapped["embedding"]
-
-
-TRANSFORMS = {
+TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "none": _nothing,
-    "head": _fused_head,
-    "layers": functools.partial(_replaced, choice="auto"),
+    "head": lambda model: _replaced(model, "head"),
+    "layers": _replaced,
+    "body": lambda model: _replaced(model, *BODY),
+    "embedding": lambda model: _replaced(model, "embedding"),
+    "linear": lambda model: _replaced(model, "linear"),
+    "eager": functools.partial(_replaced, choice="eager/direct/fused"),
     "direct": functools.partial(_replaced, choice="triton/direct/fused"),
     "staged": functools.partial(_replaced, choice="triton/staged/split"),
     "gathered": functools.partial(_replaced, choice="triton/gathered/fused"),
-    "checkpointing": _checkpointing,
-    "reentrant": _reentrant_checkpointing,
+    "qkv": lambda model: _replaced(model, *BODY, choice="qkv=triton/gathered/split"),
+    "checkpointing": functools.partial(_checkpointing, use_reentrant=False),
+    "reentrant": functools.partial(_checkpointing, use_reentrant=True),
     "frozen": _frozen,
+    "lora": with_lora,
 }
-REPLACING = ("head", "layers", "direct", "staged", "gathered")
+REPLACING = ("head", "layers", "body", "embedding", "linear", "eager", "direct", "staged", "gathered", "qkv")
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -173,22 +225,46 @@ def compare(
     exact: bool = False,
 ) -> None:
     """`transform`: names in TRANSFORMS, joined by +; the unsharded model keeps its own layers."""
-    names = transform.split("+")
-    want_first, want, want_norms = unsharded(name, steps, tuple(each for each in names if each not in REPLACING))
-    for first, weights, norms in ranks.run(sharded, world, name, steps, kind, style, names, backend, exact):
-        assert first.keys() == want_first.keys()
+    compare_each([(name, transform)], world, kind, style, backend, steps=steps, exact=exact)
+
+
+def compare_each(
+    runs: Sequence[tuple[str, str]],
+    world: int,
+    kind: str = "fused",
+    style: str = "root",
+    backend: str = "cpu",
+    *,
+    steps: int,
+    exact: bool = False,
+    sizes: Sequence[int] = SIZES,
+) -> None:
+    """As `compare`, of many (name, transform) in one launch of ranks."""
+    sizes = tuple(sizes)
+    trained = ranks.run(_sharded, world, runs, steps, kind, style, backend, exact, sizes)
+    for (name, transform), *of_ranks in zip(runs, *trained, strict=True):
+        kept = tuple(each for each in transform.split("+") if each not in REPLACING)
+        _assert_alike(f"{name}, {transform}", of_ranks, _unsharded(name, steps, kept, sizes))
+
+
+def _assert_alike(run: str, of_ranks: list[Trained], plain: Trained) -> None:
+    want_first, want, want_norms, want_losses = plain
+    losses = [sum(each) for each in zip(*(losses for *_, losses in of_ranks), strict=True)]
+    # fp32 sums in another order, also below: 1e-7 per operation, amplified by ten steps of AdamW.
+    torch.testing.assert_close(losses, want_losses, rtol=1e-5, atol=0, msg=lambda m: f"{run}: {m}")
+    for first, weights, norms, _ in of_ranks:
+        assert first.keys() == want_first.keys(), run
         for key, gradient in want_first.items():
             if key.endswith(ZERO_GRADIENT):
                 torch.testing.assert_close(
-                    first[key], gradient, rtol=1e-5, atol=1e-7, msg=lambda m, key=key: f"{key}: {m}"
+                    first[key], gradient, rtol=1e-5, atol=1e-7, msg=lambda m, key=key: f"{run}, {key}: {m}"
                 )
             elif gradient.numel():
-                assert relative(first[key], gradient) <= 1e-5, key
-        assert weights.keys() == want.keys()
-        # fp32 sums in another order: 1e-7 per operation, amplified by ten steps of AdamW.
-        assert whole_model_error(weights, want) <= 1e-5
+                assert relative(first[key], gradient) <= 1e-5, f"{run}, {key}"
+        assert weights.keys() == want.keys(), run
+        assert whole_model_error(weights, want) <= 1e-5, run
         for key, weight in want.items():
             if weight.numel() and not key.endswith(ZERO_GRADIENT):
                 limit = 3e-4 if key.endswith(FAINT_GRADIENT) else 1e-4
-                assert relative(weights[key], weight) <= limit, key
-        torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=0)
+                assert relative(weights[key], weight) <= limit, f"{run}, {key}"
+        torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=0, msg=lambda m: f"{run}: {m}")

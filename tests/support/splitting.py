@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,8 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
-from tests.support.models import MIXTURE_SIZES
-from tests.support.parity import TRANSFORMS
+from tests.support.families import causal_lm
+from tests.support.parity import REPLACING, TRANSFORMS
 
 LENGTHS = (41, 17, 30, 9)
 IGNORED = -100
@@ -41,7 +40,7 @@ DEALS: dict[str, Dealt] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """`change`: names in TRANSFORMS or "lora", joined by +; `empty_start`: samples begin with tokens not learned;
+    """`change`: names in TRANSFORMS, joined by +; `empty_start`: samples begin with tokens not learned;
     `half`: computes in bf16; `scale`: samples and pieces are this many times as long.
     """
 
@@ -57,41 +56,17 @@ class Setup:
     scale: int = 1
 
 
-FAMILY_SIZES = {
-    **dict(MIXTURE_SIZES.values()),
-    "Llama": {"head_dim": 8},
-    "Qwen3": {"head_dim": 8},
-    "Mistral": {"sliding_window": 6},
-    "Gemma2": {"sliding_window": 6, "head_dim": 8, "query_pre_attn_scalar": 8},
-}
-REPLACING = ("head", "layers", "direct")
-
-
 def build(setup: Setup, *, replaced: bool) -> nn.Module:
     """On packed attention; `replaced`: with our layers too, where the setup has them."""
     from odc_triton.hf import enable_packing
-    from tests.support.models import _causal_lm
 
     torch.manual_seed(0)
-    model = _causal_lm(setup.family, **FAMILY_SIZES.get(setup.family, {}), **dict(setup.sizes)).to(setup.dtype)
-    model.train()
+    model = causal_lm(setup.family, **dict(setup.sizes)).to(setup.dtype)
     for change in setup.change.split("+"):
-        if change == "lora":
-            model = _with_lora(model)
-        elif replaced or change not in REPLACING:
-            TRANSFORMS[change](model)
+        if replaced or change not in REPLACING:
+            model = TRANSFORMS[change](model)
     enable_packing(model)
     return model
-
-
-def _with_lora(model: nn.Module) -> nn.Module:
-    import peft
-
-    torch.manual_seed(1)
-    options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT uses an attribute that transformers has renamed
-        return peft.get_peft_model(model, options)
 
 
 def samples(setup: Setup, step: int = 0) -> list[dict[str, torch.Tensor]]:

@@ -12,27 +12,28 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.support import ranks
+from tests.support.families import FAMILIES, FUSED, WIDE, class_of, config_of, wide
 from tests.support.splitting import Setup, packs_of, samples
-from tests.support.table_models import BY_NAME, COLUMNS, FUSED, MODELS, ROWS, Row
+from tests.support.table_models import COLUMNS, MODELS, TITLES
 
 ROLES = {"replaces layers": "linear", FUSED: "attention", "fused head": "head"}
 ON_RANKS = [column for column in COLUMNS if column != "simulate"]
-CELLS = [(row.name, column) for row in ROWS for column in ON_RANKS]
+CELLS = [(title, column) for title in TITLES for column in ON_RANKS]
 Found = tuple[float, dict[str, torch.Tensor]]  # the loss, and gradients by name
 
 
-def _is_packed(row: Row, column: str) -> bool:
+def _is_packed(name: str, column: str) -> bool:
     """A model that can't be packed shows the other columns on one sample a microbatch."""
-    return column in ("packs", "splits") or (column != "trains" and "packs" not in row.refused)
+    return column in ("packs", "splits") or (column != "trains" and "packs" not in FAMILIES[name].refused)
 
 
-def _prepared(row: Row, column: str) -> nn.Module:
+def _prepared(name: str, column: str) -> nn.Module:
     """The model as it is before `fully_shard`. Raises RuntimeError where no layer is replaced."""
     from odc_triton.hf import enable_packing
     from odc_triton.nn.replace import replace_layers
 
-    model = row.build()
-    if _is_packed(row, column):
+    model = wide(name, "eager")
+    if _is_packed(name, column):
         enable_packing(model)
     if column == "LoRA":
         model = _adapted(model)
@@ -72,22 +73,22 @@ def _targets(of: list[dict[str, torch.Tensor]]) -> int:
 @functools.cache
 def plain(name: str, lora: bool) -> Found:
     torch.set_num_threads(1)
-    model, every = BY_NAME[name].build(), samples(Setup())
+    model, every = wide(name, "eager"), samples(Setup())
     model = _adapted(model) if lora else model
     loss = sum(_alone(model, sample) for sample in every) / _targets(every)
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _on_shards(rank: int, world: int, row: Row, column: str) -> Found:
+def _on_shards(rank: int, world: int, name: str, column: str) -> Found:
     from odc_triton import enable_split, fully_shard, minibatch
     from odc_triton.balance import count_target_tokens
     from odc_triton.hf import summed_loss
 
-    model = fully_shard(_prepared(row, column), backend="cpu-apart")
+    model = fully_shard(_prepared(name, column), backend="cpu-apart")
     if column == "splits":
         enable_split(model, tokens=48)
-    if _is_packed(row, column):
+    if _is_packed(name, column):
         mine = packs_of(Setup(deal="two" if column == "splits" else "no pieces"), rank)
         tokens, split, loss_of = count_target_tokens(mine), mine.split, summed_loss
     else:
@@ -105,11 +106,11 @@ def _on_shards(rank: int, world: int, row: Row, column: str) -> Found:
 def _every(rank: int, world: int, cells: list[tuple[str, str]]) -> dict[tuple[str, str], Found | str]:
     """What was found, or what was raised."""
     found: dict[tuple[str, str], Found | str] = {}
-    for name, column in cells:
+    for title, column in cells:
         try:
-            found[name, column] = _on_shards(rank, world, BY_NAME[name], column)
+            found[title, column] = _on_shards(rank, world, TITLES[title], column)
         except Exception as error:
-            found[name, column] = f"{type(error).__name__}: {error}"
+            found[title, column] = f"{type(error).__name__}: {error}"
     return found
 
 
@@ -123,11 +124,11 @@ def outcomes(request: pytest.FixtureRequest) -> list[dict[tuple[str, str], Found
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # the first one waits for the ranks, which run all cells
 @pytest.mark.parametrize(
-    ("name", "column"), [pytest.param(*cell, id="-".join(cell), marks=MODELS.mark(*cell)) for cell in CELLS]
+    ("title", "column"), [pytest.param(*cell, id="-".join(cell), marks=MODELS.mark(*cell)) for cell in CELLS]
 )
-def test_cell(outcomes: list, name: str, column: str) -> None:
-    found = [each[name, column] for each in outcomes]
-    if refusal := BY_NAME[name].refusal(column):
+def test_cell(outcomes: list, title: str, column: str) -> None:
+    found, name = [each[title, column] for each in outcomes], TITLES[title]
+    if refusal := FAMILIES[name].refusal(column):
         for said in found:
             assert isinstance(said, str), "it is not refused"
             assert refusal[0] in said
@@ -144,15 +145,13 @@ def test_cell(outcomes: list, name: str, column: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "row", [pytest.param(row, id=row.name, marks=MODELS.mark(row.name, "simulate")) for row in ROWS]
-)
-def test_simulated(row: Row, tmp_path: Path) -> None:
+@pytest.mark.parametrize("title", [pytest.param(title, marks=MODELS.mark(title, "simulate")) for title in TITLES])
+def test_simulated(title: str, tmp_path: Path) -> None:
     """The simulator counts the parameters of the model of transformers, from its config.json."""
     from odc_triton.simulate.models import Model
 
-    config = row.config_of()
+    config = config_of(TITLES[title], **WIDE)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in row.class_of()(config).parameters())
+        parameters = sum(parameter.numel() for parameter in class_of(TITLES[title])(config).parameters())
     assert Model.find(str(tmp_path)).parameters == parameters
