@@ -28,7 +28,7 @@ ON_CPU = Place(names=("process 0", "process 1"), devices=(), kind="shared memory
 def places_of(topology: Topology, *, every_pair: bool) -> list[Place]:
     """One pair of each kind, then all GPUs that this process sees together, then perhaps the other pairs."""
     seen = topology.visible()
-    reasons = {bad.pair: bad.reason for bad in unusable_pairs(seen)}
+    reasons = {pair: reason for (reason, _), bad in unusable_pairs(seen).items() for pair in bad}
     pairs: dict[str, list[Place]] = {}
     for pair in seen.pairs:
         ends = pair.one, pair.other

@@ -338,8 +338,8 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor = commands.add_parser(
         "doctor",
         help="find what would keep ranks from training on this machine, and say what to do about it",
-        description="Looks at the GPUs and the links between them, versions, shared memory, TMPDIR and limits. The "
-        "exit status is 1 if there is a problem.",
+        description="Looks at versions, the GPUs and what joins them, and lets two ranks share a model. The exit "
+        "status is 1 if there is a problem.",
     )
     doctor.add_argument("--json", action="store_true", help="print everything that was found as JSON")
     doctor.set_defaults(run=_doctor)

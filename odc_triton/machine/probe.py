@@ -1,15 +1,16 @@
-"""Asks the driver, and CUDA through torch, which GPUs there are and how they are linked.
+"""Which GPUs there are and how they are linked: what the driver, or a file of its answers, and torch's CUDA say.
 
 This module interprets NVML's numbers (nvml.h); topology.py has the enumerations of pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
-from .nvml import DeviceAnswers, DriverNvml, LinkAnswers, Nvml, PairAnswers
+from .nvml import ask_driver
 from .topology import P2P, Device, Pair, PciePath, Topology, bare
 
 # GB/s per direction and link at line rate for a compute capability, as drivers report it (`nvidia-smi nvlink -s`). For
@@ -27,132 +28,103 @@ _NVLINK_GBS = {
 _SANE_GBS = (10.0, 250.0)
 _TO_SWITCH, _TO_UNKNOWN = 2, 255  # from nvmlIntNvLinkDeviceType_t
 
+Answers = Mapping[str, Any]  # as in nvml.py
 
-def read_topology(nvml: Nvml | None = None, cuda: Sequence[CudaDevice] | None = None) -> Topology:
-    """Asks `nvml` (the driver) what there is and `cuda` (torch) what this process sees of it."""
-    if nvml is None:
-        driver = DriverNvml()
-        try:
-            return read_topology(driver, cuda)
-        finally:
-            driver.close()
-    if cuda is None:
-        cuda = cuda_devices()
-    if nvml.missing is not None:
-        return _from_cuda(cuda, nvml.missing)
-    answers = nvml.devices()
-    found = [device for device in answers if device.error is None]
-    numbers = _cuda_numbers(found, cuda)
-    devices = {device.uuid: _device(device, numbers.get(device.uuid)) for device in found}
-    buses = {_bus(device.bus_id) for device in found}
+
+def read_topology(answers: Answers | None = None, cuda: Sequence[CudaDevice] | None = None) -> Topology:
+    """What there is, by the driver's `answers` or a file of them, and what this process sees of it, by `cuda`.
+
+    By default asks the driver and torch. Raises KeyError, TypeError, IndexError for a file in another form.
+    """
+    answers = ask_driver() if answers is None else answers
+    cuda = cuda_devices() if cuda is None else cuda
+    if answers.get("missing") is not None:
+        return _from_cuda(cuda, answers["missing"])
+    entries = answers.get("devices", ())
+    found = {place: entry for place, entry in enumerate(entries) if entry.get("error") is None}
+    numbers = {bare(each.uuid): each.index for each in cuda}
+    devices = {place: _device(entry, numbers.get(bare(entry["uuid"]))) for place, entry in found.items()}
+    of = {frozenset(pair): entry for entry in answers.get("pairs", ()) for pair in entry["of"]}
+    buses = {_bus(entry.get("bus_id")) for entry in found.values()}
     return Topology(
         devices=tuple(devices.values()),
         pairs=tuple(
-            _pair(one, other, nvml.pair(one.uuid, other.uuid), devices, buses) for one, other in combinations(found, 2)
+            _pair((found[a], found[b]), (devices[a], devices[b]), of.get(frozenset((a, b)), {}), buses)
+            for a, b in combinations(found, 2)
         ),
-        driver_version=nvml.driver_version(),
-        cuda_version=nvml.cuda_version(),
-        lost=tuple(f"GPU{device.index}: {device.error}" for device in answers if device.error is not None),
+        driver_version=answers.get("driver_version"),
+        cuda_version=answers.get("cuda_version"),
+        lost=tuple(f"GPU{entry['index']}: {entry['error']}" for entry in entries if entry.get("error") is not None),
     )
 
 
 def _from_cuda(seen: Sequence[CudaDevice], missing: str) -> Topology:
-    devices = [
-        Device(
-            label=f"GPU{each.index}",
+    devices = {
+        each.index: Device(
             index=each.index,
             cuda_index=each.index,
             uuid=each.uuid,
             name=each.name,
-            bus_id=each.bus_id,
             compute_capability=each.compute_capability,
             memory_bytes=each.memory_bytes,
         )
         for each in seen
-    ]
+    }
     pairs = []
-    for (one, first), (other, second) in combinations(zip(devices, seen, strict=True), 2):
-        reach = P2P.UNKNOWN
-        if first.peers is not None and second.peers is not None:
-            both = second.index in first.peers and first.index in second.peers
-            reach = P2P.OK if both else P2P.NOT_SUPPORTED
-        pairs.append(Pair(one=one, other=other, read=reach, write=reach))
-    return Topology(devices=tuple(devices), pairs=tuple(pairs), missing=missing)
+    for one, other in combinations(seen, 2):
+        reach = P2P.OK if other.index in one.peers and one.index in other.peers else P2P.NOT_SUPPORTED
+        pairs.append(Pair(one=devices[one.index], other=devices[other.index], read=reach, write=reach))
+    return Topology(devices=tuple(devices.values()), pairs=tuple(pairs), missing=missing)
 
 
-def _cuda_numbers(found: Sequence[DeviceAnswers], seen: Sequence[CudaDevice]) -> dict[str, int]:
-    """CUDA's number for each GPU that it shows, found by UUID: masks and CUDA_DEVICE_ORDER change positions."""
-    numbers: dict[str, int] = {}
-    for device in seen:
-        same = [each for each in found if bare(each.uuid) == bare(device.uuid)]
-        if not same and device.bus_id is not None:
-            here = [each for each in found if _bus(each.bus_id) == _bus(device.bus_id)]
-            same = here[: len(here) == 1]
-        if same:
-            numbers[same[0].uuid] = device.index
-    return numbers
-
-
-def _device(answers: DeviceAnswers, cuda_index: int | None) -> Device:
+def _device(answers: Answers, cuda_index: int | None) -> Device:
+    capability = answers.get("compute_capability")
     return Device(
-        label=f"GPU{answers.index}",
-        index=answers.index,
+        index=answers["index"],
         cuda_index=cuda_index,
-        uuid=answers.uuid,
-        name=answers.name or "GPU",
-        bus_id=answers.bus_id,
-        compute_capability=answers.compute_capability,
-        memory_bytes=answers.memory_bytes,
-        pcie=(answers.pcie_generation, answers.pcie_width),
-        pcie_max=(answers.pcie_generation_max, answers.pcie_width_max),
-        nvlinks=sum(link.active == 1 for link in answers.links),
-        nvlinks_present=len(answers.links),
+        uuid=answers["uuid"],
+        name=answers.get("name") or "GPU",
+        bus_id=answers.get("bus_id"),
+        compute_capability=None if capability is None else tuple(capability),
+        memory_bytes=answers.get("memory_bytes"),
+        pcie=(answers.get("pcie_generation_max"), answers.get("pcie_width_max")),
     )
 
 
 def _pair(
-    one: DeviceAnswers,
-    other: DeviceAnswers,
-    answers: PairAnswers,
-    devices: dict[str, Device],
-    buses: set[str | None],
+    both: tuple[Answers, Answers], devices: tuple[Device, Device], answers: Answers, buses: set[str | None]
 ) -> Pair:
-    first, second = devices[one.uuid], devices[other.uuid]
-    links, through_switch = _links_between(one, other, answers, buses)
-    gbs, gbs_from = _link_gbs(links, (first, second)) if links else (None, None)
-    atomics = P2P(answers.atomics)
-    if atomics is P2P.UNKNOWN and links and all(link.atomics == 1 for link in links):
+    links, through_switch = _links_between(*both, P2P(answers.get("nvlink")), buses)
+    atomics = P2P(answers.get("atomics"))
+    if atomics is P2P.UNKNOWN and links and all(link.get("atomics") == 1 for link in links):
         atomics = P2P.OK
     return Pair(
-        one=first,
-        other=second,
-        read=P2P(answers.read),
-        write=P2P(answers.write),
+        one=devices[0],
+        other=devices[1],
+        read=P2P(answers.get("read")),
+        write=P2P(answers.get("write")),
         atomics=atomics,
-        path=PciePath(answers.ancestor),
+        path=PciePath(answers.get("ancestor")),
         nvlinks=len(links) // 2,
         through_switch=through_switch,
-        link_gbs=gbs,
-        link_gbs_from=gbs_from,
+        link_gbs=_link_gbs(links, devices) if links else None,
     )
 
 
-def _links_between(
-    one: DeviceAnswers, other: DeviceAnswers, answers: PairAnswers, buses: set[str | None]
-) -> tuple[list[LinkAnswers], bool]:
+def _links_between(one: Answers, other: Answers, reach: P2P, buses: set[str | None]) -> tuple[list[Answers], bool]:
     """The active links at both ends, the same number of each, and whether a switch is between them.
 
     `buses`: those of all GPUs, in `_bus`'s form.
     """
-    reach = P2P(answers.nvlink)
 
-    def ends(device: DeviceAnswers, peer: DeviceAnswers) -> tuple[list[LinkAnswers], list[LinkAnswers]]:
-        active = [link for link in device.links if link.active == 1]
-        direct = [link for link in active if link.remote_bus_id and _bus(link.remote_bus_id) == _bus(peer.bus_id)]
+    def ends(device: Answers, peer: Answers) -> tuple[list[Answers], list[Answers]]:
+        active = [link for link in device.get("links", ()) for _ in range(link.get("count", 1)) if link["active"] == 1]
+        far = [link.get("remote_bus_id") for link in active]
+        direct = [link for link, bus in zip(active, far, strict=True) if bus and _bus(bus) == _bus(peer.get("bus_id"))]
         # A virtual machine hides the other end of a link.
-        hidden = [link for link in active if link.remote_type in (None, _TO_UNKNOWN)]
-        away = [link for link in hidden if _bus(link.remote_bus_id) not in buses and reach is P2P.OK]
-        return direct, [link for link in active if link.remote_type == _TO_SWITCH] + away
+        hidden = [link for link in active if link.get("remote_type") in (None, _TO_UNKNOWN)]
+        away = [link for link in hidden if _bus(link.get("remote_bus_id")) not in buses and reach is P2P.OK]
+        return direct, [link for link in active if link.get("remote_type") == _TO_SWITCH] + away
 
     (direct, switched), (direct_back, switched_back) = ends(one, other), ends(other, one)
     count = min(len(direct), len(direct_back))
@@ -163,12 +135,12 @@ def _links_between(
     return switched[:count] + switched_back[:count], count > 0
 
 
-def _link_gbs(links: Sequence[LinkAnswers], devices: tuple[Device, Device]) -> tuple[float | None, str | None]:
-    said = [link.speed_mbps / 1000 for link in links if link.speed_mbps is not None]
-    if len(said) == len(links) and all(_SANE_GBS[0] <= gbs <= _SANE_GBS[1] for gbs in said):
-        return min(said), "driver"
+def _link_gbs(links: Sequence[Answers], devices: tuple[Device, Device]) -> float | None:
+    said = [(link.get("speed_mbps") or 0) / 1000 for link in links]
+    if all(_SANE_GBS[0] <= gbs <= _SANE_GBS[1] for gbs in said):
+        return min(said)
     table = [_NVLINK_GBS.get(device.compute_capability or (0, 0)) for device in devices]
-    return (None, None) if None in table else (min(table), "table")
+    return None if None in table else min(table)
 
 
 def _bus(bus_id: str | None) -> str | None:
@@ -181,15 +153,14 @@ def _bus(bus_id: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CudaDevice:
-    """A GPU as CUDA numbers it in this process. `peers`: the indices whose memory it can map, None if not asked."""
+    """A GPU as CUDA numbers it in this process. `peers`: the indices whose memory it can map."""
 
     index: int
     uuid: str
     name: str = ""
-    bus_id: str | None = None
     compute_capability: tuple[int, int] | None = None
     memory_bytes: int | None = None
-    peers: tuple[int, ...] | None = None
+    peers: tuple[int, ...] = ()
 
 
 def cuda_devices() -> tuple[CudaDevice, ...]:
@@ -204,13 +175,11 @@ def cuda_devices() -> tuple[CudaDevice, ...]:
     found = []
     for index in indices:
         properties = torch.cuda.get_device_properties(index)
-        place = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
         found.append(
             CudaDevice(
                 index=index,
                 uuid=str(properties.uuid),
                 name=properties.name,
-                bus_id=None if None in place else "{:08x}:{:02x}:{:02x}.0".format(*place),
                 compute_capability=(properties.major, properties.minor),
                 memory_bytes=properties.total_memory,
                 peers=tuple(j for j in indices if j != index and torch.cuda.can_device_access_peer(index, j)),

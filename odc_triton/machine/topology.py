@@ -54,13 +54,10 @@ _PCIE_LANE_GBS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """One GPU. `index` is nvidia-smi's, `cuda_index` this process's, None if masked.
-
-    `nvlinks` of `nvlinks_present` are active. PCIe numbers are (generation, lanes), now and at most in this machine:
-    an idle GPU lowers its generation.
+    """One GPU. `index` is nvidia-smi's, `cuda_index` this process's, None if masked. `pcie`: generation and lanes, at
+    most in this machine, as an idle GPU lowers its generation.
     """
 
-    label: str
     index: int
     uuid: str
     cuda_index: int | None = None
@@ -69,23 +66,21 @@ class Device:
     compute_capability: tuple[int, int] | None = None
     memory_bytes: int | None = None
     pcie: tuple[int | None, int | None] = (None, None)
-    pcie_max: tuple[int | None, int | None] = (None, None)
-    nvlinks: int = 0
-    nvlinks_present: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"GPU{self.index}"
 
     @property
     def pcie_gbs(self) -> float | None:
         """GB/s per direction that its slot can carry."""
-        generation, lanes = self.pcie_max
+        generation, lanes = self.pcie
         return _PCIE_LANE_GBS[generation] * lanes if generation in _PCIE_LANE_GBS and lanes else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """Two GPUs. `nvlinks` join them, through NVSwitch or directly, each of `link_gbs` GB/s per direction.
-
-    `link_gbs_from`: "driver", or "table" where the driver does not say.
-    """
+    """Two GPUs. `nvlinks` join them, through NVSwitch or directly, each of `link_gbs` GB/s per direction."""
 
     one: Device
     other: Device
@@ -96,7 +91,6 @@ class Pair:
     nvlinks: int = 0
     through_switch: bool = False
     link_gbs: float | None = None
-    link_gbs_from: str | None = None
 
     @property
     def access(self) -> P2P:
@@ -135,7 +129,7 @@ class Pair:
         known = [device for device in (self.one, self.other) if device.pcie_gbs]
         if not known or self.path is PciePath.UNKNOWN:
             return "unknown"
-        generation, lanes = min(known, key=lambda device: device.pcie_gbs).pcie_max
+        generation, lanes = min(known, key=lambda device: device.pcie_gbs).pcie
         return f"pcie-gen{generation}x{lanes}"
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from .topology import P2P, Device, Pair, Topology, bare
 
@@ -21,30 +21,17 @@ _FIRST_TRY = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unusable:
-    """A pair of GPUs that can't hold shards of one model, why not, and what to do."""
+def unusable_pairs(topology: Topology) -> dict[tuple[str, str], list[Pair]]:
+    """By (reason, remedy) the pairs known to be unable to read, write or natively add to each other's memory.
 
-    pair: Pair
-    reason: str
-    remedy: str
-
-
-def unusable_pairs(topology: Topology) -> tuple[Unusable, ...]:
-    """The pairs known to be unable to read, write or natively add to each other's memory. Remedies keep the GPUs' order
-    if they can.
+    Remedies keep the GPUs' order if they can.
     """
     bad = [pair for pair in topology.pairs if pair.is_unusable]
     instead = _instead(usable_groups(topology), topology.devices) if bad else ""
-    return tuple(_unusable(pair, instead) for pair in bad)
-
-
-def by_reason(unusable: Iterable[Unusable]) -> dict[tuple[str, str], list[Pair]]:
-    """The pairs of each (reason, remedy)."""
-    pairs: dict[tuple[str, str], list[Pair]] = {}
-    for each in unusable:
-        pairs.setdefault((each.reason, each.remedy), []).append(each.pair)
-    return pairs
+    found: dict[tuple[str, str], list[Pair]] = {}
+    for pair in bad:
+        found.setdefault(_why(pair, instead), []).append(pair)
+    return found
 
 
 def usable_groups(topology: Topology) -> tuple[tuple[Device, ...], ...]:
@@ -78,20 +65,14 @@ def _instead(groups: Sequence[Sequence[Device]], order: Sequence[Device]) -> str
     return copies if together == list(order) else f"{copies}, and keep each group's ranks together: {visible}"
 
 
-def _unusable(pair: Pair, instead: str) -> Unusable:
+def _why(pair: Pair, instead: str) -> tuple[str, str]:
     if not pair.access.is_refused:
         over = "over NVLink" if pair.nvlinks else "over PCIe"
-        return Unusable(
-            pair=pair,
-            reason=f"no native atomics {over} ({_WHY[pair.atomics]}), so gradients can't be added there",
-            remedy=instead if pair.nvlinks else f"{instead}; in general only NVLink has native atomics",
-        )
+        reason = f"no native atomics {over} ({_WHY[pair.atomics]}), so gradients can't be added there"
+        return reason, instead if pair.nvlinks else f"{instead}; in general only NVLink has native atomics"
     what = "read" if pair.read.is_refused else "write to"
-    return Unusable(
-        pair=pair,
-        reason=f"they can't {what} each other's memory: {_WHY[pair.access]}",
-        remedy=f"{_FIRST_TRY.get(pair.access, '')}{instead}",
-    )
+    reason = f"they can't {what} each other's memory: {_WHY[pair.access]}"
+    return reason, f"{_FIRST_TRY.get(pair.access, '')}{instead}"
 
 
 def refuse_unusable(topology: Topology, uuids_of_ranks: Sequence[str | None]) -> None:
@@ -102,17 +83,21 @@ def refuse_unusable(topology: Topology, uuids_of_ranks: Sequence[str | None]) ->
     """
     part = topology.only(uuids_of_ranks)
     ranks = {bare(uuid): rank for rank, uuid in reversed(list(enumerate(uuids_of_ranks))) if uuid is not None}
-    part = replace(part, devices=tuple(sorted(part.devices, key=lambda device: ranks[bare(device.uuid)])))
-    bad = unusable_pairs(part)
+
+    def rank_of(device: Device) -> int:
+        return ranks[bare(device.uuid)]
+
+    bad = unusable_pairs(replace(part, devices=tuple(sorted(part.devices, key=rank_of))))
     if not bad:
         return
-    first = bad[0]
+    (reason, remedy), (first, *_) = next(iter(bad.items()))
     names = [
-        f"rank {ranks[bare(device.uuid)]} on {device.label} ({device.name}, {device.bus_id or device.uuid})"
-        for device in sorted((first.pair.one, first.pair.other), key=lambda device: ranks[bare(device.uuid)])
+        f"rank {rank_of(device)} on {device.label} ({device.name}, {device.bus_id or device.uuid})"
+        for device in sorted((first.one, first.other), key=rank_of)
     ]
-    more = f" The same holds for {len(bad)} of {len(part.pairs)} pairs." if len(bad) > 1 else ""
+    count = sum(map(len, bad.values()))
+    more = f" The same holds for {count} of {len(part.pairs)} pairs." if count > 1 else ""
     raise RuntimeError(
-        f"{names[0]} and {names[1]} can't hold shards of one model: {first.reason}. "
-        f"{first.remedy[0].upper()}{first.remedy[1:]}.{more} `odc-triton topo` shows all pairs."
+        f"{names[0]} and {names[1]} can't hold shards of one model: {reason}. {remedy[0].upper()}{remedy[1:]}.{more} "
+        f"`odc-triton topo` shows all pairs."
     )

@@ -11,7 +11,6 @@ from ..base.files import read_json_object, write_file
 from ..base.options import REQUIRED, flag, option, require_at_least
 from ..base.report import save_timeline, table
 from ..base.trace import save_trace
-from ..machine.nvml import SnapshotNvml
 from ..machine.probe import read_topology
 from ..machine.topology import Topology
 from .hardware import GpuKind, Links, find_device
@@ -190,7 +189,10 @@ def _snapshot(path: Path) -> Topology:
     content = read_json_object(path, remedy)
     if "devices" not in content:
         raise ValueError(f"{path} has no `devices`: {remedy}")
-    return read_topology(SnapshotNvml(content), ())
+    try:
+        return read_topology(content, ())
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} can't be read ({type(error).__name__}: {error}): {remedy}") from error
 
 
 def _write(out: Path, text: str, rows: list[Row], drawn: int) -> None:

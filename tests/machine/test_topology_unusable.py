@@ -7,27 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from odc_triton.machine.nvml import SnapshotNvml
-from odc_triton.machine.probe import CudaDevice, read_topology
+from odc_triton.machine.probe import read_topology
 from odc_triton.machine.topology import P2P, Device, Pair, Topology
-from odc_triton.machine.unusable import by_reason, refuse_unusable, unusable_pairs, usable_groups
+from odc_triton.machine.unusable import refuse_unusable, unusable_pairs, usable_groups
 from tests.support import ranks
 from tests.support.snapshots import load, topology
-
-
-def test_without_nvml_cuda_stands_in() -> None:
-    cuda = [
-        CudaDevice(index=0, uuid="a", peers=(1,)),
-        CudaDevice(index=1, uuid="b", peers=(0,)),
-        CudaDevice(index=2, uuid="c", peers=()),
-    ]
-    found = read_topology(SnapshotNvml({"missing": "no NVML"}), cuda)
-    assert [pair.read.name for pair in found.pairs] == ["OK", "NOT_SUPPORTED", "NOT_SUPPORTED"]
-    assert {pair.atomics for pair in found.pairs} == {P2P.UNKNOWN}
-    assert (found.key, found.missing) == ("unknown", "no NVML")
-    refuse_unusable(found, ["a", "b"])
-    with pytest.raises(RuntimeError, match=r"rank 0 on GPU0 .* and rank 1 on GPU2 .* can't read each other's memory"):
-        refuse_unusable(found, ["a", "c"])
 
 
 @pytest.mark.parametrize(
@@ -44,7 +28,11 @@ def test_without_nvml_cuda_stands_in() -> None:
 )
 def test_unusable_pairs_and_groups(name: str, bad: int, of: int, groups: list[int]) -> None:
     found = topology(name)
-    assert (len(unusable_pairs(found)), len(found.pairs)) == (bad, of)
+    by_reason = unusable_pairs(found)
+    told = [pair for pairs in by_reason.values() for pair in pairs]
+    assert set(told) == {pair for pair in found.pairs if pair.is_unusable}
+    assert (len(told), len(found.pairs)) == (bad, of)
+    assert len({reason for reason, _ in by_reason}) == len(by_reason)  # a reason has one remedy
     assert [len(group) for group in usable_groups(found)] == groups
     for group in usable_groups(found):
         assert not unusable_pairs(found.only(device.uuid for device in group))
@@ -64,7 +52,7 @@ def test_unusable_pairs_and_groups(name: str, bad: int, of: int, groups: list[in
 def test_each_reason_has_its_remedy(statuses: tuple[int, int, int], reason: str, remedy: str) -> None:
     snapshot = load("pcie-only")
     snapshot["pairs"] = [{"of": [[0, 1]], **dict(zip(("read", "write", "atomics"), statuses, strict=True))}]
-    found = read_topology(SnapshotNvml(snapshot), ())
+    found = read_topology(snapshot, ())
     uuids = [device.uuid for device in found.devices[:2]]
     with pytest.raises(RuntimeError, match=f"(?s)rank 0 on GPU0 .*rank 1 on GPU1 .*{reason}.*(?i:{remedy})"):
         refuse_unusable(found, uuids)
@@ -86,7 +74,7 @@ def test_which_ranks_are_refused() -> None:
 
 def in_groups(*groups: tuple[int, ...]) -> Topology:
     """GPUs by number, NVLink within each group, PCIe without native atomics between them."""
-    devices = {n: Device(label=f"GPU{n}", index=n, uuid=f"GPU-{n}") for n in sorted(itertools.chain(*groups))}
+    devices = {n: Device(index=n, uuid=f"GPU-{n}") for n in sorted(itertools.chain(*groups))}
     of = {n: group for group in groups for n in group}
     fine = {"read": P2P.OK, "write": P2P.OK}
     pairs = tuple(
@@ -119,44 +107,29 @@ def test_the_remedy_follows_from_the_matrix(groups: tuple, of_ranks: Sequence[in
     assert ("VISIBLE_DEVICES" in str(caught.value)) != (is_in_order or "one GPU" in remedy)
 
 
-def test_pairs_by_reason() -> None:
-    bad = unusable_pairs(topology("v100-cube-mesh"))
-    reasons = by_reason(bad)
-    assert sorted(pair.one.label + pair.other.label for pairs in reasons.values() for pair in pairs) == sorted(
-        each.pair.one.label + each.pair.other.label for each in bad
-    )
-    for each in bad:
-        assert each.pair in reasons[each.reason, each.remedy]
-    assert len({reason for reason, _ in reasons}) == len(reasons)  # a reason has one remedy
-
-
-def _one_rank_finds(rank: int, world: int, breaks: bool) -> str:
+def _one_rank_finds(rank: int, world: int) -> list[str]:
     from torch import nn
 
     from odc_triton import fully_shard
     from odc_triton.sharding.backend import CpuBackend
 
-    def find(self: CpuBackend, devices: list[str | None]) -> str:
-        if breaks:
-            raise OSError("no answer")
+    def finds(self: CpuBackend, devices: list[str | None]) -> str:
         return "GPU0 and GPU1 can't be peers. Use one"
 
-    if rank == 1:
-        CpuBackend.unusable_peers = find
-    try:
-        fully_shard(nn.Linear(2, 2))
-    except (RuntimeError, OSError) as error:
-        return str(error)
-    return "sharded"
+    def breaks(self: CpuBackend, devices: list[str | None]) -> str:
+        raise OSError("no answer")
+
+    said = []
+    for answer in (finds, breaks):
+        if rank == 1:
+            CpuBackend.unusable_peers = answer
+        with pytest.raises((RuntimeError, OSError)) as caught:
+            fully_shard(nn.Linear(2, 2))
+        said.append(str(caught.value))
+    return said
 
 
-def test_all_ranks_refuse_what_one_of_them_finds() -> None:
-    assert (
-        ranks.run(_one_rank_finds, 2, False)
-        == ["fully_shard: rank 1 finds that GPU0 and GPU1 can't be peers. Use one"] * 2
-    )
-
-
-def test_a_driver_that_cannot_be_asked_keeps_nobody_waiting() -> None:
-    told = ["fully_shard: rank 1 could not shard its model: OSError: no answer", "no answer"]
-    assert ranks.run(_one_rank_finds, 2, True) == told
+def test_all_ranks_refuse_what_one_of_them_finds_or_cannot_ask() -> None:
+    found = "fully_shard: rank 1 finds that GPU0 and GPU1 can't be peers. Use one"
+    broken = "fully_shard: rank 1 could not shard its model: OSError: no answer"
+    assert ranks.run(_one_rank_finds, 2) == [[found, broken], [found, "no answer"]]

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from odc_triton.machine.nvml import SnapshotNvml
 from odc_triton.machine.probe import read_topology
 from odc_triton.machine.topology import Topology
 from odc_triton.simulate.hardware import DEVICES, Links, find_device, read_seconds, slowdown
@@ -18,7 +17,7 @@ from tests.support.snapshots import load as snapshot
 
 
 def load(name: str) -> Topology:
-    return read_topology(SnapshotNvml(snapshot(name)), ())
+    return read_topology(snapshot(name), ())
 
 
 def same(ranks: int, gbs: float) -> list[list[float]]:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from odc_triton.machine.nvml import SnapshotNvml
 from odc_triton.machine.probe import CudaDevice, read_topology
 from odc_triton.machine.topology import Topology
 
@@ -31,10 +30,10 @@ def load(name: str) -> dict[str, Any]:
 
 def seen(snapshot: dict[str, Any], *places: int) -> list[CudaDevice]:
     """The GPUs at these places as CUDA shows them, in this order; by default all."""
-    devices = SnapshotNvml(snapshot).devices()
+    devices = snapshot["devices"]
     chosen = [devices[place] for place in places] if places else devices
-    return [CudaDevice(index=index, uuid=device.uuid[4:]) for index, device in enumerate(chosen)]
+    return [CudaDevice(index=index, uuid=device["uuid"][4:]) for index, device in enumerate(chosen)]
 
 
 def topology(name: str, *places: int) -> Topology:
-    return read_topology(SnapshotNvml(load(name)), seen(load(name), *places))
+    return read_topology(load(name), seen(load(name), *places))

@@ -1,54 +1,42 @@
-"""What this machine can do, what it can't and why: the report of `odc-triton doctor`, the picture of `odc-triton topo`.
+"""What would keep ranks from training here: the report of `odc-triton doctor`; and the picture of `odc-triton topo`.
 
-Every question to the system goes through `System`, so that tests can simulate any machine.
+The report is what torch, NVML's status of pairs of GPUs, and one real trial of two ranks show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from json import dumps
 
 from ...machine.probe import read_topology
 from ...machine.topology import Topology
-from .findings import Report, as_json, render
-from .gpus import check_gpus, check_links, check_peers, draw_matrix
-from .host import (
-    check_allocator,
-    check_cpus,
-    check_memory,
-    check_ranks,
-    check_shm,
-    check_sockets,
-    check_stale_sockets,
-    check_symmetric_memory,
-)
-from .system import System, ThisMachine
-from .versions import check_tested, check_torch, check_triton
+from .gpus import check_gpus, check_peers
+from .matrix import draw_matrix
+from .report import Report, as_json, render
+from .software import Software, check_tested, check_torch, check_triton, installed_software
+from .trial import check_ranks, try_ranks
 
 __all__ = ["draw_matrix", "examine", "main"]
 
 
-def examine(system: System | None = None, topology: Topology | None = None) -> Report:
+def examine() -> Report:
     """Looks at this machine and at what is installed. Starts CUDA if there is a GPU, and two ranks."""
-    system = ThisMachine() if system is None else system
-    topology = read_topology() if topology is None else topology
-    software = system.software()
+    software = installed_software()
+    tried = try_ranks() if software.torch is not None else None
+    return diagnose(read_topology(), software, os.environ, tried)
+
+
+def diagnose(topology: Topology, software: Software, environment: Mapping[str, str], tried: str | None) -> Report:
+    """The findings on a machine. `tried`: what went wrong when two ranks shared a model."""
     visible = topology.visible()
     findings = (
-        *check_torch(software, topology, system.environment),
-        *check_triton(software, visible, system.environment),
+        *check_torch(software, topology, environment),
+        *check_triton(software, visible, environment),
         *check_tested(software),
-        *check_gpus(topology, system),
-        *check_links(topology),
+        *check_gpus(topology),
         *check_peers(topology),
-        *check_symmetric_memory(software, visible, system.environment),
-        *check_sockets(visible, system),
-        *check_stale_sockets(system),
-        *check_allocator(visible, system.environment),
-        *(check_ranks(system) if software.torch is not None else ()),
-        *check_shm(system),
-        *check_memory(system),
-        *check_cpus(system),
+        *(check_ranks(tried) if software.torch is not None else ()),
     )
     return Report(topology=topology, software=software, findings=findings)
 

@@ -1,8 +1,23 @@
-"""What `odc-triton doctor` makes two ranks do: open a heap, read from each other, add to each other's memory."""
+"""The doctor's trial: two ranks open a heap, read from each other and add to each other's memory, as in training."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from .findings import OK, PROBLEM, Finding
+
 _TIMEOUT_S = 60.0
+
+
+def try_ranks() -> str | None:
+    """What went wrong, None if nothing did. On GPUs if this process sees two, else on the CPU."""
+    from ...comm.launch import launch
+
+    try:
+        launch(add_to_each_other, ranks=2)
+    except (RuntimeError, OSError) as error:
+        return str(error)
+    return None
 
 
 def add_to_each_other() -> None:
@@ -19,3 +34,16 @@ def add_to_each_other() -> None:
         model(torch.ones(1, 4, device=backend)).sum().backward()
     if (model.weight.grad.to_local() != 2).any():
         raise RuntimeError(f"gradients of two ranks, all 1, were summed to {model.weight.grad.to_local().tolist()}")
+
+
+def check_ranks(error: str | None) -> Iterator[Finding]:
+    """`error`: what `try_ranks` returned."""
+    if error is None:
+        yield Finding(OK, "ranks", "two ranks opened a heap and added to each other's memory")
+        return
+    remedy = (
+        "allow memfd_create and abstract Unix sockets in this container or sandbox; on GPUs also peer access, a short "
+        "local TMPDIR for torch's sockets without those of killed ranks (symm_mem-*), PYTORCH_ALLOC_CONF without "
+        "expandable_segments, and 1 GiB of /dev/shm for NCCL (docker: --shm-size)"
+    )
+    yield Finding(PROBLEM, "ranks", f"two ranks can't share a model: {error}", remedy)

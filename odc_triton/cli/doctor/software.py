@@ -1,0 +1,123 @@
+"""Whether the versions of torch, its CUDA, the driver and triton work together."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+from ...machine.topology import Topology
+from .findings import NOTE, OK, PROBLEM, Finding, dotted
+
+_OLDEST = {"torch": (2, 11), "triton": (3, 6)}
+# Versions that the tests have run with: constraints*.txt, and README's table.
+TESTED = {
+    "python": ((3, 10), (3, 11), (3, 12), (3, 13)),
+    "torch": ((2, 11), (2, 13), (2, 15)),
+    "triton": ((3, 6), (3, 7), (3, 9)),
+    "transformers": ((5, 17), (5, 23)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """Versions, None for what is not installed. `cuda`: the one that torch was built with.
+
+    `cuda_error`: why CUDA does not start, or, if `torch` is None, why torch does not.
+    """
+
+    python: str
+    torch: str | None = None
+    cuda: str | None = None
+    cuda_error: str | None = None
+    triton: str | None = None
+    transformers: str | None = None
+
+
+def installed_software() -> Software:
+    """Imports torch, and starts CUDA if torch was built with it."""
+    others = {"triton": _version("triton"), "transformers": _version("transformers")}
+    python = ".".join(map(str, sys.version_info[:3]))
+    try:
+        torch = importlib.import_module("torch")
+    except (ImportError, OSError) as error:  # OSError: one of torch's libraries does not load
+        return Software(python=python, cuda_error=str(error), **others)
+    cuda_error = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if torch.version.cuda is not None and not torch.cuda.is_available():
+            cuda_error = str(caught[-1].message).split("(Triggered")[0].strip() if caught else "torch sees no GPU"
+    return Software(python=python, torch=torch.__version__, cuda=torch.version.cuda, cuda_error=cuda_error, **others)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_torch(software: Software, topology: Topology, environment: Mapping[str, str]) -> Iterator[Finding]:
+    install = "pip install 'torch>=2.11'"
+    if software.torch is None:
+        why = f" ({software.cuda_error})" if software.cuda_error else ""
+        yield Finding(PROBLEM, "torch", f"can't be imported{why}", install)
+        return
+    build = f"torch {software.torch}, {f'CUDA {software.cuda}' if software.cuda else 'built without CUDA'}"
+    driver = f"; driver {topology.driver_version} supports CUDA {topology.cuda_version}"
+    text = f"{build}{driver if topology.driver_version else ''}; Python {software.python}"
+    if _is_too_old("torch", software.torch):
+        yield Finding(PROBLEM, "torch", f"{text}: too old", install)
+    elif topology.devices and software.cuda is None:
+        text = f"{text}: it can't use this machine's GPUs"
+        yield Finding(PROBLEM, "torch", text, "install a CUDA build of torch (pytorch.org/get-started)")
+    elif topology.devices and software.cuda_error is not None:
+        hidden = environment.get("CUDA_VISIBLE_DEVICES")
+        remedy = (
+            "check that nvidia-smi works, that the driver is new enough for this torch's CUDA, and that the container "
+            "was started with its GPUs"
+        )
+        if hidden is not None:
+            remedy = f"CUDA_VISIBLE_DEVICES={hidden!r} hides GPUs: unset it to use them"
+        level = NOTE if hidden in ("", "-1") else PROBLEM
+        yield Finding(level, "torch", f"{text}: CUDA does not start: {software.cuda_error}", remedy)
+    else:
+        yield Finding(OK, "torch", text)
+
+
+def check_triton(software: Software, visible: Topology, environment: Mapping[str, str]) -> Iterator[Finding]:
+    interpreted = environment.get("TRITON_INTERPRET") == "1"
+    text = f"triton {software.triton}"
+    if software.triton is None:
+        yield Finding(PROBLEM, "triton", "is not installed", "pip install 'triton>=3.6'")
+    elif _is_too_old("triton", software.triton):
+        yield Finding(PROBLEM, "triton", f"{text}: too old", "pip install 'triton>=3.6'")
+    elif interpreted and visible.devices:
+        text = f"{text}; TRITON_INTERPRET=1: kernels are interpreted, thousands of times slower"
+        yield Finding(PROBLEM, "triton", text, "unset TRITON_INTERPRET")
+    else:
+        yield Finding(OK, "triton", f"{text}{' (interpreting)' if interpreted else ''}")
+
+
+def check_tested(software: Software) -> Iterator[Finding]:
+    """Names the versions that no test has run with, except those that are too old."""
+    untested = []
+    for name, tested in TESTED.items():
+        version = getattr(software, name)
+        if version is not None and _numbers(version)[:2] not in tested and not _is_too_old(name, version):
+            untested.append(f"{name} {version} (tested: {', '.join(map(dotted, tested))})")
+    if untested:
+        text = f"untested: {', '.join(untested)}"
+        yield Finding(NOTE, "versions", text, "run `make test` with them, or use tested ones")
+
+
+def _is_too_old(name: str, version: str) -> bool:
+    return _numbers(version)[:2] < _OLDEST.get(name, (0, 0))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
