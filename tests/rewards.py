@@ -18,11 +18,3 @@ def all_alike(completions: list[str], **_: object) -> list[float | None]:
 
 def raising(prompts: list[str], completions: list[str], **_: object) -> list[float]:
     raise KeyError(f"nothing known of {len(completions)}")
-
-
-def not_a_number(completions: list[str], **_: object) -> list[float]:
-    return [float("nan")] * len(completions)
-
-
-def one_too_few(completions: list[str], **_: object) -> list[float]:
-    return [0.0] * (len(completions) - 1)

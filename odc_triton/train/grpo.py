@@ -168,7 +168,7 @@ def _correction(options: GrpoOptions) -> Correction:
     how = ImportanceOptions(mode=options.importance, most=options.importance_cap)
 
     def weights(old: Tensor, sampled: Tensor, counts: Sequence[int]) -> Tensor:
-        return importance_weights(old, sampled, torch.tensor(counts, device=old.device), how).weights
+        return importance_weights(old, sampled, torch.tensor(counts, device=old.device), how)
 
     return weights
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import resource
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,17 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from odc_triton.base.errors import CheckpointFailed, DeadlineExceeded
+from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.folder import Saving
 from odc_triton.checkpoint.steps import Checkpoints, verify
 from odc_triton.engine.api import engine_of
-from tests.checkpoint.test_faults import MODEL, unfinished
 from tests.support import ranks
-from tests.support.checkpointed import make, train
+from tests.support.checkpointed import make, settle, train, unfinished, writers
 from tests.support.deadlines import SHORT_S
 from tests.support.models import build
 
+MODEL = "qwen2"
 STEPS = 4
 
 
@@ -48,16 +46,6 @@ def writers_held_back() -> Iterator[threading.Event]:
             yield go_on
         finally:
             go_on.set()
-
-
-def settle(background: BackgroundCheckpoints, model: nn.Module) -> None:
-    """What a training loop does at its meeting."""
-    messages = engine_of(model).meet("a step", {"checkpoint": background.report()})
-    background.settle([each["checkpoint"] for each in messages])
-
-
-def writers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
 
 
 # ------------------------------------------------------------------ what is in it
@@ -141,65 +129,6 @@ def test_it_is_what_a_step_that_waits_would_have_saved(tmp_path: Path, saving: i
 
 
 # ------------------------------------------------------------------ how it fails
-
-
-def _failing(rank: int, world: int, folder: Path, way: str) -> tuple[str, list[int]]:
-    """Saves step 1 well and step 2 badly, which is told at the step after; goes on and saves step 3."""
-    model, optimizer = make(MODEL, bf16=False)
-    checkpoints = Checkpoints(folder, keep=3)
-    background = BackgroundCheckpoints(checkpoints, model=model)
-    train(model, optimizer, MODEL, range(1))
-    saving = {"optimizer": optimizer, "state": {}}
-    background.save(**saving, step=1)
-    background.wait()
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if rank == 1 and way == "file too large":
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    elif rank == 0 and way == "vanished":
-        folder.rename(folder.with_name("away"))
-    dist.barrier()
-    background.save(**(saving | {"state": {"x": {1}}} if way == "not JSON" else saving), step=2)  # raises nothing yet
-    problem: tuple[str, list[int]] = ("", [])
-    try:
-        while not background.is_idle:
-            train(model, optimizer, MODEL, range(1, 2))
-            settle(background, model)
-    except CheckpointFailed as error:
-        problem = (str(error), error.ranks)
-    dist.barrier()
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    if rank == 0 and way == "vanished":
-        folder.with_name("away").rename(folder)
-    assert background.is_idle
-    assert writers() == []
-    dist.barrier()
-    if rank == 0:
-        assert [path.name for path in checkpoints.all()] == ["step-00000001"]
-        assert unfinished(folder) == []
-    dist.barrier()
-    background.save(**saving, step=3)
-    background.wait()
-    return problem
-
-
-@pytest.mark.parametrize(
-    ("way", "words", "at_fault"),
-    [
-        ("file too large", r"rank 1: File too large: .*/\.step-00000002\.\w+\.saving/__1_0\.distcp", [1]),
-        ("vanished", r"rank 0: .* has vanished; rank 1: No such file or directory: ", [0, 1]),
-        ("not JSON", "rank 0: TypeError: Object of type set is not JSON serializable", [0]),
-    ],
-)
-def test_a_rank_that_can_not_write(tmp_path: Path, way: str, words: str, at_fault: list[int]) -> None:
-    folder = tmp_path / "run"
-    for text, named in ranks.run(_failing, 2, folder, way):
-        assert re.search(rf"could not save .*step-00000002 \({words}", text), text
-        assert text.endswith("mend the folder, and go on from the last one with --resume auto")
-        assert named == at_fault
-    assert [path.name for path in Checkpoints(folder, keep=3).all()] == ["step-00000001", "step-00000003"]
-    for path in Checkpoints(folder, keep=3).all():
-        verify(path)
 
 
 def _late_writer(rank: int, world: int, folder: Path) -> str:

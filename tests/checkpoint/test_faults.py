@@ -21,10 +21,11 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from odc_triton.base.errors import CheckpointCorrupt, CheckpointDiffers, CheckpointFailed
+from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.dcp import read_metadata
 from odc_triton.checkpoint.steps import Checkpoints, verify
 from tests.support import ranks
-from tests.support.checkpointed import make, train
+from tests.support.checkpointed import make, settle, train, unfinished, writers
 from tests.support.deadlines import LONG_S
 from tests.support.models import build
 
@@ -45,10 +46,6 @@ def saved_twice(folder: Path) -> tuple[nn.Module, torch.optim.Optimizer, Checkpo
         train(model, optimizer, MODEL, range(step - 1, step))
         checkpoints.save(model=model, optimizer=optimizer, state={"step": step}, step=step)
     return model, optimizer, checkpoints
-
-
-def unfinished(folder: Path) -> list[str]:
-    return [path.name for path in folder.iterdir() if path.name.startswith(".step")]
 
 
 # ------------------------------------------------------------------ the last few stay
@@ -160,6 +157,30 @@ def test_another_architecture(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ hostile
 
 
+Plain = tuple[nn.Module, torch.optim.Optimizer, Path]
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Plain:
+    """A model, and a checkpoint of it as FSDP2's scripts write it: with nothing to check it by."""
+    model, optimizer, checkpoints = saved_twice(tmp_path / "saved")
+    path = tmp_path / "plain"
+    shutil.copytree(checkpoints.newest(), path)
+    for name in ("manifest.json", "state.json"):
+        (path / name).unlink()
+    return model, optimizer, path
+
+
+def refused(plain: Plain, words: str) -> str:
+    """What is said of it when it is loaded; nothing is overwritten."""
+    model, optimizer, path = plain
+    before = _weights(model)
+    with pytest.raises(CheckpointCorrupt, match=words) as error:
+        Checkpoints(path.parent / "mine", keep=1).load(path, model=model, optimizer=optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in _weights(model).items())
+    return str(error.value)
+
+
 class _Bomb:
     def __init__(self, mark: Path) -> None:
         self.mark = str(mark)
@@ -169,12 +190,8 @@ class _Bomb:
 
 
 @pytest.mark.parametrize("damage", ["lacking", "half", "beyond", "negative", "twice", "overlapping", "no data"])
-def test_a_list_that_does_not_cover_its_tensors(tmp_path: Path, damage: str) -> None:
-    model, optimizer, checkpoints = saved_twice(tmp_path / "saved")
-    path = tmp_path / "edited"
-    shutil.copytree(checkpoints.newest(), path)
-    for name in ("manifest.json", "state.json"):  # a folder as FSDP2's scripts write it: nothing to check it by
-        (path / name).unlink()
+def test_a_list_that_does_not_cover_its_tensors(plain: Plain, damage: str) -> None:
+    path = plain[2]
     metadata = read_metadata(path)
     name = next(name for name in metadata.state_dict_metadata if name.endswith("layers.1.mlp.up_proj.weight"))
     chunks = metadata.state_dict_metadata[name].chunks
@@ -198,21 +215,13 @@ def test_a_list_that_does_not_cover_its_tensors(tmp_path: Path, damage: str) -> 
     else:
         del metadata.storage_data[MetadataIndex(name, chunk.offsets)]
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    before = _weights(model)
-    with pytest.raises(CheckpointCorrupt, match=r"up_proj\.weight"):
-        checkpoints.load(path, model=model, optimizer=optimizer)
-    assert all(torch.equal(value, before[key]) for key, value in _weights(model).items())
+    refused(plain, r"up_proj\.weight")
 
 
 @pytest.mark.parametrize("damage", ["missing", "a folder", "empty", "cut", "other bytes"])
-def test_damage_without_a_manifest(tmp_path: Path, damage: str) -> None:
-    """A folder as FSDP2's scripts write it. A file that is too short is named, and nothing is overwritten."""
-    model, optimizer, checkpoints = saved_twice(tmp_path / "saved")
-    path = tmp_path / "plain"
-    shutil.copytree(checkpoints.newest(), path)
-    for name in ("manifest.json", "state.json"):
-        (path / name).unlink()
-    shard = path / "__0_0.distcp"
+def test_damage_without_a_manifest(plain: Plain, damage: str) -> None:
+    """A file that is too short is named."""
+    shard = plain[2] / "__0_0.distcp"
     content = shard.read_bytes()
     shard.unlink()
     if damage == "a folder":
@@ -224,12 +233,7 @@ def test_damage_without_a_manifest(tmp_path: Path, damage: str) -> None:
         "cut": f"has {len(content) - 1} bytes, and",
         "other bytes": "can't be read",
     }
-    before = _weights(model)
-    with pytest.raises(CheckpointCorrupt) as error:
-        checkpoints.load(path, model=model, optimizer=optimizer)
-    assert said.get(damage, "is missing, and values") in str(error.value)
-    assert "weights_only" not in str(error.value)
-    assert all(torch.equal(value, before[key]) for key, value in _weights(model).items())
+    assert "weights_only" not in refused(plain, said.get(damage, "is missing, and values"))
 
 
 @pytest.mark.parametrize("step", [2, 3])
@@ -282,25 +286,16 @@ def test_a_manifest_that_can_not_be_written(tmp_path: Path, monkeypatch: pytest.
     assert unfinished(tmp_path) == []
 
 
-def test_pickles_are_not_run(tmp_path: Path) -> None:
+def test_pickles_are_not_run(plain: Plain, tmp_path: Path) -> None:
     """In the metadata, as a record and inside one, and among the values that are no tensors."""
-    model, optimizer, checkpoints = saved_twice(tmp_path / "saved")
-    path = tmp_path / "hostile"
-    shutil.copytree(checkpoints.newest(), path)
-    for name in ("manifest.json", "state.json"):  # a folder as FSDP2's scripts write it: nothing to check it by
-        (path / name).unlink()
-    mark = tmp_path / "ran"
-    metadata = read_metadata(path)
+    path, mark = plain[2], tmp_path / "ran"
     good = (path / ".metadata").read_bytes()
-    for bad in (_Bomb(mark), [metadata, _Bomb(mark)]):
+    hostile = read_metadata(path)
+    hostile.planner_data = {"x": _Bomb(mark)}
+    for bad in (_Bomb(mark), [read_metadata(path), _Bomb(mark)], hostile):
         (path / ".metadata").write_bytes(pickle.dumps(bad))
-        with pytest.raises(CheckpointCorrupt, match=r"posix\.mkdir"):
-            checkpoints.load(path, model=model, optimizer=optimizer)
+        refused(plain, r"posix\.mkdir")
         assert not mark.exists()
-    metadata.planner_data = {"x": _Bomb(mark)}
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointCorrupt, match=r"posix\.mkdir"):
-        checkpoints.load(path, model=model, optimizer=optimizer)
     pickle.loads((path / ".metadata").read_bytes())
     assert mark.exists()  # the test can fail: plain pickle runs it
     mark.rmdir()
@@ -313,25 +308,33 @@ def test_pickles_are_not_run(tmp_path: Path) -> None:
     info = metadata.storage_data[index]
     info.relative_path, info.offset, info.length = "bomb.distcp", 0, (path / "bomb.distcp").stat().st_size
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointCorrupt, match="can't be read"):
-        checkpoints.load(path, model=model, optimizer=optimizer)
+    refused(plain, "can't be read")
     assert not mark.exists()
     info.relative_path = "../../etc/passwd"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointCorrupt, match="not a file in its folder"):
-        checkpoints.load(path, model=model, optimizer=optimizer)
+    refused(plain, "not a file in its folder")
 
 
 # ------------------------------------------------------------------ no space, no permission, no folder
 
 
-def _full(rank: int, world: int, folder: Path, small: Path, way: str) -> tuple[str, str, list[int]]:
-    """Saves step 1 well and step 2 badly: rank 1 can't write. The ranks go on and save step 3."""
+def _failing(rank: int, world: int, folder: Path, way: str, in_background: bool) -> tuple[str, list[int]]:
+    """Saves step 1 well and step 2 badly, which in the background is told at a step after it; then step 3."""
     model, optimizer = make(MODEL, bf16=False)
     checkpoints = Checkpoints(folder, keep=3)
+    background = BackgroundCheckpoints(checkpoints, model=model)
     train(model, optimizer, MODEL, range(1))
-    saving = {"model": model, "optimizer": optimizer, "state": {}}
-    checkpoints.save(**saving, step=1)
+
+    def save(step: int, state: dict) -> None:
+        if not in_background:
+            checkpoints.save(model=model, optimizer=optimizer, state=state, step=step)
+            return
+        background.save(optimizer=optimizer, state=state, step=step)  # raises nothing yet
+        while not background.is_idle:
+            train(model, optimizer, MODEL, range(1, 2))
+            settle(background, model)
+
+    save(1, {})
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     filler = folder / "filler"
     if rank == 1 and way == "file too large":
@@ -344,11 +347,8 @@ def _full(rank: int, world: int, folder: Path, small: Path, way: str) -> tuple[s
     elif rank == 0 and way == "vanished":
         folder.rename(folder.with_name("away"))
     dist.barrier()
-    problem: tuple[str, str, list[int]] = ("", "", [])
-    try:
-        checkpoints.save(**saving, step=2)
-    except CheckpointFailed as error:
-        problem = (type(error).__name__, str(error), error.ranks)
+    with pytest.raises(CheckpointFailed) as failed:
+        save(2, {"x": {1}} if way == "not JSON" else {})
     dist.barrier()
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     if rank == 0 and way == "vanished":
@@ -357,22 +357,31 @@ def _full(rank: int, world: int, folder: Path, small: Path, way: str) -> tuple[s
         filler.unlink(missing_ok=True)
         assert [path.name for path in checkpoints.all()] == ["step-00000001"]
         assert unfinished(folder) == []
+    assert background.is_idle
+    assert writers() == []
     dist.barrier()
-    train(model, optimizer, MODEL, range(1, 2))
-    checkpoints.save(**saving, step=3)
-    return problem
+    save(3, {})
+    return str(failed.value), failed.value.ranks
 
 
-_WORDS = {"file too large": "rank 1: File too large", "vanished": "rank 0: .* has vanished"}
-
-
-@pytest.mark.parametrize("way", _WORDS)
-def test_a_rank_that_can_not_write(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "in_background", "words", "at_fault"),
+    [
+        ("file too large", False, "rank 1: File too large", [1]),
+        ("file too large", True, r"rank 1: File too large: .*/\.step-00000002\.\w+\.saving/__1_0\.distcp", [1]),
+        ("vanished", False, "rank 0: .* has vanished", [0]),
+        ("vanished", True, "rank 0: .* has vanished; rank 1: No such file or directory: ", [0, 1]),
+        ("not JSON", True, "rank 0: TypeError: Object of type set is not JSON serializable", [0]),
+    ],
+)
+def test_a_rank_that_can_not_write(
+    tmp_path: Path, way: str, in_background: bool, words: str, at_fault: list[int]
+) -> None:
     folder = tmp_path / "run"
-    for problem in ranks.run(_full, 2, folder, tmp_path, way):
-        kind, text, _ = problem
-        assert kind == "CheckpointFailed"
-        assert re.search(_WORDS[way], text), text
+    for text, named in ranks.run(_failing, 2, folder, way, in_background):
+        assert re.search(rf"could not save .*step-00000002 \({words}", text), text
+        assert text.endswith("mend the folder, and go on from the last one with --resume auto") is in_background
+        assert named == at_fault
     assert [path.name for path in Checkpoints(folder, keep=3).all()] == ["step-00000001", "step-00000003"]
     for path in Checkpoints(folder, keep=3).all():
         verify(path)
@@ -380,9 +389,9 @@ def test_a_rank_that_can_not_write(tmp_path: Path, way: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted by root only; EFBIG is tested without")
 def test_no_space_left(small_disk: Path) -> None:
-    outcomes = ranks.run(_full, 2, small_disk, small_disk, "no space")
-    assert len(set(map(str, outcomes))) == 1  # the same error on both
-    assert "No space left on device" in outcomes[0][1]
+    first, second = ranks.run(_failing, 2, small_disk, "no space", False)
+    assert first == second  # the same error on both
+    assert "No space left on device" in first[0]
     for path in Checkpoints(small_disk, keep=3).all():
         verify(path)
 

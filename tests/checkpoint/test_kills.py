@@ -12,10 +12,9 @@ import torch.distributed as dist
 from odc_triton.base.errors import RankLost
 from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.checkpoint.steps import Checkpoints, verify
-from tests.checkpoint.test_background import settle
-from tests.checkpoint.test_faults import MODEL, saved_twice, unfinished
+from tests.checkpoint.test_faults import MODEL, saved_twice
 from tests.support import ranks, slow
-from tests.support.checkpointed import make, train
+from tests.support.checkpointed import make, settle, train, unfinished
 from tests.support.deadlines import LONG_S
 
 
@@ -53,11 +52,7 @@ def _look(rank: int, world: int, folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("victim", "way"),
-    [
-        (0, "saving"),
-        *(slow(*case) for case in ((1, "saving"), (1, "loading"), (0, "in the background"), (1, "in the background"))),
-    ],
+    ("victim", "way"), [(0, "saving"), slow(1, "loading"), slow(0, "in the background"), slow(1, "in the background")]
 )
 def test_killed_at_any_moment(tmp_path: Path, victim: int, way: str) -> None:
     """The other rank names the dead one; the newest checkpoint is whole; the next run takes away what is left."""

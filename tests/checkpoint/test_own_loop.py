@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from tests.support import ranks, slow
+from tests.support import ranks
 from tests.support.checkpointed import train
 from tests.support.models import build
 
@@ -69,9 +69,7 @@ def _run(rank: int, world: int, engine: str, name: str, folder: Path, loads: boo
     ("engine", "name", "worlds"),
     [
         ("fully_shard", "conv", (3, 1)),  # a scalar, an empty parameter, fewer rows than ranks
-        slow("fully_shard", "qwen2", (2, 3)),
         ("use_odc", "qwen2", (2, 3)),
-        slow("use_odc", "qwen2", (3, 2)),
         ("use_odc", "qwen2", (1, 1)),
     ],
 )

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from odc_triton.base.errors import CheckpointDiffers, CheckpointFailed
 from tests.support import ranks, slow
@@ -17,7 +18,6 @@ from tests.support.models import MIXTURES, build
 from tests.support.sft_case import QWEN2
 
 IDS = torch.arange(3, 12)[None]
-NAMES = ["qwen2", "gpt2-tied", "qwen3-moe", *map(slow, MIXTURES)]
 
 
 def _sharded(folder: Path, bf16: bool = False) -> nn.Module:
@@ -40,6 +40,18 @@ def _loaded_and_exported(
     model = _sharded(folder)
     if rank == 0:
         save_pretrained(model, out, dtype=dtype, shard_bytes=20_000)
+    else:
+        with pytest.raises(RuntimeError, match="rank 0 only"):
+            save_pretrained(model, out)
+    with pytest.raises(
+        RuntimeError, match=r"odc_triton\.checkpoint\.save_pretrained\(model, folder, tokenizer\) on rank 0"
+    ):
+        model.save_pretrained(out / "own")
+    with pytest.raises(NotImplementedError, match="call it before fully_shard"):
+        model.resize_token_embeddings(300)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        model.save_pretrained(out / "own", state_dict=state)
     dist.barrier()
     with torch.no_grad():
         return model(input_ids=IDS, use_cache=False).logits, dict(full_parameters(model))
@@ -53,8 +65,16 @@ def _plain_logits(folder: Path, **options: object) -> torch.Tensor:
         return model(input_ids=IDS, use_cache=False).logits
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("files", ["one", "many"])
+@pytest.mark.parametrize(
+    ("name", "files"),
+    [
+        ("qwen2", "one"),
+        ("gpt2-tied", "many"),
+        ("qwen3-moe", "many"),
+        ("deepseek-v3", "one"),  # with a persistent buffer
+        *(slow(name, "many") for name in MIXTURES if name != "deepseek-v3"),
+    ],
+)
 def test_a_folder_in_and_out(tmp_path: Path, name: str, files: str) -> None:
     """Rows of tied, merged (experts) and odd tensors, over two ranks: what comes out is bitwise what went in."""
     model = build(name, seed=3)
@@ -68,6 +88,7 @@ def test_a_folder_in_and_out(tmp_path: Path, name: str, files: str) -> None:
         # The same numbers at other addresses, for which the library may choose another kernel.
         torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-6)
     assert torch.equal(_plain_logits(tmp_path / "out"), want)
+    assert torch.equal(_plain_logits(tmp_path / "out" / "own"), want)
     config, generation = (json.loads((tmp_path / "out" / f"{n}config.json").read_text()) for n in ("", "generation_"))
     assert config["architectures"] == [type(model).__name__]
     assert config["dtype"] == "float32"
@@ -141,6 +162,8 @@ def test_an_export_does_not_replace(tmp_path: Path) -> None:
     from odc_triton import fully_shard
     from odc_triton.checkpoint import save_pretrained
 
+    with pytest.raises(TypeError, match="not a sharded transformers model"):
+        save_pretrained(nn.Linear(2, 2), tmp_path)
     model = fully_shard(build("qwen2"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()

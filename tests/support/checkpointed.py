@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import threading
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from odc_triton.checkpoint.background import BackgroundCheckpoints
+from odc_triton.engine.api import engine_of
 from tests.support.models import ALL_CASES, build, microbatches
 
 
@@ -42,3 +46,17 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def settle(background: BackgroundCheckpoints, model: nn.Module) -> None:
+    """What a training loop does at its meeting."""
+    messages = engine_of(model).meet("a step", {"checkpoint": background.report()})
+    background.settle([each["checkpoint"] for each in messages])
+
+
+def writers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+
+
+def unfinished(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.name.startswith(".step")]

@@ -18,7 +18,8 @@ from odc_triton.checkpoint.steps import Checkpoints, verify
 from odc_triton.train import loop, sft_run
 from odc_triton.train.sft import train_sft
 from odc_triton.train.sft_options import SftOptions
-from tests.checkpoint.test_background import writers, writers_held_back
+from tests.checkpoint.test_background import writers_held_back
+from tests.support.checkpointed import writers
 from tests.support.sft_case import case, write_case
 
 SAVED, STEPS = 3, 4
@@ -43,7 +44,10 @@ def as_slow_as_can_be() -> Iterator[None]:
                 go_on.set()
             wait(background, **how)
 
-        with mock.patch.object(BackgroundCheckpoints, "wait", waiting):
+        with (
+            mock.patch.object(BackgroundCheckpoints, "wait", waiting),
+            mock.patch("odc_triton.train.outcome.can_draw", return_value=False),
+        ):
             yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -16,11 +17,11 @@ from odc_triton.base.events import Event
 from odc_triton.cli.command import main
 from odc_triton.data.dataset import DataOptions, SampleSubset, TokenizedDataset, split_samples, tokenize_file
 from odc_triton.data.tokenizer import TextEncoder, load_tokenizer
-from odc_triton.train.metrics import read_metrics
 from odc_triton.train.outcome import write_report
+from odc_triton.train.sft import train_sft
 from odc_triton.train.sft_options import SftOptions
 from odc_triton.train.sft_run import SftRun
-from tests.support import ranks
+from tests.support import jobs, ranks
 from tests.support.sft_case import case, write_case
 
 IDS = torch.arange(3, 12)[None]
@@ -31,17 +32,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_case(tmp_path_factory.mktemp("features"))
 
 
-def train(rank: int, world: int, wanted: SftOptions) -> list[dict]:
-    from odc_triton.train.sft import train_sft
+@pytest.fixture(scope="module")
+def runs(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders of runs on two ranks, by what is special about them."""
+    outs, changes = (
+        tmp_path_factory.mktemp("runs"),
+        {
+            "mini": {"steps": 4},
+            "queue": {"steps": 4, "balance": "queue"},
+            "evaluated": {"eval_fraction": 0.25, "eval_every": 2},
+            "by epochs": {"samples_per_rank": 4, "steps": None, "epochs": 1.6},
+        },
+    )
+    wanted = [case(folder, out=str(outs / name), **{"samples_per_rank": 2} | each) for name, each in changes.items()]
+    assert jobs.run(2, *wanted) == [jobs.ENDED] * len(wanted)
+    return {name: outs / name for name in changes}
 
-    seen: list[dict] = []
-    last = train_sft(wanted, seen.append)
-    assert rank > 0 or seen[-1] == last
-    return seen
 
-
-def train_and_look(rank: int, world: int, wanted: SftOptions) -> tuple[list[dict], torch.Tensor | None]:
-    """As `train`; and rank 0's logits of `IDS` by the trained model, before it is written."""
+def train_and_look(rank: int, world: int, wanted: SftOptions) -> torch.Tensor | None:
+    """Rank 0's logits of `IDS` by the trained model, before it is written."""
     from odc_triton.train import outcome
 
     logits, write = [], outcome.save_pretrained
@@ -51,8 +60,8 @@ def train_and_look(rank: int, world: int, wanted: SftOptions) -> tuple[list[dict
         write(model, *arguments, **options)
 
     with mock.patch.object(outcome, "save_pretrained", look):
-        seen = train(rank, world, wanted)
-    return seen, logits[0] if rank == 0 else None
+        assert jobs.train(rank, world, [wanted]) == [jobs.ENDED]
+    return logits[0] if rank == 0 else None
 
 
 def logits_of(model: nn.Module) -> torch.Tensor:
@@ -78,50 +87,44 @@ def plain_loss(model: nn.Module, samples: TokenizedDataset | SampleSubset) -> fl
     return total / targets
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_packs_taken_from_a_queue_give_the_same_losses(folder: Path, tmp_path: Path, world: int) -> None:
-    seen = {}
-    for balance in ("mini", "queue"):
-        wanted = case(folder, out=str(tmp_path / balance), samples_per_rank=4 // world, balance=balance, steps=4)
-        seen[balance] = ranks.run(train, world, wanted)[0]
-    for mini, queue in zip(seen["mini"], seen["queue"], strict=True):
+def test_packs_taken_from_a_queue_give_the_same_losses(runs: dict[str, Path]) -> None:
+    for mini, queue in zip(jobs.lines(runs["mini"]), jobs.lines(runs["queue"]), strict=True):
         assert queue["tokens"] == mini["tokens"]
         # the same sums in another order, fp32
         assert queue["loss"] == pytest.approx(mini["loss"], rel=1e-5)
         assert queue["grad_norm"] == pytest.approx(mini["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_evaluation(folder: Path, tmp_path: Path, world: int) -> None:
+def test_evaluation(folder: Path, runs: dict[str, Path]) -> None:
     from transformers import AutoModelForCausalLM
 
-    wanted = case(
-        folder, out=str(tmp_path / "out"), samples_per_rank=4 // world, steps=5, eval_fraction=0.25, eval_every=2
-    )
-    seen = ranks.run(train, world, wanted)[0]
+    seen = jobs.lines(runs["evaluated"])
     assert [line["step"] for line in seen if "eval_loss" in line] == [2, 4, 5]
-    assert read_metrics(tmp_path / "out" / "metrics.jsonl") == json.loads(json.dumps(seen))
     learned, held = split_samples(data(folder), 0.25, seed=0)
     assert (len(learned), len(held)) == (30, 10)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    model = AutoModelForCausalLM.from_pretrained(runs["evaluated"] / "model")
     # Packs sum in another order than single samples do.
     assert seen[-1]["eval_loss"] == pytest.approx(plain_loss(model, held), rel=1e-5)
 
 
 def test_evaluation_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    """In a world of one, so to the bit."""
     dropout = write_case(tmp_path / "case", config={"model_type": "gpt2", "resid_pdrop": 0.1})
-    runs = [
-        ranks.run(train, 1, case(dropout, out=str(tmp_path / name), steps=4, eval_data=str(data), eval_every=every))[0]
-        for name, data, every in (("a", folder / "data.jsonl", 1), ("b", folder / "data.jsonl", 0))
-    ]
+    runs: list[list[dict]] = []
+    for every in (1, 0):
+        wanted = case(dropout, out=str(tmp_path / f"{every}"), steps=4, eval_data=str(folder / "data.jsonl"))
+        runs.append([])
+        with mock.patch("odc_triton.train.outcome.can_draw", return_value=False):
+            last = train_sft(replace(wanted, eval_every=every), runs[-1].append)
+        assert runs[-1][-1] == last
+        assert jobs.lines(wanted.out) == json.loads(json.dumps(runs[-1]))
     assert [line["loss"] for line in runs[0]] == [line["loss"] for line in runs[1]]
     assert sum("eval_loss" in line for line in runs[0]) == 4
     assert runs[0][-1]["eval_loss"] == runs[1][-1]["eval_loss"]
 
 
-def test_epochs(folder: Path, tmp_path: Path) -> None:
-    wanted = case(folder, out=str(tmp_path / "out"), samples_per_rank=8, steps=None, epochs=1.6)
-    (seen,) = ranks.run(train, 1, wanted)
+def test_epochs(runs: dict[str, Path]) -> None:
+    seen = jobs.lines(runs["by epochs"])
     assert [line["epoch"] for line in seen] == pytest.approx([step / 5 for step in range(1, 9)])
     assert seen[-1]["lr"] < seen[2]["lr"], "the schedule ends where the run does"
 
@@ -153,7 +156,8 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
         eval_data=str(folder / "data.jsonl"),
         checkpoint_every=4,
     )
-    seen, live = ranks.run(train_and_look, world, wanted)[0]
+    live = ranks.run(train_and_look, world, wanted)[0]
+    seen = jobs.lines(wanted.out)
     assert seen[-1]["loss"] < seen[0]["loss"]
     samples = data(folder)
     untrained = plain_loss(base, samples)
@@ -191,17 +195,11 @@ def test_adapters(folder: Path, tmp_path: Path, world: int, targets: str) -> Non
     torch.testing.assert_close(logits_of(got), live, rtol=1e-5, atol=1e-5)  # A and B are multiplied first
 
 
-def test_adapters_for_layers_that_are_not_there(folder: Path, tmp_path: Path) -> None:
-    wanted = case(folder, out=str(tmp_path / "out"), lora_rank=4, lora_targets="nowhere")
-    with ranks.start(train, 1, wanted) as job:
-        (outcome,) = job.join()
-    assert outcome.error_type == "ValueError"
-    assert "--lora-targets nowhere" in outcome.error
-
-
 def test_bf16_and_the_report(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    (seen, _) = ranks.run(train, 2, case(folder, out=str(out), samples_per_rank=2, steps=6, dtype="bf16"))
+    wanted = case(folder, out=str(out), samples_per_rank=2, steps=6, dtype="bf16")
+    assert jobs.run(2, wanted, draws=True) == [jobs.ENDED]
+    seen = jobs.lines(out)
     assert seen[-1]["loss"] < seen[0]["loss"]
     page = (out / "report.html").read_text()
     assert page.count("<img ") == 2
@@ -214,13 +212,12 @@ def test_bf16_and_the_report(folder: Path, tmp_path: Path) -> None:
     assert all(0 <= line["idle"] <= 1 for line in seen)
 
 
-@pytest.mark.parametrize("hidden", ["matplotlib", "matplotlib.figure"])  # not installed; there, and can't be imported
-def test_a_report_without_matplotlib(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture, hidden: str) -> None:
+def test_a_report_without_matplotlib(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     line = {"step": 1, "loss": 2.0, "tokens": 5, "seconds": 1.0, "idle": 0.0, "skipped": 0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     event = Event(rank=0, kind="forward", start_s=0.0, end_s=1.0, minibatch=0, microbatch=0, label="")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, hidden, None)
+        patch.setitem(sys.modules, "matplotlib.figure", None)  # it is there, and can't be imported
         written = write_report(tmp_path, SftRun, case(folder, out=str(tmp_path)), [event], ranks=1)
     assert written == ["report.html", "trace.json"]
     remedy = 'matplotlib is not installed; run: pip install "odc-triton[plot]"'

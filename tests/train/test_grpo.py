@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -28,13 +29,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_prompts(tmp_path_factory.mktemp("grpo"), prompts=7)
 
 
-def train(rank: int, world: int, wanted: GrpoOptions, recorded: bool) -> dict:
-    """The job to its end; the last metrics."""
+def train(rank: int, world: int, jobs: list[GrpoOptions]) -> None:
     from odc_triton.train import grpo
 
-    if recorded:
-        grpo._engine = lambda *_: Recorded(VOCABULARY)
-    return grpo.train_grpo(wanted)
+    grpo._engine = lambda *_: Recorded(VOCABULARY)
+    with mock.patch("odc_triton.train.outcome.can_draw", return_value=False):
+        for wanted in jobs:
+            grpo.train_grpo(wanted)
 
 
 def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch.Tensor], list[list[int]]]:
@@ -111,34 +112,34 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [
-        ("dapo", 2),
-        ("gspo twice, temperature", 2),
-        *(slow(name, world) for name in CASES for world in (1, 2, 3) if world > 1 or "split" not in name),
-    ],
-)
-def test_steps_are_trls(folder: Path, tmp_path: Path, name: str, world: int) -> None:
-    """Losses and weights after three steps of SGD."""
+@pytest.mark.parametrize("world", [2, slow(3)])
+def test_steps_are_trls(folder: Path, tmp_path: Path, world: int) -> None:
+    """Losses and weights after three steps of SGD, of all cases in one launch."""
     if sys.version_info < (3, 11):
         pytest.skip("TRL needs Python 3.11")
     start = folder / "start"
-    changes = {"init": None, "model": str(start), "optimizer": "sgd", "prompts_per_rank": 12 // world // 3 or 1}
-    wanted = case(folder, out=str(tmp_path / "out"), **changes | {"lr": 1.0} | CASES[name])
-    ranks.run(train, world, wanted, True)
-    losses, weights, lengths = plain(wanted, world)
-    if wanted.split_sequences:
-        cost = CostModel.from_config(AutoConfig.from_pretrained(start))
-        how = {"ranks": world, "token_cap": wanted.token_cap, "tokens": wanted.split_tokens, "cost": cost}
-        assert any(deal_split(of_step, **how).plan for of_step in lengths), "no sample would be cut"
-    found = read_metrics(tmp_path / "out" / "metrics.jsonl")
-    torch.testing.assert_close([line["loss"] for line in found], losses, rtol=1e-4, atol=2e-6)
-    made = load_file(tmp_path / "out" / "model" / "model.safetensors")
+    usual = {
+        "init": None,
+        "model": str(start),
+        "optimizer": "sgd",
+        "prompts_per_rank": 12 // world // 3 or 1,
+        "lr": 1.0,
+    }
+    jobs = {name: case(folder, out=str(tmp_path / name), **usual | changes) for name, changes in CASES.items()}
+    ranks.run(train, world, [*jobs.values()])
     first = load_file(start / "model.safetensors")
-    moved = sum((weights[n] - first[n]).square().sum() for n in made).sqrt()
-    apart = sum((weights[n] - made[n]).square().sum() for n in made).sqrt()
-    assert moved > 0.01, "the steps must change the weights for the comparison to say something"
-    assert apart / moved < 1e-4, "as a part of what the steps changed: additions in another order, fp32"
-    if "twice" in name:
-        assert all(line["clipped"] > 0 for line in found[1:])
+    for name, wanted in jobs.items():
+        losses, weights, lengths = plain(wanted, world)
+        if wanted.split_sequences:
+            cost = CostModel.from_config(AutoConfig.from_pretrained(start))
+            how = {"ranks": world, "token_cap": wanted.token_cap, "tokens": wanted.split_tokens, "cost": cost}
+            assert any(deal_split(of_step, **how).plan for of_step in lengths), "no sample would be cut"
+        found = read_metrics(tmp_path / name / "metrics.jsonl")
+        assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-4, abs=2e-6), name
+        made = load_file(tmp_path / name / "model" / "model.safetensors")
+        moved = sum((weights[n] - first[n]).square().sum() for n in made).sqrt()
+        apart = sum((weights[n] - made[n]).square().sum() for n in made).sqrt()
+        assert moved > 0.01, f"{name}: the steps must change the weights for the comparison to say something"
+        assert apart / moved < 1e-4, f"{name}, as a part of what the steps changed: additions in another order, fp32"
+        if "twice" in name:
+            assert all(line["clipped"] > 0 for line in found[1:]), name

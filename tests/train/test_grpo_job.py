@@ -5,10 +5,10 @@ from __future__ import annotations
 import html
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from odc_triton.rl.prompts import read_prompts
 from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from tests.rewards import vowels
-from tests.support import ranks, slow
+from tests.support import jobs, ranks
 from tests.support.grpo_case import case, write_prompts
+from tests.support.jobs import ENDED, STOPPED, lines
 from tests.support.logged import in_tensorboard
 from tests.support.vllm_stand_in import FOLDER, vllm_serve
 
@@ -40,18 +41,12 @@ def options(folder: Path, out: Path, **changes: Any) -> GrpoOptions:
     )
 
 
-def train(rank: int, world: int, wanted: GrpoOptions, fault: str | None, at: int = 1) -> str:
+def train(rank: int, world: int, wanted: GrpoOptions, fault: str, at: int) -> str:
     """The job on one rank; how it ended. `fault`: what happens to the last rank in step `at`, counted from 0."""
-    from odc_triton.comm.launch import Interrupted
-    from odc_triton.train import grpo
-
-    if fault is not None and rank == world - 1:
+    if rank == world - 1:
         _arm(fault, at)
-    try:
-        grpo.train_grpo(wanted)
-    except Interrupted as wish:
-        return f"stopped by {wish.signal.name}"
-    return "ended"
+    (end,) = jobs.train(rank, world, [wanted])
+    return end
 
 
 def _arm(fault: str, at: int) -> None:
@@ -86,19 +81,13 @@ def _arm(fault: str, at: int) -> None:
         Noted._minibatch = striking(GrpoRun._minibatch)
 
 
-def lines(out: Path) -> list[dict]:
-    found = read_metrics(out / "metrics.jsonl")
-    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
-    return found
-
-
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """The metrics of a run on two ranks that nothing disturbed, with an evaluation at its end."""
     out = tmp_path_factory.mktemp("whole") / "out"
     watched = {"eval_data": str(folder / "held_out.jsonl"), "eval_samples": 3, "report_to": ("tensorboard",)}
     wanted = options(folder, out, **watched)
-    assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
+    assert jobs.run(2, wanted, draws=True) == [ENDED]
     _samples_are_those_of_the_evaluation(folder, out)
     report = (out / "report.html").read_text()
     for words in ("Reward", "Length", "Ratio of probabilities", "Rollout took", "held-out prompts pass"):
@@ -129,9 +118,9 @@ def _samples_are_those_of_the_evaluation(folder: Path, out: Path) -> None:
     assert texts["samples/text_summary"][0].count("\n") == 4
 
 
-def same(found: list[dict], wanted: list[dict], *names: str) -> None:
+def same(found: list[dict], wanted: list[dict]) -> None:
     for one, other in zip(found, wanted, strict=True):
-        for name in names:
+        for name in ("reward", "length", "loss", "grad_norm"):
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (one["step"], name)
 
 
@@ -153,92 +142,59 @@ def test_a_line_has_all_that_a_step_did(whole: list[dict]) -> None:
     assert {"eval_pass", "eval_reward"} <= whole[-1].keys()
 
 
-@pytest.mark.parametrize("world", [1, slow(3)])
-def test_completions_depend_on_no_rank(folder: Path, tmp_path: Path, whole: list[dict], world: int) -> None:
-    """Three ranks take other prompts than two or one; the update is the same up to rounding."""
-    wanted = options(folder, tmp_path / "out", prompts_per_rank=4 // world, steps=STEPS)
-    if world == 3:  # four prompts can't be three ranks' equal parts
-        wanted = replace(wanted, prompts_per_rank=4)
-        ranks.run(train, 3, replace(wanted, out=str(tmp_path / "three")), None)
-        ranks.run(train, 1, replace(wanted, prompts_per_rank=12), None)
-        same(lines(tmp_path / "three"), lines(tmp_path / "out"), "reward", "length", "loss")
-        return
-    assert ranks.run(train, world, wanted, None) == ["ended"] * world
-    same(lines(tmp_path / "out"), whole, "reward", "length", "loss", "grad_norm")
+def test_completions_depend_on_no_rank(folder: Path, tmp_path: Path, whole: list[dict]) -> None:
+    """One rank takes other prompts than two; the update is the same up to rounding."""
+    wanted = options(folder, tmp_path / "out", prompts_per_rank=4)
+    assert jobs.run(1, wanted) == [ENDED]
+    same(lines(tmp_path / "out"), whole)
 
 
-@pytest.mark.parametrize("phase", ["rollout", slow("scoring"), slow("update")])
-def test_a_stopped_run_goes_on_as_if_it_never_was(folder: Path, tmp_path: Path, whole: list[dict], phase: str) -> None:
-    wanted = options(folder, tmp_path / "out", resume="auto", eval_data=str(folder / "held_out.jsonl"))
-    assert set(ranks.run(train, 2, wanted, f"stop {phase}", 2)) == {"stopped by SIGTERM"}
-    done = lines(tmp_path / "out")
-    assert len(done) == (3 if phase == "update" else 2), "a rollout that was stopped is no step"
-    assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
-    same(lines(tmp_path / "out"), whole, "reward", "length", "loss", "grad_norm")
-
-
-@pytest.mark.parametrize("phase", [slow("rollout"), "scoring", slow("update")])
-def test_a_lost_rank_is_named_and_the_run_goes_on(folder: Path, tmp_path: Path, whole: list[dict], phase: str) -> None:
-    wanted = options(folder, tmp_path / "out", checkpoint_every=1, eval_data=str(folder / "held_out.jsonl"))
-    with ranks.start(train, 2, wanted, f"kill {phase}", 2) as job:
+def test_stopped_and_killed_a_run_goes_on_as_if_it_never_was(folder: Path, tmp_path: Path, whole: list[dict]) -> None:
+    """The last rank is killed while it scores, told to stop in an update, and then in a rollout."""
+    out = tmp_path / "out"
+    watched = {"eval_data": str(folder / "held_out.jsonl"), "resume": "auto"}
+    with ranks.start(train, 2, options(folder, out, checkpoint_every=1, **watched), "kill scoring", 1) as job:
         first, second = job.join()
     assert second.signal == signal.SIGKILL
-    assert first.error_type in ("RankLost", "MinibatchFailed"), first.error
-    assert "rank 1 died" in first.error
-    assert ranks.run(train, 2, replace(wanted, resume="auto"), None) == ["ended"] * 2
-    same(lines(tmp_path / "out"), whole, "reward", "length", "loss", "grad_norm")
+    assert first.error is None, first.error
+    assert re.match("(RankLost|MinibatchFailed): .*rank 1 died", first.value)
+    assert len(lines(out)) == 1
+    wanted = options(folder, out, **watched)
+    assert ranks.run(train, 2, wanted, "stop update", 2) == [STOPPED] * 2
+    assert len(lines(out)) == 3
+    assert ranks.run(train, 2, wanted, "stop rollout", 3) == [STOPPED] * 2
+    assert len(lines(out)) == 3, "a rollout that was stopped is no step"
+    assert jobs.run(2, wanted) == [ENDED]
+    same(lines(out), whole)
 
 
-@pytest.mark.parametrize("changes", [{"split_sequences": True}, slow({"balance": "queue"})])
-def test_equal_rewards_teach_nothing(folder: Path, tmp_path: Path, changes: dict) -> None:
-    start = {"init": None, "model": str(folder / "start"), "reward": ("tests.rewards:all_alike",)}
-    wanted = options(folder, tmp_path / "out", steps=2, **start, **changes)
-    assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
-    for line in lines(tmp_path / "out"):
+def test_nothing_to_learn_adapters_and_a_reward_that_fails(folder: Path, tmp_path: Path) -> None:
+    """In one launch."""
+    start = {"init": None, "model": str(folder / "start"), "steps": 2}
+    alike = {"reward": ("tests.rewards:all_alike",), "split_sequences": True}
+    equal, adapters, failing = (
+        options(folder, tmp_path / "equal", **start, **alike),
+        options(folder, tmp_path / "adapters", lora_rank=4, kl=0.05, **start | {"lr": 1e-2}),
+        options(folder, tmp_path / "failing", reward=("tests.rewards:raising",)),
+    )
+    *ends, problem = jobs.run(2, equal, adapters, failing)
+    assert ends == [ENDED] * 2
+
+    for line in lines(equal.out):
         assert (line["loss"], line["grad_norm"], line["skipped"]) == (0.0, 0.0, 0)
         assert line["reward"] == pytest.approx(0.1)
         assert line["ratio"] is None, "of no token"
-    before, after = (load_file(each / "model.safetensors") for each in (folder / "start", tmp_path / "out" / "model"))
+    before, after = (load_file(each / "model.safetensors") for each in (folder / "start", tmp_path / "equal" / "model"))
     assert all(torch.equal(before[name], after[name]) for name in after)
 
+    found = lines(adapters.out)
+    assert found[0]["kl"] == pytest.approx(0.0, abs=1e-6), "adapters start as the reference"
+    assert found[1]["kl"] > 1e-6
+    assert (tmp_path / "adapters" / "adapter" / "adapter_model.safetensors").exists()
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        ("raising", "raised KeyError: 'nothing known of"),
-        slow("not_a_number", "return a finite number, or None"),
-        slow("one_too_few", "return one for each"),
-    ],
-)
-def test_a_reward_that_fails_ends_the_run_on_all_ranks(folder: Path, tmp_path: Path, function: str, words: str) -> None:
-    name = f"tests.rewards:{function}"
-    with ranks.start(train, 2, options(folder, tmp_path / "out", reward=(name,)), None) as job:
-        for outcome in job.join():
-            assert outcome.error_type == "RolloutFailed", outcome.error
-            assert words in outcome.error
-            assert name in outcome.error
-    assert read_metrics(tmp_path / "out" / "metrics.jsonl") == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"reward": ("vowels",)}, "give module:function"),
-        ({"reward": ("a:b", "a:c"), "reward_weight": (1.0,)}, "one weight for each reward"),
-        ({"generations": 1}, "at least 2"),
-        ({"loss": "cispo"}, "give --clip-high 5"),
-        ({"loss": "gspo", "split_sequences": True}, "a whole sequence"),
-        ({"kl": 0.1, "split_sequences": True}, "leave --kl or --split-sequences out"),
-        ({"kl": 0.1, "lora_rank": 2}, "other weights for the reference model: give --model"),
-        ({"engine": "vllm-server"}, "--vllm-server ADDRESS together"),
-        ({"engine": "vllm-colocate"}, "give --model"),
-        ({"temperature": 0.0}, "temperature is 0.0; it must be positive"),
-        ({"vllm_memory": 1.5}, "between 0 and 1"),
-    ],
-)
-def test_options_that_can_not_be(folder: Path, tmp_path: Path, changes: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        options(folder, tmp_path / "out", **changes)
+    assert problem.startswith("RolloutFailed: ")
+    assert "reward tests.rewards:raising raised KeyError: 'nothing known of" in problem
+    assert read_metrics(tmp_path / "failing" / "metrics.jsonl") == []
 
 
 def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
@@ -257,25 +213,9 @@ def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
         check_before_start(options(folder, tmp_path / "out", data=str(tmp_path / "no.jsonl")), 1)
 
 
-def test_too_few_prompts(folder: Path, tmp_path: Path) -> None:
-    with ranks.start(train, 1, options(folder, tmp_path / "out", prompts_per_rank=13), None) as job:
-        (outcome,) = job.join()
-    assert "12 prompts and one step takes 13" in outcome.error
-
-
-def test_lora_learns_the_adapters_only(folder: Path, tmp_path: Path) -> None:
-    start = {"init": None, "model": str(folder / "start")}
-    wanted = options(folder, tmp_path / "out", lora_rank=4, kl=0.05, steps=2, lr=1e-2, **start)
-    assert ranks.run(train, 2, wanted, None) == ["ended"] * 2
-    found = lines(tmp_path / "out")
-    assert found[0]["kl"] == pytest.approx(0.0, abs=1e-6), "adapters start as the reference"
-    assert found[1]["kl"] > 1e-6
-    assert (tmp_path / "out" / "adapter" / "adapter_model.safetensors").exists()
-
-
-def _with_vllm(rank: int, world: int, wanted: GrpoOptions) -> str:
+def _with_vllm(rank: int, world: int, wanted: GrpoOptions) -> list[str]:
     sys.path.insert(0, FOLDER)
-    return train(rank, world, wanted, None)
+    return jobs.train(rank, world, [wanted])
 
 
 @pytest.mark.slow
@@ -285,7 +225,7 @@ def test_vllms_server_samples(folder: Path, tmp_path: Path) -> None:
     with vllm_serve(folder / "start") as server:
         engine = {"engine": "vllm-server", "vllm_server": server.address, "importance": "token_truncate"}
         wanted = options(folder, tmp_path / "out", **start, **engine)
-        assert ranks.run(_with_vllm, 2, wanted) == ["ended"] * 2
+        assert ranks.run(_with_vllm, 2, wanted) == [[ENDED]] * 2
     found = lines(tmp_path / "out")
     assert all(line["mismatch"] == pytest.approx(1.0, abs=1e-3) for line in found), "it has the policy's weights"
     assert all(line["sync_s"] > 1e-4 for line in found)

@@ -16,7 +16,7 @@ from odc_triton.train.grpo_options import GrpoOptions
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.run_folder import require_same
 from odc_triton.train.sft_options import SftOptions
-from tests.support import ranks
+from tests.support import jobs, ranks
 from tests.support.deadlines import LONG_S
 from tests.support.grpo_case import VOWELS
 from tests.support.sft_case import case, write_case
@@ -46,11 +46,11 @@ def job(rank: int, world: int, wanted: SftOptions, prompts: GrpoOptions) -> tupl
     from odc_triton.sharding.agree import default_mesh
     from odc_triton.train import grpo, sft
 
-    sft.train_sft(replace(wanted, checkpoint_every=STOP, keep=9))
+    assert jobs.train(rank, world, [replace(wanted, checkpoint_every=STOP, keep=9)]) == [jobs.ENDED]
     first = [line["loss"] for line in read_metrics(Path(wanted.out, "metrics.jsonl"))]
     for newer in sorted(Path(wanted.out, "checkpoints").glob("step-*"))[1:]:
         shutil.rmtree(newer)
-    sft.train_sft(replace(wanted, resume="auto"))
+    assert jobs.train(rank, world, [replace(wanted, resume="auto")]) == [jobs.ENDED]
 
     mesh = default_mesh(timedelta(seconds=LONG_S), "cpu", replicas=None)
     prepared = grpo.prepare(prompts, mesh=mesh)
@@ -110,25 +110,3 @@ def test_the_identity_of_a_run_with_one_set_is_that_of_saved_runs(folder: Path) 
     require_same(saved, options(folder, data_weight=(1, 1)).identity(2), where=Path("out"))
     with pytest.raises(ValueError, match=r"data.weight was \[1.0, 1.0\] and is \[0.5, 2.0\]"):
         require_same(saved, options(folder).identity(2), where=Path("out"))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"data_weight": (1.0,)},
-            "--data-weight is given 1 times and --data 2 times: give one weight for each",
-        ),
-        ({"data_weight": (1.0, -1.0)}, "--data-weight is -1.0; it must be positive and finite"),
-        ({"data_weight": (1.0, 0.0)}, "--data-weight is 0.0"),
-        (
-            {"data": "a", "data_weight": (2.0,)},
-            "--data-weight is 2.0, and there is one --data: weights",
-        ),
-        ({"data": (), "data_weight": ()}, "--data is missing: give at least one"),
-        ({"data": ("a", "missing.jsonl")}, "--data is missing.jsonl: there is no such file"),
-    ],
-)
-def test_options_that_are_refused(folder: Path, changes: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        options(folder, **changes)

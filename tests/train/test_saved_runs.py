@@ -21,7 +21,7 @@ from odc_triton.data.store import contents
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.run_folder import require_same
 from odc_triton.train.sft_options import SftOptions
-from tests.support import ranks
+from tests.support import jobs, ranks
 from tests.support.sft_case import write_case
 
 SAVED = Path(__file__).parents[1] / "data" / "saved-runs-0.1.0.tar.xz"
@@ -33,12 +33,10 @@ TOLERANCE = 1e-4
 
 
 def _sft(rank: int, world: int, folder: Path, changes: dict[str, Any]) -> None:
-    from odc_triton.train.sft import train_sft
-
     os.chdir(folder)  # the options of a run that goes on are the same: they have relative paths
     wanted = {"data": "data.jsonl", "init": "config.json", "tokenizer": "tokenizer.json", "out": "out"}
     sizes = {"steps": STEPS, "samples_per_rank": 2, "token_cap": 128, "truncate": True, "lr": 1e-3, "warmup_steps": 2}
-    train_sft(SftOptions(**wanted | sizes | changes, keep=10))
+    assert jobs.train(rank, world, [SftOptions(**wanted | sizes | changes, keep=10)]) == [jobs.ENDED]
 
 
 def _trainer(rank: int, world: int, folder: Path, resume: bool) -> list[float]:

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
-from tests.support import ranks
+from tests.support import jobs
+from tests.support.jobs import ENDED, STOPPED
 from tests.support.sft_case import case, write_case
-from tests.train.test_resume import train
 
 STEPS, STOP = 6, 2
 CAP = 128
@@ -29,57 +28,30 @@ def options(folder: Path, out: Path, **changes: object) -> SftOptions:
     return case(folder, **wanted | changes)
 
 
-def losses(out: Path) -> list[float]:
-    lines = read_metrics(out / "metrics.jsonl")
+def losses(out: str) -> list[float]:
+    lines = jobs.lines(out)
     return [line["loss"] for line in lines] + [lines[-1]["eval_loss"]]
 
 
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> list[float]:
-    """Losses of one rank with room for whole samples."""
-    assert ranks.run(train, 1, options(folder, folder / "whole", samples_per_rank=4), None) == ["ended"]
-    return losses(folder / "whole")
+def test_as_without_splitting_and_stopped_in_the_middle(folder: Path, tmp_path: Path) -> None:
+    """Samples have up to twice the cap. Stopped on two ranks, goes on on four; against one rank with room for whole
+    samples.
+    """
+    alone = options(folder, tmp_path / "whole", samples_per_rank=4)
+    assert jobs.run(1, alone) == [ENDED]
+    how = {"token_cap": CAP, "split_sequences": True, "resume": "auto"}
+    split = [options(folder, tmp_path / balance, balance=balance, **how) for balance in ("mini", "queue")]
+    assert jobs.run(2, *split, stop_after=STOP) == [STOPPED] * 2
+    assert jobs.run(4, *(replace(each, samples_per_rank=1) for each in split)) == [ENDED] * 2
+    for each in split:
+        # fp32 sums in another order, through six steps of AdamW.
+        torch.testing.assert_close(losses(each.out), losses(alone.out), rtol=1e-4, atol=0)
 
 
-@pytest.mark.parametrize("balance", ["mini", "queue"])
-def test_as_without_splitting_and_stopped_in_the_middle(
-    folder: Path, tmp_path: Path, whole: list[float], balance: str
-) -> None:
-    """Samples have up to twice the cap."""
-    split = options(folder, tmp_path / "split", token_cap=CAP, split_sequences=True, balance=balance, resume="auto")
-    assert set(ranks.run(train, 2, replace(split, samples_per_rank=2), STOP)) == {"stopped by SIGTERM"}
-    assert ranks.run(train, 4, replace(split, samples_per_rank=1), None) == ["ended"] * 4
-    # fp32 sums in another order, through six steps of AdamW.
-    torch.testing.assert_close(losses(tmp_path / "split"), whole, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"balance": "micro"}, "--split-sequences goes with --balance mini or queue; it is micro"),
-        ({"split_sequences": False, "split_tokens": 9}, "--split-tokens is 9: give --split-sequences too"),
-        ({"split_tokens": -1}, "--split-tokens is -1; it must be at least 0"),
-    ],
-)
-def test_contradictions(folder: Path, changes: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        options(folder, folder, **{"split_sequences": True} | changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"token_cap": 40}, "DataError.*more than the cap of 80; raise --token-cap"),
-        (
-            {"token_cap": 128, "split_tokens": 5},
-            r"sample \d+ has .* over the token_cap of 128, and others may read 5 tokens .*pieces need",
-        ),
-    ],
-)
-def test_what_does_not_fit(folder: Path, tmp_path: Path, changes: dict, words: str) -> None:
-    wanted = options(folder, tmp_path / "out", split_sequences=True, **changes)
-    with ranks.start(train, 2, wanted, None) as job:
-        outcomes = job.join()
-    for outcome in outcomes:
-        assert outcome.error is not None
-        assert re.search(words, outcome.error), outcome.error
+def test_what_does_not_fit(folder: Path, tmp_path: Path) -> None:
+    changes = ({"token_cap": 40}, {"token_cap": 128, "split_tokens": 5})
+    wanted = [options(folder, tmp_path / f"{n}", split_sequences=True, **each) for n, each in enumerate(changes)]
+    too_long, too_few = jobs.run(2, *wanted)
+    assert re.match("DataError.*more than the cap of 80; raise --token-cap", too_long)
+    said = r"ValueError: sample \d+ has .* over the token_cap of 128, and others may read 5 tokens .*pieces need"
+    assert re.match(said, too_few)
