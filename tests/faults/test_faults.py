@@ -25,7 +25,14 @@ def _raise(text: str) -> None:
     raise ValueError(text)
 
 
-def _failing(rank: int, world: int, where: str) -> tuple[str, int, dict[str, torch.Tensor]]:
+WHERE = ("forward", "backward", "loss", "forward, caught", "backward, caught")
+
+
+def _failing(rank: int, world: int) -> list[tuple[str, int, dict[str, torch.Tensor]]]:
+    return [_failing_at(rank, where) for where in WHERE]
+
+
+def _failing_at(rank: int, where: str) -> tuple[str, int, dict[str, torch.Tensor]]:
     from odc_triton import MinibatchFailed, full_parameters, fully_shard, minibatch
 
     model = fully_shard(build())
@@ -67,21 +74,21 @@ def _failing(rank: int, world: int, where: str) -> tuple[str, int, dict[str, tor
     return text, gradients, dict(full_parameters(model))
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "loss", "forward, caught", "backward, caught"])
-def test_microbatch_raised(where: str) -> None:
+def test_microbatch_raised() -> None:
     want = build()
     optimizer = torch.optim.AdamW(want.parameters(), lr=0.1)
     for seed in range(2):
         want(batch(seed)).sum().backward()
     optimizer.step()
-    for text, gradients, weights in ranks.run(_failing, 2, where):
-        assert "minibatch 0 failed" in text
-        assert ("a backward began and did not end" if where == "backward, caught" else "no luck") in text
-        assert "rank 1: " in text
-        assert "rank 0: " not in text
-        assert gradients == 0
-        for name, value in want.named_parameters():
-            torch.testing.assert_close(weights[name], value.detach())
+    for of_rank in ranks.run(_failing, 2):
+        for where, (text, gradients, weights) in zip(WHERE, of_rank, strict=True):
+            assert "minibatch 0 failed" in text
+            assert ("a backward began and did not end" if where == "backward, caught" else "no luck") in text, where
+            assert "rank 1: " in text
+            assert "rank 0: " not in text
+            assert gradients == 0, where
+            for name, value in want.named_parameters():
+                torch.testing.assert_close(weights[name], value.detach())
 
 
 def _interrupted(rank: int, world: int) -> list[str]:
@@ -179,9 +186,8 @@ def test_never_arrives(where: str) -> None:
             assert waited_s >= SHORT_S
 
 
-@pytest.mark.parametrize("where", ["enter", slow("evaluation")])
-def test_late_but_live(where: str) -> None:
-    first, second = ranks.run(_late, 2, where, LONG_S, SHORT_S)
+def test_late_but_live() -> None:
+    first, second = ranks.run(_late, 2, "enter", LONG_S, SHORT_S)
     assert first[0] == second[0] == "no error", first[2] + second[2]
     assert any("for rank 1 at" in line and "deadline is 300 s" in line for line in first[4]), first[4]
     assert second[4] == []
@@ -328,8 +334,6 @@ def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: s
         ("use_odc", 0, "at the first meeting"),
         ("fully_shard", 2, "at the heap"),
         slow("use_odc", 0, "at the heap"),
-        slow("fully_shard", 0, "at the first meeting"),
-        slow("use_odc", 2, "before"),
     ],
 )
 def test_killed_at_the_start(call: str, victim: int, where: str) -> None:
@@ -382,8 +386,10 @@ def assert_nothing_left(folder: Path, before: set[str], job: ranks.Job) -> None:
     leftovers.assert_none_since(before)
 
 
-@pytest.mark.parametrize("store_in_rank_0", [False, True])
-@pytest.mark.parametrize("where", ["forward", "backward", "lock", "step"])
+@pytest.mark.parametrize(
+    ("where", "store_in_rank_0"),
+    [("forward", False), ("backward", True), ("lock", False), ("step", True)],
+)
 def test_killed(where: str, store_in_rank_0: bool, tmp_path: Path) -> None:
     """With the store in rank 0, rank 0 is the one that dies: naming it must not need the store."""
     victim = 0 if store_in_rank_0 else 1

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -20,6 +22,7 @@ import torch
 from odc_triton.base.config_file import write_config
 from odc_triton.checkpoint.steps import verify
 from odc_triton.comm.launch import Interrupted
+from odc_triton.train import outcome
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
 from tests.faults import campaign
@@ -47,8 +50,6 @@ def whole(folder: Path) -> tuple[SftOptions, list[float]]:
 @pytest.mark.parametrize(
     ("world", "told", "fault"),
     [
-        slow(3, False, Fault(rank=1, phase="lock", minibatch=4, moment=5)),
-        slow(2, True, Fault(rank=0, phase="forward", minibatch=4, moment=7)),
         (2, True, Fault(rank=0, phase="save", moment=9)),
         slow(2, False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
         slow(2, False, Fault(rank=1, phase="load", moment=4)),
@@ -70,20 +71,52 @@ def test_fixed_faults(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_campaign(tmp_path: Path) -> None:
-    results = campaign.run(20, 0, tmp_path)
-    assert len(results) == 20
-    assert sum(result.struck for result in results) >= 12, "most trials must meet their fault"
+    results = campaign.run(12, 0, tmp_path)
+    assert len(results) == 12
+    assert sum(result.struck for result in results) >= 7, "most trials must meet their fault"
 
 
 # ---------------------------------------------------------------------- a microbatch raises, a number is not finite
 
 
-def _poisoned(
-    rank: int, world: int, wanted: SftOptions, poison: str, steps: tuple[int, ...] = (2,), told: int | None = None
-) -> tuple[str, list[dict], bool]:
-    """Rank 1's third minibatch goes wrong, or those numbered `steps`; returns the error, the metrics, and whether the
-    third step changed weights. `told`: the rank that is told to stop, in the last of those steps.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Poisoned:
+    """A run of five steps with a checkpoint of each, of which three are kept, and what must come of it."""
+
+    poison: str = "nan"
+    steps: tuple[int, ...] = (2,)  # whose minibatches go wrong, on rank 1
+    told: int | None = None  # the rank that is told to stop, in the last of these steps
+    changes: dict[str, int] = field(default_factory=dict)
+    saved: list[int]
+    error: str = "ended"
+
+
+POISONED = {
+    "one": Poisoned(saved=[2, 4, 5]),  # the third is not saved
+    "the last": Poisoned(steps=(3, 4), saved=[1, 2, 3, 5]),  # it was skipped: it replaces no older one
+    "rank 0 told to stop": Poisoned(told=0, saved=[1, 2, 3], error="Interrupted"),
+    "rank 1 told to stop": Poisoned(told=1, saved=[1, 2, 3], error="Interrupted"),
+    "all": Poisoned(steps=(0, 1, 2, 3, 4), saved=[], error="TooManySkipped: no model is written: 5 of 5 steps"),
+    "too many": Poisoned(
+        changes={"max_skipped": 0},
+        saved=[1, 2],
+        error="TooManySkipped: step 3: the loss is nan .* more than --max-skipped 0",
+    ),
+    # What was still being written is completed, as all ranks know of the error.
+    "out of memory": Poisoned(
+        poison="out of memory",
+        saved=[1, 2],
+        error="MinibatchFailed: minibatch 2 failed.*rank 1: OutOfMemoryError: no memory for 3 GiB",
+    ),
+}
+
+
+def _poisoned(rank: int, world: int, folder: Path) -> dict[str, tuple[str, list[dict], bool]]:
+    """Of each run the error, the metrics, and whether the third step changed weights."""
+    return {name: _one_poisoned(rank, folder, name, each) for name, each in POISONED.items()}
+
+
+def _one_poisoned(rank: int, folder: Path, name: str, given: Poisoned) -> tuple[str, list[dict], bool]:
     from odc_triton import full_parameters
     from odc_triton.train import sft
     from odc_triton.train.sft_run import SftRun
@@ -91,87 +124,56 @@ def _poisoned(
     seen: list[dict] = []
     weights: list[torch.Tensor] = []
 
-    def go_wrong(module: torch.nn.Module, given: tuple, output: torch.Tensor) -> torch.Tensor:
-        if poison == "out of memory":
+    def go_wrong(module: torch.nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+        if given.poison == "out of memory":
             raise torch.OutOfMemoryError("no memory for 3 GiB")
         return output * float("nan")
 
-    class Poisoned(SftRun):
-        def train_step(self, **given: object) -> dict:
+    class PoisonedRun(SftRun):
+        def train_step(self) -> dict:
             weights.append(torch.cat([value.flatten() for _, value in full_parameters(self.model)]))
             handle = None
-            if rank == 1 and self.state.step in steps:
+            if rank == 1 and self.state.step in given.steps:
                 handle = self.model.model.layers[1].mlp.register_forward_hook(go_wrong)
-            if rank == told and self.state.step == steps[-1]:
+            if rank == given.told and self.state.step == given.steps[-1]:
                 os.kill(os.getpid(), signal.SIGTERM)
             try:
-                seen.append(super().train_step(**given))
+                seen.append(super().train_step())
             finally:
                 if handle is not None:
                     handle.remove()
             return seen[-1]
 
-    sft.SftRun = Poisoned
-    try:
-        sft.train_sft(wanted)
-        error = "none"
-    except (RuntimeError, Interrupted) as raised:
-        error = f"{type(raised).__name__}: {raised}"
-    changed = len(weights) > 3 and not torch.equal(weights[2], weights[3])
-    return error, seen, changed
+    usual = {"steps": 5, "samples_per_rank": 2, "checkpoint_every": 1, "keep": 3, "max_skipped": 9}
+    wanted = case(folder, out=str(folder / name), **usual | given.changes)
+    with mock.patch.object(sft, "SftRun", PoisonedRun), mock.patch.object(outcome, "can_draw", return_value=False):
+        try:
+            sft.train_sft(wanted)
+            error = "ended"
+        except (RuntimeError, Interrupted) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    return error, seen, len(weights) > 3 and not torch.equal(weights[2], weights[3])
 
 
-def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(tmp_path: Path) -> None:
-    wanted = case(write_case(tmp_path), steps=5, samples_per_rank=2)
-    for error, seen, changed in ranks.run(_poisoned, 2, wanted, "nan"):
-        assert error == "none"
-        assert not changed
+def test_steps_that_are_not_finite_and_a_microbatch_that_raises(tmp_path: Path) -> None:
+    write_case(tmp_path)
+    for found in ranks.run(_poisoned, 2, tmp_path):
+        for name, (error, seen, changed) in found.items():
+            assert re.match(POISONED[name].error, error, re.DOTALL), f"{name}: {error}"
+            assert not changed or 2 not in POISONED[name].steps, name
+            assert len(seen) == {"too many": 2, "out of memory": 2}.get(name, len(seen)), name
+        seen = found["one"][1]
         assert math.isnan(seen[2]["loss"])
         assert all(math.isfinite(line["loss"]) for line in seen[:2] + seen[3:])
         assert [line["skipped"] for line in seen] == [0, 0, 1, 1, 1]
-    assert read_metrics(tmp_path / "out" / "metrics.jsonl")[2]["loss"] is None
-    assert "1 steps were skipped" in (tmp_path / "out" / "report.html").read_text()
-
-
-def test_too_many_skipped_steps(tmp_path: Path) -> None:
-    wanted = case(write_case(tmp_path), steps=5, samples_per_rank=2, max_skipped=0)
-    for error, seen, _ in ranks.run(_poisoned, 2, wanted, "nan"):
-        assert error.startswith("TooManySkipped: step 3: the loss is nan")
-        assert "--max-skipped 0" in error
-        assert len(seen) == 2
-
-
-@pytest.mark.parametrize(
-    ("steps", "told", "max_skipped", "saved", "error"),
-    [
-        ((2,), None, 5, [2, 4, 5], "none"),  # of every step, the third is not saved; "keep" is 3
-        ((3, 4), None, 5, [1, 2, 3, 5], "none"),  # the last was skipped: it replaces no older one
-        slow((2,), 0, 5, [1, 2, 3], "Interrupted"),
-        slow((2,), 1, 5, [1, 2, 3], "Interrupted"),
-        ((0, 1, 2, 3, 4), None, 9, [], "TooManySkipped: no model is written: 5 of 5 steps"),
-    ],
-    ids=["one", "the last", "rank 0 told to stop", "rank 1 told to stop", "all"],
-)
-def test_what_is_saved_after_a_skipped_step(
-    tmp_path: Path, steps: tuple[int, ...], told: int | None, max_skipped: int, saved: list[int], error: str
-) -> None:
-    given = {"steps": 5, "samples_per_rank": 2, "checkpoint_every": 1, "keep": 3, "max_skipped": max_skipped}
-    wanted = case(write_case(tmp_path), **given)
-    for found, *_ in ranks.run(_poisoned, 2, wanted, "nan", steps, told):
-        assert found.startswith(error)
-    kept = sorted(path.name for path in (tmp_path / "out" / "checkpoints").glob("step-*"))
-    assert kept == [f"step-{step:08d}" for step in saved]
-    assert (tmp_path / "out" / "model").exists() == (error == "none")
-
-
-def test_a_microbatch_out_of_memory_ends_all_ranks(tmp_path: Path) -> None:
-    wanted = case(write_case(tmp_path), steps=5, samples_per_rank=2, checkpoint_every=2)
-    for error, seen, _ in ranks.run(_poisoned, 2, wanted, "out of memory"):
-        assert error.startswith("MinibatchFailed: minibatch 2 failed")
-        assert "rank 1: OutOfMemoryError: no memory for 3 GiB" in error
-        assert len(seen) == 2
-    # What was still being written is completed, as all ranks know of the error.
-    verify(tmp_path / "out" / "checkpoints" / "step-00000002")
+    for name, given in POISONED.items():
+        kept = sorted((tmp_path / name / "checkpoints").glob("step-*"))
+        assert [path.name for path in kept] == [f"step-{step:08d}" for step in given.saved], name
+        assert (tmp_path / name / "model").exists() == (given.error == "ended"), name
+        for path in kept:
+            verify(path)
+    assert read_metrics(tmp_path / "one" / "metrics.jsonl")[2]["loss"] is None
+    assert "1 steps were skipped" in (tmp_path / "one" / "report.html").read_text()
 
 
 # ---------------------------------------------------------------------- one rank's own trouble
@@ -299,12 +301,9 @@ def _has_come_to(moment: str, process: subprocess.Popen, out: Path) -> bool:
 
 _AT_FIRST = [
     ("importing", signal.SIGINT),
-    *(
-        slow(moment, number)
-        for moment in ("importing", "checking", "starting ranks", "preparing")
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-        if (moment, number) != ("importing", signal.SIGINT)
-    ),
+    slow("checking", signal.SIGTERM),
+    slow("starting ranks", signal.SIGKILL),
+    slow("preparing", signal.SIGINT),
 ]
 
 

@@ -6,17 +6,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from odc_triton.rl.generation import GenerationFailed, Request, Sampled, SamplingOptions
-from odc_triton.rl.http import Server
+from odc_triton.rl.vllm_sampling import sampled
 from odc_triton.rl.vllm_server import VllmServer
 from tests.support import ranks
 from tests.support.models import CASES, build, microbatches
-from tests.support.vllm_stand_in import FOLDER, vllm_serve
+from tests.support.vllm_stand_in import FOLDER, Serving, stand_in, vllm_serve
 
 OPTIONS = SamplingOptions(temperature=0.7, max_new_tokens=6, end_tokens=(2, 5, 11))
 REQUESTS = [Request(ids=[3, 9, 14], seeds=[2**63 - 1, 7, 8]), Request(ids=[30], seeds=[]), Request(ids=[4], seeds=[7])]
@@ -31,38 +30,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def serving(folder: Path) -> Iterator[SimpleNamespace]:
-    with vllm_serve(folder) as server:
-        yield server
+def server(folder: Path) -> Iterator[Serving]:
+    with vllm_serve(folder) as serving:
+        yield serving
 
 
 @pytest.fixture
-def with_faults(serving: SimpleNamespace) -> Iterator[Callable[..., str]]:
+def with_faults(server: Serving) -> Iterator[Callable[..., str]]:
     """Sets what the server does wrong, for one test, and returns its address."""
-    server = Server(serving.address)
 
     def set_faults(**faults: object) -> str:
-        server.post("/faults", faults, timeout_s=10)
-        return serving.address
+        server.faults = faults
+        return server.address
 
     yield set_faults
-    usual = {
-        "slow_s": 0,
-        "fast_seed": None,
-        "refuse": "",
-        "choices": 1,
-        "choice": {},
-        "body": "",
-        "breaks_off": False,
-        "missing_bytes": 0,
-    }
-    server.post("/faults", {**usual, "mode": "processed_logprobs", "transfer": {"backend": "nccl"}}, timeout_s=10)
+    server.faults = {}
 
 
-def assert_policys(model: torch.nn.Module, requests: list[Request], sampled: list[list[Sampled]]) -> None:
+def assert_policys(model: torch.nn.Module, requests: list[Request], made: list[list[Sampled]]) -> None:
     """Each completion has the log-probabilities of the policy as it is, and ends as it was asked to."""
-    assert [len(each) for each in sampled] == [len(each.seeds) for each in requests]
-    for request, completions in zip(requests, sampled, strict=True):
+    assert [len(each) for each in made] == [len(each.seeds) for each in requests]
+    for request, completions in zip(requests, made, strict=True):
         for one in completions:
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([request.ids + one.ids]), use_cache=False).logits[0]
@@ -87,9 +75,9 @@ def _rolls_out(rank: int, world: int, address: str) -> list:
             CASES["qwen2"].loss(model, microbatches("qwen2", [9], seed=step)[0]).backward()
         optimizer.step()
         engine.sync(model)
-        sampled = engine.generate(REQUESTS[rank:], OPTIONS)
-        assert_policys(model, REQUESTS[rank:], sampled)
-        rollouts.append([[one.ids for one in each] for each in sampled])
+        made = engine.generate(REQUESTS[rank:], OPTIONS)
+        assert_policys(model, REQUESTS[rank:], made)
+        rollouts.append([[one.ids for one in each] for each in made])
     engine.close()
     return rollouts
 
@@ -97,41 +85,29 @@ def _rolls_out(rank: int, world: int, address: str) -> list:
 def test_ranks_sample_from_the_servers_copy_of_their_policy(folder: Path) -> None:
     with vllm_serve(folder) as serving:
         first, second = ranks.run(_rolls_out, 2, serving.address)
-        recorded = Server(serving.address).get("/recorded", timeout_s=10)
     for mine, theirs in zip(first, second, strict=True):
         assert mine[1:] == theirs  # a seed makes the completion, not who asks
     assert first[0] != first[1]
     names = [name for name, _ in build("qwen2").named_parameters()]
-    assert sorted(recorded["received"]) == sorted(names)
+    assert sorted(serving.received) == sorted(names)
     update = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
-    control = [path for path in recorded["asked"] if not path.startswith(("/v1/", "/recorded"))]
+    control = [path for path in serving.asked if not path.startswith("/v1/")]
     assert control == ["/get_world_size", "/init_weight_transfer_engine", *update, *update]
-    asked = recorded["completions"][0]
+    asked = serving.completions[0]
     # What could cut the distribution is off, whatever the model's own generation config says.
     assert (asked["top_p"], asked["top_k"], asked["min_p"], asked["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
     assert asked["stop_token_ids"] == [2, 5, 11]
-    assert {each["seed"] for each in recorded["completions"]} == {2**63 - 1, 7, 8}
+    assert {each["seed"] for each in serving.completions} == {2**63 - 1, 7, 8}
 
 
 @pytest.mark.parametrize(
     ("faults", "words"),
     [
-        ({"choices": 2}, "returned 2 completions instead of 1"),
         ({"choices": 0}, "returned 0 completions instead of 1"),
         ({"body": "<html>busy</html>"}, "what is not JSON: '<html>busy</html>'"),
         ({"body": "[1]"}, r"what vLLM does not: '\[1\]'"),
         ({"choice": {"token_ids": None}}, "what vLLM does not"),
-        ({"choice": {"token_ids": []}}, r"vLLM returned the tokens \[\]"),
-        ({"choice": {"token_ids": [3, "x"]}}, r"vLLM returned the tokens \[3, 'x'\]"),
-        ({"choice": {"token_ids": [3] * 7}}, "7 tokens, more than 6"),
-        ({"choice": {"logprobs": {"token_logprobs": [-1.0] * 9}}}, "9 log-probabilities of"),
-        ({"choice": {"token_ids": [3], "logprobs": {"token_logprobs": [0.5]}}}, "one is 0.5"),
-        ({"choice": {"token_ids": [5, 3], "logprobs": {"token_logprobs": [-1, -1]}}}, "tokens after an end token"),
         ({"choice": {"finish_reason": "abort"}}, "ended by 'abort'"),
-        (
-            {"choice": {"token_ids": [3], "logprobs": {"token_logprobs": [-1]}, "finish_reason": "stop"}},
-            r"stopped at token 3, which is not one of \[2, 5, 11\]",
-        ),
         ({"breaks_off": True}, "is not there for POST /v1/completions"),
         ({"missing_bytes": 5}, "is not there for POST /v1/completions"),
         ({"slow_s": 30}, "did not answer POST /v1/completions within 0.3 s"),
@@ -147,9 +123,25 @@ def test_faults_of_completions(with_faults: Callable[..., str], faults: dict, wo
     assert time.monotonic() - begin_s < 20
 
 
-def test_an_unknown_log_probability_is_nan(with_faults: Callable[..., str]) -> None:
-    address = with_faults(choice={"token_ids": [3, 5], "logprobs": {"token_logprobs": [None, -1]}})
-    ((one,),) = VllmServer(address, rank=0).generate([Request(ids=[3], seeds=[1])], OPTIONS)
+@pytest.mark.parametrize(
+    ("ids", "logps", "reason", "words"),
+    [
+        ([], [], "length", r"the tokens \[\]"),
+        ([3, "x"], [-1.0, -1.0], "length", r"the tokens \[3, 'x'\]"),
+        ([3] * 7, [-1.0] * 7, "length", "7 tokens, more than 6"),
+        ([3], [-1.0] * 9, "length", "9 log-probabilities of 1 tokens"),
+        ([3], [0.5], "length", "one is 0.5"),
+        ([5, 3], [-1, -1], "length", "tokens after an end token"),
+        ([3], [-1], "stop", r"stopped at token 3, which is not one of \[2, 5, 11\]"),
+    ],
+)
+def test_what_vllm_can_not_have_sampled(ids: list, logps: list, reason: str, words: str) -> None:
+    with pytest.raises(GenerationFailed, match=f"vLLM returned .*{words}"):
+        sampled(ids, logps, reason, OPTIONS)
+
+
+def test_an_unknown_log_probability_is_nan() -> None:
+    one = sampled([3, 5], [None, -1], "stop", OPTIONS)
     assert one.logps[0] != one.logps[0]
     assert one.logps[1] == -1
     assert one.ended
@@ -160,7 +152,7 @@ def test_a_server_that_is_gone(folder: Path) -> None:
         engine = VllmServer(serving.address, rank=0)
         engine.check()
         assert len(engine.generate(REQUESTS, OPTIONS)[0]) == 3
-        serving.kill()
+        serving.stop()
         with pytest.raises(GenerationFailed, match=f"{serving.address} is not there for POST /v1/completions"):
             engine.generate(REQUESTS, OPTIONS)
         with pytest.raises(GenerationFailed, match="is not there for GET /health"):
@@ -210,7 +202,7 @@ def _does_not_send(rank: int, world: int, address: str, timeout_s: float) -> str
 )
 def test_weights_that_do_not_arrive(folder: Path, faults: dict, words: str) -> None:
     with vllm_serve(folder) as serving:
-        Server(serving.address).post("/faults", faults, timeout_s=10)
+        serving.faults = faults
         first, second = ranks.run(_does_not_send, 2, serving.address, 1.0 if "slow_update_s" in faults else 60.0)
     assert first.startswith(("Refused: ", "GenerationFailed: "))
     assert words in first
@@ -224,21 +216,19 @@ def test_addresses(address: str) -> None:
         VllmServer(address, rank=0)
 
 
-@pytest.fixture
-def _vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.syspath_prepend(FOLDER)
-    yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
-        del sys.modules[name]
-
-
-@pytest.mark.usefixtures("_vllm")
 def test_colocate(folder: Path) -> None:
-    from odc_triton import fully_shard, minibatch
-    from odc_triton.rl.vllm_colocate import VllmColocate
+    from odc_triton import fully_shard
 
     model = fully_shard(build("qwen2"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stand_in():
+        _samples_the_policy(folder, model, optimizer)
+
+
+def _samples_the_policy(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    from odc_triton import minibatch
+    from odc_triton.rl.vllm_colocate import VllmColocate
+
     engine = VllmColocate(folder, rank=3, max_tokens=64)
     wanted = {"seed": 3, "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
     assert engine._llm.options.items() >= wanted.items()
