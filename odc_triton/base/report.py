@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .trace import UNRECORDED, Tracks, headline, longest_s, meetings, segments, shares, whole, window_s, write_file
+from .events import Event
+from .files import write_file
+from .trace import UNRECORDED, Segment, Tracks, headline, longest_s, meetings, segments, shares, whole, window_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,19 +41,18 @@ COLOURS = {
     "scoring": ("#8E7CC3", "rewards"),
     "rollout": ("#D9D2E9", "sampling completions"),
 }
-INK, FAINT, ALARM = "#1A1A1A", "#6B6B6B", "#C23000"
+INK, FAINT = "#1A1A1A", "#6B6B6B"
 # Okabe and Ito's colours without black and yellow.
 CURVES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 TITLE = "What every rank does over time: red is waiting"
 
-# The picture has twice as many pixels as it is shown with.
-_DPI, _WIDTH = 200, 2400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 150, 420, 190, 110
-_HEADING, _RAIL, _BETWEEN = 52, 16, 34
+# The pictures have twice as many pixels as they are shown with. Beside the axes are names of ranks and numbers.
+_DPI, _WIDTH, _LEFT, _COLUMNS = 200, 2400, 150, 1830
+_ABOVE, _BELOW, _BETWEEN = 242, 140, 110
 
 
 def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
-    """All tracks on one axis of seconds, each from its own zero, 1200 logical pixels wide.
+    """All tracks over one axis of seconds, each from its own zero, 1200 logical pixels wide.
 
     Variants are stacked, ranks are rows. A mark under the rows is a meeting of all ranks (`trace.meetings`),
     a line through the rows is one that belongs to the whole minibatch. Total time, idle share
@@ -64,39 +65,43 @@ def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
     ranks = {name: segments(events) for name, events in tracks.items()}
     # 5 variants of 2 ranks and of 64 both fit a page or two.
     bar = min(52, max(6, 1600 // sum(map(len, ranks.values()))))
-    pitch = bar + (4 if bar > 12 else 0)
-    columns = _WIDTH - _LEFT - _RIGHT
-    height = sum(_HEADING + len(rows) * pitch + _RAIL + _BETWEEN for rows in ranks.values())
-    figure, axes = _canvas(_TOP + height + _BOTTOM, height)
-    pixels = np.full((height, columns, 3), 255, dtype=np.uint8)
-    seen = set()
-    top = _HEADING
+    total = _ABOVE + sum(len(rows) * bar + _BETWEEN for rows in ranks.values()) - _BETWEEN + _BELOW
+    figure, top = _figure(total), _ABOVE
     for name, events in tracks.items():
-        edges_s = window_s(events)[0] + np.linspace(0.0, axis_s, columns + 1)
-        bottom = top + len(ranks[name]) * pitch
-        _write(axes, 0, top - 22, name, size=10.5, weight="bold")
-        for row, (rank, flat) in enumerate(ranks[name].items()):
-            part = shares(flat, edges_s)
-            seen.update(state for state, share in part.items() if share.any())
-            y = top + row * pitch
-            _paint(pixels[y : y + bar], part)
-            if len(ranks[name]) <= 8 or row in (0, len(ranks[name]) - 1):
-                _write(axes, -14, y + bar / 2, f"rank {rank}", colour=FAINT, align="right")
-        for meeting in meetings(events):
-            x = min(int((meeting.at_s - edges_s[0]) / axis_s * columns), columns - 2)
-            line_top = bottom if meeting.microbatch >= 0 else top - 6
-            pixels[line_top : bottom + _RAIL, x : x + 2] = _rgb(INK)
-        total, idle, met = headline(events)
-        middle = (top + bottom) / 2
-        _write(axes, columns + 24, middle - 34, total, size=12, weight="bold")
-        _write(axes, columns + 24, middle + 4, idle, size=10.5, colour=ALARM)
-        _write(axes, columns + 24, middle + 38, met, colour=FAINT)
-        top = bottom + _RAIL + _BETWEEN + _HEADING
-    axes.imshow(pixels, extent=(0, columns, height, 0), aspect="auto", interpolation="nearest")
-    _time_axis(axes, axis_s / columns, "its start" if len(tracks) == 1 else "each variant's own start")
-    _write(axes, 30 - _LEFT, 50 - _TOP, title, size=14, weight="bold")
-    _legend(figure, [state for state in COLOURS if state in seen], y=1 - 84 / (_TOP + height + _BOTTOM))
+        axes = _axes(figure, total, top, len(ranks[name]) * bar)
+        _draw_track(axes, events, ranks[name], axis_s, bar)
+        axes.set_title(name, loc="left", fontsize=10.5, weight="bold", color=INK, parse_math=False)
+        top += len(ranks[name]) * bar + _BETWEEN
+    for each in figure.axes[:-1]:
+        each.tick_params(labelbottom=False)
+    start = "its start" if len(tracks) == 1 else "each variant's own start"
+    figure.axes[-1].set_xlabel(f"seconds from {start}", fontsize=9, color=FAINT)
+    style = {"fontsize": 14, "fontweight": "bold", "color": INK, "va": "center", "parse_math": False}
+    figure.text(30 / _WIDTH, 1 - 50 / total, title, **style)
+    states = {segment.state for rows in ranks.values() for flat in rows.values() for segment in flat}
+    _legend(figure, [state for state in COLOURS if state in states], y=1 - 84 / total)
     return figure
+
+
+def _draw_track(
+    axes: Axes, events: Sequence[Event], rows: Mapping[int, list[Segment]], axis_s: float, bar: int
+) -> None:
+    """One variant's ranks, `bar` pixels each, from its first start on."""
+    start_s = window_s(events)[0]
+    edges_s = start_s + np.linspace(0.0, axis_s, _COLUMNS + 1)
+    pixels = np.full((len(rows) * bar, _COLUMNS, 3), 255, dtype=np.uint8)
+    for row, flat in enumerate(rows.values()):
+        _paint(pixels[row * bar : (row + 1) * bar - (4 if bar > 12 else 0)], shares(flat, edges_s))
+    axes.imshow(pixels, extent=(0, axis_s, len(rows), 0), aspect="auto", interpolation="nearest")
+    found = meetings(events)
+    axes.plot([each.at_s - start_s for each in found], [len(rows)] * len(found), "|", color=INK, clip_on=False)
+    axes.vlines([each.at_s - start_s for each in found if each.microbatch < 0], 0, len(rows), colors=INK, linewidth=1)
+    named = [row for row in range(len(rows)) if len(rows) <= 8 or row in (0, len(rows) - 1)]
+    axes.set_yticks([row + 0.5 for row in named], [f"rank {[*rows][row]}" for row in named])
+    axes.tick_params(colors=FAINT, labelsize=9, left=False)
+    axes.spines[["left", "top", "right"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.text(1.012, 0.5, "\n".join(headline(events)), transform=axes.transAxes, va="center", fontsize=10, color=INK)
 
 
 def save_timeline(tracks: Tracks, path: str | Path, *, title: str = TITLE) -> None:
@@ -119,34 +124,19 @@ def require_matplotlib() -> Any:
         import matplotlib.figure
         import matplotlib.lines
         import matplotlib.patches
-        import matplotlib.ticker
     except ImportError as error:
         raise ImportError('drawing needs matplotlib; run: pip install "odc-triton[plot]"') from error
     return matplotlib
 
 
-def _canvas(total: int, height: int) -> tuple[Figure, Axes]:
-    """A figure `total` pixels high, and in it, under the title, axes whose units are pixels, y downwards."""
-    figure = require_matplotlib().figure.Figure(figsize=(_WIDTH / _DPI, total / _DPI), dpi=_DPI, facecolor="white")
-    columns = _WIDTH - _LEFT - _RIGHT
-    axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / total, columns / _WIDTH, height / total))
-    return figure, axes
+def _figure(total: int) -> Figure:
+    """An empty picture, `total` pixels high."""
+    size = (_WIDTH / _DPI, total / _DPI)
+    return require_matplotlib().figure.Figure(figsize=size, dpi=_DPI, facecolor="white")
 
 
-def _write(
-    axes: Axes,
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: float = 9,
-    weight: str = "normal",
-    colour: str = INK,
-    align: str = "left",
-) -> None:
-    # A `$` in a variant's name is a dollar sign, not a formula.
-    style = {"fontsize": size, "fontweight": weight, "color": colour, "ha": align, "va": "center"}
-    axes.text(x, y, text, clip_on=False, parse_math=False, **style)
+def _axes(figure: Figure, total: int, top: int, height: int) -> Axes:
+    return figure.add_axes((_LEFT / _WIDTH, 1 - (top + height) / total, _COLUMNS / _WIDTH, height / total))
 
 
 def _paint(bar: np.ndarray, part: Mapping[str, np.ndarray]) -> None:
@@ -160,20 +150,6 @@ def _paint(bar: np.ndarray, part: Mapping[str, np.ndarray]) -> None:
 
 def _rgb(colour: str) -> tuple[int, ...]:
     return tuple(bytes.fromhex(colour[1:]))
-
-
-def _time_axis(axes: Axes, seconds_per_pixel: float, start: str) -> None:
-    columns, height = axes.get_xlim()[1], axes.get_ylim()[0]
-    locator = require_matplotlib().ticker.MaxNLocator(nbins=9, steps=(1, 2, 5, 10))
-    end_s = columns * seconds_per_pixel
-    ticks_s = [tick_s for tick_s in locator.tick_values(0, end_s) if 0 <= tick_s <= end_s]
-    axes.set_xticks([tick_s / seconds_per_pixel for tick_s in ticks_s], [f"{tick_s:.6g}" for tick_s in ticks_s])
-    axes.set_yticks([])
-    axes.tick_params(colors=FAINT, labelsize=9)
-    _write(axes, columns / 2, height + 82, f"seconds from {start}", colour=FAINT, align="center")
-    for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color(FAINT)
 
 
 def _legend(figure: Figure, states: list[str], *, y: float) -> None:
@@ -222,7 +198,8 @@ class Texts:
 
 def curve_figure(curves: Curves) -> Figure:
     """All curves on one pair of axes; earlier curves are wider, so that equal ones all show."""
-    figure, axes = _canvas(total=760, height=560)
+    figure = _figure(total=760)
+    axes = _axes(figure, 760, top=90, height=560)
     for index, (name, values) in enumerate(curves.values.items()):
         width = 1.2 + 1.3 * (len(curves.values) - 1 - index)
         label = f"\u200b{name}"  # matplotlib hides labels that begin with an underscore
@@ -341,7 +318,8 @@ def save_html(
     body = [f"<h1>{escape(title)}</h1>"]
     body += [f"<p>{escape(' '.join(part.split()))}</p>" for part in summary.split("\n\n") if part.strip()]
     if rows:
-        body.append(_html_table(rows, columns))
+        cells, numeric = _cells(rows, columns)
+        body.append(_html_table(cells, ["number" if right else "" for right in numeric]))
     if tracks:
         body.append("<h2>Timelines</h2>")
         body.append(_html_image(timeline_figure(tracks), _in_words(tracks)))
@@ -351,7 +329,8 @@ def save_html(
         last = "; ".join(f"{name} ends at {values[-1]:.4g}" for name, values in known.items() if values)
         body.append(_html_image(curve_figure(each), f"{each.title}. {last}"))
     if texts is not None:
-        body += [f"<h2>{escape(texts.title)}</h2>", _html_texts(texts)]
+        lines = [["" if cell is None else str(cell) for cell in row] for row in (texts.columns, *texts.rows)]
+        body += [f"<h2>{escape(texts.title)}</h2>", _html_table(lines, ["text"] * len(texts.columns))]
     if facts:
         pairs = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
         body.append(f"<h2>How it was measured</h2>\n<dl>{pairs}</dl>")
@@ -382,19 +361,13 @@ def _html_image(figure: Figure, words: str) -> str:
     return f'<div class="wide"><img alt="{escape(words)}" src="data:image/png;base64,{data}"></div>'
 
 
-def _html_table(rows: Sequence[Sequence[object]], columns: Sequence[str]) -> str:
-    (heading, *body), numeric = _cells(rows, columns)
-    style = [' class="number"' if right else "" for right in numeric]
-    lines = ["".join(f'<th scope="col"{s}>{escape(c)}</th>' for c, s in zip(heading, style, strict=True))]
-    lines += ["".join(f"<td{s}>{escape(c)}</td>" for c, s in zip(row, style, strict=True)) for row in body]
-    head, *rest = (f"<tr>{line}</tr>" for line in lines)
-    return f'<div class="wide"><table>\n<thead>{head}</thead>\n<tbody>{"".join(rest)}</tbody>\n</table></div>'
-
-
-def _html_texts(texts: Texts) -> str:
-    def line(tag: str, cells: Sequence[object]) -> str:
-        words = ("" if cell is None else escape(str(cell)) for cell in cells)
-        return "<tr>" + "".join(f'<{tag} class="text">{each}</{tag}>' for each in words) + "</tr>"
-
-    head, body = line("th", texts.columns), "\n".join(line("td", row) for row in texts.rows)
+def _html_table(rows: Sequence[Sequence[str]], kinds: Sequence[str]) -> str:
+    """`rows`: the heading first. `kinds`: of each column, a class of the style, or ""."""
+    lines = []
+    for tag, row in zip(("th", *["td"] * len(rows)), rows, strict=False):
+        attributes = [f' class="{kind}"' if kind else "" for kind in kinds]
+        cells = zip(attributes, row, strict=True)
+        lines.append("<tr>" + "".join(f"<{tag}{each}>{escape(cell)}</{tag}>" for each, cell in cells) + "</tr>")
+    head, *body = lines
+    body = "\n".join(body)
     return f'<div class="wide"><table>\n<thead>{head}</thead>\n<tbody>{body}</tbody>\n</table></div>'

@@ -10,9 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from html.parser import HTMLParser
-from pathlib import Path
 
-import numpy as np
 import pytest
 from matplotlib.image import imread
 
@@ -37,7 +35,7 @@ def thin_waits(count, idle):
     return events + [span(0, "wait", i + 1 - idle, i + 1, label="layer") for i in range(count)]
 
 
-@pytest.mark.parametrize("idle", [0.02, 0.3, 0.85])
+@pytest.mark.parametrize("idle", [0.02, 0.85])
 def test_waits_thinner_than_a_character_or_pixel_keep_their_area(idle):
     tracks = {"a": thin_waits(20_000, idle)}
     row = timeline_text(tracks, width=107).splitlines()[1].removeprefix("rank 0 ")
@@ -47,8 +45,8 @@ def test_waits_thinner_than_a_character_or_pixel_keep_their_area(idle):
     assert red / (red + pale) == pytest.approx(idle / 2, rel=0.01)
 
 
-def painting(figure):
-    return figure.axes[0].images[0].get_array()
+def painting(figure, track=0):
+    return figure.axes[track].images[0].get_array()
 
 
 def area(pixels, state):
@@ -58,26 +56,28 @@ def area(pixels, state):
 def test_timeline_areas_are_proportional_to_time():
     tracks = {"a": odc_like(2)}
     pixels = painting(timeline_figure(tracks))
-    seconds = {"wait": 2, "forward": 4, "backward": 8, "accumulate": 2}
-    # Meetings are drawn over the bars, a few columns wide; the step's colour is compared with theirs nowhere.
+    seconds = {"wait": 2, "forward": 4, "backward": 8, "accumulate": 2, "step": 4}
     per_second = area(pixels, "forward") / seconds["forward"]
-    assert per_second == pytest.approx(52 * pixels.shape[1] / 10, rel=0.03)
+    assert per_second == pytest.approx(48 * pixels.shape[1] / 10, rel=0.01)
     for state, value in seconds.items():
-        assert area(pixels, state) == pytest.approx(value * per_second, rel=0.03), state
+        assert area(pixels, state) == pytest.approx(value * per_second, rel=0.01), state
 
 
 def test_variants_share_an_axis_that_starts_at_their_own_zero():
     figure = timeline_figure({"one": odc_like(1, start_s=3.0), "two": odc_like(2, start_s=900.0)})
-    assert "seconds from each variant's own start" in {text.get_text() for text in figure.axes[0].texts}
-    pixels = painting(figure)
-    blue = (pixels == list(bytes.fromhex(COLOURS["forward"][0][1:]))).all(axis=-1)
-    columns = pixels.shape[1]
-    first, second = np.array_split(blue, 2)
-    assert first[:, 0].any()
-    assert second[:, 0].any()
-    white = (pixels[: len(first)] == 255).all(axis=-1).all(axis=0)
-    assert white[columns // 2 + 4 :].all()
-    assert not white[: columns // 2].any()
+    one, two = figure.axes
+    assert (one.get_xlim(), two.get_xlim()) == ((0, 10), (0, 10))
+    assert two.get_xlabel() == "seconds from each variant's own start"
+    assert [each.get_title(loc="left") for each in (one, two)] == ["one", "two"]
+    assert [each.texts[0].get_text().splitlines()[0] for each in (one, two)] == ["5.00 s", "10.0 s"]
+    white = [(painting(figure, track) == 255).all(axis=-1).all(axis=0) for track in (0, 1)]
+    columns = len(white[0])
+    assert white[0][columns // 2 + 1 :].all()
+    assert not white[0][: columns // 2].any()
+    assert not white[1].any()
+    # Meetings: at 4 and 5 s of each minibatch, all of whole minibatches.
+    assert [round(x, 9) for x in two.lines[0].get_xdata()] == [4, 5, 9, 10]
+    assert len(two.collections[0].get_segments()) == 4
 
 
 def test_many_ranks_and_every_state_are_drawn():
@@ -86,9 +86,11 @@ def test_many_ranks_and_every_state_are_drawn():
     tracks["a"].append(span(0, "step", 9, 10))
     figure = timeline_figure(tracks, title="Five % of $5")
     assert all(area(painting(figure), state) for state in STATES)
-    words = {text.get_text() for text in figure.axes[0].texts}
-    assert {"rank 0", "rank 63", "a", "10.0 s", "Five % of $5", "seconds from its start"} <= words
-    assert "rank 30" not in words
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 63"]
+    assert axes.get_xlabel() == "seconds from its start"
+    assert "10.0 s" in axes.texts[0].get_text()
+    assert figure.texts[0].get_text() == "Five % of $5"
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == [*(words for _, words in reversed(COLOURS.values())), "all ranks meet"]
     assert set(COLOURS) == set(STATES)
@@ -178,32 +180,32 @@ def test_html_is_one_valid_page_with_everything_escaped(tmp_path):
         assert imread(io.BytesIO(base64.b64decode(data, validate=True))).shape[1] == 2400
 
 
-def test_html_leaves_out_what_is_empty(tmp_path):
-    parts = {"rows": [], "columns": (), "tracks": {}, "curves": [], "facts": {}}
-    save_html(tmp_path / "r.html", title="t", summary="s", **parts)
+def test_html_leaves_out_what_is_empty_and_keeps_the_lines_of_texts(tmp_path):
+    none = {"title": "t", "summary": "s", "rows": [], "columns": (), "tracks": {}, "curves": [], "facts": {}}
+    save_html(tmp_path / "r.html", **none)
     page = Page((tmp_path / "r.html").read_text())
     assert not {"img", "table", "dl", "h2"} & set(page.tags)
+    texts = Texts(title="a & b", columns=["<i>"], rows=[["<script>x</script>\n y"], [None]])
+    save_html(tmp_path / "r.html", texts=texts, **none)
+    page = (tmp_path / "r.html").read_text()
+    assert '<td class="text">&lt;script&gt;x&lt;/script&gt;\n y</td>' in page
+    assert "<h2>a &amp; b</h2>" in page
+    assert '<th class="text">&lt;i&gt;</th>' in page
+    assert '<td class="text"></td>' in page
 
 
-def test_curve_figure_draws_every_value_and_name():
-    axes = curve_figure(
-        Curves(title="Loss $", label="per token", values={"_a": [3.0, 2.0, 1.0], "$b": [3.0, 2.5]})
-    ).axes[0]
-    assert [line.get_ydata().tolist() for line in axes.lines] == [[3, 2, 1], [3, 2.5]]
+def test_curves_with_every_value_and_names_that_stay_on_the_picture():
+    values = {"_a": [3.0, 2.0, 1.0], "$b": [3.0, 2.5], "FSDP2 no reshard + LB-Mini": [float("nan"), 2.5]}
+    figure = curve_figure(Curves(title="Loss $", label="per token", values=values))
+    axes = figure.axes[0]
+    assert [line.get_ydata().tolist() for line in axes.lines[:2]] == [[3, 2, 1], [3, 2.5]]
     assert axes.lines[0].get_linewidth() > axes.lines[1].get_linewidth()
-    assert [t.get_text().lstrip("\u200b") for t in axes.get_legend().get_texts()] == ["_a", "$b"]
+    assert [line.get_marker() for line in axes.lines] == ["None", "None", "o"], "a value between gaps is a dot"
+    assert [t.get_text().lstrip("\u200b") for t in axes.get_legend().get_texts()] == [*values]
     assert (axes.get_title(loc="left"), axes.get_ylabel()) == ("Loss $", "per token")
-
-
-def test_values_between_gaps_are_dots_and_names_stay_on_the_picture():
-    names = ("FSDP2 no reshard + LB-Mini", "evaluation")
-    figure = curve_figure(
-        Curves(title="Loss", label="", values=dict(zip(names, ([3.0, 2.0], [float("nan"), 2.5]), strict=True)))
-    )
-    assert [line.get_marker() for line in figure.axes[0].lines] == ["None", "o"]
     figure.draw_without_rendering()
-    box = figure.axes[0].get_legend().get_window_extent()
-    assert figure.axes[0].bbox.x1 <= box.x0 < box.x1 <= figure.bbox.x1
+    box = axes.get_legend().get_window_extent()
+    assert axes.bbox.x1 <= box.x0 < box.x1 <= figure.bbox.x1
 
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
@@ -229,14 +231,3 @@ assert not {"torch", "matplotlib.pyplot"} & set(sys.modules)
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert (tmp_path / "t.png").exists()
-
-
-def test_texts_are_escaped_and_keep_their_lines(tmp_path: Path) -> None:
-    texts = Texts(title="a & b", columns=["<i>"], rows=[["<script>x</script>\n y"], [None]])
-    none = {"rows": [], "columns": [], "tracks": {}, "curves": [], "facts": {}}
-    save_html(tmp_path / "r.html", title="t", summary="s", texts=texts, **none)
-    page = (tmp_path / "r.html").read_text()
-    assert '<td class="text">&lt;script&gt;x&lt;/script&gt;\n y</td>' in page
-    assert "<h2>a &amp; b</h2>" in page
-    assert '<th class="text">&lt;i&gt;</th>' in page
-    assert '<td class="text"></td>' in page

@@ -142,4 +142,6 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, world: int) -> None:
         assert moved > 0.01, f"{name}: the steps must change the weights for the comparison to say something"
         assert apart / moved < 1e-4, f"{name}, as a part of what the steps changed: additions in another order, fp32"
         if "twice" in name:
-            assert all(line["clipped"] > 0 for line in found[1:]), name
+            clipped = [line["clipped"] for line in found[1:] if line["clipped"] is not None]  # None: of no token
+            assert clipped, name
+            assert min(clipped) > 0, name

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -30,7 +30,7 @@ class Serving:
         self.received: list[str] = []
         self.updating = False
         self.faults: dict[str, Any] = {}
-        self.trainer: socket.socket | None = None
+        self.trainer: BinaryIO | None = None
         self.ended = threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.server.daemon_threads = True
@@ -65,7 +65,7 @@ class Serving:
         assert (rank_offset, world_size) == (1, 2)
         while self.trainer is None and not self.ended.is_set():
             try:
-                self.trainer = socket.create_connection((master_address, master_port))
+                self.trainer = socket.create_connection((master_address, master_port)).makefile("rb")
             except ConnectionRefusedError:
                 time.sleep(0.01)
         return {"message": "ok"}
@@ -81,8 +81,7 @@ class Serving:
         self.received = names
         for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
             kind = getattr(torch, dtype)
-            with self.trainer.makefile("rb") as file:
-                data = bytearray(file.read(math.prod(shape) * kind.itemsize))
+            data = bytearray(self.trainer.read(math.prod(shape) * kind.itemsize))
             self.llm.model.load_weights([(name, torch.frombuffer(data, dtype=kind).view(shape))])
         return {"message": "ok"}
 
