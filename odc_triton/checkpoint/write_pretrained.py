@@ -16,9 +16,9 @@ from torch import nn
 from ..base.files import folder_aside
 from ..engine.api import engine_of
 from ..nn.operand import is_sharded
-from .adapter import adapted_weights, merged, write_adapter
-from .pretrained import empty_copy, tensors_by_unit, transformers_part
-from .sharded import read_whole, sharded_parameters
+from .adapter import write_adapter
+from .pretrained import transformers_part
+from .pretrained_tensors import PretrainedTensors
 
 SHARD_BYTES = 2 * 2**30
 
@@ -77,9 +77,9 @@ def _naming(folder: str | Path) -> Iterator[None]:
 
 def _write_model(root: nn.Module, model: nn.Module, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
     from safetensors.torch import save_file
-    from transformers.core_model_loading import revert_weight_conversion
 
-    empty = empty_copy(model)
+    tensors = PretrainedTensors(root, dtype=dtype, device="cpu")
+    empty = tensors.empty
     compute_dtypes = {p.leaf.dtype for p in engine_of(root).parameters if p.leaf.is_floating_point()}
     saved_dtype = dtype or (compute_dtypes.pop() if len(compute_dtypes) == 1 else model.dtype)
     empty.config.dtype = str(saved_dtype).removeprefix("torch.")
@@ -92,23 +92,14 @@ def _write_model(root: nn.Module, model: nn.Module, folder: Path, dtype: torch.d
     if empty.can_generate():
         model.generation_config.save_pretrained(folder)
     files: list[list[str]] = []
-    pending: dict[str, torch.Tensor] = {}
     total_bytes = 0
-
-    def flush() -> None:
+    for piece in tensors.pieces(shard_bytes):
         part = folder / f"part-{len(files)}"
-        save_file(pending, part, metadata={"format": "pt"})
+        save_file(dict(piece), part, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", part)  # safetensors lets nobody else read it
-        files.append(list(pending))
-        pending.clear()
-
-    for group in _tensors_by_unit(root, model, empty, dtype):
-        for name, value in revert_weight_conversion(empty, group).items():
-            if pending and sum(each.nbytes for each in pending.values()) + value.nbytes > shard_bytes:
-                flush()
-            pending[name] = value.contiguous()
-            total_bytes += value.nbytes
-    flush()
+        files.append([name for name, _ in piece])
+        total_bytes += sum(value.nbytes for _, value in piece)
+        piece.clear()  # before the next one is read
     if len(files) == 1:
         (folder / "part-0").rename(folder / "model.safetensors")
         return
@@ -119,30 +110,3 @@ def _write_model(root: nn.Module, model: nn.Module, folder: Path, dtype: torch.d
         weight_map |= dict.fromkeys(names, name)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def _tensors_by_unit(
-    root: nn.Module, model: nn.Module, empty: nn.Module, dtype: torch.dtype | None
-) -> Iterator[dict[str, torch.Tensor]]:
-    """Each unit's parameters and persistent buffers together: transformers merges only tensors of the same unit.
-
-    `model`: the transformers model, within `root` if that is PEFT's wrapper, whose adapters are added to it.
-    """
-    missing = [name for name, value in model.named_parameters() if value.is_meta]
-    if missing:
-        raise RuntimeError(f"no values for {missing[:3]}: they were not sharded (ignored_params)")
-    parameters = sharded_parameters(root)
-    adapted = adapted_weights(model) if root is not model else {}
-
-    def read(value: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return read_whole(root, parameters.get(id(value), value), dtype)
-
-    def added(value: torch.Tensor, adapters: list[tuple[Any, str]]) -> torch.Tensor:
-        whole = merged(read(value), adapters, read)
-        return whole.to(dtype or whole.dtype)
-
-    for group in tensors_by_unit(model, empty):
-        yield {
-            name: added(value, adapted[name]) if name in adapted else read(value, dtype)
-            for name, value in group.items()
-        }

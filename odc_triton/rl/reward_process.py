@@ -7,7 +7,6 @@ a reward may execute what a model wrote, and then nothing that comes from there 
 from __future__ import annotations
 
 import contextlib
-import errno
 import importlib
 import inspect
 import json
@@ -32,7 +31,6 @@ _LENGTH = struct.Struct("!Q")
 _END_S = 2.0  # for what the functions' modules do at exit
 _TRACE_LINES = 12
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_NO_CHANNEL = 97  # the process's exit status if its end of the socket pair was closed
 _KEYWORDS = ("prompts", "completions", "completion_ids")
 _CODE = """
 import sys
@@ -91,12 +89,7 @@ class RewardProcess:
             return json.loads(_receive(self._channel, deadline))
         except (EOFError, ConnectionError):
             try:
-                status = self._process.wait(_END_S)
-                if status == _NO_CHANNEL:
-                    raise ProcessEnded(
-                        "its process closed descriptors that it had not opened, as that of its rank"
-                    ) from None
-                raise ProcessEnded(how_it_ended(status)) from None
+                raise ProcessEnded(how_it_ended(self._process.wait(_END_S))) from None
             except subprocess.TimeoutExpired:
                 raise ProcessEnded("its process closed the socket to its rank") from None
 
@@ -156,11 +149,6 @@ def serve(descriptor: int, parent_pid: int) -> None:
         _serve(channel)
     except ConnectionError:  # its rank is gone
         return
-    except OSError as error:
-        if error.errno not in (errno.EBADF, errno.ENOTSOCK):
-            raise
-        channel.detach()
-        sys.exit(_NO_CHANNEL)
 
 
 def _serve(channel: socket.socket) -> None:

@@ -19,26 +19,6 @@ class RewardFailed(RuntimeError):
     """A reward function gave no rewards; the message names it, and the prompt if it can be found."""
 
 
-class RewardRaised(RewardFailed):
-    """A reward function raised an exception."""
-
-
-class RewardMiscounted(RewardFailed):
-    """A reward function returned another number of rewards than it was given completions."""
-
-
-class RewardNotANumber(RewardFailed):
-    """A reward is neither None nor a finite number, or so large that sums of them would not be finite."""
-
-
-class RewardTimedOut(RewardFailed):
-    """A reward function did not return in time."""
-
-
-class RewardProcessDied(RewardFailed):
-    """The process of the reward functions ended during a call."""
-
-
 class Rewards:
     """Reward functions, each named "module:function", with TRL's signature, so that TRL's users can bring theirs:
 
@@ -94,7 +74,7 @@ class Rewards:
     ) -> list[list[float]]:
         """The reward of each function for each completion, [function][sample]; NaN where a function said None.
 
-        `columns`: as many values as completions for each of the dataset's other columns. Raises a subclass of
+        `columns`: as many values as completions for each of the dataset's other columns. Raises
         RewardFailed, after at most two timeouts: to name the prompt, a function that failed on the batch is called
         again on one completion at a time. Raises ValueError for columns of other lengths or with reserved names.
         """
@@ -149,31 +129,29 @@ class Rewards:
         try:
             answer = self._call(function, batch, deadline)
         except TimeoutError:
-            raise RewardTimedOut(
+            raise RewardFailed(
                 f"{reward} did not return within its timeout of {self.timeout_s:g} s for {count} completions: make it "
                 f"faster, or raise --reward-timeout-s. "
                 f"{self._culprit(function, batch)}"
             ) from None
         except ProcessEnded as end:
-            raise RewardProcessDied(f"in {reward} {end}. {self._culprit(function, batch)}") from None
+            raise RewardFailed(f"in {reward} {end}. {self._culprit(function, batch)}") from None
         if "raised" in answer:
             where = self._culprit(function, batch, deadline)
-            raise RewardRaised(f"{reward} raised {answer['raised']}. {where}\n{answer['trace']}")
+            raise RewardFailed(f"{reward} raised {answer['raised']}. {where}\n{answer['trace']}")
         if "returned" in answer:
-            raise RewardMiscounted(f"{reward} returned {answer['returned']}: return a list of {count} numbers")
+            raise RewardFailed(f"{reward} returned {answer['returned']}: return a list of {count} numbers")
         rewards = answer["rewards"]
         if len(rewards) != count:
-            raise RewardMiscounted(
-                f"{reward} returned {len(rewards)} rewards for {count} completions: return one for each"
-            )
+            raise RewardFailed(f"{reward} returned {len(rewards)} rewards for {count} completions: return one for each")
         for index, each in enumerate(rewards):
             if isinstance(each, str):
-                raise RewardNotANumber(
+                raise RewardFailed(
                     f"{reward} returned {each} for {_prompt(batch, index)}: return a finite number, or None where it "
                     f"does not apply"
                 )
             if each is not None and abs(each) * max(1.0, abs(self.weights[function])) > _LARGEST:
-                raise RewardNotANumber(
+                raise RewardFailed(
                     f"{reward} returned {each:g}, with the weight {self.weights[function]:g}, for "
                     f"{_prompt(batch, index)}: means and deviations of such rewards overflow; return numbers up to "
                     f"{_LARGEST:g}"

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from ..checkpoint.pretrained_tensors import PretrainedTensors
 from .generation import GenerationFailed, Request, Sampled, SamplingOptions
 from .vllm_sampling import parameters, sampled
-from .weights import PolicyWeights
 
 
 class VllmColocate:
@@ -66,7 +66,7 @@ class VllmColocate:
     def sync(self, model: nn.Module) -> None:
         """This rank alone: it reads the policy, in pieces, and the others take no part."""
         theirs = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
-        for piece in PolicyWeights(model).pieces():
+        for piece in PretrainedTensors(model).pieces():
             theirs.load_weights(piece)
         if self._llm.reset_prefix_cache() is False:  # it is of the old weights
             raise GenerationFailed("vLLM keeps its prefix cache: some of its requests have not ended")

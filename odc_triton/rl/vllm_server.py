@@ -25,11 +25,11 @@ import torch
 from torch import nn
 
 from ..base.errors import OfRanks, describe
+from ..checkpoint.pretrained_tensors import PretrainedTensors
 from ..engine.api import engine_of
 from .generation import GenerationFailed, Request, Sampled, SamplingOptions
 from .http import Refused, Server
 from .vllm_sampling import parameters, sampled
-from .weights import PolicyWeights
 
 _SENDER = 0
 _TOGETHER = 256  # requests in flight per rank: vLLM batches them
@@ -164,7 +164,7 @@ class VllmServer:
             if device is not None:  # each thread has its own
                 torch.cuda.set_device(device)
             if transfer is None:
-                connected.append(self._connect(control, PolicyWeights(model)))
+                connected.append(self._connect(control, PretrainedTensors(model)))
             (transfer or connected[0]).send_weights()
 
         connected: list[Any] = []
@@ -178,7 +178,7 @@ class VllmServer:
                 f"the server at {self._server.address} keeps its prefix cache, as others use it: give the job its own"
             )
 
-    def _connect(self, control: _Control, weights: PolicyWeights) -> Any:
+    def _connect(self, control: _Control, weights: PretrainedTensors) -> Any:
         """vLLM's engine for the side of the trainer, connected with the server's workers."""
         try:
             from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory

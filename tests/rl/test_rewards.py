@@ -20,12 +20,7 @@ from odc_triton.base.errors import in_a_line
 from odc_triton.rl.reward_process import _receive
 from odc_triton.rl.rewards import (
     RewardFailed,
-    RewardMiscounted,
-    RewardNotANumber,
-    RewardProcessDied,
-    RewardRaised,
     Rewards,
-    RewardTimedOut,
 )
 from tests.support import leftovers
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -58,10 +53,6 @@ def raises(prompts, **columns):
 def raises_on_many(prompts, **columns):
     return [1.0 / (len(prompts) == 1)] * len(prompts)
 
-def closes(prompts, **columns):
-    os.closerange(3, 256)
-    return [1.0] * len(prompts)
-
 def too_few(prompts, **columns):
     return [1.0] * (len(prompts) - 1)
 
@@ -70,9 +61,6 @@ def one_number(prompts, **columns):
 
 def not_a_number(prompts, **columns):
     return [float("nan") if "bad" in prompt else 1.0 for prompt in prompts]
-
-def infinite(prompts, **columns):
-    return [float("inf") if "bad" in prompt else 1.0 for prompt in prompts]
 
 def enormous(prompts, **columns):
     return [-1e308 if "bad" in prompt else 1.0 for prompt in prompts]
@@ -105,7 +93,6 @@ def positional(a, b):
     return []
 
 number = 3
-builtin = dict
 """
 
 
@@ -181,40 +168,34 @@ def test_megabytes_do_not_block(rewards: Callable[..., Rewards]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "error", "words"),
+    ("function", "words"),
     [
-        ("raises", RewardRaised, ["KeyError: 'no such answer'", "one at a time, it raises at completion 2 of 3"]),
-        ("raises_on_many", RewardRaised, ["ZeroDivisionError", "On each of the 3 completions alone it returns"]),
-        ("too_few", RewardMiscounted, ["2 rewards for 3 completions"]),
-        ("one_number", RewardMiscounted, ["float 1.5", "list of 3 numbers"]),
-        ("not_a_number", RewardNotANumber, ["returned nan for completion 2 of 3", "a bad prompt"]),
-        ("infinite", RewardNotANumber, ["returned inf for completion 2 of 3"]),
+        ("raises", ["KeyError: 'no such answer'", "one at a time, it raises at completion 2 of 3"]),
+        ("raises_on_many", ["ZeroDivisionError", "On each of the 3 completions alone it returns"]),
+        ("too_few", ["2 rewards for 3 completions"]),
+        ("one_number", ["float 1.5", "list of 3 numbers"]),
+        ("not_a_number", ["returned nan for completion 2 of 3", "a bad prompt"]),
         (
             "enormous",
-            RewardNotANumber,
             ["returned -1e+308, with the weight 1, for completion 2 of 3", "return numbers up to 1e+30"],
         ),
-        ("text", RewardNotANumber, ["returned str '1.0' for completion 1 of 3"]),
-        ("builtin", RewardNotANumber, ["returned str 'prompts'"]),
-        ("exact", RewardRaised, ["missing 1 required positional argument: 'answer'"]),
-        ("killed", RewardProcessDied, ["killed by SIGKILL (out of memory?", "at completion 2 of 3"]),
-        ("leaves", RewardProcessDied, ["ended with status 3"]),
-        ("closes", RewardProcessDied, ["its process closed descriptors that it had not opened, as that of its rank"]),
-        ("hangs", RewardTimedOut, ["timeout of 1.5 s for 3 completions", "it was at completion 2 of 3", "a bad"]),
+        ("text", ["returned str '1.0' for completion 1 of 3"]),
+        ("exact", ["missing 1 required positional argument: 'answer'"]),
+        ("killed", ["killed by SIGKILL (out of memory?", "at completion 2 of 3"]),
+        ("leaves", ["ended with status 3"]),
+        ("hangs", ["timeout of 1.5 s for 3 completions", "it was at completion 2 of 3", "a bad"]),
     ],
 )
-def test_failures(
-    rewards: Callable[..., Rewards], tmp_path: Path, function: str, error: type[RewardFailed], words: list[str]
-) -> None:
+def test_failures(rewards: Callable[..., Rewards], tmp_path: Path, function: str, words: list[str]) -> None:
     scored = rewards(function, "pid", timeout_s=SHORT_S if function == "hangs" else LONG_S)
-    with pytest.raises(error) as raised:
+    with pytest.raises(RewardFailed) as raised:
         _score(scored)
     message = str(raised.value).replace("one completion at a time", "one at a time")
     for each in [f"reward my_rewards:{function}", *words]:
         assert each in message
     assert "x" * 186 in message or "a bad" not in message
     assert "x" * 187 not in message  # 200 characters
-    if error is RewardRaised:
+    if " raised " in message:
         assert "my_rewards.py" in message or function == "exact"  # the last lines of its traceback
         assert "reward_process.py" not in message
     scored.timeout_s = LONG_S
@@ -228,7 +209,7 @@ def test_failures(
 def test_a_failure_of_the_function_keeps_the_process(rewards: Callable[..., Rewards]) -> None:
     scored = rewards("pid", "raises")
     before = _score(scored, ["good"])[0]
-    with pytest.raises(RewardRaised):
+    with pytest.raises(RewardFailed, match="KeyError"):
         _score(scored)
     assert _score(scored, ["good"])[0] == before
 
@@ -279,12 +260,6 @@ def test_shows_only_the_users_own_lines(tmp_path: Path, text: str, shown: list[s
     place, *lines = (line for line in lines if set(line.strip()) != {"^"} or "^" in shown)
     assert place.strip() == f'File "{tmp_path / "own.py"}", {shown[0]}'
     assert [line.strip() for line in lines] == shown[1:]
-
-
-def test_a_closed_socket_is_said_by_one_error(rewards: Callable[..., Rewards], capfd: pytest.CaptureFixture) -> None:
-    with pytest.raises(RewardProcessDied):
-        _score(rewards("closes"))
-    assert capfd.readouterr().err == ""
 
 
 def test_finds_functions_in_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,8 @@ def test_steps_are_trls(folder: Path, tmp_path: Path, world: int) -> None:
         "lr": 1.0,
     }
     jobs = {name: case(folder, out=str(tmp_path / name), **usual | changes) for name, changes in CASES.items()}
+    if world == 3:  # no sample would be cut
+        del jobs["dapo, split"]
     ranks.run(train, world, [*jobs.values()])
     first = load_file(start / "model.safetensors")
     for name, wanted in jobs.items():

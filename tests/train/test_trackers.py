@@ -44,6 +44,8 @@ def train(rank: int, world: int, wanted: SftOptions, stop: bool, variables: dict
     from odc_triton.train.sft import train_sft
 
     os.environ.update(variables)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        del sys.modules[name]  # the fork server has imported it, with its own environment
     # On a busy machine wandb takes seconds to start.
     trackers.Trackers.close.__kwdefaults__["within_s"] = loop.END_S = LONG_S
 
@@ -139,6 +141,7 @@ def _in_trackio(out: Path, lines: list[Metrics]) -> None:
     code = "import json; from tests.support import logged; print(json.dumps(logged.in_trackio('odc-triton')))"
     variables = environment() | {"TRACKIO_DIR": str(out.parent / "trackio")}  # read when trackio is imported
     told = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0, told.stderr
     runs, kept = json.loads(told.stdout)
     ((name, config),) = runs
     assert (name, config["samples_per_rank"], config["ranks"]) == ("my run", 2, 2)

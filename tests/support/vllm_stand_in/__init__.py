@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -30,14 +30,17 @@ class Serving:
         self.received: list[str] = []
         self.updating = False
         self.faults: dict[str, Any] = {}
-        self.trainer: BinaryIO | None = None
+        self.trainer: socket.socket | None = None
         self.ended = threading.Event()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.server.daemon_threads = True
+        self.server.handle_error = lambda *_: None  # of clients that have left
         self.address = f"http://127.0.0.1:{self.server.server_port}"
 
     def stop(self) -> None:
         self.ended.set()
+        if self.trainer is not None:
+            self.trainer.close()
         self.server.shutdown()
         self.server.server_close()
 
@@ -65,7 +68,7 @@ class Serving:
         assert (rank_offset, world_size) == (1, 2)
         while self.trainer is None and not self.ended.is_set():
             try:
-                self.trainer = socket.create_connection((master_address, master_port)).makefile("rb")
+                self.trainer = socket.create_connection((master_address, master_port))
             except ConnectionRefusedError:
                 time.sleep(0.01)
         return {"message": "ok"}
@@ -81,7 +84,12 @@ class Serving:
         self.received = names
         for name, dtype, shape in zip(names, dtype_names, shapes, strict=True):
             kind = getattr(torch, dtype)
-            data = bytearray(self.trainer.read(math.prod(shape) * kind.itemsize))
+            data = bytearray(math.prod(shape) * kind.itemsize)
+            got = 0
+            while got < len(data):
+                count = self.trainer.recv_into(memoryview(data)[got:])
+                assert count, "the trainer is gone"
+                got += count
             self.llm.model.load_weights([(name, torch.frombuffer(data, dtype=kind).view(shape))])
         return {"message": "ok"}
 

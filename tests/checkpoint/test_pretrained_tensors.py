@@ -1,4 +1,4 @@
-"""A policy's weights for another engine: names, shapes and values as plain transformers' files have them."""
+"""A model's whole tensors: names, shapes and values as plain transformers' files have them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from odc_triton.rl.weights import PolicyWeights
+from odc_triton.checkpoint.pretrained_tensors import PretrainedTensors
 from tests.support.models import build
 
 # PEFT asks transformers by a name that is going away.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2-tied", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["gpt2-tied", "qwen3-moe"])
 def test_as_in_a_checkpoint(name: str, tmp_path: Path) -> None:
     """Tied weights once, experts apart."""
     from safetensors.torch import load_file
@@ -24,7 +24,7 @@ def test_as_in_a_checkpoint(name: str, tmp_path: Path) -> None:
     plain = build(name)
     plain.save_pretrained(tmp_path)
     want = load_file(tmp_path / "model.safetensors")
-    weights = PolicyWeights(fully_shard(plain))
+    weights = PretrainedTensors(fully_shard(plain))
     got = list(weights)
     assert weights.metadata() == [(name, value.dtype, tuple(value.shape)) for name, value in got]
     assert len(got) == len(want)
@@ -51,7 +51,7 @@ def test_lora_is_added(name: str) -> None:
 
     want = adapted().merge_and_unload()
     untouched = build(name).state_dict()
-    weights = PolicyWeights(fully_shard(adapted()))
+    weights = PretrainedTensors(fully_shard(adapted()))
     got = dict(weights)
     assert [name for name, _, _ in weights.metadata()] == list(got)
     assert set(got) == {name for name, _ in want.named_parameters()}
@@ -66,7 +66,7 @@ def test_lora_is_added(name: str) -> None:
 def test_in_pieces() -> None:
     from odc_triton import fully_shard
 
-    weights = PolicyWeights(fully_shard(build("qwen2")))
+    weights = PretrainedTensors(fully_shard(build("qwen2")))
     pieces = list(weights.pieces(20_000))
     assert [name for piece in pieces for name, _ in piece] == [name for name, _ in weights]
     sizes = [sum(value.nbytes for _, value in piece) for piece in pieces]
@@ -81,7 +81,7 @@ def test_refuses_other_models_and_adapters() -> None:
     from odc_triton import fully_shard
 
     with pytest.raises(TypeError, match="not a transformers model"):
-        PolicyWeights(fully_shard(torch.nn.Linear(2, 2)))
+        PretrainedTensors(fully_shard(torch.nn.Linear(2, 2)))
     config = peft.LoraConfig(target_modules=["q_proj"], lora_bias=True)
     with pytest.raises(NotImplementedError, match=r"q_proj: only LoRA of linear layers, without bias and DoRA"):
-        PolicyWeights(fully_shard(peft.get_peft_model(build("qwen2"), config)))
+        PretrainedTensors(fully_shard(peft.get_peft_model(build("qwen2"), config)))

@@ -1,0 +1,96 @@
+"""A sharded model's whole tensors as the files of plain transformers have them: to write them, or to send them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..engine.api import engine_of
+from ..engine.parameter import ShardedParameter
+from .adapter import adapted_weights, merged
+from .pretrained import empty_copy, tensors_by_unit, transformers_part
+from .sharded import sharded_parameters
+
+PIECE_BYTES = 2**30
+Place = ShardedParameter | torch.Tensor
+
+
+class PretrainedTensors:
+    """(name, whole tensor) of everything that a checkpoint's files have, again on every walk.
+
+    Names and shapes are those of the files: a tied weight once, experts apart, PEFT's LoRA added to its base.
+    Parameters are given in `dtype`, by default the compute dtype, and on `device`, by default their own. Any one rank
+    may walk, as `full_parameters` does, and raises what that raises; it holds the tensors of one unit at a time.
+    `empty`: a model on the meta device whose config and names these are.
+
+    Raises TypeError for a model that is not transformers', NotImplementedError for adapters that can't be added,
+    RuntimeError for parameters that have no values here.
+    """
+
+    def __init__(self, model: nn.Module, *, dtype: torch.dtype | None = None, device: Any = None) -> None:
+        prefix, part = transformers_part(model)
+        if missing := [name for name, value in part.named_parameters() if value.is_meta]:
+            raise RuntimeError(f"no values for {missing[:3]}: they were not sharded (ignored_params)")
+        self.empty = empty_copy(part)
+        self._engine, self._dtype, self._device = engine_of(model), dtype, device
+        self._parameters = sharded_parameters(model)
+        self._adapted = adapted_weights(part) if prefix else {}
+        self._units: list[dict[str, Place]] = [
+            {name: self._parameters.get(id(value), value) for name, value in unit.items()}
+            for unit in tensors_by_unit(part, self.empty)
+        ]
+        self._metadata: list[tuple[str, torch.dtype, tuple[int, ...]]] | None = None
+
+    def metadata(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """(name, dtype, shape) of what a walk gives, in its order; reads nothing."""
+        if self._metadata is None:
+            walk = self._walk(lambda _, place: self._like(place))
+            self._metadata = [(name, value.dtype, tuple(value.shape)) for name, value in walk]
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._walk(self._read)
+
+    def pieces(self, piece_bytes: int = PIECE_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """A walk in lists of at most `piece_bytes`, or of one tensor that is larger."""
+        piece: list[tuple[str, torch.Tensor]] = []
+        size = 0
+        for name, value in self:
+            if piece and size + value.nbytes > piece_bytes:
+                yield piece
+                piece, size = [], 0
+            piece.append((name, value))
+            size += value.nbytes
+        if piece:
+            yield piece
+
+    def _walk(self, read: Callable[[str, Place], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        for unit in self._units:
+            values = {name: read(name, place) for name, place in unit.items()}
+            for name, value in revert_weight_conversion(self.empty, values).items():
+                yield name, value.contiguous()
+
+    @torch.no_grad()
+    def _read(self, name: str, place: Place) -> torch.Tensor:
+        if isinstance(place, torch.Tensor):
+            return place.detach().to(self._device)
+        whole = merged(self._whole(place), self._adapted.get(name, ()), self._whole_of)
+        return whole.to(self._dtype or whole.dtype)
+
+    def _whole_of(self, weight: nn.Parameter) -> torch.Tensor:
+        return self._whole(self._parameters[id(weight)])
+
+    def _whole(self, parameter: ShardedParameter) -> torch.Tensor:
+        ((_, whole),) = self._engine.full_parameters([parameter])
+        return whole.to(self._device)
+
+    def _like(self, place: Place) -> torch.Tensor:
+        """A tensor without memory, of the dtype and shape that is read."""
+        if isinstance(place, torch.Tensor):
+            return torch.empty_like(place, device="meta")
+        return torch.empty(place.spec.whole_shape, dtype=self._dtype or place.leaf.dtype, device="meta")
