@@ -12,8 +12,9 @@ import copy
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,13 +177,16 @@ class _Files:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(self.file_of[name]).get_slice(name).get_shape())
 
-    def read(self, name: str) -> torch.Tensor:
-        return self._file(self.file_of[name]).get_tensor(name)
+    def read(self, name: str, rows: slice | None = None) -> torch.Tensor:
+        """A whole tensor, or these rows of it; a scalar has one row."""
+        found = self._file(self.file_of[name])
+        if rows is None or not self.shape(name):
+            return _rows_of(found.get_tensor(name), rows)
+        return found.get_slice(name)[rows]
 
-    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Of a scalar, as of a tensor with one row."""
-        found = self._file(self.file_of[name]).get_slice(name)
-        return found[start:stop] if found.get_shape() else self.read(name).view(1)[start:stop]
+
+def _rows_of(value: torch.Tensor, rows: slice | None) -> torch.Tensor:
+    return value if rows is None else torch.atleast_1d(value)[rows]
 
 
 def weights_folder(source: str | Path) -> Path:
@@ -300,43 +304,22 @@ def _check(places: dict[str, Place], sources: dict[str, _Source], files: _Files)
         raise CheckpointDiffers(f"the files are of another model: {'; '.join(differences[:_SHOWN])}{more}")
 
 
-class _Rows:
-    """A tensor in the files, whole or by rows."""
-
-    def __init__(self, files: _Files, name: str) -> None:
-        self._files, self._name = files, name
-
-    def whole(self) -> torch.Tensor:
-        return self._files.read(self._name)
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self._files.rows(self._name, start, stop)
+Take = Callable[[slice | None], torch.Tensor]  # gives some rows of a tensor, or with None all of it
 
 
-class _Made(_Rows):
-    def __init__(self, value: torch.Tensor) -> None:
-        self._value = value
-
-    def whole(self) -> torch.Tensor:
-        return self._value
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        return torch.atleast_1d(self._value)[start:stop]
-
-
-def _values(target: str, source: _Source, files: _Files, model: nn.Module) -> Iterator[tuple[str, _Rows]]:
+def _values(target: str, source: _Source, files: _Files, model: nn.Module) -> Iterator[tuple[str, Take]]:
     if source.converter is None:
-        yield target, _Rows(files, source.names[-1])
+        yield target, partial(files.read, source.names[-1])
         return
     for name, pattern in zip(source.names, source.patterns, strict=True):
         source.converter.add_tensor(target, name, pattern, files.read(name))
     _, part = transformers_part(model)
     for name, value in source.converter.convert(target, model=part, config=part.config).items():
-        yield name, _Made(value[0] if isinstance(value, list) else value)
+        yield name, partial(_rows_of, value[0] if isinstance(value, list) else value)
 
 
-def _fill(place: Place, value: _Rows) -> None:
+def _fill(place: Place, take: Take) -> None:
     if isinstance(place, ShardedParameter):
-        place.storage.master.copy_(value.rows(*place.storage.master_rows))
+        place.storage.master.copy_(take(slice(*place.storage.master_rows)))
     else:
-        place.copy_(value.whole())
+        place.copy_(take(None))

@@ -8,24 +8,16 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from .. import __version__
 from ..base.errors import in_a_line
 from ..base.files import without_empty_cache
 from .start import ending_at_once, say_stopped, start_job
-
-if TYPE_CHECKING:
-    from ..simulate.predict import SimulateOptions
-    from ..train.grpo_options import GrpoOptions
-    from ..train.sft_options import SftOptions
-    from .bench import BenchOptions
-    from .export import ExportOptions
-    from .profile import ProfileOptions
-    from .tune import TuneOptions
-
-Options = TypeVar("Options")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,19 +55,21 @@ def make_parser(only: str | None = None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     adds = {
         "demo": _add_demo,
-        "bench": _add_bench,
+        "bench": _BENCH,
         "train": _add_train,
         "data": _add_data,
-        "export": _add_export,
-        "profile": _add_profile,
-        "tune": _add_tune,
+        "export": _EXPORT,
+        "profile": _PROFILE,
+        "tune": _TUNE,
         "doctor": _add_doctor,
         "topo": _add_topo,
-        "simulate": _add_simulate,
+        "simulate": _SIMULATE,
     }
     for name, add in adds.items():
         if only in adds and only != name:  # its options' module may import much
             commands.add_parser(name)
+        elif isinstance(add, _Command):
+            add.add(commands, name)
         else:
             add(commands)
     return parser
@@ -136,56 +130,144 @@ def _demo(options: argparse.Namespace) -> int:
     return train_in_four_ways(options.out)
 
 
-def _add_bench(commands: argparse._SubParsersAction) -> None:
-    from .bench import BenchOptions
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """A command whose options are the fields of a dataclass; `run` gets them."""
 
-    bench = commands.add_parser(
-        "bench",
-        help="train in all ways, FSDP2's, DDP's and ours, on your sequence lengths: speed, memory, idle time",
-        description="Trains a model on random tokens of the given lengths by FSDP2 in three settings, DDP, our "
-        "transport with a barrier per layer, and ODC. They take turns over several rounds, one at a time in the GPUs' "
-        "memory. Prints tokens/s, MFU, memory, idle share and the speed relative to the fastest baseline.",
-    )
-    _takes_ranks(bench, BenchOptions, _bench)
+    help: str
+    description: str
+    options: str  # "module:name" of the dataclass
+    run: str | Callable[..., int]  # or "module:name" of it
+    has_ranks: bool = False  # `run` gets them first
+    has_config: bool = False  # the options may come from a file
+    place: tuple[str, str] | None = None  # an argument without a name, and its help; `run` gets it first
+
+    def add(self, commands: argparse._SubParsersAction, name: str) -> None:
+        from ..base.config_file import with_config
+        from ..base.options import RANKS_PER_CORE, add_arguments, read_options, require_ranks, whole_number
+
+        parser = commands.add_parser(name, help=self.help, description=self.description)
+        kind = _imported(self.options)
+        if self.place is not None:
+            parser.add_argument(self.place[0], metavar=self.place[0].upper(), help=self.place[1])
+        if self.has_ranks:
+            text = f"processes to start on this machine, at most {RANKS_PER_CORE} for each core (default: 1)"
+            parser.add_argument("--ranks", type=whole_number, metavar="N", default=argparse.SUPPRESS, help=text)
+        add_arguments(parser, kind, config=self.has_config)
+
+        def called(options: argparse.Namespace) -> int:
+            given = vars(options)
+            try:
+                if self.has_config:
+                    given = with_config(kind, given)
+                require_ranks(given.get("ranks", 1))
+                wanted = read_options(kind, given)
+            except ValueError as error:
+                parser.error(str(error))
+            first = [given.get("ranks", 1)] if self.has_ranks else [given[self.place[0]]] if self.place else []
+            return (_imported(self.run) if isinstance(self.run, str) else self.run)(*first, wanted)
+
+        parser.set_defaults(run=called)
 
 
-def _bench(ranks: int, wanted: BenchOptions) -> int:
-    from odc_bench.suites.lengths import main as compare
+def _imported(name: str) -> Any:
+    module, _, own = name.partition(":")
+    return getattr(import_module(module, __package__), own)
 
-    return compare(ranks, wanted)
+
+def _train(job: str, ranks: int, wanted: Any) -> int:
+    start_job(f"odc_triton.train.{job}", f"run_{job}", wanted, ranks=ranks)
+    return 0
+
+
+def _export(checkpoint: str, wanted: Any) -> int:
+    from .export import export
+
+    print(f"{export(checkpoint, wanted)} is in {wanted.out}")
+    return 0
+
+
+def _profile(ranks: int, wanted: Any) -> int:
+    from ..comm.launch import launch
+    from .profile import report, run_profile
+
+    print(report(wanted, launch(run_profile, wanted, ranks=ranks)))
+    return 0
+
+
+def _tune(ranks: int, wanted: Any) -> int:
+    from ..comm.launch import launch
+    from .tune import run_tune
+
+    print(launch(run_tune, wanted, ranks=ranks)[0])
+    return 0
+
+
+_BENCH = _Command(
+    help="train in all ways, FSDP2's, DDP's and ours, on your sequence lengths: speed, memory, idle time",
+    description="Trains a model on random tokens of the given lengths by FSDP2 in three settings, DDP, our transport "
+    "with a barrier per layer, and ODC. They take turns over several rounds, one at a time in the GPUs' memory. Prints "
+    "tokens/s, MFU, memory, idle share and the speed relative to the fastest baseline.",
+    options=".bench:BenchOptions",
+    run="odc_bench.suites.lengths:main",
+    has_ranks=True,
+)
+_SFT = _Command(
+    help="supervised fine-tuning on packed sequences",
+    description="Supervised fine-tuning of a transformers causal LM on packed sequences. Starts the ranks on this "
+    "machine; under torchrun use `torchrun -m odc_triton.train.sft` with the same options.",
+    options="..train.sft_options:SftOptions",
+    run=partial(_train, "sft"),
+    has_ranks=True,
+    has_config=True,
+)
+_GRPO = _Command(
+    help="reinforcement learning by GRPO",
+    description="Reinforcement learning of a transformers causal LM by GRPO: completions of your prompts, rewarded by "
+    "your functions. Starts the ranks on this machine; under torchrun use `torchrun -m odc_triton.train.grpo` with the "
+    "same options.",
+    options="..train.grpo_options:GrpoOptions",
+    run=partial(_train, "grpo"),
+    has_ranks=True,
+    has_config=True,
+)
+_EXPORT = _Command(
+    help="write a checkpoint of a run as a folder that plain transformers loads",
+    description="Writes a checkpoint's model, config, generation config and tokenizer into a Hugging Face folder. For "
+    "a run with --lora-rank it writes the adapters, for PEFT, or the whole model with --merge.",
+    options=".export:ExportOptions",
+    run=_export,
+    place=("checkpoint", "a step-… folder, or a folder of them or a run's folder, for the newest one"),
+)
+_PROFILE = _Command(
+    help="show where the time of a few minibatches goes",
+    description="Trains a few minibatches of random tokens under torch's profiler and prints where the time went; "
+    "writes profile.json, timeline.png and traces for Perfetto.",
+    options=".profile:ProfileOptions",
+    run=_profile,
+    has_ranks=True,
+)
+_TUNE = _Command(
+    help="measure the ways to run a model's layers on this machine, and keep the fastest",
+    description="Measures backends, strategies and tiles for a model's shapes on this machine's ranks. Writes a table, "
+    "keyed by processor, links, ranks and versions, that the layers of replace_layers then follow.",
+    options=".tune:TuneOptions",
+    run=_tune,
+    has_ranks=True,
+)
+_SIMULATE = _Command(
+    help="predict step times of FSDP2 and ODC for your sequence lengths, without a GPU",
+    description="Predicts step time and speed-up of every schedule and balance for given sequence lengths, a model and "
+    "GPUs, and ranks them. Needs no GPU. docs/simulator.md says what is modelled.",
+    options="..simulate.predict:SimulateOptions",
+    run="..simulate.predict:main",
+)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
-    from ..train.grpo_options import GrpoOptions
-    from ..train.sft_options import SftOptions
-
-    train = commands.add_parser("train", help="train a model")
-    jobs = train.add_subparsers(dest="job", required=True, metavar="JOB")
-    sft = jobs.add_parser(
-        "sft",
-        help="supervised fine-tuning on packed sequences",
-        description="Supervised fine-tuning of a transformers causal LM on packed sequences. Starts the ranks on this "
-        "machine; under torchrun use `torchrun -m odc_triton.train.sft` with the same options.",
-    )
-    _takes_ranks(sft, SftOptions, _train_sft, config=True)
-    grpo = jobs.add_parser(
-        "grpo",
-        help="reinforcement learning by GRPO",
-        description="Reinforcement learning of a transformers causal LM by GRPO: completions of your prompts, rewarded "
-        "by your functions. Starts the ranks on this machine; under torchrun use `torchrun -m odc_triton.train.grpo` "
-        "with the same options.",
-    )
-    _takes_ranks(grpo, GrpoOptions, _train_grpo, config=True)
-
-
-def _train_sft(ranks: int, wanted: SftOptions) -> int:
-    start_job("odc_triton.train.sft", "run_sft", wanted, ranks=ranks)
-    return 0
-
-
-def _train_grpo(ranks: int, wanted: GrpoOptions) -> int:
-    start_job("odc_triton.train.grpo", "run_grpo", wanted, ranks=ranks)
-    return 0
+    jobs = commands.add_parser("train", help="train a model").add_subparsers(dest="job", required=True, metavar="JOB")
+    _SFT.add(jobs, "sft")
+    _GRPO.add(jobs, "grpo")
 
 
 def _add_data(commands: argparse._SubParsersAction) -> None:
@@ -228,112 +310,6 @@ def _inspect_data(options: argparse.Namespace) -> int:
     return 0 if fits else 1
 
 
-def _add_export(commands: argparse._SubParsersAction) -> None:
-    from .export import ExportOptions
-
-    export = commands.add_parser(
-        "export",
-        help="write a checkpoint of a run as a folder that plain transformers loads",
-        description="Writes a checkpoint's model, config, generation config and tokenizer into a Hugging Face folder. "
-        "For a run with --lora-rank it writes the adapters, for PEFT, or the whole model with --merge.",
-    )
-    export.add_argument(
-        "checkpoint",
-        metavar="CHECKPOINT",
-        help="a step-… folder, or a folder of them or a run's folder, for the newest one",
-    )
-    _takes(export, ExportOptions, _export, checkpoint=None)
-
-
-def _export(checkpoint: str, wanted: ExportOptions) -> int:
-    from .export import export
-
-    print(f"{export(checkpoint, wanted)} is in {wanted.out}")
-    return 0
-
-
-def _add_profile(commands: argparse._SubParsersAction) -> None:
-    from .profile import ProfileOptions
-
-    profile = commands.add_parser(
-        "profile",
-        help="show where the time of a few minibatches goes",
-        description="Trains a few minibatches of random tokens under torch's profiler and prints where the time went; "
-        "writes profile.json, timeline.png and traces for Perfetto.",
-    )
-    _takes_ranks(profile, ProfileOptions, _profile)
-
-
-def _profile(ranks: int, wanted: ProfileOptions) -> int:
-    from ..comm.launch import launch
-    from .profile import report, run_profile
-
-    print(report(wanted, launch(run_profile, wanted, ranks=ranks)))
-    return 0
-
-
-def _add_tune(commands: argparse._SubParsersAction) -> None:
-    from .tune import TuneOptions
-
-    tune = commands.add_parser(
-        "tune",
-        help="measure the ways to run a model's layers on this machine, and keep the fastest",
-        description="Measures backends, strategies and tiles for a model's shapes on this machine's ranks. Writes a "
-        "table, keyed by processor, links, ranks and versions, that the layers of replace_layers then follow.",
-    )
-    _takes_ranks(tune, TuneOptions, _tune)
-
-
-def _tune(ranks: int, wanted: TuneOptions) -> int:
-    from ..comm.launch import launch
-    from .tune import run_tune
-
-    print(launch(run_tune, wanted, ranks=ranks)[0])
-    return 0
-
-
-def _takes(
-    parser: argparse.ArgumentParser,
-    kind: type[Options],
-    run: Callable[..., int],
-    *,
-    config: bool = False,
-    **others: Any,
-) -> None:
-    """Adds the fields of the dataclass `kind` to the command, which then calls `run`.
-
-    `run` gets the arguments that `others` names, which the command already has, with their defaults; then the options.
-    `config`: they may come from a file.
-    """
-    from ..base.config_file import with_config
-    from ..base.options import add_arguments, read_options, require_ranks
-
-    add_arguments(parser, kind, config=config)
-
-    def called(options: argparse.Namespace) -> int:
-        given = vars(options)
-        try:
-            if config:
-                given = with_config(kind, given)
-            require_ranks(given.get("ranks", 1))
-            wanted = read_options(kind, given)
-        except ValueError as error:
-            parser.error(str(error))
-        return run(*(given.get(name, default) for name, default in others.items()), wanted)
-
-    parser.set_defaults(run=called)
-
-
-def _takes_ranks(
-    parser: argparse.ArgumentParser, kind: type[Options], run: Callable[[int, Options], int], *, config: bool = False
-) -> None:
-    from ..base.options import RANKS_PER_CORE, whole_number
-
-    text = f"processes to start on this machine, at most {RANKS_PER_CORE} for each core (default: 1)"
-    parser.add_argument("--ranks", type=whole_number, metavar="N", default=argparse.SUPPRESS, help=text)
-    _takes(parser, kind, run, config=config, ranks=1)
-
-
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor = commands.add_parser(
         "doctor",
@@ -362,21 +338,3 @@ def _topo(options: argparse.Namespace) -> int:
 
     print(draw_matrix(read_topology()))
     return 0
-
-
-def _add_simulate(commands: argparse._SubParsersAction) -> None:
-    from ..simulate.predict import SimulateOptions
-
-    simulate = commands.add_parser(
-        "simulate",
-        help="predict step times of FSDP2 and ODC for your sequence lengths, without a GPU",
-        description="Predicts step time and speed-up of every schedule and balance for given sequence lengths, a model "
-        "and GPUs, and ranks them. Needs no GPU. docs/simulator.md says what is modelled.",
-    )
-    _takes(simulate, SimulateOptions, _simulate)
-
-
-def _simulate(wanted: SimulateOptions) -> int:
-    from ..simulate.predict import main as predict
-
-    return predict(wanted)

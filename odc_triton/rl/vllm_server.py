@@ -158,20 +158,17 @@ class VllmServer:
             raise WeightsNotSent([_SENDER], f"rank {_SENDER} did not send the {_SYNC}: {problem}")
 
     def _send(self, model: nn.Module) -> None:
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-        def send() -> None:
-            if device is not None:  # each thread has its own
-                torch.cuda.set_device(device)
-            if transfer is None:
-                connected.append(self._connect(control, PretrainedTensors(model)))
-            (transfer or connected[0]).send_weights()
-
-        connected: list[Any] = []
         control, transfer = self._sending or (_Control(self._server, timeout_s=self._sync_timeout_s), None)
         self._sending = None  # if it fails, the next one connects anew
+
+        def send() -> None:
+            nonlocal transfer
+            if transfer is None:
+                transfer = self._connect(control, PretrainedTensors(model))
+            transfer.send_weights()
+
         control.watch(send)
-        self._sending = control, transfer or connected[0]
+        self._sending = control, transfer
         answer = self._server.post("/reset_prefix_cache", timeout_s=_SHORT_S)  # it is of the old weights
         if isinstance(answer, dict) and answer.get("success") is False:
             raise GenerationFailed(

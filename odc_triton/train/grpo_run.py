@@ -26,7 +26,7 @@ from ..rl.rollout import Rollout, Sampler, Slot
 from ..sequence.enable import enable_split
 from .grpo_options import GrpoOptions
 from .metrics import Metrics
-from .run import Picture, Run, Sample, number, shared_counter
+from .run import Picture, Run, Sample, shared_counter
 
 _SUMS = ("tokens", "entropy", "ratio", "clipped", "kl", "mismatch")  # over tokens, of all ranks
 
@@ -60,6 +60,15 @@ class GrpoRun(Run):
         ),
         Picture(title="Loss", label="loss", values={"loss": "training"}),
     )
+    tokens = "sampled tokens"
+    goal = ("reward", "the mean reward")
+    bar: ClassVar = {
+        "reward": ("reward", ".3f"),
+        "length": ("length", ".0f"),
+        "rollout s": ("rollout_s", ".1f"),
+        "update s": ("update_s", ".1f"),
+        "pass": ("eval_pass", ".0%"),
+    }
     options: GrpoOptions
 
     def __init__(
@@ -287,31 +296,6 @@ class GrpoRun(Run):
         if self.correction is None:
             del by_name["mismatch"]
         return {name: value / tokens if tokens else math.nan for name, value in by_name.items()}
-
-    def shown(self, metrics: Metrics) -> dict[str, str]:
-        numbers = {
-            "reward": f"{metrics['reward']:.3f}",
-            "length": f"{metrics['length']:.0f}",
-            "rollout": f"{metrics['rollout_s']:.1f}s",
-            "update": f"{metrics['update_s']:.1f}s",
-        }
-        return numbers | ({"pass": f"{metrics['eval_pass']:.0%}"} if "eval_pass" in metrics else {})
-
-    @staticmethod
-    def in_words(metrics: list[Metrics], *, ranks: int) -> str:
-        first, last = metrics[0], metrics[-1]
-        seconds = {
-            name: sum(line[f"{name}_s"] for line in metrics) for name in ("rollout", "scoring", "sync", "update")
-        }
-        passed = [line["eval_pass"] for line in metrics if line.get("eval_pass") is not None]
-        return (
-            f"{last['step']} steps over {last['tokens']:,} sampled tokens on {ranks} rank{'s' if ranks > 1 else ''}: "
-            f"the mean reward went from {number(first['reward'])} to {number(last['reward'])}"
-            + (f", and {passed[-1]:.1%} of the held-out prompts pass" if passed else "")
-            + ". "
-            + ", ".join(f"{name} took {value:.0f} s" for name, value in seconds.items()).capitalize()
-            + "."
-        )
 
     def close(self) -> None:
         self.sampler.completions.close()

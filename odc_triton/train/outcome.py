@@ -114,13 +114,22 @@ def in_words(job: type[Run], metrics: list[Metrics], *, ranks: int) -> str:
     """A run in a few sentences."""
     if not metrics:
         return "No step was taken."
+    first, last = metrics[0], metrics[-1]
     seconds = sum(line["seconds"] for line in metrics)
     idle = sum(line["idle"] * line["seconds"] for line in metrics) / seconds if seconds else 0.0
-    who = "They were" if ranks > 1 else "It was"
-    text = f"{job.in_words(metrics, ranks=ranks)} {who} idle {idle:.1%} of the time."
-    if metrics[-1]["skipped"]:
-        text += f" {metrics[-1]['skipped']} steps were skipped because a loss or gradient was not finite."
+    name, words = job.goal
+    text = (
+        f"{last['step']} steps over {last['tokens']:,} {job.tokens} on {ranks} rank{'s' if ranks > 1 else ''}: {words} "
+        f"went from {_number(first[name])} to {_number(last[name])}. {'They were' if ranks > 1 else 'It was'} idle "
+        f"{idle:.1%} of the time."
+    )
+    if last["skipped"]:
+        text += f" {last['skipped']} steps were skipped because a loss or gradient was not finite."
     return text
+
+
+def _number(value: float | None) -> str:
+    return "no finite value" if value is None else f"{value:.4f}"
 
 
 def _some(metrics: list[Metrics]) -> list[Metrics]:

@@ -84,6 +84,9 @@ class Run(ABC):
     title: ClassVar[str]  # of the report
     columns: ClassVar[dict[str, str]]  # of the report's table: metrics by name, with their headings
     pictures: ClassVar[tuple[Picture, ...]]
+    tokens: ClassVar[str]  # what the metrics count by this name
+    goal: ClassVar[tuple[str, str]]  # the metric that is to change, and what it is called
+    bar: ClassVar[dict[str, tuple[str, str]]]  # what the progress bar shows: metrics with their formats, by label
 
     def __init__(
         self, *, options: RunOptions, model: nn.Module, identity: dict[str, Any] | None = None, epoch_steps: int
@@ -127,14 +130,9 @@ class Run(ABC):
     def evaluates(self) -> bool:
         """Whether there is held-out data."""
 
-    @abstractmethod
     def shown(self, metrics: Metrics) -> dict[str, str]:
         """What the progress bar shows of a step's metrics."""
-
-    @staticmethod
-    @abstractmethod
-    def in_words(metrics: list[Metrics], *, ranks: int) -> str:
-        """What the run's `metrics`, at least one line, say in a sentence or two."""
+        return {label: format(metrics[name], form) for label, (name, form) in self.bar.items() if name in metrics}
 
     def repeated(self, minibatch: Callable[[], T]) -> T:
         """`minibatch()`, run again for as long as exact sums do not fit their scales."""
@@ -225,11 +223,6 @@ class Run(ABC):
         """Excludes the time since the last step (saving a checkpoint, say) from the idle share."""
         self.engine.events.drain()
         self._agreed_s = time.monotonic()
-
-
-def number(value: float | None) -> str:
-    """A metric in words."""
-    return "no finite value" if value is None else f"{value:.4f}"
 
 
 def shared_counter(options: RunOptions, world: int) -> Counter:

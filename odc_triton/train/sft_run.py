@@ -25,7 +25,7 @@ from ..engine.api import engine_of, minibatch
 from ..hf import summed_loss
 from ..sequence.enable import enable_split, split_forward
 from .metrics import Metrics
-from .run import Picture, Run, number, shared_counter
+from .run import Picture, Run, shared_counter
 from .samples import Completions
 from .sft_options import SftOptions
 
@@ -47,6 +47,14 @@ class SftRun(Run):
         "idle": "idle",
     }
     pictures = (Picture(title="Loss", label="loss per token", values={"loss": "training", "eval_loss": "evaluation"}),)
+    tokens = "target tokens"
+    goal = ("loss", "the loss")
+    bar: ClassVar = {
+        "loss": ("loss", ".4f"),
+        "targets/s": ("target_tokens_per_s", ".0f"),
+        "idle": ("idle", ".0%"),
+        "eval": ("eval_loss", ".4f"),
+    }
     options: SftOptions
 
     def __init__(
@@ -218,23 +226,6 @@ class SftRun(Run):
         self.rested()
         total = sum(each["loss_sum"] for each in messages)
         return total / sum(each["targets"] for each in messages) if math.isfinite(total) else math.nan
-
-    def shown(self, metrics: Metrics) -> dict[str, str]:
-        numbers = {
-            "loss": f"{metrics['loss']:.4f}",
-            "targets/s": f"{metrics['target_tokens_per_s']:.0f}",
-            "idle": f"{metrics['idle']:.0%}",
-        }
-        return numbers | ({"eval": f"{metrics['eval_loss']:.4f}"} if "eval_loss" in metrics else {})
-
-    @staticmethod
-    def in_words(metrics: list[Metrics], *, ranks: int) -> str:
-        first, last = metrics[0], metrics[-1]
-        return (
-            f"{last['step']} steps over {last['tokens']:,} target tokens on {ranks} "
-            f"rank{'s' if ranks > 1 else ''}: the loss went from {number(first['loss'])} to "
-            f"{number(last['loss'])}."
-        )
 
     def resume(self, saved: dict[str, Any], where: Path) -> None:
         super().resume(saved, where)
