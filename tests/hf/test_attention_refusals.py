@@ -7,41 +7,17 @@ import torch
 import transformers
 
 from odc_triton import hf
-from tests.hf.test_attention import SMALL, VOCABULARY, build
+from tests.hf.test_attention import build
+from tests.support.families import causal_lm
+from tests.support.models import build as build_case
 
 REFUSED = {
-    "bloom": (
-        lambda: transformers.BloomForCausalLM(
-            transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4)
-        ),
-        "BloomForCausalLM can't be trained on packs",
-    ),
-    "bert": (
-        lambda: transformers.BertForMaskedLM(
-            transformers.BertConfig(**SMALL | {"num_key_value_heads": None, "head_dim": None})
-        ),
-        "BertForMaskedLM can't be trained on packs",
-    ),
-    "mamba": (
-        lambda: transformers.MambaForCausalLM(
-            transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
-        ),
-        "MambaForCausalLM can't be trained on packs",
-    ),
-    "lfm2": (  # convolutions beside attention
-        lambda: transformers.Lfm2ForCausalLM(
-            transformers.Lfm2Config(**SMALL | {"layer_types": ["conv", "full_attention"]})
-        ),
-        "only 1 of its 2 layers called",
-    ),
-    "llama4": (  # its attention is not told of its chunked masks, nor of positions
-        lambda: transformers.Llama4ForCausalLM(
-            transformers.Llama4TextConfig(
-                **SMALL | {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 32}
-            )
-        ),
-        "neither position_ids nor cu_seq_lens_q",
-    ),
+    "Bloom": (lambda: causal_lm("Bloom"), "BloomForCausalLM can't be trained on packs"),
+    "bert": (lambda: build_case("bert"), "BertForSequenceClassification can't be trained on packs"),
+    "Mamba": (lambda: causal_lm("Mamba"), "MambaForCausalLM can't be trained on packs"),
+    "Lfm2": (lambda: causal_lm("Lfm2"), "only 1 of its 2 layers called"),  # convolutions beside attention
+    # Its attention is not told of its chunked masks, nor of positions.
+    "Llama4": (lambda: causal_lm("Llama4"), "neither position_ids nor cu_seq_lens_q"),
     "linear": (lambda: torch.nn.Linear(2, 2), "Linear is not a transformers model"),
 }
 
@@ -66,8 +42,8 @@ def test_a_layer_that_leaks_or_differs_is_refused(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(decoder, "forward", lambda self, x: forward(self, x) + 0.1 * x.roll(1, dims=1))
         with pytest.raises(hf.PackingUnsupported, match="changed when only its neighbour's tokens did"):
-            hf.enable_packing(build("qwen2"))
-    model = build("qwen2")
+            hf.enable_packing(build("Qwen2"))
+    model = build("Qwen2")
     attention = transformers.models.qwen2.modeling_qwen2.Qwen2Attention
     inner = attention.forward
 
@@ -94,7 +70,7 @@ def test_a_window_that_attention_is_not_told_of_is_refused(monkeypatch):
             self.config = told
 
     monkeypatch.setattr(attention, "forward", without_window)
-    model = transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL | {"sliding_window": 32}))
+    model = causal_lm("Mistral", sliding_window=32)
     with pytest.raises(hf.PackingUnsupported, match=r"windows or chunks of \[32\] tokens"):
         hf.enable_packing(model)
 
@@ -113,7 +89,7 @@ def test_a_mask_of_the_models_own_is_refused(use_vmap, monkeypatch):
     monkeypatch.setattr(modeling, "create_causal_mask", overlaid)
     message = "overlay that a pack would drop" if use_vmap else "mask is not plain causal"
     with pytest.raises(hf.PackingUnsupported, match=message):
-        hf.enable_packing(build("qwen2"))
+        hf.enable_packing(build("Qwen2"))
 
 
 @pytest.mark.parametrize("name", ["position_bias", "sinks", "indices", "block_indices"])

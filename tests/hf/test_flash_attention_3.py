@@ -54,7 +54,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
     ids=["installed", "not installed", "sm_80", "sm_100", "dropout"],
 )
 def test_when_it_is_chosen(pretend: Callable, given: dict, dropout: float, chosen: str | None) -> None:
-    model = build("qwen2")
+    model = build("Qwen2")
     model.config.attention_dropout = dropout
     pretend(**given)
     hf.enable_packing(model)
@@ -65,12 +65,12 @@ def test_a_choice_that_was_made_stays(pretend: Callable, monkeypatch: pytest.Mon
     pretend()
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "own", Handle)
     torch.nn.attention.activate_flash_attention_impl("own")
-    hf.enable_packing(build("qwen2"))
+    hf.enable_packing(build("Qwen2"))
     assert current_flash_attention_impl() == "own"
 
 
 def test_a_broken_package_is_a_warning(pretend: Callable) -> None:
     pretend(register=broken)
     with pytest.warns(UserWarning, match="not used, as torch said ImportError"):
-        hf.enable_packing(build("qwen2"))
+        hf.enable_packing(build("Qwen2"))
     assert current_flash_attention_impl() is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,42 +30,62 @@ def _saved(tmp_path: Path, seed: int = 0) -> str:
     return str(tmp_path / f"model-{seed}")
 
 
-def _both(tmp_path: Path, world: int, start: str | None, **changes: Any) -> tuple[list[dict], dict[str, Any]]:
-    ours = {name: changes.pop(name) for name in ("fused", "token_cap", "exact") if name in changes}
-    (plain,) = ranks.run(case.plain_run, 1, str(tmp_path / "plain"), start, changes)
-    return ranks.run(case.odc_run, world, str(tmp_path / "odc"), start, changes | ours), plain
-
-
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="TRL needs Python 3.11")
 
-
-@pytest.mark.parametrize(
-    ("loss_type", "world", "changes"),
-    [
-        ("dapo", 2, TWICE | {"beta": 0.5}),
-        ("grpo", 2, {"mask_truncated_completions": True, "eval_strategy": "steps", "eval_steps": 2, "fused": True}),
-        *(slow(loss_type, world, TWICE) for loss_type in LOSSES for world in (1, 2)),
-        *(slow("cispo", world, TWICE | {"epsilon_high": 1.01}) for world in (1, 2)),  # the largest ratio
-        slow("grpo", 2, TWICE | {"importance_sampling_level": "sequence"}),  # GSPO
-        slow("luspo", 2, TWICE | {"importance_sampling_level": "sequence"}),
-        slow("dapo", 2, TWICE | {"delta": 1.001, "epsilon_high": 2e-3, "scale_rewards": "batch"}),
-        slow("bnpo", 2, TWICE | {"mask_truncated_completions": True, "off_policy_mask_threshold": 1e-6}),
-        slow("cispo", 2, TWICE | {"epsilon_high": 1.01, "token_cap": 64, "gradient_checkpointing": False}),
-        slow("dr_grpo", 1, {"steps_per_generation": 2, "epsilon": 1e-3}),
-        slow("vespo", 2, TWICE | {"scale_rewards": "none", "eval_strategy": "steps", "eval_steps": 1}),
-        slow("vespo", 2, TWICE | VLLM | {"vllm_importance_sampling_mode": "token_truncate"}),
-        slow("grpo", 2, VLLM | {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_mode": "colocate"}),
-        slow("bnpo", 2, TWICE | {"rollout": True, "off_policy_mask_threshold": 1e-3}),
-        slow("dapo", 2, TWICE | {"exact": True}),
-        *(slow(loss_type, 2, TWICE | {"gradient_accumulation_steps": 2}) for loss_type in ("dapo", "grpo", "dr_grpo")),
-        slow("dapo", 1, {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "beta": 0.1}),
-        slow("dapo", 2, TWICE | {"bf16": True, "beta": 0.5}),
+Run = tuple[str, dict[str, Any]]  # a loss, and what the arguments have besides
+# Runs of one launch of ranks, by what they show; those after the first are slow.
+GROUPS: dict[str, list[Run]] = {
+    "usual": [
+        ("dapo", TWICE | {"beta": 0.5}),
+        ("grpo", {"mask_truncated_completions": True, "eval_strategy": "steps", "eval_steps": 2, "fused": True}),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
-)
-def test_as_trl(tmp_path: Path, loss_type: str, world: int, changes: dict[str, Any]) -> None:
-    start = _saved(tmp_path) if "beta" in changes else None
-    results, plain = _both(tmp_path, world, start, loss_type=loss_type, **changes)
+    "losses": [
+        *((loss_type, TWICE) for loss_type in LOSSES),
+        ("cispo", TWICE | {"epsilon_high": 1.01}),  # the largest ratio
+        *((loss_type, TWICE | {"importance_sampling_level": "sequence"}) for loss_type in ("grpo", "luspo")),
+        ("dapo", TWICE | {"exact": True}),
+    ],
+    "limits": [
+        ("dapo", TWICE | {"delta": 1.001, "epsilon_high": 2e-3, "scale_rewards": "batch"}),
+        ("bnpo", TWICE | {"mask_truncated_completions": True, "off_policy_mask_threshold": 1e-6}),
+        ("cispo", TWICE | {"epsilon_high": 1.01, "token_cap": 64, "gradient_checkpointing": False}),
+        ("vespo", TWICE | {"scale_rewards": "none", "eval_strategy": "steps", "eval_steps": 1}),
+        *((loss_type, TWICE | {"gradient_accumulation_steps": 2}) for loss_type in ("dapo", "grpo", "dr_grpo")),
+    ],
+    "other samplers": [
+        ("vespo", TWICE | VLLM | {"vllm_importance_sampling_mode": "token_truncate"}),
+        ("grpo", VLLM | {"vllm_importance_sampling_mode": "sequence_truncate", "vllm_mode": "colocate"}),
+        ("bnpo", TWICE | {"rollout": True, "off_policy_mask_threshold": 1e-3}),
+    ],
+    "one rank": [
+        ("dapo", {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "beta": 0.1}),
+        ("dr_grpo", {"steps_per_generation": 2, "epsilon": 1e-3}),
+    ],
+    "bf16": [("dapo", TWICE | {"bf16": True, "beta": 0.5})],  # accelerate has one such choice per process
+}
+_OURS = ("fused", "token_cap", "exact")
+
+
+def _each(rank: int, world: int, run: Callable, folder: str, start: str, group: str) -> list[dict[str, Any]]:
+    """Of each run of the group what `run` found: TRL's own trainer, or ours."""
+    found = []
+    for index, (loss_type, changes) in enumerate(GROUPS[group]):
+        taken = {name: value for name, value in changes.items() if run is case.odc_run or name not in _OURS}
+        where = f"{folder}/{run.__name__}-{index}", start if "beta" in changes else None
+        found.append(run(rank, world, *where, taken | {"loss_type": loss_type}))
+    return found
+
+
+@pytest.mark.parametrize("group", ["usual", *(slow(group) for group in GROUPS if group != "usual")])
+def test_as_trl(tmp_path: Path, group: str) -> None:
+    start = _saved(tmp_path)
+    (plain,) = ranks.run(_each, 1, case.plain_run, str(tmp_path), start, group)
+    ours = ranks.run(_each, 1 if group == "one rank" else 2, case.odc_run, str(tmp_path), start, group)
+    for (loss_type, changes), of_trl, *of_ranks in zip(GROUPS[group], plain, *ours, strict=True):
+        _assert_as_trl(loss_type, changes, of_ranks, of_trl)
+
+
+def _assert_as_trl(loss_type: str, changes: dict[str, Any], results: list[dict], plain: dict[str, Any]) -> None:
     bf16 = "bf16" in changes  # rounds a pack's rows otherwise than a batch's, and a ratio near the clip falls on a side
     batches = changes.get("gradient_accumulation_steps", 1)
     assert_alike(results, plain, tolerance=5e-2 if bf16 else 1e-5, batches=batches)
@@ -77,7 +98,7 @@ def test_as_trl(tmp_path: Path, loss_type: str, world: int, changes: dict[str, A
     assert all(sum(rows) == ROWS * batches for rows in zip(*(result["rows"] for result in results), strict=True))
     if "mask_truncated_completions" in changes or "exact" in changes:
         return  # a pack may have nothing to compute, or be computed once more
-    if world == 2:
+    if len(results) == 2:
         assert all(mine != others for mine, others in zip(*(result["rows"] for result in results), strict=True))
     for result in results:
         assert result["forwards"] == sum(result["packs"])
@@ -101,8 +122,7 @@ def _sampled(rank: int, world: int, folder: str) -> list[list[int]] | None:
     return found
 
 
-def test_one_rank_samples_alone(tmp_path: Path) -> None:
-    found, _ = ranks.run(_sampled, 2, str(tmp_path))
+def _assert_greedy(found: list[list[int]]) -> None:
     model = build("qwen2").eval()
     for prompt, completion in zip([[5, 9, 3], [17, 40, 2, 8, 11], [6]], found, strict=True):
         ids = torch.tensor([prompt])
@@ -128,33 +148,66 @@ def _with_vllm(rank: int, world: int, folder: str, mode: str) -> dict[str, torch
     return received
 
 
-@pytest.mark.parametrize("mode", ["server", slow("colocate")])
-def test_vllm_gets_whole_weights(tmp_path: Path, mode: str) -> None:
-    received, others = ranks.run(_with_vllm, 2, str(tmp_path), mode)
-    shapes = {name: value.shape for name, value in build("qwen2").named_parameters()}
-    assert {name: value.shape for name, value in received.items()} == shapes
-    assert others.keys() == (set() if mode == "server" else shapes.keys())
+def _outside(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """What happens around steps and when one fails; each with a trainer of its own."""
+    found: dict[str, Any] = {"sampled": _sampled(rank, world, f"{folder}/sampled")}
+    for mode in ("server", "colocate"):
+        found[mode] = set(_with_vllm(rank, world, f"{folder}/{mode}", mode))
+    for what in FAILURES:
+        found[what] = _failing(rank, world, f"{folder}/{what}", what)
+    return found | {"masked": _all_masked(rank, world, f"{folder}/masked")}  # last, as it changes what is sampled
+
+
+def test_outside_of_minibatches(tmp_path: Path) -> None:
+    found = ranks.run(_outside, 2, str(tmp_path))
+    weights = dict(build("qwen2").named_parameters())
+    _assert_greedy(found[0]["sampled"])
+    # vLLM gets whole weights, from rank 0 alone if it is a server.
+    assert [result["server"] for result in found] == [weights.keys(), set()]
+    assert [result["colocate"] for result in found] == [weights.keys()] * 2
+    for result in found:
+        for what, words in FAILURES.items():
+            assert re.search(words, result[what]), result[what]
+        masked = result["masked"]
+        assert masked["logs"][0]["loss"] == masked["logs"][0]["grad_norm"] == 0
+        assert masked["forwards"] == 0
+        assert all(torch.equal(masked["weights"][name], weight) for name, weight in weights.items())
+
+
+FAILURES = {
+    "loss": "rank 1: AttributeError: accelerator.pad_across_processes is not there in a minibatch",
+    "cap": "over the token_cap of 10",
+    "images": r"the batch has pixel_values, a tensor of \(3, 4, 4\): only text is supported",
+}
 
 
 # ------------------------------------------------------------------ checkpoints
 
 
-@pytest.mark.parametrize("world", [2, slow(1)])
-def test_resume(tmp_path: Path, world: int) -> None:
+SAVING = TWICE | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+
+
+def _stopped(rank: int, world: int, folder: str, start: str) -> list[dict[str, Any]]:
+    whole = case.odc_run(rank, world, f"{folder}/whole", None, dict(SAVING))
+    checkpoint = f"{folder}/whole/checkpoint-2"
+    return [whole, case.odc_run(rank, world, f"{folder}/resumed", start, dict(SAVING), checkpoint)]
+
+
+@pytest.mark.parametrize("fewer", [False, slow(True)])
+def test_resume(tmp_path: Path, fewer: bool) -> None:
     """On as many ranks and on fewer, at the end of the second update of the same completions."""
-    changes = TWICE | {"max_steps": 4}
-    saving = changes | {"save_strategy": "steps", "save_steps": 2}
-    whole = ranks.run(case.odc_run, 2, str(tmp_path / "whole"), None, saving)
-    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
     start = _saved(tmp_path, seed=9)  # other weights, to be overwritten
-    resumed = ranks.run(case.odc_run, world, str(tmp_path / str(world)), start, changes, checkpoint)
-    assert [entry["step"] for entry in resumed[0]["logs"]] == [1, 2, 3, 4, 4]
-    for got, want in zip(resumed[0]["logs"][:4], whole[0]["logs"], strict=False):
+    whole, resumed = ranks.run(_stopped, 2, str(tmp_path), start)[0]
+    if fewer:
+        checkpoint = str(tmp_path / "whole" / "checkpoint-2")
+        (resumed,) = ranks.run(case.odc_run, 1, str(tmp_path / "fewer"), start, dict(SAVING), checkpoint)
+    assert [entry["step"] for entry in resumed["logs"]] == [1, 2, 3, 4, 4]
+    for got, want in zip(resumed["logs"][:4], whole["logs"], strict=False):
         for name in want.keys() & {"loss", "grad_norm", "entropy", "clip_ratio/region_mean", "reward"}:
             # Sums over ranks come in another order.
             assert got[name] == pytest.approx(want[name], rel=1e-5, abs=1e-6), name
-    for name, want in whole[0]["weights"].items():
-        torch.testing.assert_close(resumed[0]["weights"][name], want, rtol=1e-5, atol=1e-6)
+    for name, want in whole["weights"].items():
+        torch.testing.assert_close(resumed["weights"][name], want, rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------ what is refused
@@ -193,21 +246,17 @@ def _refusals(rank: int, world: int, folder: str) -> None:
             ODCGRPOTrainer(model, args=args, **given, **own)
         assert args.beta == changes.get("beta", 0.0)
     args = case.arguments(folder)
-    with pytest.raises(TypeError, match=r"args is a NoneType; give a trl\.GRPOConfig"):
-        ODCGRPOTrainer(model, **given)
-    with pytest.raises(TypeError, match="args is a TrainingArguments"):
-        ODCGRPOTrainer(model, args=transformers.TrainingArguments(folder, use_cpu=True), **given)
-    adapted = peft.get_peft_model(build("qwen2"), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(
-        TypeError, match="model is a ODCPeftModel; give the transformers model that fully_shard returned"
+    adapted = fully_shard(peft.get_peft_model(build("qwen2"), peft.LoraConfig(target_modules=["q_proj"])))
+    for wrong, options, words in (
+        (model, {}, r"args is a NoneType; give a trl\.GRPOConfig"),
+        (model, {"args": transformers.TrainingArguments(folder, use_cpu=True)}, "args is a TrainingArguments"),
+        (adapted, {"args": args}, "model is a ODCPeftModel; give the transformers model that fully_shard returned"),
+        (build("qwen2"), {"args": args}, "Qwen2ForCausalLM is not sharded"),
+        (model, {"args": args, "peft_config": object()}, "peft_config is given, but the model is sharded already"),
+        (fully_shard(build("qwen2")), {"args": args}, "does not keep a pack's documents apart"),
     ):
-        ODCGRPOTrainer(fully_shard(adapted), args=args, **given)
-    with pytest.raises(ValueError, match="Qwen2ForCausalLM is not sharded"):
-        ODCGRPOTrainer(build("qwen2"), args=args, **given)
-    with pytest.raises(ValueError, match="peft_config is given, but the model is sharded already"):
-        ODCGRPOTrainer(model, args=args, peft_config=object(), **given)
-    with pytest.raises(ValueError, match="does not keep a pack's documents apart"):
-        ODCGRPOTrainer(fully_shard(build("qwen2")), args=args, **given)
+        with pytest.raises((TypeError, ValueError), match=words):
+            ODCGRPOTrainer(wrong, **options, **given)
     model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.001
     with pytest.raises(ValueError, match=r"router_aux_loss_coef 0\.001, and is a mean"):
         ODCGRPOTrainer(model, args=args, **given)
@@ -232,14 +281,6 @@ def _all_masked(rank: int, world: int, folder: str) -> dict[str, Any]:
     return case.odc_run(rank, world, folder, None, changes)
 
 
-def test_nothing_to_learn(tmp_path: Path) -> None:
-    for result in ranks.run(_all_masked, 2, str(tmp_path)):
-        assert result["logs"][0]["loss"] == result["logs"][0]["grad_norm"] == 0
-        assert result["forwards"] == 0
-        for name, weight in build("qwen2").named_parameters():
-            assert torch.equal(result["weights"][name], weight), name
-
-
 def _failing(rank: int, world: int, folder: str, what: str) -> str:
     """A step that fails on one rank, or on all; returns the error."""
     from odc_triton.base.errors import MinibatchFailed
@@ -260,19 +301,6 @@ def _failing(rank: int, world: int, folder: str, what: str) -> str:
     with pytest.raises((MinibatchFailed, ValueError)) as caught:
         trainer.train()
     return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("loss", "rank 1: AttributeError: accelerator.pad_across_processes is not there in a minibatch"),
-        slow("cap", "over the token_cap of 10"),
-        slow("images", r"the batch has pixel_values, a tensor of \(3, 4, 4\): only text is supported"),
-    ],
-)
-def test_a_step_that_fails_fails_on_all_ranks(tmp_path: Path, what: str, words: str) -> None:
-    for text in ranks.run(_failing, 2, str(tmp_path), what):
-        assert re.search(words, text), text
 
 
 def _bad_reward(rank: int, world: int, folder: str) -> None:

@@ -1,18 +1,16 @@
-"""ODCTrainer on real ranks: against plain torch and a loop of our own; evaluation, checkpoints."""
+"""ODCTrainer on real ranks, against transformers' own Trainer on whole models; checkpoints, evaluation."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.support import ranks, slow
+from tests.support import ranks
 from tests.support.models import build
 from tests.support.trainer_case import (
     LENGTHS,
@@ -22,12 +20,16 @@ from tests.support.trainer_case import (
     logs,
     odc_trainer,
     pad,
+    plain_trainer,
     sample_loss,
     samples,
-    sharded_model,
+    steps_in_order,
+    targets,
     weights_of,
-    with_adapters,
 )
+
+LOGGED = ("loss", "grad_norm", "target_tokens", "learning_rate")
+OPTIMIZERS = ("adamw_torch_fused", "sgd", "rmsprop", "adagrad")
 
 # ------------------------------------------------------------------ the same training
 
@@ -40,26 +42,25 @@ def _train(rank: int, world: int, folder: str, resume: str | bool | None = None,
 
 
 def _summary(trainer: Any, rank: int) -> dict[str, Any]:
-    result = {key: logs(trainer, key) for key in ("loss", "grad_norm", "target_tokens", "learning_rate")}
     # One rank alone: reads are one-sided.
-    return result | {"weights": weights_of(trainer.model) if rank == 0 else None}
+    return {key: logs(trainer, key) for key in LOGGED} | {"weights": weights_of(trainer.model) if rank == 0 else None}
 
 
-def _deterministic(rank: int, world: int, folder: str, resume: str | None) -> dict[str, torch.Tensor]:
-    from odc_triton.hf import ODCTrainer
-
-    changes = {"full_determinism": True, "save_strategy": "steps", "save_steps": 2, "per_device_train_batch_size": 2}
-    model = sharded_model(exact=True)
-    ODCTrainer(model, arguments(folder, **changes), train_dataset=samples()).train(resume_from_checkpoint=resume)
-    return weights_of(model)
-
-
-def test_full_determinism_on_exact_sums(tmp_path: Path) -> None:
-    """A run that went on from another's checkpoint ends with the same bits."""
-    folders = [str(tmp_path / name) for name in ("one", "resumed")]
-    want = _run(_deterministic, 2, folders[0], None)[0]
-    found = _run(_deterministic, 2, folders[1], f"{folders[0]}/checkpoint-2")[0]
-    assert all(torch.equal(found[name], weight) for name, weight in want.items())
+def _assert_as_plain(results: list[dict[str, Any]], folder: Path, **changes: Any) -> None:
+    plain = plain_trainer(str(folder / "plain"), **changes)
+    plain.train()
+    tokens = [targets(step) for step in steps_in_order(changes.get("count", 4))]
+    for result in results:
+        assert result["target_tokens"] == tokens
+        # The order of fp32 sums differs: packs against samples, and over ranks. Trainer rounds neither loss nor norm.
+        torch.testing.assert_close(result["loss"], logs(plain, "loss"), rtol=1e-5, atol=0)
+        torch.testing.assert_close(result["grad_norm"], logs(plain, "grad_norm"), rtol=1e-4, atol=0)
+    for name, want in plain.model.named_parameters():
+        # By norm: Adam turns a gradient that is all rounding into steps of up to the learning rate. That of a bias
+        # of keys is nearly so, as softmax takes out what all keys share: hence a thousandth of a step besides.
+        floor = 1e-3 * LR if name.endswith("k_proj.bias") else 0.0
+        error = (results[0]["weights"][name] - want).norm()
+        assert error <= 1e-4 * want.norm() + floor, f"{name}: {error}"
 
 
 def _train_one_sample_a_step(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -79,116 +80,102 @@ def _train_one_sample_a_step(rank: int, world: int, folder: str) -> dict[str, An
     }
 
 
-def _plain(samples_per_step: int, *, lora: bool = False) -> dict[str, Any]:
-    """The same in plain torch: a whole model, each sample by itself, transformers' parameter groups and schedule."""
-    from transformers import get_linear_schedule_with_warmup
-
-    from odc_triton.balance import MinibatchSampler
-
-    data, model = samples(), build("qwen2").train()
-    model = with_adapters(model, 0) if lora else model
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR)
-    schedule = get_linear_schedule_with_warmup(optimizer, 2, STEPS)
-    sampler = MinibatchSampler(LENGTHS, samples_per_step, max(LENGTHS), seed=42, rank=0, world=1)
-    minibatches = [packs for _ in range(STEPS) for packs in sampler][:STEPS]
-    result: dict[str, Any] = {"loss": [], "grad_norm": [], "target_tokens": []}
-    for packs in minibatches:
-        chosen = [data[index] for pack in packs for index in pack]
-        tokens = sum(label != -100 for sample in chosen for label in sample["labels"][1:])
-        loss = sum(sample_loss(model, sample) for sample in chosen) / tokens
-        loss.backward()
-        result["grad_norm"].append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        result["loss"].append(loss.item())
-        result["target_tokens"].append(tokens)
-    return result | {"weights": dict(model.named_parameters())}
+def _by_optimizer(rank: int, world: int, folder: str) -> dict[str, dict[str, torch.Tensor]]:
+    found = {}
+    for name in OPTIMIZERS:
+        trainer = odc_trainer(folder, world, **_changes(name))
+        trainer.train()
+        found[name] = weights_of(trainer.model)
+    return found
 
 
-def _assert_alike(results: list[dict[str, Any]], plain: dict[str, Any]) -> None:
-    for result in results:
-        assert result["target_tokens"] == plain["target_tokens"]
-        # The order of fp32 sums differs: packs against samples, and over ranks. Trainer rounds neither loss nor norm.
-        torch.testing.assert_close(result["loss"], plain["loss"], rtol=1e-5, atol=0)
-        torch.testing.assert_close(result["grad_norm"], plain["grad_norm"], rtol=1e-4, atol=0)
-    for name, want in plain["weights"].items():
-        # By norm: Adam turns a gradient that is all rounding into steps of up to the learning rate. That of a bias
-        # of keys is nearly so, as softmax takes out what all keys share: hence a thousandth of a step besides.
-        floor = 1e-3 * LR if name.endswith("k_proj.bias") else 0.0
-        error = (results[0]["weights"][name] - want).norm()
-        assert error <= 1e-4 * want.norm() + floor, f"{name}: {error}"
+def _changes(optimizer: str) -> dict[str, Any]:
+    return {"optim": optimizer, "max_steps": 3, "warmup_steps": 0, "lr_scheduler_type": "constant"}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_as_plain_torch(tmp_path: Path, world: int) -> None:
-    # Exact sums: else the order in which ranks add decides how far a bias of keys is off.
-    _assert_alike(_run(_train, world, str(tmp_path), exact=world > 1 or None), _plain(4))
+def _each(rank: int, world: int, folder: str) -> tuple:
+    return _train_one_sample_a_step(rank, world, folder), _by_optimizer(rank, world, folder)
 
 
-def test_ranks_without_packs(tmp_path: Path) -> None:
-    results = ranks.run(_train_one_sample_a_step, 2, str(tmp_path))
-    _assert_alike(results, _plain(1))
+def test_ranks_without_packs_and_other_optimizers(tmp_path: Path) -> None:
+    found = ranks.run(_each, 2, str(tmp_path))
+    results = [result for result, _ in found]
+    _assert_as_plain(results, tmp_path, count=1)
     assert sorted(result["forwards"] for result in results) == [[], list(range(STEPS))]
     for result in results:
         steps = ("enter", "leave", "sum up")
         assert result["meetings"] == [f"{what} minibatch {i}" for i in range(STEPS) for what in steps]
+    start = dict(build("qwen2").named_parameters())
+    for name, weights in found[0][1].items():
+        plain = plain_trainer(str(tmp_path / name), **_changes(name))
+        plain.train()
+        for parameter, want in plain.model.named_parameters():
+            # By the norm of the whole change: sums of gradients are made in another order, and optimizers that divide
+            # by a gradient's size turn one that is all rounding into a step.
+            change = (want - start[parameter]).norm()
+            assert change > 0, f"{name}: {parameter}"
+            assert (weights[parameter] - want).norm() < 1e-3 * change, f"{name}: {parameter}"
 
 
 # ------------------------------------------------------------------ checkpoints
 
+SAVING = {"exact": True, "full_determinism": True, "save_strategy": "steps", "save_steps": 1, "save_total_limit": 4}
 
-@pytest.mark.parametrize("bf16", [False, slow(True)])
-def test_resume(tmp_path: Path, bf16: bool) -> None:
-    """From the middle of an epoch (2 of 3 steps) and from its end (3), on as many ranks and on fewer."""
-    changes = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 4, "bf16_shards": bf16}
-    whole = _run(_train, 2, str(tmp_path / "whole"), **changes)
+
+def _stopped(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
+    """A whole run, one that goes on in the middle of its first epoch, and what is refused."""
+    whole = _train(rank, world, f"{folder}/whole", **SAVING)
+    resumed = _train(rank, world, f"{folder}/resumed", f"{folder}/whole/checkpoint-2", seed=9, **SAVING)
+    changes = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "max_steps": 1}
+    _train(rank, world, f"{folder}/model", **changes)
+    with pytest.raises(ValueError, match="has no complete odc/ folder"):
+        _train(rank, world, f"{folder}/none", f"{folder}/model/checkpoint-1")
+    with pytest.raises(Exception, match="samples_per_minibatch 4, here it is 8"):
+        odc_trainer(f"{folder}/larger", 1).train(resume_from_checkpoint=f"{folder}/whole/checkpoint-2")
+    return [whole, resumed]
+
+
+def test_as_plain_and_goes_on(tmp_path: Path) -> None:
+    """A run that goes on ends with the same bits, as sums are exact; on fewer ranks, from the end of an epoch, packs
+    differ. What is saved is for plain transformers.
+    """
+    found = ranks.run(_stopped, 2, str(tmp_path))
+    _assert_as_plain([whole for whole, _ in found], tmp_path)
     assert sorted(path.name for path in (tmp_path / "whole").glob("checkpoint-*"))[0] == "checkpoint-2"
-    for world, step in [(2, 2), (1, 3)]:
-        folder = str(tmp_path / f"resumed-{world}")
-        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
-        results = _run(_train, world, folder, resume=checkpoint, seed=9, bf16_shards=bf16)
-        for result in results:
-            for key in ("loss", "grad_norm", "target_tokens", "learning_rate"):
-                # The same masters and moments; sums over ranks and, on another world, packs come in another order.
-                # In bf16 another pack of the same documents rounds otherwise.
-                tolerance = 1e-5 if not bf16 else 2e-2
-                got = result[key][-(STEPS - step) :]
-                torch.testing.assert_close(got, whole[0][key][step:], rtol=tolerance, atol=0)
-            assert len(result["loss"]) == STEPS  # the log's history is the checkpoint's and the new steps'
-    with pytest.raises(AssertionError, match="has no complete odc/ folder"):
-        _run(_train, 1, str(tmp_path / "none"), resume=str(tmp_path / "resumed-1" / "final"))
+    (whole, resumed), (other, resumed_other) = found
+    for name, weight in whole["weights"].items():
+        assert torch.equal(resumed["weights"][name], weight), name
+    for key in LOGGED:
+        assert resumed[key] == resumed_other[key] == whole[key] == other[key]  # the log's history is the checkpoint's
+    checkpoint = str(tmp_path / "whole" / "checkpoint-3")
+    (fewer,) = ranks.run(_with_keywords, 1, _train, (str(tmp_path / "fewer"), checkpoint), {"seed": 9})
+    for key in LOGGED:
+        torch.testing.assert_close(fewer[key], whole[key], rtol=1e-5, atol=0)  # sums come in another order
+
+    _assert_loads(tmp_path / "whole" / "final", whole["weights"])
+    _assert_loads(tmp_path / "whole" / f"checkpoint-{STEPS}", whole["weights"])
+    assert not (tmp_path / "model" / "checkpoint-1" / "odc").exists()
+    assert (tmp_path / "model" / "checkpoint-1" / "model.safetensors").exists()
 
 
-def _run(function: Any, world: int, *args: Any, **changes: Any) -> list[Any]:
-    return ranks.run(_with_keywords, world, function, args, changes)
+def _assert_loads(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """In plain transformers: the same weights, identical logits."""
+    from transformers import AutoModelForCausalLM
+
+    ids, want = torch.tensor([[5, 9, 3, 17, 40, 2]]), build("qwen2").eval()
+    want.load_state_dict(weights)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert torch.equal(loaded(ids).logits, want(ids).logits)
+    assert (folder / "training_args.bin").exists()
 
 
 def _with_keywords(rank: int, world: int, function: Any, args: tuple, changes: dict[str, Any]) -> Any:
     return function(rank, world, *args, **changes)
 
 
-@pytest.mark.slow
-def test_resume_is_exact_on_one_rank(tmp_path: Path) -> None:
-    (whole,) = _run(_train, 1, str(tmp_path / "whole"), save_strategy="steps", save_steps=2)
-    checkpoint = str(tmp_path / "whole" / "checkpoint-2")
-    (resumed,) = _run(_train, 1, str(tmp_path / "resumed"), resume=checkpoint, seed=9)
-    assert resumed["loss"] == whole["loss"]
-    # As it was once written: odc/ is torch.distributed.checkpoint's only, and the sampler's position lies beside it.
-    copy = shutil.copytree(checkpoint, tmp_path / "old" / "checkpoint-2")
-    position = json.loads((copy / "odc" / "state.json").read_text())["sampler"]
-    (copy / "odc_sampler.json").write_text(json.dumps(position))
-    for path in (copy / "odc").glob("*.json"):
-        path.unlink()
-    (old,) = _run(_train, 1, str(tmp_path / "old"), resume=True, seed=9)
-    assert old["loss"] == whole["loss"]
-    for name, value in whole["weights"].items():
-        assert torch.equal(resumed["weights"][name], value), name
-        assert torch.equal(old["weights"][name], value), name
+def _adapted(rank: int, world: int, folder: str) -> list[dict[str, Any]]:
+    whole = _train(rank, world, f"{folder}/whole", lora=True, save_strategy="steps", save_steps=2)
+    return [whole, _train(rank, world, f"{folder}/resumed", f"{folder}/whole/checkpoint-2", seed=9, lora=True)]
 
 
 # PEFT asks transformers by a name that is going away.
@@ -199,48 +186,21 @@ def test_adapters(tmp_path: Path) -> None:
 
     from odc_triton.checkpoint.dcp import read_metadata, tensors_of
 
-    whole = _run(_train, 2, str(tmp_path / "whole"), lora=True, save_strategy="steps", save_steps=2)
-    _assert_alike(whole, _plain(4, lora=True))
+    found = ranks.run(_adapted, 2, str(tmp_path))
+    _assert_as_plain([whole for whole, _ in found], tmp_path, lora=True)
     checkpoint = tmp_path / "whole" / "checkpoint-2"
     names = tensors_of(read_metadata(checkpoint / "odc"))
     assert sum(name.startswith("model.") for name in names) == 8  # A and B of two projections in two layers
     assert json.loads((checkpoint / "odc" / "base.json").read_text())["name"] == "the/base"
-    final = tmp_path / "whole" / "final"
+    final, (whole, resumed) = tmp_path / "whole" / "final", found[0]
     for folder in (checkpoint, final):
         files = {path.name for path in folder.iterdir()}
         assert {"adapter_config.json", "adapter_model.safetensors"} <= files
         assert "model.safetensors" not in files
     for name, value in peft.PeftModel.from_pretrained(build("qwen2"), final).named_parameters():
-        assert torch.equal(value, whole[0]["weights"][name]), name
-    (resumed,) = _run(_train, 1, str(tmp_path / "resumed"), resume=str(checkpoint), seed=9, lora=True)
+        assert torch.equal(value, whole["weights"][name]), name
     # The same masters and moments; sums over ranks come in another order.
-    torch.testing.assert_close(resumed["loss"][2:], whole[0]["loss"][2:], rtol=1e-5, atol=0)
-
-
-@pytest.mark.slow
-def test_another_step_size_is_refused(tmp_path: Path) -> None:
-    _run(_train, 1, str(tmp_path), save_strategy="steps", save_steps=2)
-    with pytest.raises(AssertionError, match="samples_per_minibatch 4, here it is 8"):
-        _run(_resume_with_larger_steps, 2, str(tmp_path))
-
-
-def _resume_with_larger_steps(rank: int, world: int, folder: str) -> None:
-    odc_trainer(folder, 1).train(resume_from_checkpoint=True)  # four samples a rank
-
-
-def test_saved_models(tmp_path: Path) -> None:
-    """`save_model` and a checkpoint's folder are for plain transformers: the same weights, identical logits."""
-    from transformers import AutoModelForCausalLM
-
-    result, _ = _run(_train, 2, str(tmp_path), save_strategy="steps", save_steps=STEPS, save_only_model=True)
-    assert not (tmp_path / f"checkpoint-{STEPS}" / "odc").exists()
-    ids = torch.tensor([[5, 9, 3, 17, 40, 2]])
-    want = build("qwen2").eval()
-    want.load_state_dict(result["weights"])
-    for folder in ("final", f"checkpoint-{STEPS}"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder, attn_implementation="eager")
-        assert torch.equal(loaded(ids).logits, want(ids).logits)
-        assert (tmp_path / folder / "training_args.bin").exists()
+    torch.testing.assert_close(resumed["loss"][2:], whole["loss"][2:], rtol=1e-5, atol=0)
 
 
 # ------------------------------------------------------------------ evaluation and callbacks
@@ -287,23 +247,28 @@ def _evaluate(rank: int, world: int, folder: str) -> dict[str, Any]:
     }
 
 
-def test_evaluation_callbacks_and_the_best_model(tmp_path: Path) -> None:
-    from odc_triton.balance import MinibatchSampler
+def _both(rank: int, world: int, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return _evaluate(rank, world, f"{folder}/evaluated"), _metrics(rank, world, f"{folder}/metrics")
 
-    first, second = _run(_evaluate, 2, str(tmp_path))
+
+def test_evaluation_callbacks_and_metrics(tmp_path: Path) -> None:
+    (first, metrics), (second, others_metrics) = ranks.run(_both, 2, str(tmp_path))
+    _assert_best_model(first, second)
+    _assert_metrics([metrics, others_metrics])
+
+
+def _assert_best_model(first: dict[str, Any], second: dict[str, Any]) -> None:
     assert first["eval_loss"] == second["eval_loss"]
     assert first["seen"] == ("gradients", "evaluated") * 4 + ("evaluated",)
     assert first["own"] == min(first["eval_loss"]) == first["eval_loss"][first["best"] - 1]
     assert first["best"] < 4
-    sampler = MinibatchSampler(LENGTHS, 4, max(LENGTHS), seed=42, rank=0, world=1)
-    fourth = [LENGTHS[index] for pack in sampler.assignment(1, 0)[0] for index in pack]
-    assert first["input_tokens"] == second["input_tokens"] == sum(LENGTHS) + sum(fourth)
+    taken = [len(sample["input_ids"]) for step in steps_in_order()[:4] for sample in step]
+    assert first["input_tokens"] == second["input_tokens"] == sum(taken)
     model = build("qwen2").eval()
     model.load_state_dict(first["weights"])
     data = samples()[:7]
-    tokens = sum(label != -100 for sample in data for label in sample["labels"][1:])
     with torch.no_grad():
-        want = sum(sample_loss(model, sample) for sample in data) / tokens
+        want = sum(sample_loss(model, sample) for sample in data) / targets(data)
     # Sums in another order, and packs against samples.
     torch.testing.assert_close(first["own"], want.item(), rtol=1e-6, atol=0)
 
@@ -331,17 +296,15 @@ def _metrics(rank: int, world: int, folder: str) -> dict[str, Any]:
     return result
 
 
-def test_metrics_and_predictions(tmp_path: Path) -> None:
-    for result in (results := _run(_metrics, 2, str(tmp_path))):
-        assert result["shape"] == (6, max(LENGTHS[:6]), 97)
+def _assert_metrics(results: list[dict[str, Any]]) -> None:
+    assert [result["shape"] for result in results] == [(6, max(LENGTHS[:6]), 97)] * 2
     model = build("qwen2").eval()
     model.load_state_dict(results[0]["weights"])
-    right, loss, tokens = 0, 0.0, 0
+    right, loss, tokens = 0, 0.0, targets(samples()[:6])
     for sample in samples()[:6]:
         words = model(input_ids=torch.tensor([sample["input_ids"]])).logits[0, :-1].argmax(-1)
         right += int((words == torch.tensor(sample["labels"])[1:]).sum())
         loss += sample_loss(model, sample).item()
-        tokens += sum(label != -100 for label in sample["labels"][1:])
     assert [result["right"] for result in results] == [right, right]
     for result in results:  # the mean over all tokens, whatever the batches; sums come in another order
         assert result["losses"] == pytest.approx([loss / tokens] * 3, rel=1e-6)

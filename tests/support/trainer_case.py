@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.families import with_lora
 from tests.support.models import build
 
 LENGTHS = [5, 17, 9, 26, 3, 12, 7, 21, 4, 15, 6, 11]
@@ -45,13 +46,9 @@ def arguments(folder: str, **changes: Any) -> Any:
     return TrainingArguments(**wanted | changes)
 
 
-def with_adapters(model: nn.Module, seed: int) -> nn.Module:
-    import peft
-
+def adapted(model: nn.Module, seed: int) -> nn.Module:
     model.name_or_path = "the/base"
-    torch.manual_seed(seed)
-    options = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    return peft.get_peft_model(model, options)
+    return with_lora(model, ("q_proj", "down_proj"), seed)
 
 
 def sharded_model(seed: int = 0, bf16: bool = False, exact: bool | None = None, lora: bool = False) -> nn.Module:
@@ -61,7 +58,7 @@ def sharded_model(seed: int = 0, bf16: bool = False, exact: bool | None = None, 
 
     model = build("qwen2", 0 if lora else seed)
     enable_packing(model)
-    model = with_adapters(model, seed) if lora else model
+    model = adapted(model, seed) if lora else model
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
     return fully_shard(model, mp_policy=policy, exact=exact)
 
@@ -111,29 +108,39 @@ def sample_loss(model: nn.Module, sample: dict[str, list[int]]) -> torch.Tensor:
     return F.cross_entropy(logits, torch.tensor(sample["labels"])[1:], reduction="sum")
 
 
-def in_order(count: int = 4) -> list[dict[str, list[int]]]:
-    """The samples that `STEPS` steps of `count` take, in the order of ODCTrainer."""
+def steps_in_order(count: int = 4) -> list[list[dict[str, list[int]]]]:
+    """The samples that each of `STEPS` steps of `count` takes, in the order of ODCTrainer."""
     from odc_triton.balance import MinibatchSampler
 
     data, sampler = samples(), MinibatchSampler(LENGTHS, count, max(LENGTHS), seed=42, rank=0, world=1)
     steps = [packs for _ in range(STEPS) for packs in sampler][:STEPS]
-    return [data[index] for packs in steps for pack in packs for index in pack]
+    return [[data[index] for pack in packs for index in pack] for packs in steps]
 
 
-def plain_trainer(folder: str, *, lora: bool = False, seed: int = 0, **changes: Any) -> Any:
-    """transformers' own Trainer on a whole model: the steps of `odc_trainer`, one sample a microbatch."""
+def in_order(count: int = 4) -> list[dict[str, list[int]]]:
+    return [sample for step in steps_in_order(count) for sample in step]
+
+
+def targets(of: list[dict[str, list[int]]]) -> int:
+    return sum(label != -100 for sample in of for label in sample["labels"][1:])
+
+
+def plain_trainer(folder: str, *, lora: bool = False, seed: int = 0, count: int = 4, **changes: Any) -> Any:
+    """transformers' own Trainer on a whole model: the steps of `odc_trainer`, one sample a microbatch; `count`: samples
+    of a step.
+    """
     from transformers import Trainer
 
     given = {name: changes.pop(name) for name in _OF_TRAINER if name in changes}
     args = arguments(
         folder,
         per_device_train_batch_size=1,
-        gradient_accumulation_steps=4,
+        gradient_accumulation_steps=count,
         train_sampling_strategy="sequential",
         **{"use_cpu": True} | changes,
     )
-    model = with_adapters(build("qwen2"), seed) if lora else build("qwen2", seed)
-    return Trainer(model, args, train_dataset=in_order(), **{"data_collator": pad} | given)
+    model = adapted(build("qwen2"), seed) if lora else build("qwen2", seed)
+    return Trainer(model, args, train_dataset=in_order(count), **{"data_collator": pad} | given)
 
 
 def pad(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
