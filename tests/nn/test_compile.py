@@ -21,7 +21,7 @@ from odc_triton.engine.gradients import LockedAccumulator
 from odc_triton.engine.parameter import ShardedParameter
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
-from tests.support.models import _causal_lm
+from tests.support.families import WIDE, causal_lm
 from tests.support.parity import TRANSFORMS
 
 # What Dynamo and inductor do themselves: look at the gradients of a graph's inputs, and two old uses.
@@ -104,10 +104,8 @@ def build(setup: Setup) -> nn.Module:
     if setup.family.startswith("blocks"):
         model = Blocks("recompute" in setup.family)
     else:
-        options = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": setup.layers}
-        model = _causal_lm(setup.family, **options)
-        if setup.attention is not None:
-            model.config._attn_implementation = setup.attention
+        sizes = WIDE | {"num_hidden_layers": setup.layers}
+        model = causal_lm(setup.family, attention=setup.attention or "eager", **sizes)
     CHANGES[setup.change](model)
     return model
 

@@ -15,25 +15,16 @@ from odc_triton.nn import LMHead
 from odc_triton.nn.head import FusedLogits
 from odc_triton.nn.replace import replace_layers
 from tests.support import slow
-from tests.support.models import _causal_lm
+from tests.support.families import causal_lm
 from tests.support.parity import compare
 from tests.support.peak_memory import peak_bytes
 
-MODELS: dict[str, tuple[str, dict[str, object]]] = {
-    "llama": ("Llama", {}),
-    "mistral": ("Mistral", {}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
-    "qwen3": ("Qwen3", {"head_dim": 8}),
-    "granite": ("Granite", {"logits_scaling": 4.0}),
-    "gpt2-tied": ("GPT2", {}),
-}
+MODELS = ("Llama", "Qwen2", "Qwen2, tied", "Qwen3", "Granite", "GPT2")
 
 
 def build(name: str) -> nn.Module:
-    family, changes = MODELS[name]
     torch.manual_seed(0)
-    return _causal_lm(family, **changes).train()
+    return causal_lm(name)
 
 
 def both(name: str) -> tuple[nn.Module, nn.Module]:
@@ -66,7 +57,7 @@ def test_the_models_own_loss(name: str) -> None:
 
 
 def test_a_summed_loss_of_some_positions() -> None:
-    plain, fused = both("qwen2")
+    plain, fused = both("Qwen2")
     ids = torch.randint(1, 97, (1, 23))
     pack = {"input_ids": ids, "labels": ids.masked_fill(torch.rand(1, 23) < 0.5, -100)}
     for model in (plain, fused):
@@ -75,7 +66,7 @@ def test_a_summed_loss_of_some_positions() -> None:
 
 
 def test_log_probs_and_entropy() -> None:
-    plain, fused = both("qwen3")
+    plain, fused = both("Qwen3")
     ids = torch.randint(1, 97, (2, 11))
     targets = ids.roll(-1, 1).masked_fill(torch.arange(11) == 10, -100)
     weight, weight_entropy = torch.randn(2, 11), torch.randn(2, 11)
@@ -100,7 +91,7 @@ def test_steps_on_shards(name: str, backend: str, steps: int) -> None:
 def _in_bf16(fused: bool, backend: str) -> tuple[float, dict[str, torch.Tensor]]:
     from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 
-    model = build("qwen2-tied")
+    model = build("Qwen2, tied")
     if fused:
         replace_layers(model, roles=["head"], verbose=False)
     model = fully_shard(model, backend=backend, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -123,7 +114,7 @@ def test_bf16(backend: str) -> None:
 
 
 def test_evaluation_makes_logits() -> None:
-    plain, fused = both("llama")
+    plain, fused = both("Llama")
     ids = torch.randint(1, 97, (2, 9))
     got = fused.eval()(input_ids=ids, use_cache=False).logits
     assert torch.equal(got, plain.eval()(input_ids=ids, use_cache=False).logits)
@@ -226,17 +217,17 @@ class Scaled(nn.Linear):
 
 
 def test_another_head_is_left_alone(capsys: pytest.CaptureFixture) -> None:
-    model = build("llama")
+    model = build("Llama")
     model.lm_head.__class__ = Scaled
     replaced = replace_layers(model, roles="head")
     assert replaced.swapped == {"head": []}
     assert "no plain Linear" in replaced.left["lm_head"]
     assert "left alone: lm_head" in capsys.readouterr().out
-    biased = build("llama")
+    biased = build("Llama")
     biased.lm_head = nn.Linear(32, 97)
     assert replace_layers(biased, roles=["head"], verbose=False).left == {"lm_head": "it has a bias"}
     assert (
-        "it is torch.float64" in replace_layers(build("llama").double(), roles=["head"], verbose=False).left["lm_head"]
+        "it is torch.float64" in replace_layers(build("Llama").double(), roles=["head"], verbose=False).left["lm_head"]
     )
     assert "no output embeddings" in str(replace_layers(nn.Linear(2, 2), roles=["head"], verbose=False))
     with pytest.raises(ValueError, match=r"roles \['haed'\] are not known; known are attention, head"):
@@ -249,7 +240,7 @@ def test_hidden_states_of_another_width_are_refused() -> None:
 
 
 def test_twice_is_once() -> None:
-    model = build("qwen2-tied")
+    model = build("Qwen2, tied")
     replace_layers(model, roles=["head"], verbose=False)
     head = model.lm_head
     assert isinstance(head, LMHead)
@@ -262,13 +253,13 @@ def test_sharded_models_are_refused() -> None:
     from odc_triton import fully_shard
 
     with pytest.raises(RuntimeError, match="comes before fully_shard"):
-        replace_layers(fully_shard(build("llama")), roles=["head"])
+        replace_layers(fully_shard(build("Llama")), roles=["head"])
 
 
 def test_a_head_sharded_apart_from_its_tied_embedding_is_refused() -> None:
     from odc_triton import fully_shard
 
-    model = build("qwen2-tied")
+    model = build("Qwen2, tied")
     replace_layers(model, roles=["head"], verbose=False)
     fully_shard(model.lm_head, backend="cpu-apart")
     with pytest.raises(NotImplementedError, match=r"model\.embed_tokens\.weight is tied to a weight that was sharded"):
@@ -289,7 +280,7 @@ def test_log_probs_of_logits_that_are_made_or_not(training: bool) -> None:
     """As an RL loss takes them: of the policy in training, of a reference in evaluation."""
     from odc_triton import log_probs
 
-    plain, ours = build("llama"), build("llama")
+    plain, ours = build("Llama"), build("Llama")
     replace_layers(ours, roles=["head"], verbose=False)
     ids = torch.randint(3, 97, (2, 7), generator=torch.Generator().manual_seed(0))
     targets = ids.roll(-1, 1)
@@ -307,7 +298,7 @@ def test_log_probs_of_logits_that_are_made_or_not(training: bool) -> None:
 
 
 def test_a_label_that_is_no_word() -> None:
-    model = build("llama")
+    model = build("Llama")
     replace_layers(model, roles=["head"], verbose=False)
     for label in (97, -1):
         with pytest.raises(IndexError, match=rf"target {label} is outside the vocabulary of 97; ignored is -100"):

@@ -20,13 +20,13 @@ def _batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _replaced(name: str = "qwen2") -> nn.Module:
+def _replaced(name: str = "Qwen2") -> nn.Module:
     model = build(name)
     replace_layers(model, roles=["head"], verbose=False)
     return model
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen2-tied", "gpt2-tied"])
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen2, tied", "GPT2"])
 def test_equal_models_pass_and_stay_as_they_are(name: str) -> None:
     model = _replaced(name)
     batch = _batch() | {"use_cache": False}
@@ -42,7 +42,7 @@ def test_equal_models_pass_and_stay_as_they_are(name: str) -> None:
 
 
 def test_dropout_is_the_same() -> None:
-    model = _replaced("gpt2-tied")
+    model = _replaced("GPT2")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.3
@@ -81,7 +81,7 @@ def test_a_difference_is_named(wrong: type, words: str) -> None:
 
 def test_what_cant_be_compared() -> None:
     with pytest.raises(ValueError, match="none of the model's layers is replaced"):
-        verify(build("llama"), _batch())
+        verify(build("Llama"), _batch())
     with pytest.raises(ValueError, match=r"returned no loss for \['input_ids'\]; add labels"):
         verify(_replaced(), {"input_ids": _batch()["input_ids"]})
     with pytest.raises(ValueError, match="before fully_shard"):
@@ -105,7 +105,7 @@ def test_what_cant_be_compared() -> None:
     ],
 )
 def test_what_cannot_be_verified(change: Callable, batch: Any, loss: Callable | None, words: str) -> None:
-    model = build("llama").train()
+    model = build("Llama").train()
     replace_layers(model, roles=["head", "linear"], verbose=False)
     change(model)
     ids = torch.tensor([[4, 5, 6, 7, 8]])
