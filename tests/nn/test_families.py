@@ -29,6 +29,7 @@ QKV = "qkv=triton/direct/fused"
 RUNS: dict[str, list[tuple[str, str]]] = {
     "cpu": [
         ("Llama", "layers"),
+        ("qwen2", "head"),
         ("Phi3", "body"),
         ("bert", "eager"),
         ("Llama", "lora+body"),
@@ -37,6 +38,7 @@ RUNS: dict[str, list[tuple[str, str]]] = {
     ],
     "cpu-apart": [
         *((name, "body") for name in ("Mistral", "Qwen2", "gpt2-tied", "Qwen3Moe")),
+        ("gpt2-tied", "head"),
         ("Qwen2, tied", "layers"),
         ("Qwen2, tied", "eager"),
         ("Qwen2, tied", "embedding"),  # the unit's whole weight, and rows of the same one

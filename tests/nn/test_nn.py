@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 from collections.abc import Callable
 
@@ -17,7 +18,7 @@ from tests.support import ranks, slow
 from tests.support.peak_memory import peak_bytes
 
 DIRECT = "eager/direct/fused"
-CHOICES = ["auto", "eager/gathered/split", DIRECT, "staged", "triton/direct/fused"]
+CHOICES = ("auto", "eager/gathered/split", DIRECT, "staged", "triton/direct/fused")
 
 
 def _rope(tokens: int, head_dim: int = 16, batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,7 +58,12 @@ def _close(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}")
 
 
-def _own_model(rank: int, world: int, backend: str, choice: str) -> list[list[str]]:
+def _own_models(rank: int, world: int, backend: str, choices: tuple[str, ...]) -> None:
+    for choice in choices:
+        _own_model(rank, world, backend, choice)
+
+
+def _own_model(rank: int, world: int, backend: str, choice: str) -> None:
     batches = [torch.randint(0, 11, (size,), generator=torch.Generator().manual_seed(size)) for size in (7, 1, 12, 3)]
     torch.manual_seed(0)
     plain = Small(None)
@@ -65,7 +71,7 @@ def _own_model(rank: int, world: int, backend: str, choice: str) -> list[list[st
     model.load_state_dict(plain.state_dict())
     model = fully_shard(model, backend=backend)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-    with torch.inference_mode() if world == 1 else torch.no_grad():  # before any minibatch
+    with torch.inference_mode() if world == 3 else torch.no_grad():  # before any minibatch
         _close(model.eval()(batches[0]), plain(batches[0]), "evaluation")
     for _ in range(2):
         model.train()
@@ -82,22 +88,20 @@ def _own_model(rank: int, world: int, backend: str, choice: str) -> list[list[st
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():
                 _close(model.eval()(batches[2]), plain(batches[2]), "evaluation after a step")
-    return [list(each.state_dict()) for each in (model, plain)]
+    assert list(model.state_dict()) == list(plain.state_dict())
 
 
 @pytest.mark.parametrize(
-    ("world", "backend", "choice"),
+    ("world", "backend", "choices"),
     [
-        *((2, "cpu-apart", choice) for choice in CHOICES),
-        (1, "cpu", "auto"),
-        (3, "cpu", DIRECT),
-        (3, "cpu-interpreter", "auto"),
-        slow(3, "cpu-interpreter", "triton/direct/fused"),
+        (2, "cpu-apart", CHOICES),
+        (3, "cpu", ("auto", DIRECT)),
+        (3, "cpu-interpreter", ("auto",)),
+        slow(3, "cpu-interpreter", ("triton/direct/fused",)),
     ],
 )
-def test_ones_own_model(world: int, backend: str, choice: str) -> None:
-    for ours, torchs in ranks.run(_own_model, world, backend, choice):
-        assert ours == torchs
+def test_ones_own_model(world: int, backend: str, choices: tuple[str, ...]) -> None:
+    ranks.run(_own_models, world, backend, choices)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -141,8 +145,8 @@ ATTENTION = {
 }
 
 
-def _attention(rank: int, world: int, backend: str | None, choice: str) -> None:
-    for name, (options, call) in ATTENTION.items():
+def _attention(rank: int, world: int, backend: str | None, choices: tuple[str, ...]) -> None:
+    for choice, (name, (options, call)) in itertools.product(choices, ATTENTION.items()):
         torch.manual_seed(1)
         model = Attention(24, 4, head_dim=16, choice=choice, **options)
         if "qk_norm" in options:
@@ -175,19 +179,9 @@ def _attention(rank: int, world: int, backend: str | None, choice: str) -> None:
             )
 
 
-@pytest.mark.parametrize(
-    ("world", "backend", "choice"),
-    [
-        *((1, None, choice) for choice in ("auto", DIRECT, "triton", "triton/direct/fused")),
-        *((3, "cpu-apart", choice) for choice in ("auto", DIRECT, "triton/direct/fused")),
-        slow(3, "cpu-apart", "triton"),
-    ],
-)
-def test_attention(world: int, backend: str | None, choice: str) -> None:
-    if backend is None:
-        _attention(0, 1, None, choice)
-    else:
-        ranks.run(_attention, world, backend, choice)
+def test_attention() -> None:
+    _attention(0, 1, None, ("auto", DIRECT, "triton", "triton/direct/fused"))
+    ranks.run(_attention, 3, "cpu-apart", ("auto", DIRECT, "triton/direct/fused"))
 
 
 def _saved(run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
@@ -242,7 +236,14 @@ class Stack(nn.Module):
         return x
 
 
-def _memory(rank: int, world: int, choice: str) -> tuple[list[dict[str, int]], int]:
+MEMORY_CHOICES = ("direct/fused", "staged", "triton/direct/fused", "triton/staged", "gathered")
+
+
+def _memory(rank: int, world: int) -> list[tuple[list[dict[str, int]], int]]:
+    return [_memory_of(choice) for choice in MEMORY_CHOICES]
+
+
+def _memory_of(choice: str) -> tuple[list[dict[str, int]], int]:
     model, seen = fully_shard(Stack(choice), backend="cpu-apart"), []
     for block in model.blocks:
         block.register_forward_pre_hook(lambda *_: seen.append(_storages(model)))
@@ -256,10 +257,10 @@ def _memory(rank: int, world: int, choice: str) -> tuple[list[dict[str, int]], i
     return [*seen, _storages(model)], peak
 
 
-@pytest.mark.parametrize("choice", ["direct/fused", "staged", "triton/direct/fused", "triton/staged", "gathered"])
-def test_memory_of_weights(choice: str) -> None:
+def test_memory_of_weights() -> None:
     weight_bytes = 96 * 96 * 4
-    for seen, peak in ranks.run(_memory, 3, choice):
+    found = [pair for of_rank in ranks.run(_memory, 3) for pair in zip(MEMORY_CHOICES, of_rank, strict=True)]
+    for choice, (seen, peak) in found:
         most = [max(units.values()) for units in seen]
         whole = [sum(size >= weight_bytes for size in units.values()) for units in seen]
         if choice == "gathered":  # this unit alone, and once the order is known the next one too
@@ -271,31 +272,6 @@ def test_memory_of_weights(choice: str) -> None:
             assert peak < weight_bytes * 2 / 3
         else:
             assert peak >= weight_bytes
-
-
-class ReadsWeight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 4)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.table(ids).sum() + self.table.weight.square().sum()
-
-
-def _reads_weight(rank: int, world: int) -> float:
-    torch.manual_seed(0)
-    model = ReadsWeight()
-    want = model(torch.tensor([1])).item()
-    replace_layers(model, verbose=False)
-    return fully_shard(model, backend="cpu-apart")(torch.tensor([1])).item() - want
-
-
-def test_a_weight_that_is_read_elsewhere_too() -> None:
-    """Right, or refused with a remedy; never a read of memory that isn't there."""
-    with ranks.start(_reads_weight, 1) as job:
-        (outcome,) = job.join()
-    assert outcome.signal is None
-    assert outcome.value == pytest.approx(0, abs=1e-5) if outcome.error is None else "replace_layers" in outcome.error
 
 
 X = torch.randn(2, 3, 32)
@@ -364,7 +340,12 @@ WHY = {
 }
 
 
-def _replaced(rank: int, world: int, choice: str) -> None:
+def _replaced_each(rank: int, world: int) -> None:
+    for choice in ("auto", "direct"):
+        _replaced(rank, choice)
+
+
+def _replaced(rank: int, choice: str) -> None:
     torch.manual_seed(0)
     plain, model = Torchs(), Torchs()
     model.load_state_dict(plain.state_dict())
@@ -393,9 +374,8 @@ def _replaced(rank: int, world: int, choice: str) -> None:
         replace_layers(model)
 
 
-@pytest.mark.parametrize("choice", ["auto", "direct"])
-def test_torchs_modules_replaced(choice: str) -> None:
-    ranks.run(_replaced, 2, choice)
+def test_torchs_modules_replaced() -> None:
+    ranks.run(_replaced_each, 2)
 
 
 def test_a_model_that_is_one_layer_is_replaced_or_named() -> None:

@@ -1,22 +1,19 @@
-"""Every custom operator: torch's own checks of it, and its results and gradients against plain torch's."""
+"""Every custom operator: torch's own checks of it. Results and gradients: test_functions.py."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from odc_triton import fully_shard, minibatch
 from odc_triton import nn as odc_nn
-from odc_triton.nn.functional import embedding, linear, qkv, token_log_probs
-from odc_triton.nn.functional.qkv import HeadNorm
+from odc_triton.nn.functional import linear
 from odc_triton.nn.verification import LocalShards
 from tests.support import slow
 
@@ -33,13 +30,8 @@ LINEAR = [
 ]
 EMBEDDING = ["eager/gathered/split", "eager/direct/fused", "triton/gathered/fused", "triton/direct/fused"]
 QKV = ["triton/gathered/split", "triton/direct/fused"]
-HEAD = ["eager", "triton"]
 BF16 = torch.bfloat16
 IDS = [torch.tensor([1, 6, 1]), torch.tensor([[0, 3], [3, 5]]).int().T, torch.zeros(0).long()]
-
-# Of the largest value. fp32: sums in another order. bf16: results are rounded to 8 bits, the interpreter cuts off where
-# a GPU rounds, and gradients pass through rounded values.
-TOLERANCE = {torch.float32: 1e-5, BF16: 2**-5}
 
 CHECKS = {"test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"}
 
@@ -79,9 +71,6 @@ def test_all_operators_are_in_this_file() -> None:
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("odc::")}
     both = ("linear", "embedding", "qkv", "token_log_probs")
     assert ours == {"odc::whole_weight", *(f"odc::{name}{kind}" for name in both for kind in ("", "_grad"))}
-
-
-# ------------------------------------------------------------------ torch's checks
 
 
 @pytest.mark.parametrize(
@@ -227,139 +216,3 @@ def test_on_what_fully_shard_makes(backend: str, choice: str) -> None:
         (y.sum() + 0 * others).backward()
     assert checked
     assert all(each.grad.to_local().norm() > 0 for each in model.parameters())
-
-
-# ------------------------------------------------------------------ against plain torch
-
-
-def close(name: str, got: torch.Tensor | None, want: torch.Tensor | None, dtype: torch.dtype) -> None:
-    assert (got is None) == (want is None), name
-    if want is None:
-        return
-    assert got.isfinite().all(), f"{name}: unwritten elements"
-    scale = float(want.detach().abs().max()) if want.numel() else 1.0
-    torch.testing.assert_close(
-        got.double(), want.double(), rtol=0, atol=TOLERANCE[dtype] * scale, msg=lambda text: f"{name}: {text}"
-    )
-
-
-def same(
-    ours: Callable[..., tuple[torch.Tensor, ...]],
-    torchs: Callable[..., tuple[torch.Tensor, ...]],
-    free: dict[str, torch.Tensor],
-    on_owners: dict[str, nn.Parameter],
-    *,
-    by_kernels: bool,
-    world: int = 3,
-) -> None:
-    """`ours` on parameters on their owners against `torchs` in float64: results, and gradients by name, twice."""
-    everything = free | on_owners
-    dtype = next(iter(on_owners.values())).dtype
-    wide = {name: value.detach().double().requires_grad_(value.requires_grad) for name, value in everything.items()}
-    with ExitStack() as stack:
-        shards = {
-            name: stack.enter_context(LocalShards(value, world, by_kernels=by_kernels))
-            for name, value in on_owners.items()
-        }
-        for _ in range(2):  # gradients add up
-            got, want = ours(**everything), torchs(**wide)
-            for index, (result, expected) in enumerate(zip(got, want, strict=True)):
-                assert result.shape == expected.shape
-                close(f"result {index}", result, expected, dtype)
-            gradients = [torch.randn(result.shape).to(result.dtype) for result in got]
-            torch.autograd.backward(got, gradients)
-            torch.autograd.backward(want, [gradient.double() for gradient in gradients])
-    for name, value in free.items():
-        close(f"gradient of {name}", value.grad, wide[name].grad, dtype)
-    for name, value in on_owners.items():
-        assert value.grad is None, f"{name}: autograd has what its owners have"
-        close(f"gradient of {name}", shards[name].gradient, wide[name].grad, dtype)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "by_kernels"), [(torch.float32, True), (torch.float32, False), (BF16, True)], ids=str
-)
-@pytest.mark.parametrize("choice", LINEAR)
-def test_gradients_of_linear(choice: str, by_kernels: bool, dtype: torch.dtype) -> None:
-    def ours(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> tuple[torch.Tensor]:
-        return (linear(x, weight, bias, choice=choice),)
-
-    for shape, trains in (((5, K), "wb"), ((2, 3, K), "w"), ((2, 0, K), "wb"), ((3, K), "b"), ((K,), "")):
-        on_owners = {"weight": parameter(N, K, dtype=dtype, trains="w" in trains)}
-        if trains != "w":
-            on_owners["bias"] = parameter(N, dtype=dtype, trains="b" in trains)
-        x = torch.randn(shape).to(dtype).requires_grad_()
-        same(ours, lambda **by_name: (F.linear(*by_name.values()),), {"x": x}, on_owners, by_kernels=by_kernels)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("by_kernels", [False, True])
-@pytest.mark.parametrize("choice", EMBEDDING)
-def test_gradients_of_embedding(choice: str, by_kernels: bool, dtype: torch.dtype) -> None:
-    for ids, padding_idx in zip(IDS, (None, 3, 0), strict=True):
-        same(
-            lambda weight: (embedding(ids, weight, padding_idx=padding_idx, choice=choice),),  # noqa: B023
-            lambda weight: (F.embedding(ids, weight, padding_idx),),  # noqa: B023
-            {},
-            {"weight": parameter(N, K, dtype=dtype)},
-            by_kernels=by_kernels,
-        )
-
-
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    half = HEAD_DIM // 2
-    turn = torch.complex(cos[..., None, :half].double(), sin[..., None, :half].double())
-    turned = torch.complex(heads[..., :half], heads[..., half:]) * turn
-    return torch.cat((turned.real, turned.imag), -1)
-
-
-@pytest.mark.parametrize("choice", ["eager", *QKV])
-@pytest.mark.parametrize(
-    ("kind", "dtype", "by_kernels"),
-    [
-        ("bias", torch.float32, True),
-        ("norm", torch.float32, False),
-        ("norm", BF16, True),
-        ("norm, frozen", torch.float32, True),
-        slow("bias", BF16, True),
-    ],
-    ids=str,
-)
-def test_gradients_of_qkv(kind: str, choice: str, by_kernels: bool, dtype: torch.dtype) -> None:
-    parameters, norms = attention(kind, dtype)
-    x = torch.randn(2, 5, 24).to(dtype).requires_grad_()
-    cos, sin = torch.randn(2, 1, 5, HEAD_DIM // 2).to(dtype).repeat(1, 1, 1, 2)  # halves alike, as rotary tables are
-
-    def ours(x: torch.Tensor, q_norm: Any = None, k_norm: Any = None, **by_name: torch.Tensor) -> tuple:
-        norm = None if q_norm is None else HeadNorm(q_weight=q_norm, k_weight=k_norm, eps=1e-6)
-        weights, biases = ([by_name.get(kind + letter) for letter in "qkv"] for kind in "wb")
-        biases = None if None in biases else biases
-        return qkv(x, weights, biases, cos, sin, head_dim=HEAD_DIM, norm=norm, choice=choice)
-
-    def torchs(x: torch.Tensor, **by_name: torch.Tensor) -> tuple:
-        heads = []
-        for letter in "qkv":
-            each = F.linear(x, by_name[f"w{letter}"], by_name.get(f"b{letter}")).unflatten(-1, (-1, HEAD_DIM))
-            if f"{letter}_norm" in by_name:
-                each = F.rms_norm(each, (HEAD_DIM,), by_name[f"{letter}_norm"], 1e-6)
-            heads.append(each if letter == "v" else _rotated(each, cos, sin))
-        return tuple(heads)
-
-    same(ours, torchs, {"x": x} | norms, parameters, by_kernels=by_kernels)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
-@pytest.mark.parametrize("choice", HEAD)
-def test_gradients_of_token_log_probs(choice: str, dtype: torch.dtype) -> None:
-    targets = torch.tensor([[-100, 0, 6], [3, 3, 5]])
-
-    def torchs(h: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logp = F.log_softmax(0.5 * h @ weight.T, -1)
-        picked = logp.gather(-1, targets.clamp_min(0)[..., None])[..., 0]
-        return picked.masked_fill(targets < 0, 0), -(logp.exp() * logp).sum(-1)
-
-    def ours(h: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_log_probs(h, weight, targets, scale=0.5, choice=choice)
-
-    h = torch.randn(2, 3, K).to(dtype).requires_grad_()
-    same(ours, torchs, {"h": h}, {"weight": parameter(N, K, dtype=dtype)}, by_kernels=choice == "triton")
