@@ -1,7 +1,7 @@
-"""GRPO on a task that a CPU can learn: sorting digits. Held-out exact match before and after, controls, update times.
+"""GRPO on a task that a CPU can learn: sorting digits. Held-out exact match before and after, and of controls.
 
     python -m bench.grpo [FOLDER] [--seeds 0 1 2] [--out bench/results/grpo.json]
-    python -m bench.grpo [FOLDER] --demo      one seed, without controls and baselines (make demo-rl)
+    python -m bench.grpo [FOLDER] --demo      one seed, without controls (make demo-rl)
 
 Each seed: a model of 1.2 million parameters is taught by `train sft` for about a minute; then `train grpo` goes on with
 other numbers. It is taught to sort both up and down, and rewarded for up only (see sorting.py). Exact match is measured
@@ -27,7 +27,7 @@ from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft import run_sft
 from odc_triton.train.sft_options import SftOptions
 
-from .harness import bootstrap_ratio, single_thread_environment
+from .harness import single_thread_environment
 from .provenance import about, save_json
 from .sorting import credit, write_task
 
@@ -155,32 +155,9 @@ def controls(folder: Path, found: dict[str, Any]) -> dict[str, float]:
 
 
 def study(folder: Path, seeds: list[int]) -> dict[str, Any]:
-    from .grpo_fsdp2 import run_fsdp2
-    from .grpo_updates import measure_updates
-
-    found, of_controls, difference = [], [], []
-    for seed in seeds:
-        here = folder / f"seed-{seed}"
-        found.append(one_seed(here, seed))
-        baseline = job(run_fsdp2, rewarded(here, seed, "fsdp2"))
-        difference.append(abs(baseline["exact_match"] - found[-1]["exact_match_after"]))
-        print(f"seed {seed}: FSDP2's updates {baseline['exact_match']:.1%} exact", flush=True)
-        found[-1]["fsdp2_exact_match_after"] = baseline["exact_match"]
+    found = [one_seed(folder / f"seed-{seed}", seed) for seed in seeds]
     of_controls = controls(folder / f"seed-{seeds[0]}", found[0])
-    updates = measure_updates(folder / f"seed-{seeds[0]}", ranks=RANKS)
-    return {
-        "seeds": found,
-        "controls": {"seed": seeds[0], **of_controls},
-        "update_seconds": {name: statistics.median(values) for name, values in updates["seconds"].items()},
-        "update_speedup_vs_fsdp2": {
-            name: bootstrap_ratio(updates["seconds"]["fsdp2_global_packing"], updates["seconds"][name])
-            for name in ("odc_lb_mini", "odc_split")
-        },
-        "updates": updates,
-        "curve_difference": difference,
-        "ranks": RANKS,
-        **about(),
-    }
+    return {"seeds": found, "controls": {"seed": seeds[0], **of_controls}, "ranks": RANKS, **about()}
 
 
 def main() -> None:

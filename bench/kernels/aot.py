@@ -95,9 +95,9 @@ def codes_of(names: tuple[str, ...], options: argparse.Namespace) -> list[Code]:
     judges = hashlib.sha256(b"".join((Path(__file__).parent / name).read_bytes() for name in _JUDGES))
     cache = options.out / f"triton-{triton.__version__}.json"
     known = json.loads(cache.read_text()) if cache.exists() else {}
-    wanted = {}
+    wanted, patterns = {}, set(options.kernel) - _cases(names).keys()
     for name, case in _cases(names).items():
-        if any(fnmatchcase(name, f"{pattern}*") for pattern in options.kernel):
+        if name in options.kernel or any(fnmatchcase(name, f"{pattern}*") for pattern in patterns):
             wanted |= {(name, arch): f"{case.digest(arch)}-{judges.hexdigest()[:16]}" for arch in options.arch}
     jobs = [key for key, digest in wanted.items() if known.get(f"{key[0]} sm_{key[1]}", {}).get("digest") != digest]
     try:
@@ -122,7 +122,7 @@ def _codes_of_other(folder: Path, options: argparse.Namespace) -> list[Code]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
-    parser.add_argument("--kernel", nargs="*", default=[""], help="only cases with this prefix (patterns: *bf16)")
+    parser.add_argument("--kernel", nargs="*", default=[""], help="the case of that name, or with that prefix (*bf16)")
     parser.add_argument("--cases", nargs="*", default=[_CASES], help="modules that have the cases")
     parser.add_argument("--also", type=Path, nargs="+", default=[], help="folders of other tritons, to use as well")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="how many compile at a time")

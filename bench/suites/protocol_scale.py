@@ -52,9 +52,6 @@ def make_cells(
     ranks: int,
     *,
     minibatches: int = MINIBATCHES,
-    mean_sample_s: float = MEAN_SAMPLE_S,
-    ways: tuple[Way, ...] = WAYS,
-    slow: dict[int, float] | None = None,
 ) -> list[Cell]:
     """One cell per named lengths and samples per rank, with the paper's costs for a 7 B model."""
     cost = CostModel.paper_7b()
@@ -67,12 +64,11 @@ def make_cells(
                 name=name,
                 samples=count,
                 minibatches=draw(population, samples=count * ranks, minibatches=minibatches, seed=count),
-                ways=ways,
+                ways=WAYS,
                 token_cap=NAMED[name].longest,
                 cost=cost,
-                seconds_per_cost=mean_sample_s / mean_cost,
+                seconds_per_cost=MEAN_SAMPLE_S / mean_cost,
                 layers=LAYERS,
-                slow=slow or {},
             )
             for count in samples
         ]
@@ -108,6 +104,7 @@ def row(result: Measured, baseline: Measured, ranks: int) -> dict:
         "speedup_bound": baseline.total / sum(result.mean_work),
         "simulation_off": result.off,
         "over_own_bound": result.over_bound,
+        "stall": result.stall,
     }
 
 
@@ -133,9 +130,9 @@ def cells_of(rows: Sequence[dict]) -> list[list[object]]:
     ]
 
 
-def in_words(rows: Sequence[dict], costs: dict[int, Costs], mean_sample_s: float) -> str:
+def in_words(rows: Sequence[dict], costs: dict[int, Costs]) -> str:
     """The targets, each with what was found."""
-    layer_s = mean_sample_s / LAYERS / 2  # the mean of a forward's and a backward's sleep
+    layer_s = MEAN_SAMPLE_S / LAYERS / 2  # the mean of a forward's and a backward's sleep
     lines = []
     for ranks, cost in costs.items():
         share = cost.gate_s / layer_s
@@ -155,19 +152,8 @@ def in_words(rows: Sequence[dict], costs: dict[int, Costs], mean_sample_s: float
         f"{OURS.name} over its largest rank's work: at most {max(over):.1%}, mean {sum(over) / len(over):.1%} "
         f"(target {OVER_BOUND:.0%})"
     )
+    lines.append(f"ranks wait for pieces of split samples for at most {max(r['stall'] for r in rows):.1%} of the time")
     return "\n".join(lines)
-
-
-class Begun:
-    """When a run began and how busy the machine was."""
-
-    def __init__(self) -> None:
-        self.start_s, self.load = time.monotonic(), os.getloadavg()
-
-    def about(self) -> dict:
-        """What the numbers were measured on. Load averages include this run's own ranks while they run."""
-        loads = {"load_average_before": self.load, "load_average_after": os.getloadavg()}
-        return {"took_s": time.monotonic() - self.start_s, **loads, **about()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -181,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.quick:
         options.ranks, options.lengths, options.samples, options.minibatches = [8], ["longalign"], [2, 4], 1
-    begun = Begun()
+    start_s, load = time.monotonic(), os.getloadavg()
     plan = {
         ranks: make_cells(options.lengths, options.samples, ranks, minibatches=options.minibatches)
         for ranks in options.ranks
@@ -199,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows += rows_of(results, ranks)
     print(f"speed-up over {BASELINE.name}, measured / simulated; off: the simulation that is farthest off\n")
     print(table(cells_of(rows), COLUMNS))
-    print(f"\n{in_words(rows, costs, MEAN_SAMPLE_S)}")
+    print(f"\n{in_words(rows, costs)}")
     if options.out:
         report = {
             "rows": rows,
@@ -207,7 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "layers": LAYERS,
             "mean_sample_s": MEAN_SAMPLE_S,
             "forward_share": FORWARD_SHARE,
-            **begun.about(),
+            "took_s": time.monotonic() - start_s,
+            # With this run's own ranks at its end.
+            "load_average_before": load,
+            "load_average_after": os.getloadavg(),
+            **about(),
         }
         save_json(options.out, report)
     return 0

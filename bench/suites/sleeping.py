@@ -11,7 +11,7 @@ import struct
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -61,8 +61,7 @@ class Way:
 class Cell:
     """Minibatches that each of `ways` runs, in turn. `minibatches`: tokens of all ranks' samples.
 
-    `seconds_per_cost`: sleep per unit of `cost`, forward and backward, over all `layers`. `slow`: per rank how many
-    times longer it sleeps.
+    `seconds_per_cost`: sleep per unit of `cost`, forward and backward, over all `layers`.
     """
 
     name: str
@@ -73,10 +72,9 @@ class Cell:
     cost: CostModel
     seconds_per_cost: float
     layers: int
-    slow: dict[int, float] = field(default_factory=dict)
 
     def seconds(self, lengths: Sequence[int]) -> float:
-        """Seconds of one microbatch on a rank of normal speed."""
+        """Seconds of one microbatch."""
         return self.seconds_per_cost * self.cost.pack(lengths)
 
     def split_tokens(self, ranks: int) -> int:
@@ -94,7 +92,6 @@ class Cell:
             forward_share=FORWARD_SHARE,
             prefetch=False,
             overlap=False,
-            slow=self.slow,
             meeting_s=meeting_s,
         )
 
@@ -330,7 +327,7 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
     def run(place: int, index: int, number: int) -> Ran:
         """One minibatch of one way, starting with a meeting."""
         cell, way = cells[place], cells[place].ways[number]
-        lengths, factor, job = cell.minibatches[index], cell.slow.get(rank, 1.0), cell.job(world, 0.0)
+        lengths, job = cell.minibatches[index], cell.job(world, 0.0)
         dealt = cell.dealt(way, index, world)
         if way.balance == QUEUE:
             packs = QueuedPacks(dealt[0], key=f"{len(ran)}", counter=counter, rank=rank, world=world)
@@ -344,7 +341,7 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
         with minibatch(model, tokens=len(lengths) if rank == 0 else 0, split=plan) as mb:
             for members in packs:
                 sizes = [each if isinstance(each, Piece) else lengths[each] for each in members]
-                slept.append(factor * job.pack_seconds(sizes))
+                slept.append(job.pack_seconds(sizes))
                 (model(x, slept[-1], _spans(exchange, sizes)).sum() / mb.tokens).backward()
         end_s = time.monotonic()
         optimizer.step()

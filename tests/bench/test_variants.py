@@ -13,6 +13,7 @@ from bench import demo
 from bench.cut import cut
 from bench.demo import COLUMNS, WARM_UP, in_words, make_report, rows_of
 from bench.harness import Measured, Work, bootstrap_ratio, compare, deal
+from bench.reports import versus
 from bench.variants import (
     Bridged,
     Ddp,
@@ -60,18 +61,21 @@ def _weights(model: torch.nn.Module) -> dict:
     return values
 
 
-def two_steps(rank: int, world: int, kind: type) -> tuple[dict, list[Event], list[float]]:
+def two_steps(rank: int, world: int, kinds: tuple[type, ...]) -> dict[type, tuple[dict, list[Event]]]:
     """Unequal counts where the variant allows it, equal ones where every rank must come as often."""
     work = Work(dataset="", config=CONFIG, minibatches=[], token_cap=128)
-    variant = kind(work.build)
-    losses = []
-    for step in range(2):
-        packs = _packs(step)
-        shares = [packs[:1], packs[1:]] if kind.balance == "mini" else [packs[:1] + packs[2:], packs[1:2] + packs[2:]]
-        variant.start_minibatch(step)
-        losses.append(variant.gradients(shares[rank], sum(count_target_tokens(share) for share in shares)))
-        variant.step()
-    return _weights(variant.model), variant.events(), losses
+    found = {}
+    for kind in kinds:
+        variant = kind(work.build)
+        equal = kind.balance != "mini"
+        for step in range(2):
+            packs = _packs(step)
+            shares = [packs[:1] + packs[2:], packs[1:2] + packs[2:]] if equal else [packs[:1], packs[1:]]
+            variant.start_minibatch(step)
+            variant.gradients(shares[rank], sum(count_target_tokens(share) for share in shares))
+            variant.step()
+        found[kind] = _weights(variant.model), variant.events()
+    return found
 
 
 def alone(mini: bool) -> dict:
@@ -89,24 +93,26 @@ def alone(mini: bool) -> dict:
     return _weights(variant.model)
 
 
-@pytest.mark.parametrize("kind", ALL, ids=lambda kind: kind.__name__)
-def test_variant_equals_unsharded(kind: type) -> None:
-    want = alone(mini=kind.balance == "mini")
-    outcomes = ranks.run(two_steps, 2, kind)
-    for weights, events, _ in outcomes:
-        assert weights.keys() == want.keys()
-        for name, value in want.items():
-            # fp32 sums in another order, two AdamW steps of 3e-4
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5, msg=name)
-        assert {event.minibatch for event in events} >= {0, 1}
-    count = len(meetings([event for _, events, _ in outcomes for event in events]))
-    if kind in (Odc, OdcMicro, Bridged):
-        assert count == 4, "two meetings per minibatch"
-    elif kind is Fsdp2NoReshard:
-        gathers = [event for _, events, _ in outcomes for event in events if event.label == "all-gather"]
-        assert len(gathers) == 2 * 2 * (CONFIG["num_hidden_layers"] + 1), "once per unit, rank and minibatch"
-    elif kind is not Ddp:
-        assert count >= 2 * 2 * CONFIG["num_hidden_layers"]
+def test_variants_equal_unsharded() -> None:
+    wanted = {mini: alone(mini) for mini in (True, False)}
+    outcomes = ranks.run(two_steps, 2, ALL)
+    for kind in ALL:
+        want = wanted[kind.balance == "mini"]
+        events = [event for found in outcomes for event in found[kind][1]]
+        for weights in (found[kind][0] for found in outcomes):
+            assert weights.keys() == want.keys()
+            for name, value in want.items():
+                # fp32 sums in another order, two AdamW steps of 3e-4
+                torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5, msg=f"{kind.__name__}: {name}")
+        assert {(event.rank, event.minibatch) for event in events} >= {(rank, k) for rank in (0, 1) for k in (0, 1)}
+        count = len(meetings(events))
+        if kind in (Odc, OdcMicro, Bridged):
+            assert count == 4, "two meetings per minibatch"
+        elif kind is Fsdp2NoReshard:
+            gathers = [event for event in events if event.label == "all-gather"]
+            assert len(gathers) == 2 * 2 * (CONFIG["num_hidden_layers"] + 1), "once per unit, rank and minibatch"
+        elif kind is not Ddp:
+            assert count >= 2 * 2 * CONFIG["num_hidden_layers"]
 
 
 def cut_text(path: Path, lengths: Sequence[int]) -> str:
@@ -229,3 +235,29 @@ def test_a_report_of_a_noisy_machine_says_so(tmp_path: Path) -> None:
     assert "The machine was not quiet: in 1 of" in in_words(report)
     assert "not quiet" in demo.heading(report)
     assert rows_of(report)[-1][COLUMNS.index("waited for a core")] == "5.0%"  # 0.3 s of six minibatches of 1 s
+
+
+def test_the_best_balance_by_hand(tmp_path: Path) -> None:
+    work = Work(
+        dataset=cut_text(tmp_path / "data.npz", (9, 9, 128, 64)),
+        config=CONFIG,
+        minibatches=[[0, 1], [2, 3]],
+        token_cap=128,
+    )
+    cost = work.cost()
+    even = (cost.sequence(128) + cost.sequence(64)) / 2
+    assert versus.bound(work) == pytest.approx(cost.sequence(128) / even), "the first minibatch warms up"
+
+
+def test_a_study_has_works_of_its_lengths(tmp_path: Path) -> None:
+    works = versus.few_samples(tmp_path, 3)
+    assert [(len(w.minibatches), len(w.minibatches[0])) for w in works.values()] == [(4, 2), (2, 4), (2, 8)]
+    for name, work in versus.distributions(tmp_path, 2).items():
+        lengths = work.data().lengths
+        for samples in work.minibatches:
+            assert len(samples) % 2 == 0
+            assert 8_000 <= lengths[samples].sum() < 8_000 + 2 * work.token_cap, name
+        assert set(lengths) == {512} if name == "equal" else max(lengths) > 4 * min(lengths)
+    found = {"tokens": 9.0, "bound": 1.5, "seconds": {"a": [1.0, 3.0]}, "idle": {"a": None}}
+    rows = versus.rows_of("work", found | {"ratios": {"a / b": {"ratio": 2.0, "low": 1.0, "high": 3.0}}})
+    assert rows == [["work", "9", "1.50", "a / b", "2.000 (1.000 to 3.000)", "2.00", "not recorded"]]
