@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,43 +15,10 @@ import triton.language as tl
 from bench.kernels.addresses import faults_of_offsets
 from odc_kernels.gather import gather_kernel
 from odc_kernels.scatter import scatter_kernel
-from tests.support.aot import compiled
 
 pytestmark = place.MARKS
 
 BLOCK = 256
-
-
-@pytest.mark.slow  # of one case of each kernel, test_machine_code.py finds it too
-def test_no_kernel_multiplies_addresses_in_32_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
-    # Kernels with tensor descriptors (sm_90) and without; the element's type does not matter.
-    out = tmp_path_factory.getbasetemp() / "aot"
-    codes = compiled(out, "--arch", "90", "--kernel", "*bf16", "embedding_grad_long")[1]
-    codes |= compiled(out, "--arch", "80", "--kernel", "wgrad bf16", "staged bf16", "staged_dx bf16")[1]
-    for kernel in (
-        "linear bf16",
-        "linear_dx bf16",
-        "qkv dx bf16, many tokens",
-        "embedding bf16",
-        "gather fp32 to bf16",
-    ):
-        assert (kernel, 90) in codes
-    faults = {key: [fault for fault in code["faults"] if "32-bit" in fault] for key, code in codes.items()}
-    assert not any(faults.values()), faults
-
-
-def test_32_bit_products_are_found(tmp_path: Path) -> None:
-    names = ("copy_narrow", "copy_narrow_if", "copy_narrow_stride", "copy_flat")
-    failed, codes = compiled(tmp_path, "--cases", "tests.support.bad_kernels", "--arch", "90", "--kernel", *names)
-    assert failed == 1
-    found = {name: [re.sub("%\\w+ = ", "", fault) for fault in code["faults"]] for (name, _), code in codes.items()}
-    product = "32-bit address arithmetic: arith.muli"
-    assert found["copy_narrow"] == [f"{product} %row, %columns : i32"]
-    assert found["copy_narrow_if"] == [f"{product} %first_0, %columns : i32"]
-    assert found["copy_narrow_stride"] == [f"{product} %rows, %columns : i32"]
-    (flat,) = (fault for fault in found["copy_flat"] if "32-bit" in fault)
-    # The constant's name is its value, in triton 3.9 that of the line that it stands in.
-    assert re.fullmatch(f"{product} %\\w+, %(?:c512_i32|at) : i32", flat)
 
 
 TTIR = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.support import place  # isort: skip
 
+from odc_kernels.embedding import EmbeddingGradTile, embedding_grad
 from odc_kernels.peers import ExactAdds, PeerShards
 from odc_kernels.scatter import scatter
 from odc_kernels.tiles import WgradTile
@@ -17,62 +19,81 @@ from tests.support import ranks
 from tests.support.deadlines import LONG_S
 
 pytestmark = pytest.mark.skipif(not place.INTERPRETED, reason="tests/gpu/test_cuda_heap.py does it on GPUs")
-WGRAD_TILE = WgradTile(n=16, k=16, t=16, group=2)
+TILE, GRAD_TILE = WgradTile(n=16, k=16, t=16, group=2), EmbeddingGradTile(t=2, k=16, segment=8)
+WORLD, SHAPE = 3, (11, 16)
 
 
-def _scatters(rank: int, world: int, exact: bool) -> torch.Tensor:
+def _integers(rows: int, columns: int, rank: int) -> torch.Tensor:
+    return torch.randint(-3, 4, (rows, columns), generator=torch.Generator().manual_seed(rank)).float()
+
+
+def _ids(rank: int) -> torch.Tensor:
+    """Of 20 tokens, of which 12 are the same."""
+    ids = torch.randint(0, SHAPE[0], (20,), generator=torch.Generator().manual_seed(rank))
+    ids[:12] = 5
+    return ids
+
+
+def _scattered(rank: int) -> torch.Tensor:
+    return _integers(*SHAPE, rank)
+
+
+def _multiplied(rank: int) -> torch.Tensor:
+    return _integers(6, SHAPE[0], rank).T @ _integers(6, SHAPE[1], rank + 10)
+
+
+def _embedded(rank: int) -> torch.Tensor:
+    return torch.zeros(SHAPE).index_add_(0, _ids(rank), _integers(20, SHAPE[1], rank))
+
+
+def _multiply(rank: int, weight: PeerShards) -> None:
+    wgrad(dy=_integers(6, SHAPE[0], rank), x=_integers(6, SHAPE[1], rank + 10), weight=weight, tile=TILE)
+
+
+# By name: the rounds, what one call of a rank adds, and the call, which gets the rank and the shards.
+CASES: dict[str, tuple[int, Callable[[int], torch.Tensor], Callable[[int, PeerShards], None]]] = {
+    "scatter": (20, _scattered, lambda rank, w: scatter(gradient=_scattered(rank), peers=w, block=32)),
+    "wgrad": (10, _multiplied, _multiply),
+    "embedding": (
+        6,
+        _embedded,
+        lambda rank, w: embedding_grad(dy=_integers(20, SHAPE[1], rank), ids=_ids(rank), weight=w, tile=GRAD_TILE),
+    ),
+}
+EXACT = {"fp32": None, "exact": 2.0**40}
+
+
+def _adds(rank: int, world: int) -> dict[tuple[str, str], torch.Tensor]:
     """Every rank adds small integers into the same shards on the shared heap, many times, all at once."""
     import torch.distributed as dist
 
     from odc_triton.comm.layout import Region
     from odc_triton.comm.memory import SharedMemoryHeap
 
-    region = Region(shape=(11, 16), dtype="int64" if exact else "float32", itemsize=8 if exact else 4, offset_bytes=0)
-    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=LONG_S)
-    shards = [heap.shard(region, owner) for owner in range(world)]
-    adds = ExactAdds(factor=2.0**40, largest=torch.zeros(1, dtype=torch.int32)) if exact else None
-    peers = replace(PeerShards.of(shards, shape=region.shape, rank=rank), exact=adds)
-    gradient = torch.arange(11 * 16, dtype=torch.float32).view(11, 16) % 7
-    dist.barrier()
-    for _ in range(20):
-        scatter(gradient=gradient, peers=peers, block=32)
-    dist.barrier()
-    return heap.whole(region).clone()
+    found = {}
+    for name, (rounds, _, add) in CASES.items():
+        for kind, factor in EXACT.items() if name == "scatter" else [("fp32", None)]:
+            dtype, size = ("float32", 4) if factor is None else ("int64", 8)
+            region = Region(shape=SHAPE, dtype=dtype, itemsize=size, offset_bytes=0)
+            given = {"size_bytes": 4096, "slots": 1, "token": f"contend {name} {kind}", "timeout_s": LONG_S}
+            heap = SharedMemoryHeap(rank=rank, world=world, **given)
+            peers = PeerShards.of([heap.shard(region, owner) for owner in range(world)], shape=SHAPE, rank=rank)
+            if factor is not None:
+                exact = ExactAdds(factor=factor, largest=torch.zeros(1, dtype=torch.int32))
+                peers = replace(peers, exact=exact)
+            dist.barrier()
+            for _ in range(rounds):
+                add(rank, peers)
+            dist.barrier()
+            found[name, kind] = heap.whole(region).clone()
+    return found
 
 
-@pytest.mark.parametrize(("world", "exact"), [(2, False), (3, False), (3, True)])
-def test_scatter(world: int, exact: bool) -> None:
-    # Integers below 2^24: fp32 sums are exact in any order too, so a lost addition shows.
-    want = torch.arange(11 * 16, dtype=torch.float32).view(11, 16) % 7 * 20 * world
-    for got in ranks.run(_scatters, world, exact):
-        assert torch.equal(got, want.long() * 2**40 if exact else want)
-
-
-def _wgrads(rank: int, world: int) -> torch.Tensor:
-    """Every rank's tiles into the same shards on the shared heap, all at once: small integers, so sums are exact."""
-    import torch.distributed as dist
-
-    from odc_triton.comm.layout import Region
-    from odc_triton.comm.memory import SharedMemoryHeap
-
-    region = Region(shape=(20, 16), dtype="float32", itemsize=4, offset_bytes=0)
-    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=LONG_S)
-    shards = [heap.shard(region, owner) for owner in range(world)]
-    peers = PeerShards.of(shards, shape=region.shape, rank=rank)
-    dy, x = _integers(6, 20, rank), _integers(6, 16, rank + 10)
-    dist.barrier()
-    for _ in range(10):
-        wgrad(dy=dy, x=x, weight=peers, tile=WGRAD_TILE)
-    dist.barrier()
-    return heap.whole(region).clone()
-
-
-def _integers(rows: int, columns: int, seed: int) -> torch.Tensor:
-    return torch.randint(-3, 4, (rows, columns), generator=torch.Generator().manual_seed(seed)).float()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_wgrad(world: int) -> None:
-    want = sum(10 * _integers(6, 20, rank).T @ _integers(6, 16, rank + 10) for rank in range(world))
-    for got in ranks.run(_wgrads, world):
-        assert torch.equal(got, want)
+def test_no_addition_is_lost() -> None:
+    # Integers below 2^24: fp32 sums are exact in any order too.
+    for found in ranks.run(_adds, WORLD):
+        for (name, kind), got in found.items():
+            rounds, added, _ = CASES[name]
+            want = sum(rounds * added(rank) for rank in range(WORLD))
+            assert torch.equal(got, want if kind == "fp32" else want.long() * 2**40), (name, kind)
+        assert found.keys() == {*((name, "fp32") for name in CASES), ("scatter", "exact")}

@@ -20,8 +20,6 @@ from odc_kernels.embedding import (
     embedding_ref,
 )
 from odc_kernels.peers import PeerShards, join
-from tests.support import ranks
-from tests.support.deadlines import LONG_S
 from tests.support.place import split
 
 pytestmark = place.MARKS
@@ -29,9 +27,8 @@ pytestmark = place.MARKS
 # tokens, vocabulary, columns: odd, one token, no token, one row, owners without rows, no row, no column, more than a
 # tile, and runs of several segments.
 SHAPES = [(13, 7, 5), (1, 16, 16), (0, 4, 4), (5, 1, 3), (9, 3, 40), (3, 0, 4), (3, 4, 0), (40, 11, 33), (70, 4, 8)]
-WORLDS = [1, 2, 3, 4, 8]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-CASES = place.matrix(WORLDS, SHAPES, DTYPES, mixed=[(40, 11, 33)])
+CASES = place.matrix(SHAPES, DTYPES, mixed=[(40, 11, 33)])
 TILE = EmbeddingTile(k=16)
 GRAD_TILE = EmbeddingGradTile(t=2, k=16, segment=8)
 
@@ -80,7 +77,7 @@ def test_embedding(world: int, shape: tuple, dtype: torch.dtype) -> None:
     whole = torch.randn(rows, columns).to(dtype)
     shards, ids = split(whole, world), ids_of(tokens, rows)
     weight = PeerShards.of(shards, shape=(rows, columns), rank=world // 2)
-    for index_dtype in (torch.int64, torch.int32):
+    for index_dtype in (torch.int64, torch.int32) if world == 3 else (torch.int64,):
         out = torch.full((tokens, columns), torch.inf, dtype=dtype)  # NaN would be right for ids outside
         embedding(ids=ids.to(index_dtype), weight=weight, out=out, tile=TILE)
         # A copy: bitwise. Ids outside are NaN in both.
@@ -111,28 +108,27 @@ def test_gradient(world: int, shape: tuple, dtype: torch.dtype) -> None:
     close(shards, want)
 
 
-@pytest.mark.parametrize("world", [1, 3, 8])
 @pytest.mark.parametrize(
     ("padding_idx", "index_dtype"), [(None, torch.int32), (0, torch.int64), (10, torch.int64)], ids=str
 )
-def test_gradient_is_autograds(world: int, padding_idx: int | None, index_dtype: torch.dtype) -> None:
+def test_gradient_is_autograds(padding_idx: int | None, index_dtype: torch.dtype) -> None:
     # Half of the tokens are one id, as padding is: a run of several segments beside short ones.
-    ids, dy = torch.randint(0, 11, (60,)), torch.randn(60, 20)
+    ids, dy = torch.randint(0, 11, (40,)), torch.randn(40, 20)
     ids[::2] = 10
     whole = torch.randn(11, 20, dtype=torch.float64, requires_grad=True)
     functional.embedding(ids, whole, padding_idx=padding_idx).backward(dy.double())
-    shards = split(torch.zeros(11, 20), world)
+    shards = split(torch.zeros(11, 20), 3)
     grad(shards, dy, ids.to(index_dtype), padding_idx=padding_idx)
     close(shards, whole.grad)
 
 
-@pytest.mark.parametrize("length", [1, 7, 8, 9, 15, 16, 17, 24, 25, 65])
-def test_runs_around_the_length_of_a_segment(length: int) -> None:
-    # Runs of each length side by side, beginning at any place in a segment. Small integers: every sum is exact.
-    ids = torch.cat([torch.full((count,), row) for row, count in enumerate([3, length, 1, length, 8, length + 1])])
+def test_runs_around_the_length_of_a_segment() -> None:
+    # Side by side, beginning at any place in a segment. Small integers: every sum is exact.
+    lengths = [3, 1, 7, 8, 9, 15, 16, 17, 24, 25, 65]
+    ids = torch.cat([torch.full((count,), row) for row, count in enumerate(lengths)])
     ids = ids[torch.randperm(len(ids))]
     dy = torch.randint(-3, 4, (len(ids), 17)).float()
-    shards = split(torch.zeros(6, 17), 2)
+    shards = split(torch.zeros(len(lengths), 17), 2)
     want = join(embedding_grad_ref(dy, ids, shards, 1.0, None))
     grad(shards, dy, ids)
     assert torch.equal(join(shards).double(), want)
@@ -142,7 +138,7 @@ def test_every_rank_adds_to_the_same_shards() -> None:
     shards = split(torch.zeros(11, 8), 4)
     want = torch.zeros(11, 8)
     for rank in range(4):
-        ids, dy = torch.randint(0, 11, (rank * 9,)), torch.randint(-3, 4, (rank * 9, 8)).float()
+        ids, dy = torch.randint(0, 11, (rank * 5,)), torch.randint(-3, 4, (rank * 5, 8)).float()
         want.index_add_(0, ids, dy)
         grad(shards, dy, ids, weight=PeerShards.of(shards, shape=(11, 8), rank=rank))
     assert torch.equal(join(shards), want)
@@ -201,40 +197,3 @@ def test_default_tiles() -> None:
     with launched_blind():
         embedding_grad(dy=out, ids=ids, weight=weight)
     close(shards, want)
-
-
-def _adds(rank: int, world: int) -> torch.Tensor:
-    """Every rank adds rows of small integers into the same shards on the shared heap, many times, all at once."""
-    import torch.distributed as dist
-
-    from odc_triton.comm.layout import Region
-    from odc_triton.comm.memory import SharedMemoryHeap
-
-    region = Region(shape=(7, 16), dtype="float32", itemsize=4, offset_bytes=0)
-    heap = SharedMemoryHeap(rank=rank, world=world, size_bytes=4096, slots=1, token="contend", timeout_s=LONG_S)
-    shards = [heap.shard(region, owner) for owner in range(world)]
-    weight = PeerShards.of(shards, shape=region.shape, rank=rank)
-    ids, dy = _contended(rank)
-    dist.barrier()
-    for _ in range(20):
-        embedding_grad(dy=dy, ids=ids, weight=weight, tile=GRAD_TILE)
-    dist.barrier()
-    return heap.whole(region).clone()
-
-
-def _contended(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    ids = torch.randint(0, 7, (30,), generator=generator)
-    ids[:12] = 5
-    return ids, torch.randint(-3, 4, (30, 16), generator=generator).float()
-
-
-@pytest.mark.skipif(not place.INTERPRETED, reason="tests/gpu/test_cuda_heap.py does it on GPUs")
-def test_ranks_add_at_the_same_time() -> None:
-    # Integers below 2^24: sums are exact in any order, so a lost addition shows.
-    want = torch.zeros(7, 16)
-    for rank in range(2):
-        ids, dy = _contended(rank)
-        want.index_add_(0, ids, 20 * dy)
-    for got in ranks.run(_adds, 2):
-        assert torch.equal(got, want)

@@ -22,7 +22,7 @@ from tests.support import ranks
 
 pytestmark = [] if place.INTERPRETED else [pytest.mark.gpu]
 BACKEND = "cpu-interpreter" if place.INTERPRETED else "cuda"
-STEPS = 3
+STEPS = 2
 
 
 def _model() -> nn.Module:
@@ -76,13 +76,17 @@ def _sharded(rank: int, world: int, choice: str, exact: bool) -> tuple[list[dict
     return gradients, {name: value.cpu() for name, value in weights.items()}, seen
 
 
-CHOICES = ["gathered", "triton/direct/fused", "triton/staged/split", "triton/staged/fused"]
-FAST = [*((3, choice, False) for choice in CHOICES), (1, "triton/staged/fused", False)]
-SLOW = [slow(world, choice, False) for world in (1, 2) for choice in CHOICES][:-1]
-EXACT = [(3, "triton/direct/fused", True), *(slow(world, "triton/staged/fused", True) for world in (1, 2))]
+CASES = [
+    (3, "gathered", False),
+    (3, "triton/staged/fused", False),
+    (3, "triton/direct/fused", True),
+    (2, "triton/staged/split", False),
+    (1, "triton/direct/fused", False),
+    slow(2, "triton/staged/fused", True),
+]
 
 
-@pytest.mark.parametrize(("world", "choice", "exact"), [*FAST, *SLOW, *EXACT])
+@pytest.mark.parametrize(("world", "choice", "exact"), CASES)
 def test_steps_equal_eager(world: int, choice: str, exact: bool) -> None:
     model = _model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -97,7 +101,7 @@ def test_steps_equal_eager(world: int, choice: str, exact: bool) -> None:
         optimizer.step()
     for rank, (gradients, weights, seen) in enumerate(ranks.run(_sharded, world, choice, exact)):
         assert seen == ({exact} if choice.endswith("fused") else set())
-        # fp32 sums in another order: three steps of a small network.
+        # fp32 sums in another order: two steps of a small network.
         for step, (got, want) in enumerate(zip(gradients, wanted, strict=True)):
             for name, whole in want.items():
                 gradient = whole[slice(*shard_rows(len(whole), world, rank))]

@@ -94,10 +94,7 @@ CASES = [
     ("qkv", (17, 9)),
 ]
 EACH = [("scatter", (7, 5)), ("wgrad", (5, 7, 3)), ("embedding", (18, 4, 5)), ("head", (5, 37, 8)), ("qkv", (5, 3))]
-MATRIX = [
-    case if case[2:] == (3, FP32) else slow(*case)
-    for case in ((*each, world, dtype) for each in CASES for world in (1, 2, 3) for dtype in (FP32, BF16))
-]
+MATRIX = [*((*each, 3, FP32) for each in CASES), *(slow(*each, 1, BF16) for each in CASES)]
 
 
 def _exact() -> ExactAdds:
@@ -137,8 +134,11 @@ def test_integers_of_the_same_fp32_values(kernel: str, sizes: tuple, world: int,
     _check(kernel, sizes, world, lambda *shape: torch.randn(shape).to(dtype))
 
 
-@pytest.mark.parametrize("bad", [torch.nan, -1e30, slow(torch.inf), slow(-torch.inf)], ids=str)
-@pytest.mark.parametrize(("kernel", "sizes"), EACH, ids=str)
+@pytest.mark.parametrize(
+    ("kernel", "sizes", "bad"),
+    [*((*each, bad) for each in EACH for bad in (torch.nan, -1e30)), (*EACH[0], torch.inf), (*EACH[1], -torch.inf)],
+    ids=str,
+)
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # by the interpreter
 def test_what_does_not_fit_is_not_added_and_seen(kernel: str, sizes: tuple, bad: float) -> None:
     def spoilt(*shape: int) -> torch.Tensor:
@@ -150,7 +150,7 @@ def test_what_does_not_fit_is_not_added_and_seen(kernel: str, sizes: tuple, bad:
     assert not seen.abs() * 2.0**EXPONENT < 2.0**62
 
 
-@pytest.mark.parametrize(("kernel", "sizes"), EACH, ids=str)
+@pytest.mark.parametrize(("kernel", "sizes"), EACH[:3], ids=str)
 def test_the_same_bits_in_any_order(kernel: str, sizes: tuple) -> None:
     """Of three ranks' additions, whose fp32 values do not depend on the rank that adds them."""
     made = [MAKE[kernel](torch.randn, *sizes) for _ in range(3)]
@@ -164,8 +164,6 @@ def test_the_same_bits_in_any_order(kernel: str, sizes: tuple) -> None:
                 made[index][1](*(replace(each, rank=rank) for each in peers))
 
         found.append((_added(run, zeros, 3, exact=exact), exact.largest.clone()))
-    if kernel == "head":  # each rank begins with its own rows of the vocabulary: its softmax rounds differently
-        found.pop()
     for sums, largest in found[1:]:
         assert torch.equal(sums, found[0][0])
         assert torch.equal(largest, found[0][1])

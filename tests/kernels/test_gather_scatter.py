@@ -13,10 +13,9 @@ from odc_kernels.scatter import scatter, scatter_ref
 from tests.support.place import split
 
 pytestmark = place.MARKS
-WORLDS = [1, 2, 3, 4, 8]
 SHAPES = [(16, 8), (7, 5), (1, 3), (3,), (9, 2, 3), (5, 0), (0, 4), (64, 33), (9, 7)]  # the last: one less than a block
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-CASES = place.matrix(WORLDS, SHAPES, DTYPES, mixed=[(7, 5), (64, 33)])
+CASES = place.matrix(SHAPES, DTYPES, mixed=[(7, 5), (64, 33)])
 
 
 @pytest.mark.parametrize(("world", "shape", "source"), CASES)
@@ -62,16 +61,12 @@ def test_gather_pieces(sizes: list[int], first: int, dtype: torch.dtype) -> None
 
 def test_pieces_that_can_not_be_gathered() -> None:
     shard = torch.zeros(32)
-    pieces = Pieces.of([shard], [0])
     with pytest.raises(ValueError, match="give one dtype, one of each"):
         Pieces.of([shard, shard.double()], [0, 32])
     with pytest.raises(ValueError, match="give one dtype, one of each"):
         Pieces.of([shard], [0, 32])
     with pytest.raises(ValueError, match="aligned to 16 bytes"):
         Pieces.of([shard[1:]], [0])
-    for out in (shard.double(), torch.zeros(8, 4), torch.zeros(64)[::2]):
-        with pytest.raises(ValueError, match="flat"):
-            gather_pieces(pieces=pieces, out=out)
 
 
 def test_a_units_small_parameters_come_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:

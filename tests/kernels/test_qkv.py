@@ -22,9 +22,6 @@ from tests.support.place import split
 
 pytestmark = place.MARKS
 
-WORLDS = [1, 2, 3, 4, 8]
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3 with bias"]
 TILE = QkvTile(t=16, k=16, group=2)
 DX_TILE = LinearTile(t=16, n=16, k=16)
 WGRAD_TILE = WgradTile(n=16, k=32, t=32, group=2)
@@ -240,11 +237,12 @@ def check(layer: Layer, rank: int, *, default_tiles: bool = False) -> None:
 @pytest.mark.parametrize(
     ("family", "world", "dtype"),
     [
-        *((family, 3, torch.float32) for family in FAMILIES),
-        *(("qwen3 with bias", world, torch.float32) for world in (1, 8)),
-        *(("qwen3 with bias", 3, dtype) for dtype in DTYPES[1:]),
-        *(slow(family, 3, dtype) for family in FAMILIES[:3] for dtype in DTYPES[1:]),
-        *(slow("qwen3 with bias", world, dtype) for world in (2, 4) for dtype in DTYPES),
+        ("llama", 3, torch.float32),
+        ("qwen2", 1, torch.float32),
+        ("qwen3", 8, torch.float32),
+        ("qwen3 with bias", 3, torch.float16),
+        ("qwen3 with bias", 3, torch.bfloat16),
+        *(slow("qwen3 with bias", world, torch.bfloat16) for world in (2, 4)),
     ],
     ids=str,
 )
@@ -255,33 +253,29 @@ def test_as_transformers(family: str, world: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"tokens": 1, "world": 3},
         {"tokens": 16, "columns": 16, "world": 4},  # tiles without a rest
         {"tokens": 17, "columns": 1, "heads": (1, 1), "world": 8},  # one head, 2 rows per owner
         {"tokens": 5, "columns": 37, "heads": (3, 1), "world": 7},  # 16 rows over 7: the last owner has none
         {"tokens": 3, "columns": 24, "heads": (2, 1), "head_dim": 32, "world": 5},
-        {"tokens": 4, "columns": 9, "heads": (2, 1), "head_dim": 64, "world": 3},
+        {"tokens": 1, "columns": 9, "heads": (2, 1), "head_dim": 64, "world": 3},
         {"tokens": 2, "columns": 8, "heads": (1, 1), "head_dim": 128, "world": 2},
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    ("family", "dtype"), [slow("qwen2", torch.bfloat16), ("qwen3 with bias", torch.float32)], ids=str
-)
-def test_shapes(sizes: dict, family: str, dtype: torch.dtype) -> None:
-    check(Layer.of(family, dtype=dtype, **sizes), sizes["world"] - 1)
+def test_shapes(sizes: dict) -> None:
+    check(Layer.of("qwen3 with bias", **sizes), sizes["world"] - 1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_tokens(family: str) -> None:
-    layer = Layer.of(family, tokens=0)
+def test_no_tokens() -> None:
+    layer = Layer.of("qwen3 with bias", tokens=0)
     assert layer.forward(0)["q"].shape == (0, 4, 16)
     for name, gradient in backward(layer, random_gradients(layer), layer.empty(), 0).items():
         assert (gradient == 0).all(), name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [13, 70])
+@pytest.mark.parametrize(
+    ("tokens", "dtype"), [(13, torch.bfloat16), (70, torch.bfloat16), (70, torch.float32)], ids=str
+)
 def test_default_tiles(tokens: int, dtype: torch.dtype) -> None:
     # 70 columns: one step of 64 and a rest; of 70 tokens 24 and 46 to a document.
     check(Layer.of("qwen3", tokens=tokens, columns=70, dtype=dtype, heads=(2, 1), world=3), 1, default_tiles=True)
@@ -294,14 +288,13 @@ def test_many_tokens_with_gathered_weights() -> None:
     check(layer, 0, default_tiles=True)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float16), ("qwen3", torch.bfloat16)], ids=str)
-def test_tables_of_any_dtype_and_scale(family: str, dtype: torch.dtype) -> None:
+def test_tables_of_any_dtype_and_scale() -> None:
     # Scaled tables (YaRN) make a rotation that is not orthogonal.
-    check(Layer.of(family, dtype=dtype, table_dtype=dtype, table_scale=1.3), 1)
+    check(Layer.of("qwen3", tokens=5, dtype=torch.bfloat16, table_dtype=torch.bfloat16, table_scale=1.3), 1)
 
 
 def test_the_second_halves_of_tables_are_not_read() -> None:
-    layer = Layer.of("qwen3")
+    layer = Layer.of("qwen3", tokens=5)
     want = layer.forward(0)
     layer.rope.cos[:, 8:] = torch.nan
     layer.rope.sin[:, 8:] = torch.nan
@@ -310,7 +303,7 @@ def test_the_second_halves_of_tables_are_not_read() -> None:
 
 
 def test_norm_weights_of_zero_and_in_fp32() -> None:
-    layer = Layer.of("qwen3", dtype=torch.bfloat16)
+    layer = Layer.of("qwen3", tokens=5, dtype=torch.bfloat16)
     with torch.no_grad():
         layer.module.q_norm.weight[3:7] = 0
         layer.module.k_norm.weight[:] = 0
@@ -325,15 +318,14 @@ def test_norm_weights_of_zero_and_in_fp32() -> None:
 def test_the_same_bits_whoever_owns_and_asks() -> None:
     layer = Layer.of("qwen3 with bias", world=1)
     want = layer.forward(0)
-    for world in (3, 8):
-        layer.shards = {name: split(join(shards), world) for name, shards in layer.shards.items()}
-        for rank in (0, world - 1):
-            for name, value in layer.forward(rank).items():
-                assert torch.equal(value, want[name]), (name, world, rank)
+    layer.shards = {name: split(join(shards), 3) for name, shards in layer.shards.items()}
+    for rank in (0, 2):
+        for name, value in layer.forward(rank).items():
+            assert torch.equal(value, want[name]), (name, rank)
 
 
 def test_nothing_need_be_saved() -> None:
-    layer = Layer.of("qwen3")
+    layer = Layer.of("qwen3", tokens=5)
     want, out = layer.forward(0), {name: value for name, value in layer.empty().items() if "pre" not in name}
     qkv(x=layer.x, weights=layer.weights(0), rope=layer.rope, norm=layer.norm, **out, tile=TILE)
     for name, value in out.items():
@@ -342,11 +334,11 @@ def test_nothing_need_be_saved() -> None:
 
 @pytest.mark.parametrize(
     "only",
-    [{"dx"}, {"q_norm", "k_norm"}, {"wk", "bk", "dx"}, *map(slow, [{"wq", "wv"}, {"bk"}, set()])],
+    [{"q_norm", "k_norm"}, {"wk", "bk", "dx"}, set()],
     ids=lambda only: "+".join(sorted(only)),
 )
 def test_what_needs_no_gradient_is_left_alone(only: set[str]) -> None:
-    layer = Layer.of("qwen3 with bias", world=3)
+    layer = Layer.of("qwen3 with bias", tokens=5, world=3)
     out, upstream = layer.forward(2), random_gradients(layer)
     want = qkv_grad_ref(tuple(upstream.values()), layer.x, *layer.refs(), layer.rope, layer.norm)
     for name, gradient in backward(layer, upstream, out, 2, only=only).items():
@@ -356,15 +348,16 @@ def test_what_needs_no_gradient_is_left_alone(only: set[str]) -> None:
             assert gradient.isnan().all() if name in ("dx", "q_norm", "k_norm") else (gradient == 0).all(), name
 
 
-@pytest.mark.parametrize("position", [-1, POSITIONS, 2**40])
-def test_a_position_without_a_row_makes_nan(position: int) -> None:
+def test_a_position_without_a_row_makes_nan() -> None:
     layer = Layer.of("llama", world=2)
     want = layer.forward(0)
-    layer.rope.positions[4] = position
+    wrong = {4: -1, 9: POSITIONS, 15: 2**40}
+    for token, position in wrong.items():
+        layer.rope.positions[token] = position
     out = layer.forward(0)
-    others = [token for token in range(21) if token != 4]
+    others = [token for token in range(21) if token not in wrong]
     for name in "qk":
-        assert out[name][4].isnan().all()
+        assert out[name][list(wrong)].isnan().all()
         assert torch.equal(out[name][others], want[name][others])
     assert torch.equal(out["v"], want["v"])
 

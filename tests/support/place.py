@@ -20,17 +20,18 @@ MARKS = [pytest.mark.usefixtures("on_device"), *([] if INTERPRETED else [pytest.
 """`pytestmark` of every file of kernel tests: `pytest -m gpu` runs them where they run on a GPU."""
 
 
-def matrix(worlds: list[int], shapes: list[tuple], dtypes: list[torch.dtype], mixed: list[tuple]) -> list[Any]:
-    """All (world, shape, dtype), for `parametrize`. All are slow except all shapes in fp32 with 1 and 3 ranks, and of
-    `mixed` those with 3 ranks in all dtypes, and the first in fp32 with 8. `pytest -m gpu` runs all.
+def matrix(shapes: list[tuple], dtypes: list[torch.dtype], mixed: list[tuple]) -> list[Any]:
+    """Cases (world, shape, dtype) for `parametrize`: on 3 ranks all shapes in fp32 and those of `mixed` in all dtypes,
+    on 1 and 8 ranks the first of `mixed`. Slow ones have it on 2 and 4 ranks, which `pytest -m gpu` runs too.
     """
-    found = []
-    for world, shape, dtype in itertools.product(worlds, shapes, dtypes):
-        most = mixed[:1] if world == 8 else shapes if world in (1, 3) else []
-        is_fast = (dtype == torch.float32 and shape in most) or (world == 3 and shape in mixed)
-        marks = [] if is_fast else [pytest.mark.slow]
-        found.append(pytest.param(world, shape, dtype, id=f"{dtype}-{shape}-{world}", marks=marks))
-    return found
+    found = [(3, shape, torch.float32) for shape in shapes]
+    found += [(world, mixed[0], torch.float32) for world in (1, 8)]
+    found += [(3, shape, dtype) for shape, dtype in itertools.product(mixed, dtypes) if dtype != torch.float32]
+    more = [(world, mixed[0], dtype) for world, dtype in itertools.product((2, 4), dtypes)]
+    return [
+        pytest.param(*case, id=f"{case[2]}-{case[1]}-{case[0]}", marks=[pytest.mark.slow] if case in more else [])
+        for case in (*found, *more)
+    ]
 
 
 _CANARY = 64  # elements: a multiple of 16 bytes in any dtype
