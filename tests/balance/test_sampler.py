@@ -84,8 +84,16 @@ def test_the_order_of_a_seed_is_pinned():
     assert [samples(packs) for packs in one_by_one] == [[3], [1], [7], [2], [5], [4], [6], [0]]
 
 
+MIX = Mix((20, 10), (0.5, 3.0))
+
+
+def mixed(**change) -> MinibatchSampler:
+    return sampler(**{"mix": MIX} | change)
+
+
+@pytest.mark.parametrize("sampler", [sampler, mixed])
 @pytest.mark.parametrize("stop", [0, 1, 3, 6, 7, 9])
-def test_a_saved_position_resumes_where_training_was(stop):
+def test_a_saved_position_resumes_where_training_was(stop, sampler):
     def two_epochs(of):
         while of.epoch < 2:
             yield from of
@@ -175,11 +183,7 @@ def test_rank_and_world_come_from_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lengths": []}, "lengths is empty"),
-        ({"lengths": [5, 0]}, r"lengths\[1\] is 0"),
         ({"lengths": [5, 151]}, r"lengths\[1\] is 151 tokens, over the token_cap of 150"),
-        ({"token_cap": 0}, "token_cap is 0"),
-        ({"samples_per_rank": -1}, "samples_per_rank is -1"),
         ({"samples_per_rank": 0}, "samples_per_rank is 0"),
         ({"balance": "best"}, "balance is 'best'"),
         ({"world": 0}, "world is 0"),
@@ -222,13 +226,6 @@ def test_every_public_name_resolves_and_others_do_not():
         _ = balance.nothing
 
 
-MIX = Mix((20, 10), (0.5, 3.0))
-
-
-def mixed(**change) -> MinibatchSampler:
-    return sampler(**{"lengths": LENGTHS, "mix": MIX} | change)
-
-
 def test_with_weights_every_epoch_has_as_many_samples_of_each_set():
     assert MIX.numbers == len(LENGTHS)
     one, epochs = mixed(world=1, samples_per_rank=8), []
@@ -240,20 +237,6 @@ def test_with_weights_every_epoch_has_as_many_samples_of_each_set():
         assert sorted(i for i in epoch if i >= 20) == list(range(20, 50))
     assert sorted(i for epoch in epochs[:2] for i in epoch if i < 20) == list(range(20))
     assert mixed(drop_last=True).state_dict()["samples"] == 50
-
-
-@pytest.mark.parametrize("stop", [0, 3, 6, 9])
-def test_with_weights_a_saved_position_resumes_where_training_was(stop):
-    def two_epochs(of):
-        while of.epoch < 2:
-            yield from of
-
-    expected = list(two_epochs(mixed()))
-    first = mixed()
-    seen = list(itertools.islice(two_epochs(first), stop))
-    resumed = mixed(seed=99)
-    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert seen + list(two_epochs(resumed)) == expected
 
 
 def test_with_other_weights_a_saved_position_is_refused():

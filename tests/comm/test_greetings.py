@@ -10,7 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from odc_triton import fully_shard
 from odc_triton.comm.memory.rendezvous import _MOST_SILENT, greetings
+from odc_triton.comm.peers import PeerStatus
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 
@@ -41,9 +43,6 @@ def test_silent_clients_keep_nobody_waiting() -> None:
 
 def _among_silent_clients(rank: int, world: int) -> tuple[list[bool], float]:
     """Strangers connect to rank 0's port before rank 1 does."""
-    from odc_triton import fully_shard
-    from odc_triton.comm.peers import PeerStatus
-
     call, strangers = PeerStatus._call, []
 
     def come_after_strangers(self: PeerStatus, peer: int, host: str, port: int, *rest: Any) -> socket.socket:

@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from odc_triton import fully_shard
 from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.comm.layout import Region
+from odc_triton.comm.memory.cuda import check_socket_folder
 from odc_triton.comm.memory.heap import Word
 from odc_triton.comm.memory.locks import ByteLocks
 from odc_triton.comm.memory.rendezvous import peer_uid, receive_files, send_files
@@ -178,10 +181,6 @@ def test_contention_is_exact() -> None:
 
 def _two_threads(rank: int, world: int) -> list[float]:
     """Two threads of each rank add whole gradients of one parameter: fcntl alone would not keep them apart."""
-    from torch import nn
-
-    from odc_triton import fully_shard
-
     model = fully_shard(nn.Linear(768, 768, bias=False))
     (parameter,) = model._odc_engine.parameters
     accumulator, target = parameter._accumulator, parameter.storage.target
@@ -251,8 +250,6 @@ def test_a_forked_child_leaves_nothing() -> None:
 
 
 def test_a_folder_too_long_for_sockets() -> None:
-    from odc_triton.comm.memory.cuda import check_socket_folder
-
     check_socket_folder("/tmp")
     check_socket_folder("/" + "a" * 89)
     with pytest.raises(RuntimeError, match=r"TMPDIR is '/a+', .* more than 107 bytes: set TMPDIR to a shorter path"):

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from odc_triton.comm.launch import Interrupted, Job, RemoteTraceback, how_it_ended, launch
+from odc_triton.comm.launch import Interrupted, Job, RemoteTraceback, how_it_ended, launch, warn_of_few_cores
 from tests.support import leftovers, slow
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.leftovers import environment
@@ -203,10 +204,6 @@ def test_ranks_die_with_their_launcher(tmp_path: Path, code: str) -> None:
 
 
 def test_more_ranks_than_cores(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from odc_triton.comm.launch import warn_of_few_cores
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cores = len(os.sched_getaffinity(0))
     warn_of_few_cores(cores)

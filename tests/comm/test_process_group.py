@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import RanksDiffer
-from odc_triton.comm.launch import launch
+from odc_triton.comm.launch import Job
 from odc_triton.comm.process_group import gpu_index, group_kinds, start_process_group
+from odc_triton.sharding.agree import default_mesh
 from odc_triton.sharding.backend import backend_of
 from odc_triton.sharding.collect import refuse_unshardable
 from tests.support import ranks
@@ -77,8 +80,6 @@ def test_some_ranks_without_a_gpu() -> None:
 
 
 def _one_step() -> float:
-    from odc_triton import fully_shard, minibatch
-
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(5, 3), backend="cpu")
     with minibatch(model, tokens=1):
@@ -98,8 +99,15 @@ def _launched() -> tuple[float, str, int, float]:
     return norm, kinds, world, again
 
 
+def _forked(function: Callable) -> list[Any]:
+    """As `launch(function, ranks=2)`, but its ranks need no import."""
+    with Job(2, method="fork") as job:
+        job.start()
+        return job.run(function)
+
+
 def test_ranks_without_a_process_group() -> None:
-    for norm, kinds, world, again in launch(_launched, ranks=2):
+    for norm, kinds, world, again in ranks.in_own_process(_forked, _launched):
         assert (kinds, world) == ("gloo", 2)
         # Each of the weight's 15 and the bias' 3 gradients is 1.
         assert norm == again == pytest.approx(18**0.5, rel=1e-6)
@@ -125,7 +133,7 @@ def _one_without() -> tuple[str, str]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a rank must see no GPU")
 def test_a_rank_without_a_gpu_is_told_to_all() -> None:
-    (kind, words), (own_kind, own_words) = launch(_one_without, ranks=2)
+    (kind, words), (own_kind, own_words) = ranks.in_own_process(_forked, _one_without)
     assert own_kind == "RuntimeError"
     assert "sees no GPU" in own_words
     assert kind == "RanksDiffer"
@@ -133,8 +141,6 @@ def test_a_rank_without_a_gpu_is_told_to_all() -> None:
 
 
 def _users_group(rank: int, world: int) -> tuple[float, bool]:
-    from odc_triton.sharding.agree import default_mesh
-
     mesh = default_mesh(timedelta(seconds=LONG_S), "cpu")
     return _one_step(), mesh.get_group() is dist.group.WORLD
 

@@ -1,4 +1,6 @@
-"""Which modules fit: many of them, wrapped and called in many ways, against plain torch."""
+"""Which modules fit: many of them, wrapped and called in many ways, against plain torch. Where whole parameters are
+views, and where they are gathered and freed.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from odc_triton import fully_shard, minibatch
 from tests.support import ranks
 from tests.support.blocks import batch
 
@@ -191,18 +194,17 @@ def _module(name: str) -> nn.Module:
     return MODULES[name][0]()
 
 
-def _gradients_of_modules(rank: int, world: int) -> dict[str, dict[str, torch.Tensor]]:
-    from odc_triton import fully_shard, minibatch
-
+def _gradients_of_modules(rank: int, world: int, backend: str) -> dict[str, dict[str, torch.Tensor]]:
     result = {}
     for name, (_, run) in MODULES.items():
-        model = fully_shard(_module(name))
+        model = fully_shard(_module(name), backend=backend)
         for _ in range(2):  # the second shows what the first left behind
             with minibatch(model, tokens=1):
                 for seed in range(2 - rank):
                     run(model, batch(seed))
         assert all(isinstance(p, dist.tensor.DTensor) for p in model.parameters()), name
         assert not any(p.leaf._backward_hooks for p in model._odc_engine.parameters), name
+        assert not any(each.is_filled for unit in model._odc_engine.units for each in unit.gathered), name
         assert model.state_dict().keys() == _module(name).state_dict().keys()
         result[name] = {
             key: p.grad.full_tensor() for key, p in model.named_parameters(remove_duplicate=False) if p.grad is not None
@@ -211,7 +213,8 @@ def _gradients_of_modules(rank: int, world: int) -> dict[str, dict[str, torch.Te
 
 
 def test_modules() -> None:
-    results = ranks.run(_gradients_of_modules, 2)
+    by_backend = ranks.run_all(2, (_gradients_of_modules, "cpu"), (_gradients_of_modules, "cpu-apart"))
+    results = [found for of_ranks in by_backend for found in of_ranks]
     for name, (_, run) in MODULES.items():
         model = _module(name)
         for seed in (0, 1, 0):

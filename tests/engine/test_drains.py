@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from odc_triton import full_parameters, fully_shard, minibatch
+from odc_triton import MinibatchFailed, full_parameters, fully_shard, minibatch
 from odc_triton.engine.gradients import KernelAccumulator, Target
 from odc_triton.engine.storage import Storage
 from odc_triton.engine.streams import DeviceStreams
@@ -110,8 +110,6 @@ def test_unsharded_parameters_are_there() -> None:
 
 def _status_on_rank_1(rank: int, world: int) -> tuple[str, list[int]]:
     """On rank 1 a kernel waits in vain for an owner's rows, as its status says; what each rank is told."""
-    from odc_triton import MinibatchFailed
-
     model = fully_shard(nn.Linear(4, 4), backend="cpu-apart")
     weight = next(each for each in model._odc_engine.parameters if each.name == "weight")
     said = ""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch, publish
 from tests.support import ranks
+from tests.support.blocks import batch as block_batch
+from tests.support.blocks import build as build_blocks
+from tests.support.deadlines import LONG_S
 from tests.support.models import CASES, build, microbatches
 
 BF16 = torch.bfloat16
@@ -48,8 +53,6 @@ def _plain(bf16: bool, steps: int) -> list[nn.Module]:
 
 
 def _alone(rank: int, world: int, bf16: bool, mode: str) -> list[tuple]:
-    from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch
-
     model = fully_shard(build("qwen2"), mp_policy=MixedPrecisionPolicy(param_dtype=BF16 if bf16 else None))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if rank == 1:  # late: rank 0 must not read what has not been stepped yet
@@ -69,27 +72,27 @@ def _alone(rank: int, world: int, bf16: bool, mode: str) -> list[tuple]:
     return seen
 
 
-@pytest.mark.parametrize(("bf16", "mode"), [(False, "no_grad"), (True, "no_grad"), (False, "inference")])
-def test_rank_0_alone_right_after_its_step(bf16: bool, mode: str) -> None:
-    seen, nothing = ranks.run(_alone, 2, bf16, mode)
-    assert nothing == []
-    for (losses, tokens, parameters), plain in zip(seen, _plain(bf16, 3), strict=True):
-        assert list(parameters) == [name for name, _ in plain.named_parameters()]
-        with torch.no_grad():
-            # fp32: sums in another order. bf16: such a difference may flip a rounding, 2^-8, of a few of the weights.
-            torch.testing.assert_close(losses, _losses(plain), rtol=1e-3 if bf16 else 1e-5, atol=0)
-            assert tokens == _generate(plain)
-        for name, value in plain.named_parameters():
-            assert parameters[name].dtype == value.dtype
-        # By norm over all: AdamW turns a gradient element that is nothing but rounding into a full step.
-        errors = [(parameters[name] - value).double().square().sum() for name, value in plain.named_parameters()]
-        norms = [value.double().square().sum() for value in plain.parameters()]
-        assert (sum(errors) / sum(norms)).sqrt() < (1e-2 if bf16 else 1e-5)
+def test_rank_0_alone_right_after_its_step() -> None:
+    cases = [(False, "no_grad"), (True, "no_grad"), (False, "inference")]
+    for (bf16, _), outcome in zip(cases, ranks.run_all(2, *((_alone, *case) for case in cases)), strict=True):
+        seen, nothing = outcome
+        assert nothing == []
+        for (losses, tokens, parameters), plain in zip(seen, _plain(bf16, 3), strict=True):
+            assert list(parameters) == [name for name, _ in plain.named_parameters()]
+            with torch.no_grad():
+                # fp32: sums in another order. bf16: such a difference may flip a rounding, 2^-8, of a few of the
+                # weights.
+                torch.testing.assert_close(losses, _losses(plain), rtol=1e-3 if bf16 else 1e-5, atol=0)
+                assert tokens == _generate(plain)
+            for name, value in plain.named_parameters():
+                assert parameters[name].dtype == value.dtype
+            # By norm over all: AdamW turns a gradient element that is nothing but rounding into a full step.
+            errors = [(parameters[name] - value).double().square().sum() for name, value in plain.named_parameters()]
+            norms = [value.double().square().sum() for value in plain.parameters()]
+            assert (sum(errors) / sum(norms)).sqrt() < (1e-2 if bf16 else 1e-5)
 
 
 def _everywhere(rank: int, world: int) -> tuple:
-    from odc_triton import full_parameters, fully_shard
-
     model = fully_shard(build("gpt2-tied")).eval()
     before = dict(full_parameters(model))
     for _, value in full_parameters(model):
@@ -112,10 +115,8 @@ def test_before_any_step() -> None:
         assert generated == tokens
 
 
-def _torn(rank: int, world: int) -> str:
+def _torn_walk(rank: int, world: int) -> str:
     """Rank 1 steps while rank 0 still walks: what rank 0 would read is neither the old nor the new model."""
-    from odc_triton import full_parameters, fully_shard, publish
-
     model = fully_shard(build("conv"))
     walk = full_parameters(model) if rank == 0 else iter(())
     if rank == 0:
@@ -131,15 +132,26 @@ def _torn(rank: int, world: int) -> str:
     return ""
 
 
-def test_a_torn_read_is_refused() -> None:
-    words, nothing = ranks.run(_torn, 2)
-    assert "ranks [1] stepped or published while rank 0 was still reading" in words
-    assert nothing == ""
+def _torn_forward(rank: int, world: int) -> str:
+    """Rank 0 evaluates between its exit and its step, while rank 1 steps."""
+    model, store = fully_shard(build_blocks()), dist.distributed_c10d._get_default_store()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with minibatch(model):
+        model(block_batch(0)).sum().backward()
+    said = ""
+    if rank == 0:
+        model.blocks[0].register_forward_hook(lambda *_: store.wait(["rank 1 stepped"], timedelta(seconds=LONG_S)))
+        try:
+            model(block_batch(0))
+        except RuntimeError as error:
+            said = str(error)
+    optimizer.step()
+    store.set(f"rank {rank} stepped", "1")
+    return said
 
 
 def _slow_step(rank: int, world: int) -> str:
     """Rank 0 evaluates while rank 1's step writes its masters, which peers read where they are written."""
-    from odc_triton import fully_shard, minibatch
 
     class Slow(torch.optim.SGD):
         def step(self, closure: object = None) -> None:
@@ -165,14 +177,7 @@ def _slow_step(rank: int, world: int) -> str:
     return said
 
 
-def test_a_reading_during_a_slow_step_is_refused() -> None:
-    said, _ = ranks.run(_slow_step, 2)
-    assert "ranks [1] stepped or published while rank 0 was still reading" in said
-
-
 def _stepped_meanwhile(rank: int, world: int) -> None:
-    from odc_triton import full_parameters, fully_shard, publish
-
     model = fully_shard(build("conv"))
     walk = full_parameters(model)
     next(walk)
@@ -182,5 +187,8 @@ def _stepped_meanwhile(rank: int, world: int) -> None:
         next(walk)
 
 
-def test_a_walk_does_not_mix_two_steps() -> None:
-    ranks.run(_stepped_meanwhile, 2)
+def test_a_torn_read_is_refused() -> None:
+    *found, _ = ranks.run_all(2, _torn_walk, _torn_forward, _slow_step, _stepped_meanwhile)
+    for said, nothing in found:
+        assert "ranks [1] stepped or published while rank 0 was still reading" in said
+        assert nothing == ""

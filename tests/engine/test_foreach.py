@@ -105,8 +105,6 @@ def _bitwise(rank: int, world: int, policy: str, masters: torch.dtype) -> list[s
 
 
 @pytest.mark.filterwarnings("ignore:.*small updates are lost")
-@pytest.mark.parametrize(
-    ("policy", "masters"), [("fp32", torch.float32), ("bf16", torch.float32), ("fp16", torch.bfloat16)]
-)
-def test_bitwise_as_parameter_by_parameter(policy: str, masters: torch.dtype) -> None:
-    assert ranks.run(_bitwise, 3, policy, masters) == [[]] * 3
+def test_bitwise_as_parameter_by_parameter() -> None:
+    cases = [("fp32", torch.float32), ("bf16", torch.float32), ("fp16", torch.bfloat16)]
+    assert ranks.run_all(3, *((_bitwise, *case) for case in cases)) == [[[]] * 3] * len(cases)

@@ -14,19 +14,11 @@ from torch import nn
 from odc_triton import full_parameters, fully_shard, minibatch
 from odc_triton.engine.unit import Slot, StepOrder
 from tests.support import ranks
+from tests.support.blocks import Residual, filled
 from tests.support.place import DEVICE, INTERPRETED
 
 BACKEND = "cpu-apart" if INTERPRETED else "cuda"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Stack(nn.Module):
@@ -35,7 +27,11 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.enter, self.blocks, self.leave = nn.Linear(3, 6), nn.ModuleList(Block() for _ in range(4)), nn.Linear(6, 2)
+        self.enter, self.blocks, self.leave = (
+            nn.Linear(3, 6),
+            nn.ModuleList(Residual() for _ in range(4)),
+            nn.Linear(6, 2),
+        )
         self.skip: set[int] = set()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,19 +46,15 @@ def _sharded(**options: object) -> nn.Module:
     return fully_shard(Stack(), backend=BACKEND, **options)
 
 
-def _filled(model: nn.Module) -> list[str]:
-    return sorted(unit.name for unit in model._odc_engine.units if any(each.is_filled for each in unit.gathered))
-
-
 class _Watch:
     """Which units are filled as each block's forward and backward begins."""
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: list[tuple[str, list[str]]] = []
         for index, block in enumerate(model.blocks):
-            block.up.register_forward_pre_hook(lambda *_, i=index: self.seen.append((f"forward {i}", _filled(model))))
+            block.up.register_forward_pre_hook(lambda *_, i=index: self.seen.append((f"forward {i}", filled(model))))
             block.down.register_full_backward_pre_hook(
-                lambda *_, i=index: self.seen.append((f"backward {i}", _filled(model)))
+                lambda *_, i=index: self.seen.append((f"backward {i}", filled(model)))
             )
 
 
@@ -79,10 +71,10 @@ def test_one_unit_and_the_next_are_whole() -> None:
     watch = _Watch(model)
     with minibatch(model):
         _microbatch(model)  # the order is not known yet: nothing is fetched ahead
-        assert _filled(model) == []
+        assert filled(model) == []
         first, watch.seen = watch.seen, []
         _microbatch(model)
-        assert _filled(model) == []
+        assert filled(model) == []
     assert first == [(f"forward {i}", _b(i)) for i in range(4)] + [(f"backward {i}", _b(i)) for i in (3, 2, 1, 0)]
     forward = [("forward 0", _b(0, 1)), ("forward 1", _b(1, 2)), ("forward 2", _b(2, 3)), ("forward 3", _b(3))]
     backward = [("backward 3", _b(2, 3)), ("backward 2", _b(1, 2)), ("backward 1", _b(0, 1)), ("backward 0", _b(0))]
@@ -93,12 +85,12 @@ def test_nothing_is_freed_between_forward_and_backward_if_told_so() -> None:
     model = _sharded(reshard_after_forward=False)
     with minibatch(model):
         loss = model(torch.randn(5, 3, device=DEVICE)).sum()
-        assert _filled(model) == _b(0, 1, 2, 3)
+        assert filled(model) == _b(0, 1, 2, 3)
         loss.backward()
-        assert _filled(model) == []
+        assert filled(model) == []
         model.set_reshard_after_forward(True)
         loss = model(torch.randn(5, 3, device=DEVICE)).sum()
-        assert _filled(model) == []
+        assert filled(model) == []
         loss.backward()
 
 
@@ -106,9 +98,9 @@ def test_the_root_stays_whole_between_forward_and_backward() -> None:
     model = _sharded()
     with minibatch(model):
         loss = model(torch.randn(5, 3, device=DEVICE)).sum()
-        assert _filled(model) == _b()
+        assert filled(model) == _b()
         loss.backward()
-        assert _filled(model) == []
+        assert filled(model) == []
 
 
 def test_evaluation_leaves_nothing_whole() -> None:
@@ -116,14 +108,14 @@ def test_evaluation_leaves_nothing_whole() -> None:
     for _ in range(2):
         with torch.no_grad():
             model(torch.randn(5, 3, device=DEVICE))
-        assert _filled(model) == []
+        assert filled(model) == []
 
 
 def test_a_failed_forward_leaves_nothing_whole() -> None:
     model = _sharded()
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.randn(5, 4, device=DEVICE))
-    assert _filled(model) == []
+    assert filled(model) == []
 
 
 def test_unshard_keeps_a_unit_whole() -> None:
@@ -133,9 +125,9 @@ def test_unshard_keeps_a_unit_whole() -> None:
     assert torch.equal(block.up.weight.cpu(), Stack().blocks[1].up.weight)
     with torch.no_grad():
         model(torch.randn(5, 3, device=DEVICE))
-    assert _filled(model) == ["blocks.1"]
+    assert filled(model) == ["blocks.1"]
     block.reshard()
-    assert _filled(model) == []
+    assert filled(model) == []
 
 
 def test_no_gathered_weight_is_saved() -> None:
@@ -165,7 +157,7 @@ def _other_orders(rank: int, world: int) -> dict:
                 model.skip = {(rank + step + micro) % 4}
                 torch.manual_seed(7 * step + micro + 100 * rank)
                 (model(torch.randn(5, 3, device=DEVICE)).square().sum() / mb.tokens).backward()
-                assert _filled(model) == []
+                assert filled(model) == []
         optimizer.step()
     return {name: value.cpu() for name, value in full_parameters(model)}
 
@@ -215,7 +207,7 @@ def test_threads_may_evaluate(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(outputs) == 4 * 30
     for (number, _), output in outputs.items():
         torch.testing.assert_close(output, plain(inputs[number]))
-    assert _filled(model) == []
+    assert filled(model) == []
 
 
 class Tied(nn.Module):
@@ -224,7 +216,7 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Residual() for _ in range(2))
         self.blocks[1].up.weight = self.blocks[0].up.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from odc_triton import MinibatchFailed, MixedPrecisionPolicy, OdcError, full_parameters, fully_shard, minibatch
 from odc_triton.sharding.footprint import memory_plan
-from tests.checkpoint.test_dcp import _train as train_dealt
 from tests.support import ranks, slow, two_hosts
+from tests.support.checkpointed import train
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.models import CASES, build, microbatches
-from tests.support.parity import relative, unsharded, whole_model_error
-from tests.support.replicas import STEPS, Rows, _train, mesh_of
+from tests.support.parity import compare, relative, unsharded, whole_model_error
+from tests.support.replicas import Rows, mesh_of
 from tests.support.two_hosts import why_not
 
 BF16 = torch.bfloat16
@@ -37,85 +38,42 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
+    ("shape", "name", "backend", "style"),
     [
-        *(("conv", "cpu"), ("conv", "cpu-apart"), ("gpt2-tied", "cpu"), ("qwen2", "cpu-apart")),
-        *(slow(*case) for case in (("gpt2-tied", "cpu-apart"), ("qwen2", "cpu"))),
+        ((2, 2), "conv", "cpu", "root"),
+        ((2, 2), "gpt2-tied", "cpu", "root"),
+        ((2, 2), "qwen2", "cpu-apart", "bottom-up"),
+        ((3, 1), "conv", "cpu-apart", "root"),
+        ((1, 2), "conv", "cpu", "root"),
     ],
 )
-def test_against_one_process(name: str, backend: str) -> None:
+def test_against_one_process(shape: tuple[int, int], name: str, backend: str, style: str) -> None:
     """Uneven counts, a rank without microbatches; in "conv" a scalar, an empty parameter and rows fewer than ranks."""
-    want_first, want, want_norms = unsharded(name, STEPS)
-    results = ranks.run(_train, 4, (2, 2), name, backend)
-    for first, weights, norms, losses, _ in results:
-        assert first.keys() == want_first.keys()
-        for key, gradient in want_first.items():
-            # fp32 sums in another order; an attention bias of GPT-2 is rounding only.
-            got = first[key].view_as(gradient)  # a scalar is sharded as a tensor of one element
-            torch.testing.assert_close(got, gradient, rtol=1e-4, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
-        assert weights.keys() == want.keys()
-        assert whole_model_error(weights, want) <= 1e-5  # 1e-7 per operation, amplified by ten steps of AdamW
-        torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=0)
-        assert losses == results[0][3]
-        for key, value in results[0][1].items():
-            assert torch.equal(weights[key], value), key  # all replicas hold the same parameters
-    # Masters lie on all ranks, each element once.
-    assert sum(local for *_, (local, _) in results) == sum(p.numel() for p in build(name).parameters())
-    *_, (_, state_bytes) = results[0]
-    assert state_bytes == memory_plan(build(name), 2, replicas=2).optimizer_state_bytes
+    compare(name, torch.Size(shape).numel(), style=style, backend=backend, steps=6, shape=shape)
 
 
-def _without_tokens(rank: int, world: int) -> dict[str, torch.Tensor]:
-    from odc_triton import fully_shard, minibatch
-
-    model = fully_shard(build("qwen2"), mesh=mesh_of((2, 2)))
-    (batch,) = microbatches("qwen2", [5], seed=rank)
+def _masters(rank: int, world: int, shape: tuple[int, int]) -> tuple[int, int]:
+    """Elements of this rank's masters, bytes of its optimizer's state."""
+    model = fully_shard(build("conv"), mesh=mesh_of(shape))
+    optimizer = torch.optim.AdamW(model.parameters())
     with minibatch(model):
-        CASES["qwen2"].loss(model, batch).backward()
-    return {key: p.grad.full_tensor().clone() for key, p in model.named_parameters()}
+        CASES["conv"].loss(model, microbatches("conv", [3], seed=0)[0]).backward()
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    state_bytes = sum(getattr(value, "_local_tensor", value).nbytes for value in states)
+    return sum(p.to_local().numel() for p in model.parameters()), state_bytes
 
 
-def test_without_tokens_gradients_are_divided_by_all_ranks() -> None:
-    model = build("qwen2")
-    for rank in range(4):
-        (batch,) = microbatches("qwen2", [5], seed=rank)
-        (CASES["qwen2"].loss(model, batch) / 4).backward()
-    for gradients in ranks.run(_without_tokens, 4):
-        for key, p in model.named_parameters():
-            torch.testing.assert_close(gradients[key], p.grad, rtol=1e-4, atol=1e-6)  # fp32 sums in another order
-
-
-def test_three_replicas_of_one_rank() -> None:
-    _, want, want_norms = unsharded("conv", 3)
-    for _, weights, norms, *_ in ranks.run(_train, 3, (3, 1), "conv", "cpu", "root", 3):
-        assert whole_model_error(weights, want) <= 1e-5  # as above
-        torch.testing.assert_close(norms, want_norms, rtol=1e-4, atol=0)
-
-
-def test_bottom_up() -> None:
-    _, want, _ = unsharded("qwen2", 3)
-    for _, weights, *_ in ranks.run(_train, 4, (2, 2), "qwen2", "cpu", "bottom-up", 3):
-        assert whole_model_error(weights, want) <= 1e-5  # as above
-        assert all(relative(weights[key], value) <= 1e-3 for key, value in want.items())
-
-
-@pytest.mark.parametrize(("shape", "world"), [((2, 1), 2), ((1, 2), 2)])
-def test_with_one_replica_or_one_rank_each(shape: tuple[int, int], world: int) -> None:
-    flat = ranks.run(_train, world, (world,), "conv", "cpu", "root", 3)
-    both = ranks.run(_train, world, shape, "conv", "cpu", "root", 3)
-    for (first, weights, norms, *_), (want_first, want, want_norms, *_) in zip(both, flat, strict=True):
-        # Two summands commute; within a replica the order of arrival is not fixed, for three microbatches and more.
-        for key in want:
-            torch.testing.assert_close(weights[key], want[key], rtol=1e-5, atol=1e-7)
-            torch.testing.assert_close(first[key], want_first[key], rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(norms, want_norms, rtol=1e-5, atol=0)
+def test_masters_are_on_all_ranks_each_element_once() -> None:
+    masters = ranks.run(_masters, 4, (2, 2))
+    assert sum(elements for elements, _ in masters) == sum(p.numel() for p in build("conv").parameters())
+    assert masters[0][1] == memory_plan(build("conv"), 2, replicas=2).optimizer_state_bytes
 
 
 # ---------------------------------------------------------------------- shapes, dtypes, initial values
 
 
 def _rows(rank: int, world: int, dtype: torch.dtype | None, meta: str) -> tuple:
-    from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch
     from odc_triton.comm import replicas
 
     if meta == "others":
@@ -146,8 +104,9 @@ def _rows(rank: int, world: int, dtype: torch.dtype | None, meta: str) -> tuple:
 @pytest.mark.parametrize(
     ("dtype", "meta"),
     [
-        *((None, "none"), (BF16, "others"), (BF16, "all")),
-        *(slow(*case) for case in ((None, "others"), (None, "all"), (BF16, "none"))),
+        (None, "none"),
+        (BF16, "others"),
+        (BF16, "all"),
     ],
 )
 def test_odd_rows(dtype: torch.dtype | None, meta: str) -> None:
@@ -201,8 +160,6 @@ def test_odd_rows(dtype: torch.dtype | None, meta: str) -> None:
 
 
 def _sharded(shape: tuple[int, ...], name: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from odc_triton import MixedPrecisionPolicy, fully_shard
-
     policy = MixedPrecisionPolicy(param_dtype=BF16 if name == "qwen2" else None)
     model = fully_shard(build(name, seed), mesh=mesh_of(shape), mp_policy=policy)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -210,13 +167,13 @@ def _sharded(shape: tuple[int, ...], name: str, seed: int) -> tuple[nn.Module, t
 
 def _save(rank: int, world: int, shape: tuple[int, ...], folder: str, name: str) -> list[float]:
     model, optimizer = _sharded(shape, name, seed=0)
-    train_dealt(model, optimizer, name, range(2), rank)
+    train(model, optimizer, name, range(2))
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     dcp.save(state, checkpoint_id=f"{folder}/sharded")
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if rank == 0:
         torch.save(whole, f"{folder}/whole.pt")
-    return train_dealt(model, optimizer, name, range(2, 4), rank)
+    return train(model, optimizer, name, range(2, 4))
 
 
 def _load(rank: int, world: int, shape: tuple[int, ...], folder: str, name: str) -> tuple[list[float], bool]:
@@ -230,34 +187,30 @@ def _load(rank: int, world: int, shape: tuple[int, ...], folder: str, name: str)
     same = all(torch.equal(value, whole[key]) for key, value in loaded.items())
     model.load_state_dict(whole)  # whole tensors, of which each rank takes its part
     same = same and all(torch.equal(p.full_tensor(), whole[key]) for key, p in model.named_parameters())
-    return train_dealt(model, optimizer, name, range(2, 4), rank), same
+    return train(model, optimizer, name, range(2, 4)), same
 
 
-@pytest.mark.parametrize("name", ["conv", slow("qwen2")])
-def test_checkpoints_across_mesh_shapes(tmp_path: Path, name: str) -> None:
-    """fp32, and bf16 beside fp32 masters."""
-    (want, *_) = ranks.run(_save, 4, (2, 2), str(tmp_path), name)
-    for shape in ((2, 2), (2,), (1, 4)) if name == "conv" else ((2,),):
-        world = torch.Size(shape).numel()
-        for losses, same in ranks.run(_load, world, shape, str(tmp_path), name):
+@pytest.mark.parametrize(
+    ("name", "saved", "loaded"),
+    [
+        ("conv", (2, 2), [(2, 2), (2,)]),
+        ("conv", (2,), [(2, 2)]),
+        slow("qwen2", (2, 2), [(2,)]),  # bf16 beside fp32 masters
+    ],
+)
+def test_checkpoints_across_mesh_shapes(tmp_path: Path, name: str, saved: tuple, loaded: list[tuple]) -> None:
+    (want, *_) = ranks.run(_save, torch.Size(saved).numel(), saved, str(tmp_path), name)
+    for shape in loaded:
+        for losses, same in ranks.run(_load, torch.Size(shape).numel(), shape, str(tmp_path), name):
             assert same
             # Exactly the same state; only the sums over ranks may be taken in another order.
             torch.testing.assert_close(losses, want, rtol=1e-6, atol=0)
-
-
-def test_a_one_dimensional_checkpoint_loads(tmp_path: Path) -> None:
-    (want, *_) = ranks.run(_save, 2, (2,), str(tmp_path), "conv")
-    for losses, same in ranks.run(_load, 4, (2, 2), str(tmp_path), "conv"):
-        assert same
-        torch.testing.assert_close(losses, want, rtol=1e-6, atol=0)  # as above
 
 
 # ---------------------------------------------------------------------- a rank dies
 
 
 def _killed(rank: int, world: int, where: str, victim: int) -> tuple:
-    from odc_triton import OdcError, fully_shard, minibatch
-
     model = fully_shard(build("conv"), mesh=mesh_of((2, 2)), timeout=LONG_S)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (batch,) = microbatches("conv", [3], seed=0)
@@ -301,14 +254,12 @@ def test_a_killed_rank_is_named_by_all_others(where: str, victim: int) -> None:
 
 
 def _raising(rank: int, world: int) -> tuple[dict, list]:
-    from odc_triton import MinibatchFailed, fully_shard, minibatch
-
     model = fully_shard(build("conv"), mesh=mesh_of((2, 2)))
     (batch,) = microbatches("conv", [3], seed=0)
     failed = {}
     for number in range(2):
         try:
-            with minibatch(model, tokens=1):
+            with minibatch(model):
                 CASES["conv"].loss(model, batch).backward()
                 if rank == 2 and number == 0:
                     raise ValueError("no luck")
@@ -319,26 +270,24 @@ def _raising(rank: int, world: int) -> tuple[dict, list]:
 
 
 def test_a_microbatch_that_raised_fails_on_all_replicas() -> None:
+    """And in the next one, without tokens, gradients are divided by the number of all ranks."""
     model = build("conv")
     CASES["conv"].loss(model, microbatches("conv", [3], seed=0)[0]).backward()
     for failed, gradients in ranks.run(_raising, 4):
         assert failed == {2: "ValueError: no luck"}
         for got, p in zip(gradients, model.parameters(), strict=True):
-            torch.testing.assert_close(got.view_as(p), 4 * p.grad, rtol=1e-4, atol=1e-5)  # four equal summands, in fp32
+            torch.testing.assert_close(got.view_as(p), p.grad, rtol=1e-4, atol=1e-5)  # of four equal summands, in fp32
 
 
-def _stopped(rank: int, world: int, where: str) -> tuple:
-    from odc_triton import OdcError, fully_shard, minibatch
-
+def _stopped(rank: int, world: int) -> tuple:
+    """Rank 3 stops before its part of the sum."""
     model = fully_shard(build("conv"), mesh=mesh_of((2, 2)), timeout=10 * SHORT_S)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if rank == 3 and where == "before its part of the sum":
+    if rank == 3:
         model._odc_engine.replicas.sum_parts = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     try:
-        for number in range(2):
+        for _ in range(2):
             with minibatch(model, tokens=1):
-                if rank == 3 and number == 1:
-                    os.kill(os.getpid(), signal.SIGSTOP)
                 CASES["conv"].loss(model, microbatches("conv", [3], seed=0)[0]).backward()
             optimizer.step()
     except OdcError as error:
@@ -347,9 +296,8 @@ def _stopped(rank: int, world: int, where: str) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["in a minibatch", "before its part of the sum"])
-def test_a_stopped_rank_is_named_at_the_deadline(where: str) -> None:
-    with ranks.start(_stopped, 4, where) as job:
+def test_a_stopped_rank_is_named_at_the_deadline() -> None:
+    with ranks.start(_stopped, 4) as job:
         outcomes = job.wait_for([0, 1, 2])
         assert [outcome.error for outcome in outcomes] == [None] * 3
         # Rank 1 waits for the stopped one's part of the sum, and gives up first; nobody is to blame but rank 3.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
+from odc_triton import MinibatchFailed, fully_shard, minibatch
 from tests.support import ranks
 
 USES = {
@@ -29,8 +29,6 @@ USES = {
 
 
 def _used(rank: int, world: int) -> tuple[dict[str, str], dict[str, object]]:
-    from odc_triton import MinibatchFailed, fully_shard, minibatch
-
     torch.manual_seed(0)
     model = fully_shard(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)))
     parameters = list(model.parameters())
@@ -63,21 +61,7 @@ def _used(rank: int, world: int) -> tuple[dict[str, str], dict[str, object]]:
     return said, seen
 
 
-@pytest.fixture(scope="module")
-def used() -> list[tuple[dict[str, str], dict[str, object]]]:
-    return ranks.run(_used, 2)
-
-
-@pytest.mark.parametrize("name", USES)
-def test_a_gradient_is_not_used_before_the_end(used, name: str) -> None:
-    for said, _ in used:
-        for when in ("before the backward", "after zero_grad and the backward"):
-            assert "Clip, scale and read gradients after the `with minibatch(...)` block" in said[f"{name} {when}"]
-
-
 def _assigned(rank: int, world: int) -> list[str]:
-    from odc_triton import MinibatchFailed, fully_shard, minibatch
-
     model = fully_shard(nn.Linear(3, 2))
     said = []
     for rank_that_assigns in (0, None):
@@ -92,15 +76,16 @@ def _assigned(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_a_gradient_that_would_be_lost_is_refused() -> None:
-    for first, second in ranks.run(_assigned, 2):
-        assert "rank 0: RuntimeError: p.grad of weight was assigned inside the minibatch" in first
-        assert second == "nothing was raised"
-
-
-def test_it_is_gone_after_the_minibatch(used) -> None:
-    for _, seen in used:
+def test_a_gradient_is_not_used_before_the_end() -> None:
+    used, assigned = ranks.run_all(2, _used, _assigned)
+    for said, seen in used:
+        for name, text in said.items():
+            assert "Clip, scale and read gradients after the `with minibatch(...)` block" in text, name
+        assert len(said) == 2 * len(USES)
         assert seen["shape"]
         assert "PendingGradient" in seen["repr"]
         assert seen["landed"] > 0
         assert seen["ValueError"] == seen["KeyboardInterrupt"] == [None] * 4
+    for first, second in assigned:  # it would be lost
+        assert "rank 0: RuntimeError: p.grad of weight was assigned inside the minibatch" in first
+        assert second == "nothing was raised"

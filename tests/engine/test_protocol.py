@@ -15,7 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost, full_parameters, fully_shard, minibatch
+from odc_triton.comm.meeting import Meetings
+from odc_triton.engine.api import events
+from odc_triton.train.agreement import own_gradients, square_norm
 from tests.support import ranks
 from tests.support.blocks import Blocks, batch, build
 from tests.support.deadlines import LONG_S
@@ -31,9 +37,6 @@ def _store() -> dist.Store:
 
 
 def _no_barrier(rank: int, world: int) -> tuple[int, list[str]]:
-    from odc_triton import fully_shard, minibatch
-    from odc_triton.engine.api import events
-
     model = fully_shard(build())
     meetings = model._odc_engine.meetings
     if rank == 1:  # its first layer ends only after rank 0 has done everything
@@ -48,15 +51,7 @@ def _no_barrier(rank: int, world: int) -> tuple[int, list[str]]:
     return meetings.held - held, [event.label for event in events(model) if event.kind == "wait"]
 
 
-def test_no_barrier_per_layer() -> None:
-    for held, waits in ranks.run(_no_barrier, 2):
-        assert held == 2
-        assert waits == ["enter minibatch 0", "leave minibatch 0"]
-
-
 def _many(rank: int, world: int) -> list[int]:
-    from odc_triton import fully_shard, minibatch
-
     model = fully_shard(build())
     keys = []
     for number in range(23):
@@ -67,15 +62,7 @@ def _many(rank: int, world: int) -> list[int]:
     return keys
 
 
-def test_store_does_not_grow() -> None:
-    for early, late in ranks.run(_many, 2):
-        assert late <= early + 4  # each rank's key of the last two meetings; 40 meetings lie between
-
-
 def _lock_wait(rank: int, world: int) -> list:
-    from odc_triton import fully_shard, minibatch
-    from odc_triton.engine.api import events
-
     model = fully_shard(build())
     engine = model._odc_engine
     slot = next(p.slot for p in engine.parameters if p.name == "head.weight")
@@ -94,22 +81,10 @@ def _lock_wait(rank: int, world: int) -> list:
     return events(model)
 
 
-def test_wait_for_a_lock_is_an_event() -> None:
-    first, second = ranks.run(_lock_wait, 2)
-    (wait,) = [event for event in first if event.label == "lock of head.weight"]
-    (backward,) = [event for event in first if event.kind == "backward"]
-    assert wait.kind == "wait"
-    assert wait.minibatch == wait.microbatch == 0
-    assert backward.start_s <= wait.start_s < wait.end_s <= backward.end_s
-    assert not any(event.label.startswith("lock") for event in second)
-
-
 # ---------------------------------------------------------------------- reading outside of a minibatch
 
 
 def _interrupted_evaluation(rank: int, world: int) -> float:
-    from odc_triton import fully_shard, minibatch
-
     model = fully_shard(build())
     handle = model.blocks[1].register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt):
@@ -119,72 +94,6 @@ def _interrupted_evaluation(rank: int, world: int) -> float:
     with minibatch(model, tokens=1):  # goes on as if nothing had happened
         model(batch(0)).sum().backward()
     return model.head.bias.grad.full_tensor()[0].item()
-
-
-def test_interrupted_evaluation_leaves_no_trace() -> None:
-    assert ranks.run(_interrupted_evaluation, 2) == [2 * 3.0] * 2  # two ranks, three rows each
-
-
-def _evaluate_alone(rank: int, world: int, dtype: torch.dtype | None) -> tuple | None:
-    from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard, minibatch
-
-    model = fully_shard(build(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    if rank == 1:
-        optimizer.register_step_pre_hook(lambda *_: time.sleep(0.3))
-    for _ in range(2):
-        with minibatch(model):
-            model(batch(0)).sum().backward()
-        optimizer.step()
-        if rank == 0:
-            with torch.no_grad():
-                output = model(batch(1))
-            weights = dict(full_parameters(model))
-    return (output, weights) if rank == 0 else None
-
-
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_one_rank_evaluates_after_its_step(dtype: torch.dtype | None) -> None:
-    output, weights = ranks.run(_evaluate_alone, 2, dtype)[0]
-    master, model = build(), build()
-    optimizer = torch.optim.SGD(master.parameters(), lr=0.5)
-    compute = dtype or torch.float32
-    model.to(compute)
-    for _ in range(2):
-        model.zero_grad()
-        model(batch(0).to(compute)).sum().backward()
-        for p, q in zip(master.parameters(), model.parameters(), strict=True):
-            p.grad = q.grad.float()
-        optimizer.step()
-        model.load_state_dict(master.state_dict())
-    for name, p in model.named_parameters():
-        # bf16: gradients of the two ranks are equal and add exactly; what is left is fp32 rounding before the cast
-        torch.testing.assert_close(weights[name], p.detach(), rtol=1e-5 if dtype is None else 1e-2, atol=1e-5)
-    torch.testing.assert_close(output, model(batch(1).to(compute)).detach(), rtol=1e-2, atol=1e-2)
-
-
-def _torn(rank: int, world: int) -> str:
-    from odc_triton import fully_shard, minibatch
-
-    model = fully_shard(build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with minibatch(model):
-        model(batch(0)).sum().backward()
-    text = ""
-    if rank == 0:  # evaluates between its exit and its step, while rank 1 steps
-        model.blocks[0].register_forward_hook(lambda *_: _store().wait(["rank 1 stepped"], SOON))
-        try:
-            model(batch(0))
-        except RuntimeError as error:
-            text = str(error)
-    optimizer.step()
-    _store().set(f"rank {rank} stepped", "1")
-    return text
-
-
-def test_torn_read_is_noticed() -> None:
-    first, _ = ranks.run(_torn, 2)
-    assert "ranks [1] stepped or published while rank 0 was still reading" in first
 
 
 # ---------------------------------------------------------------------- what a gradient is made of
@@ -205,8 +114,6 @@ class Branches(nn.Module):
 
 
 def _partial(rank: int, world: int, tokens: bool, factor: float | None) -> tuple:
-    from odc_triton import full_parameters, fully_shard, minibatch
-
     warnings.simplefilter("ignore")  # counts that differ
     model = fully_shard(Branches())
     if factor is not None:
@@ -223,35 +130,33 @@ def _partial(rank: int, world: int, tokens: bool, factor: float | None) -> tuple
     return gradients, stepped, dict(full_parameters(model))
 
 
-@pytest.mark.parametrize(("tokens", "factor", "divisor"), [(False, None, 3), (True, None, 1), (False, 5.0, 5)])
-def test_partial_gradients(tokens: bool, factor: float | None, divisor: float) -> None:
-    model = Branches()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-    want = []
-    for _ in range(2):
-        optimizer.zero_grad()
-        for seed, second in ((0, False), (1, False), (0, True)):
-            (model(batch(seed), second).square().sum() / divisor).backward()
-        want.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        optimizer.step()
-    for gradients, stepped, weights in ranks.run(_partial, 3, tokens, factor):
-        assert stepped == {"both.weight", "both.bias", "second.weight", "second.bias"}
-        for got, expected in zip(gradients, want, strict=True):
-            assert got.keys() == expected.keys()
-            for name in expected:
-                torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(weights[name], p.detach(), rtol=1e-4, atol=1e-5)
+def test_partial_gradients() -> None:
+    cases = [(False, None, 3), (True, None, 1), (False, 5.0, 5)]  # whether there are tokens, the factor, the divisor
+    found = ranks.run_all(3, *((_partial, tokens, factor) for tokens, factor, _ in cases))
+    for (*_, divisor), of_ranks in zip(cases, found, strict=True):
+        model = Branches()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+        want = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            for seed, second in ((0, False), (1, False), (0, True)):
+                (model(batch(seed), second).square().sum() / divisor).backward()
+            want.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+            optimizer.step()
+        for gradients, stepped, weights in of_ranks:
+            assert stepped == {"both.weight", "both.bias", "second.weight", "second.bias"}
+            for got, expected in zip(gradients, want, strict=True):
+                assert got.keys() == expected.keys()
+                for name in expected:
+                    torch.testing.assert_close(got[name], expected[name], rtol=1e-4, atol=1e-5)
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(weights[name], p.detach(), rtol=1e-4, atol=1e-5)
 
 
 # ---------------------------------------------------------------------- debug=True
 
 
 def _collectives(rank: int, world: int) -> dict[str, str]:
-    from torch.distributed._functional_collectives import all_reduce
-
-    from odc_triton import MinibatchFailed, fully_shard, minibatch
-
     model = fully_shard(build(), debug=True)
     alone = [dist.new_group([each]) for each in range(world)][rank]
     one, mesh = torch.ones(1), model.head.weight.device_mesh
@@ -288,22 +193,10 @@ def _collectives(rank: int, world: int) -> dict[str, str]:
     return seen
 
 
-def test_debug_catches_collectives() -> None:
-    for seen in ranks.run(_collectives, 2):
-        assert seen.pop("harmless") == "nothing was raised"
-        for name, text in seen.items():
-            assert "inside a minibatch: ranks may run different numbers" in text, f"{name}: {text}"
-        assert "collective allreduce_ " in seen["all_reduce"]
-
-
 # ---------------------------------------------------------------------- what a model leaves behind
 
 
 def _in_a_row(rank: int, world: int) -> tuple[list[int], int]:
-    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-
-    from odc_triton import fully_shard, minibatch
-
     def count() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
@@ -325,13 +218,6 @@ def _in_a_row(rank: int, world: int) -> tuple[list[int], int]:
     return [*fds, mapped], len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
 
 
-def test_fifty_models_in_a_row() -> None:
-    for (before, after, mapped), hooks in ranks.run(_in_a_row, 2):
-        assert after <= before
-        assert mapped == 0
-        assert hooks == 2
-
-
 # ---------------------------------------------------------------------- scalars
 
 
@@ -346,9 +232,6 @@ class _Scaled(nn.Module):
 
 def _own_squares(rank: int, world: int) -> tuple[float, float]:
     """This rank's part of the squared norm, and the whole norm by torch."""
-    from odc_triton import fully_shard, minibatch
-    from odc_triton.train.agreement import own_gradients, square_norm
-
     model = fully_shard(_Scaled(), backend="cpu")
     with minibatch(model, tokens=1):
         model(torch.ones(3)).sum().backward()
@@ -357,9 +240,40 @@ def _own_squares(rank: int, world: int) -> tuple[float, float]:
     ).full_tensor().item()
 
 
-def test_a_scalar_counts_once_in_the_norm() -> None:
-    found = ranks.run(_own_squares, 2)
-    assert sum(squares for squares, _ in found) ** 0.5 == found[0][1] == 6.0
+def test_on_two_ranks() -> None:
+    in_a_row, no_barrier, many, lock_wait, interrupted, collectives, squares = ranks.run_all(
+        2,
+        _in_a_row,
+        _no_barrier,
+        _many,
+        _lock_wait,
+        _interrupted_evaluation,
+        _collectives,
+        _own_squares,
+    )
+    for (before, after, mapped), hooks in in_a_row:
+        assert after <= before
+        assert mapped == 0
+        assert hooks == 2
+    for held, waits in no_barrier:
+        assert held == 2
+        assert waits == ["enter minibatch 0", "leave minibatch 0"]
+    for early, late in many:
+        assert late <= early + 4  # each rank's key of the last two meetings; 40 meetings lie between
+    first, second = lock_wait
+    (wait,) = [event for event in first if event.label == "lock of head.weight"]
+    (backward,) = [event for event in first if event.kind == "backward"]
+    assert wait.kind == "wait"
+    assert wait.minibatch == wait.microbatch == 0
+    assert backward.start_s <= wait.start_s < wait.end_s <= backward.end_s
+    assert not any(event.label.startswith("lock") for event in second)
+    assert interrupted == [2 * 3.0] * 2  # two ranks, three rows each
+    for seen in collectives:
+        assert seen.pop("harmless") == "nothing was raised"
+        for name, text in seen.items():
+            assert "inside a minibatch: ranks may run different numbers" in text, f"{name}: {text}"
+        assert "collective allreduce_ " in seen["all_reduce"]
+    assert sum(own for own, _ in squares) ** 0.5 == squares[0][1] == 6.0, "a scalar counts once in the norm"
 
 
 class _Ended:
@@ -375,9 +289,6 @@ class _Ended:
 
 
 def test_one_that_came_and_then_ended_is_not_blamed() -> None:
-    from odc_triton import RankLost
-    from odc_triton.comm.meeting import Meetings
-
     meetings = Meetings(store=dist.HashStore(), rank=0, world=2, timeout_s=1.0)
     meetings.signs = _Ended()
     meetings.require_alive([1], "the end", list)  # it came between the look at it and the look at its life
@@ -387,9 +298,6 @@ def test_one_that_came_and_then_ended_is_not_blamed() -> None:
 
 def test_a_deadline_that_passes_because_a_rank_died() -> None:
     """Wherever this rank waited, and for whom."""
-    from odc_triton import DeadlineExceeded, RankLost
-    from odc_triton.comm.meeting import Meetings
-
     meetings = Meetings(store=dist.HashStore(), rank=0, world=2, timeout_s=LONG_S)
     meetings.signs, late = _Ended(), DeadlineExceeded([], "the device is busy")
     with pytest.raises(RankLost, match="rank 1 died"):

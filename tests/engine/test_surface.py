@@ -12,6 +12,15 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
 
+from odc_triton import (
+    MixedPrecisionPolicy,
+    full_parameters,
+    fully_shard,
+    minibatch,
+    publish,
+    register_fsdp_forward_method,
+)
+from odc_triton.engine.module import ODCModule
 from tests.support import ranks
 from tests.support.models import build
 
@@ -23,8 +32,6 @@ def _names(cls: type) -> set[str]:
 
 
 def test_methods_of_fsdp_module() -> None:
-    from odc_triton.engine.module import ODCModule
-
     names = sorted(_names(fsdp.FSDPModule))
     missing = [name for name in names if not hasattr(ODCModule, name)]
     assert not missing, f"torch {torch.__version__}'s FSDPModule has methods that ODCModule lacks: {missing}"
@@ -38,8 +45,6 @@ def test_methods_of_fsdp_module() -> None:
 
 def _of_newer_torch(rank: int, world: int) -> None:
     """FSDP2's loop with a finalization of its own, under every torch."""
-    from odc_triton import fully_shard, minibatch
-
     model = fully_shard(nn.Linear(3, 2))
     model.set_keep_unsharded_storage(False)
     with pytest.raises(NotImplementedError, match="set_keep_unsharded_storage"):
@@ -52,13 +57,7 @@ def _of_newer_torch(rank: int, world: int) -> None:
     assert (model.bias.grad.full_tensor() == 1).all()
 
 
-def test_methods_of_a_newer_torch() -> None:
-    ranks.run(_of_newer_torch, 2)
-
-
 def test_arguments_of_fully_shard() -> None:
-    from odc_triton import fully_shard
-
     ours, theirs = inspect.signature(fully_shard).parameters, inspect.signature(fsdp.fully_shard).parameters
     for name, parameter in theirs.items():
         assert name in ours, f"fully_shard({name}=) is missing"
@@ -67,8 +66,6 @@ def test_arguments_of_fully_shard() -> None:
 
 
 def test_fields_of_mixed_precision_policy() -> None:
-    from odc_triton import fully_shard
-
     names = {field.name for field in dataclasses.fields(fsdp.MixedPrecisionPolicy)}
     refused = names - {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"}
     unknown = refused - {"param_dtype_override_fn"}  # of torch 2.15
@@ -78,10 +75,8 @@ def test_fields_of_mixed_precision_policy() -> None:
             fully_shard(nn.Linear(2, 2), mp_policy=fsdp.MixedPrecisionPolicy(**{name: print}))
 
 
-def _every_method(rank: int, world: int) -> dict[str, str]:
-    """Calls each with a likely argument on a sharded model; returns what was refused, and how."""
-    from odc_triton import fully_shard
-
+def _every_method(rank: int, world: int) -> None:
+    """Calls each with a likely argument on a sharded model: it works, or names what it refuses."""
     model = fully_shard(build("qwen2"))
     likely = {"factor": 2.0, "modules": [], "comm": object(), "hook": print, "event": None, "max_input_buffers": 2}
     refused = {}
@@ -102,12 +97,16 @@ def _every_method(rank: int, world: int) -> dict[str, str]:
         except NotImplementedError as error:
             refused[name] = str(error)
     assert model(IDS, use_cache=False).logits.isfinite().all()
-    return refused
+    arguments = {"shard_placement_fn", "offload_policy", "dp_mesh_dims"}
+    methods = {"set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"}
+    newer = {"set_keep_unsharded_storage"} & _names(fsdp.FSDPModule)  # of torch 2.15
+    assert refused.keys() == methods | newer | arguments
+    for name, text in refused.items():
+        assert name in text
 
 
 def _as_fsdp2_takes_them(rank: int, world: int) -> None:
     """Models and options that FSDP2 takes: the same gradients as of a plain model."""
-    from odc_triton import fully_shard, minibatch
 
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -154,20 +153,6 @@ def _as_fsdp2_takes_them(rank: int, world: int) -> None:
     assert built(x).isfinite().all()
 
 
-def test_models_and_options_as_fsdp2_takes_them() -> None:
-    ranks.run(_as_fsdp2_takes_them, 2)
-
-
-def test_every_method_works_or_says_what_to_do() -> None:
-    (refused,) = ranks.run(_every_method, 1)
-    arguments = {"shard_placement_fn", "offload_policy", "dp_mesh_dims"}
-    methods = {"set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"}
-    newer = {"set_keep_unsharded_storage"} & _names(fsdp.FSDPModule)  # of torch 2.15
-    assert refused.keys() == methods | newer | arguments
-    for name, text in refused.items():
-        assert name in text
-
-
 # ------------------------------------------------------------------ nn.Module's own methods
 
 
@@ -183,8 +168,6 @@ class Small(nn.Module):
 
 
 def _sharded_small() -> nn.Module:
-    from odc_triton import fully_shard
-
     torch.manual_seed(0)
     model = Small()
     return fully_shard(model, ignored_params={model.loose})
@@ -212,13 +195,7 @@ def _kept(rank: int, world: int) -> None:
     assert model.offset.is_shared()
 
 
-def test_kept_in_the_heap() -> None:
-    ranks.run(_kept, 2)
-
-
 def _refused(rank: int, world: int) -> None:
-    from odc_triton import minibatch, publish
-
     model = _sharded_small()
     loose = model.loose
     before = {name: value.full_tensor().clone() for name, value in model.named_parameters() if name != "loose"}
@@ -243,13 +220,7 @@ def _refused(rank: int, world: int) -> None:
         publish(model)
 
 
-def test_refused_by_name() -> None:
-    ranks.run(_refused, 2)
-
-
 def _state_dicts(rank: int, world: int) -> None:
-    from odc_triton import full_parameters
-
     model = _sharded_small()
     torch.manual_seed(5)
     other = Small()
@@ -276,13 +247,7 @@ def _state_dicts(rank: int, world: int) -> None:
     assert model.load_state_dict({}, strict=False).missing_keys
 
 
-def test_state_dicts() -> None:
-    ranks.run(_state_dicts, 3)
-
-
 def _frozen_later(rank: int, world: int) -> None:
-    from odc_triton import minibatch
-
     model = _sharded_small()
     model.layers[0].requires_grad_(False)
     with minibatch(model):
@@ -295,21 +260,11 @@ def _frozen_later(rank: int, world: int) -> None:
     assert model.layers[0].weight.grad is not None
 
 
-def test_requires_grad_may_change_between_minibatches() -> None:
-    ranks.run(_frozen_later, 2)
-
-
 def _sliced(rank: int, world: int) -> None:
-    from odc_triton import fully_shard
-
     model = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.ReLU()))
     part = model[1:]
     assert type(part) is nn.Sequential
     assert len(part) == 1
-
-
-def test_slice_of_a_sequential() -> None:
-    ranks.run(_sliced, 1)
 
 
 # ------------------------------------------------------------------ parameters read outside of a forward
@@ -336,9 +291,14 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _unsharded(rank: int, world: int) -> dict[str, torch.Tensor]:
-    from odc_triton import fully_shard, minibatch
+def assert_gradients(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
+    for name, gradient in want.items():
+        # fp32 sums in another order: 1e-7 per operation; the floor is for sums that cancel.
+        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
+
+def _unsharded(rank: int, world: int) -> None:
     model = fully_shard(build("qwen2"))
     with minibatch(model, tokens=5) as mb:
         assert model.unshard() is None
@@ -348,25 +308,10 @@ def _unsharded(rank: int, world: int) -> dict[str, torch.Tensor]:
         assert not hasattr(model.lm_head.weight, "full_tensor")
         model.reshard()
         assert hasattr(model.lm_head.weight, "full_tensor")
-    return _gradients(model)
+    assert_gradients(_gradients(model), _reference_gradients(lambda model: _fused_loss(model, IDS) / 10))
 
 
-def assert_gradients(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name, gradient in want.items():
-        # fp32 sums in another order: 1e-7 per operation; the floor is for sums that cancel.
-        torch.testing.assert_close(got[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_unshard_for_a_fused_loss() -> None:
-    want = _reference_gradients(lambda model: _fused_loss(model, IDS) / 10)
-    for got in ranks.run(_unsharded, 2):
-        assert_gradients(got, want)
-
-
-def _custom_methods(rank: int, world: int) -> tuple[dict, dict]:
-    from odc_triton import fully_shard, minibatch, register_fsdp_forward_method
-
+def _custom_methods(rank: int, world: int) -> None:
     model = build("qwen2")
     type(model).fused_loss = _fused_loss
     type(model.model.layers[1]).head_norm = _head_norm
@@ -378,20 +323,11 @@ def _custom_methods(rank: int, world: int) -> tuple[dict, dict]:
         register_fsdp_forward_method(model, "nothing_like_it")
     with minibatch(model, tokens=5) as mb:
         (model.fused_loss(IDS[rank : rank + 1]) / mb.tokens).backward()
-    on_root = {name: gradient.clone() for name, gradient in _gradients(model).items()}
-    x = torch.linspace(-1, 1, 64).view(2, 32)[rank]
-    with minibatch(model, tokens=1):
-        model.model.layers[1].head_norm(x).backward()
-    return on_root, _gradients(model)
-
-
-def test_register_fsdp_forward_method() -> None:
-    want_root = _reference_gradients(lambda model: _fused_loss(model, IDS) / 10)
+    assert_gradients(_gradients(model), _reference_gradients(lambda model: _fused_loss(model, IDS) / 10))
     x = torch.linspace(-1, 1, 64).view(2, 32)
-    want_block = _reference_gradients(lambda model: _head_norm(model.model.layers[1], x))
-    for on_root, on_block in ranks.run(_custom_methods, 2):
-        assert_gradients(on_root, want_root)
-        assert_gradients(on_block, want_block)
+    with minibatch(model, tokens=1):
+        model.model.layers[1].head_norm(x[rank]).backward()
+    assert_gradients(_gradients(model), _reference_gradients(lambda model: _head_norm(model.model.layers[1], x)))
 
 
 class _ListOfLists(nn.Module):
@@ -408,8 +344,6 @@ class _ListOfLists(nn.Module):
 
 
 def _list_of_lists(rank: int, world: int) -> None:
-    from odc_triton import fully_shard, minibatch
-
     torch.manual_seed(0)
     plain = _ListOfLists()
     want = plain(torch.ones(2, 4)).detach().clone()
@@ -420,13 +354,7 @@ def _list_of_lists(rank: int, world: int) -> None:
     torch.testing.assert_close(got, want)
 
 
-def test_list_of_lists() -> None:
-    ranks.run(_list_of_lists, 2)
-
-
 def _loaded_while_held(rank: int, world: int) -> None:
-    from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard
-
     model = fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     model.unshard()
     model.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
@@ -434,5 +362,21 @@ def _loaded_while_held(rank: int, world: int) -> None:
         assert (value == 1).all(), name
 
 
-def test_load_state_dict_after_unshard() -> None:
-    ranks.run(_loaded_while_held, 2)
+IN_RANKS = (
+    _of_newer_torch,
+    _every_method,
+    _as_fsdp2_takes_them,
+    _kept,
+    _refused,
+    _state_dicts,
+    _frozen_later,
+    _sliced,
+    _unsharded,
+    _custom_methods,
+    _list_of_lists,
+    _loaded_while_held,
+)
+
+
+def test_in_ranks() -> None:
+    ranks.run_all(2, *IN_RANKS)

@@ -4,15 +4,17 @@ weights and the optimizer's state, by name and bit by bit. One microbatch a rank
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from odc_triton import minibatch, use_odc
 from tests.support import ranks
 
 
@@ -55,7 +57,6 @@ def _shard(model: nn.Module, **options: Any) -> None:
 def _shard_in_groups(model: nn.Module) -> None:
     """Modules together, a unit without parameters, and options that say what is so by default."""
     from torch.distributed.fsdp import OffloadPolicy, fully_shard
-    from torch.distributed.tensor import Shard
 
     options = {"shard_placement_fn": lambda parameter: Shard(0), "offload_policy": OffloadPolicy()}
     fully_shard(model.parts[0], **options)
@@ -80,8 +81,6 @@ def _tie(model: nn.Module, log: list) -> None:
 
 
 def _assign(model: nn.Module, log: list) -> None:
-    from torch.distributed.tensor import distribute_tensor
-
     torch.manual_seed(7)
     for module in (model.first, model.parts[1].linear):
         old = module.weight
@@ -185,10 +184,6 @@ def _own(value: torch.Tensor | None) -> torch.Tensor | None:
 
 def _trained(rank: int, case: Case, bridge: bool) -> dict[str, Any]:
     """What training leaves on this rank, by name."""
-    import contextlib
-
-    from odc_triton import minibatch, use_odc
-
     torch.manual_seed(0)
     model, log, left = _Parts(), [], {}
     case.shard(model)
@@ -221,8 +216,6 @@ def _microbatches(rank: int) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
 
 def _different_parts(rank: int) -> dict[str, torch.Tensor | None]:
     """Whole gradients, which FSDP2 alone could not sum."""
-    from odc_triton import minibatch, use_odc
-
     torch.manual_seed(0)
     model = _Parts()
     _shard(model)
@@ -238,47 +231,30 @@ def _all(rank: int, world: int) -> tuple[dict[str, tuple[dict, dict]], dict]:
     return cases, _different_parts(rank)
 
 
-@pytest.fixture(scope="module")
-def ran() -> list[tuple[dict, dict]]:
-    return ranks.run(_all, 2)
-
-
-@pytest.fixture
-def left(ran: list[tuple[dict, dict]]) -> list[dict[str, tuple[dict, dict]]]:
-    """What each rank was left with, by case: under FSDP2, and under `use_odc`."""
-    return [cases for cases, _ in ran]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_as_fsdp2(name: str, left: list[dict[str, tuple[dict, dict]]]) -> None:
-    for of_rank in left:
-        wanted, got = of_rank[name]
-        assert wanted.keys() == got.keys()
-        for key, value in wanted.items():
-            if isinstance(value, torch.Tensor):
-                assert isinstance(got[key], torch.Tensor), key
-                torch.testing.assert_close(got[key], value, rtol=0, atol=0, msg=lambda m, k=key: f"{k}: {m}")
-            else:
-                assert value == got[key], key
-
-
-def test_what_it_is_compared_with(left: list[dict[str, tuple[dict, dict]]]) -> None:
-    """FSDP2 leaves None where nothing was used, and calls the hooks."""
-    wanted = left[0]["units and parameters that are not used"][0]
-    unused = {key for key, value in wanted.items() if value is None}
-    assert "gradient of parts.1.linear.weight in step 1" in unused
-    assert "gradient of parts.0.spare in step 0" in unused
-    assert "gradient of parts.0.spare in step 1" not in unused
-    assert len([key for key in left[0]["hooks after"][0] if key.startswith("call")]) == 2
-
-
-def test_ranks_may_use_different_units(ran: list[tuple[dict, dict]]) -> None:
+def test_as_fsdp2() -> None:
+    ran = ranks.run(_all, 2)
     torch.manual_seed(0)
     plain = _Parts()
     for x, run in (*_microbatches(0), *_microbatches(1)):
         plain(x, run).square().sum().backward()
-    for _, gradients in ran:
-        for name, parameter in plain.named_parameters():
+    assert plain.parts[2].linear.weight.grad is None is plain.parts[0].spare.grad
+    for cases, gradients in ran:
+        for name, (wanted, got) in cases.items():
+            assert wanted.keys() == got.keys(), name
+            for key, value in wanted.items():
+                if isinstance(value, torch.Tensor):
+                    assert isinstance(got[key], torch.Tensor), f"{name}: {key}"
+                    assert torch.equal(got[key], value), f"{name}: {key}"
+                else:
+                    assert value == got[key], f"{name}: {key}"
+        for name, parameter in plain.named_parameters():  # ranks may use different units
             # 1e-6: sums of three terms in another order.
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-6, atol=1e-6, msg=name)
-    assert plain.parts[2].linear.weight.grad is None is plain.parts[0].spare.grad
+    # What it is compared with: FSDP2 leaves None where nothing was used, and calls the hooks.
+    wanted = ran[0][0]["units and parameters that are not used"][0]
+    unused = {key for key, value in wanted.items() if value is None}
+    assert "gradient of parts.1.linear.weight in step 1" in unused
+    assert "gradient of parts.0.spare in step 0" in unused
+    assert "gradient of parts.0.spare in step 1" not in unused
+    hooked = ran[0][0]["hooks after"][0]
+    assert len([key for key in hooked if key.startswith("call")]) == 2

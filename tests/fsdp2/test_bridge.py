@@ -6,15 +6,15 @@ import contextlib
 import io
 import os
 import signal
+import time
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from odc_triton import minibatch, use_odc
+from odc_triton import MinibatchFailed, minibatch, publish, use_odc
 from tests.support import ranks
 from tests.support.bridged import LAYOUTS, batches_of, count_of, loss_of, made, sharded, train, under_odc
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -25,10 +25,6 @@ from tests.support.refusals import caught
 
 def _gradients(rank: int, world: int, transform: str, policy: dict[str, Any], bridge: bool) -> list[dict]:
     """Gradients of two steps; two microbatches a rank."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    from odc_triton import minibatch, use_odc
-
     model = made("qwen2", transform)
     LAYOUTS["blocks"](model, mp_policy=MixedPrecisionPolicy(**policy))
     if bridge:
@@ -52,25 +48,20 @@ def _gradients(rank: int, world: int, transform: str, policy: dict[str, Any], br
     return found
 
 
-@pytest.mark.parametrize(
-    ("transform", "policy"),
-    [
-        ("", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
-        ("lora, bf16 base", {}),  # units of two dtypes, which FSDP2 gathers as bytes
-    ],
-    ids=["bf16", "two dtypes"],
-)
-def test_gradients_are_those_of_fsdp2(transform: str, policy: dict[str, Any]) -> None:
+def test_gradients_are_those_of_fsdp2() -> None:
     """The same forward and backward in bf16, bit by bit, so only the order of fp32 sums differs."""
-    wanted = ranks.run(_gradients, 2, transform, policy, False)[0]
-    gradients = ranks.run(_gradients, 2, transform, policy, True)[0]
-    # After one step a weight may be rounded to another bf16 number.
-    for step, tolerance in ((0, 1e-6), (1, 2e-2)):
-        for name, gradient in wanted[step].items():
-            largest = gradient.abs().max().item()
-            torch.testing.assert_close(
-                gradients[step][name], gradient, rtol=0, atol=tolerance * largest, msg=lambda m, n=name: f"{n}: {m}"
-            )
+    bf16 = "", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    two_dtypes = "lora, bf16 base", {}  # units of two dtypes, which FSDP2 gathers as bytes
+    calls = [(_gradients, *case, bridge) for case in (bf16, two_dtypes) for bridge in (False, True)]
+    results = [of_ranks[0] for of_ranks in ranks.run_all(2, *calls)]
+    for wanted, gradients in (results[:2], results[2:]):
+        # After one step a weight may be rounded to another bf16 number.
+        for step, tolerance in ((0, 1e-6), (1, 2e-2)):
+            for name, gradient in wanted[step].items():
+                largest = gradient.abs().max().item()
+                torch.testing.assert_close(
+                    gradients[step][name], gradient, rtol=0, atol=tolerance * largest, msg=lambda m, n=name: f"{n}: {m}"
+                )
 
 
 def _divided(before: float | None, factor: float | None, bridge: bool) -> dict[str, torch.Tensor]:
@@ -100,8 +91,6 @@ def test_gradients_are_divided_as_fsdp2_divides_them() -> None:
 
 def _recovers(rank: int, world: int) -> tuple[list[str], bool]:
     """A microbatch raises on rank 1, in the forward and then in the backward; the next minibatch is right."""
-    from odc_triton import MinibatchFailed
-
     model, batches = under_odc(), batches_of("both branches", 0, 4)
     errors = []
 
@@ -155,8 +144,6 @@ def test_a_dead_rank_is_named() -> None:
 
 
 def _comes_late(rank: int, world: int) -> None:
-    import time
-
     model = under_odc()
     train(model, [])
     model._odc_engine.meetings.timeout_s = SHORT_S  # the ranks may have started further apart
@@ -175,8 +162,6 @@ def test_a_late_rank_is_named() -> None:
 
 
 def _loads(rank: int, world: int) -> list[str]:
-    from odc_triton import publish
-
     model, other = under_odc(), made("both branches", "")
     masters = list(model.parameters())
     x = torch.ones(3, 6)
@@ -208,14 +193,8 @@ def _loads(rank: int, world: int) -> list[str]:
     return message
 
 
-def test_evaluation_sees_what_was_loaded_or_published() -> None:
-    for message in ranks.run(_loads, 2):
-        assert "written after they were published: call publish(model)" in message
-
-
 def _generates(rank: int, world: int) -> list[tuple[list, list]]:
     """Inside and outside of a minibatch, more often and longer on rank 1: what it generates, and plain transformers."""
-    from odc_triton import minibatch, use_odc
 
     def generated(model: nn.Module) -> list:
         prompt = torch.ones(1, 3, dtype=torch.long)
@@ -229,12 +208,6 @@ def _generates(rank: int, world: int) -> list[tuple[list, list]]:
     return [(inside, generated(plain)), (generated(model), generated(plain))]
 
 
-def test_ranks_generate_on_their_own() -> None:
-    for pairs in ranks.run(_generates, 2):
-        for generated, plain in pairs:
-            assert generated == plain
-
-
 # ---------------------------------------------------------------------- what it says
 
 
@@ -244,8 +217,12 @@ def _said(rank: int, world: int) -> str:
     return said.getvalue()
 
 
-def test_it_says_what_it_found() -> None:
-    """3 units: 2 blocks of 2 * (6*6 + 6) elements and a head of 6*3 + 3."""
-    first, second = ranks.run(_said, 2)
-    assert first.startswith("use_odc: 3 units, 10 parameters, 189 elements (189 train), on 2 ranks")
-    assert second == ""
+def test_what_is_loaded_generated_and_said() -> None:
+    said, messages, generations = ranks.run_all(2, _said, _loads, _generates)
+    # 3 units: 2 blocks of 2 * (6*6 + 6) elements and a head of 6*3 + 3.
+    assert said[0].startswith("use_odc: 3 units, 10 parameters, 189 elements (189 train), on 2 ranks")
+    assert said[1] == ""
+    for message in messages:
+        assert "written after they were published: call publish(model)" in message
+    for generated, plain in (pair for pairs in generations for pair in pairs):
+        assert generated == plain

@@ -11,7 +11,7 @@ import torch
 from tests.support import ranks
 from tests.support.bridged import DEALS, bridged, plain
 
-STEPS = 10
+STEPS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,33 +38,22 @@ class Case:
 RESHARD, KEEP = {"reshard_after_forward": True}, {"reshard_after_forward": False}
 CASES = [
     Case(name="qwen2", layout="titan", evaluates=True),
-    Case(name="qwen2", layout="titan", world=2, kind="adamw", slow=True),
-    Case(name="branches", slow=True),
     Case(name="qwen2", transform="frozen", world=4, replicas=2),
     Case(name="qwen2", transform="lora", world=2, kind="adamw"),
     Case(name="gpt2-tied", layout="root", world=2),
-    Case(name="qwen2", layout="titan", world=1, evaluates=True, slow=True),
     Case(name="qwen2", transform="checkpointing", backend="cpu-apart", options=RESHARD),
     Case(name="branches", backend="cpu-interpreter", world=2),
     Case(name="branches", world=4, options={"reshard_after_forward": 2}),
     # The rest of the matrix.
-    Case(name="qwen2", transform="checkpointing", world=2, kind="adamw", slow=True),
+    Case(name="qwen2", layout="titan", world=1, evaluates=True, slow=True),
     Case(name="qwen2", transform="frozen", layout="titan", kind="adamw", slow=True),
-    Case(name="qwen2", transform="lora", layout="blocks", slow=True),
-    Case(name="qwen2", transform="lora", layout="blocks", world=1, slow=True),
-    Case(name="qwen2", layout="titan", options=RESHARD, slow=True),
     Case(name="qwen2", layout="titan", options=KEEP, evaluates=True, slow=True),
-    Case(name="qwen2", options=KEEP, kind="adamw", world=2, slow=True),
     Case(name="qwen2", layout="columns", world=2, slow=True),
     Case(name="qwen2", layout="columns", world=4, replicas=2, kind="adamw", slow=True),
-    Case(name="gpt2-tied", layout="root", kind="adamw", slow=True),
-    Case(name="gpt2-tied", layout="root", world=1, kind="adamw", slow=True),
-    Case(name="branches", world=4, replicas=2, kind="adamw", evaluates=True, slow=True),
     Case(name="branches", world=1, slow=True),
-    Case(name="qwen3-moe", world=2, slow=True),
     Case(name="qwen3-moe", kind="adamw", backend="cpu-apart", slow=True),
     Case(name="qwen2", transform="lora", kind="adamw", backend="cpu-apart", slow=True),
-    Case(name="branches", world=4, replicas=2, backend="cpu-apart", slow=True),
+    Case(name="branches", world=4, replicas=2, backend="cpu-apart", evaluates=True, slow=True),
 ]
 
 
@@ -77,7 +66,7 @@ def test_as_plain_torch(case: Case) -> None:
     results = ranks.run(bridged, case.world, *words)
     weights, norms, _ = results[0]
     assert norms == pytest.approx(wanted_norms, rel=1e-5)
-    if case.kind == "sgd":  # every element: fp32 sums of other order, ten times
+    if case.kind == "sgd":  # every element: fp32 sums of other order, five times
         for name, weight in wanted.items():
             torch.testing.assert_close(weights[name], weight, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
     # AdamW turns rounding into steps where a gradient is all but 0, so by norm.

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from odc_triton import enable_split, minibatch, use_odc
 from tests.support import ranks
 from tests.support.bridged import LAYOUTS, Branches, made, sharded, train, under_odc
 from tests.support.deadlines import LONG_S
@@ -47,8 +52,6 @@ def _two_factors() -> nn.Module:
 
 
 def _offloaded() -> nn.Module:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
     return sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
@@ -66,7 +69,6 @@ def _float8() -> nn.Module:
 
 
 def _two_meshes() -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     model, mesh = made("both branches", ""), init_device_mesh("cpu", (1, 2), mesh_dim_names=("other", "ep"))
@@ -82,15 +84,10 @@ def _own_allocator() -> nn.Module:
 
 
 def _replicated_only() -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-
     return sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
 
 
 def _tensor_parallel() -> nn.Module:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
     mesh, model = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), Branches()
     parallelize_module(model.blocks[0].ways["odd"], mesh["tp"], ColwiseParallel())
     LAYOUTS["blocks"](model, mesh=mesh["dp"])
@@ -118,8 +115,6 @@ REFUSED = [
 
 
 def _refusals(rank: int, world: int) -> list[str]:
-    from odc_triton import use_odc
-
     return [caught(lambda make=make: use_odc(make(), timeout=LONG_S)) for make, _ in REFUSED]
 
 
@@ -130,31 +125,23 @@ def test_refused_by_name() -> None:
 
 
 def _step_inside(model: nn.Module) -> None:
-    from odc_triton import minibatch
-
     with minibatch(model):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def _clip_inside(model: nn.Module) -> None:
-    from odc_triton import minibatch
-
     with minibatch(model):
         model(torch.ones(3, 6)).sum().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def _no_sync(model: nn.Module) -> None:
-    from odc_triton import minibatch
-
     with minibatch(model):
         model.set_requires_gradient_sync(False)
         model(torch.ones(3, 6)).sum().backward()
 
 
 def _no_sync_in_the_backward(model: nn.Module) -> None:
-    from odc_triton import minibatch
-
     with minibatch(model):
         loss = model(torch.ones(3, 6)).sum()
         model.set_requires_gradient_sync(False)
@@ -168,8 +155,6 @@ def _freeze(model: nn.Module) -> None:
 
 def _written_inside(write: Callable[[nn.Parameter], object], model: nn.Module) -> None:
     """Between two microbatches. FSDP2's ranks are at the same microbatch then; here a peer may be at another."""
-    from odc_triton import minibatch
-
     weight = model.head.weight
     with minibatch(model):
         model(torch.ones(3, 6)).sum().backward()
@@ -193,8 +178,6 @@ def _steps_on_one(model: nn.Module) -> None:
 
 
 def _replaced(model: nn.Module) -> None:
-    from torch.distributed.tensor import distribute_tensor
-
     old = model.head.weight
     model.head.weight = nn.Parameter(distribute_tensor(torch.ones(5, 6), old.device_mesh, old.placements))
     train(model, [])
@@ -214,21 +197,15 @@ def _deterministic(model: nn.Module) -> None:
 
 
 def _split(model: nn.Module) -> None:
-    from odc_triton import minibatch
-
     with minibatch(model, split=object()):
         pass
 
 
 def _enable_split(model: nn.Module) -> None:
-    from odc_triton import enable_split
-
     enable_split(model, tokens=64)
 
 
 def _again(model: nn.Module) -> None:
-    from odc_triton import use_odc
-
     use_odc(model)
 
 
@@ -270,8 +247,6 @@ def test_misuse_says_what_to_do() -> None:
 
 
 def _differ(rank: int, world: int) -> str:
-    from odc_triton import use_odc
-
     model = made("both branches", "")
     model.head.weight.requires_grad_(rank == 0)
     LAYOUTS["blocks"](model)

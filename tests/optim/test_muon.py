@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from odc_triton.base.errors import OdcError
+from odc_triton import full_parameters, fully_shard
+from odc_triton.checkpoint.steps import Checkpoints
+from odc_triton.optim import Muon, Together, muon
 from odc_triton.optim.room import newton_schulz_cost
 from tests.support import ranks, recorded, slow
 from tests.support.recorded import MATRICES, give_gradients, plain, sharded, step_on
+from tests.support.refusals import caught, compare
 
 STEPS = 20
 
@@ -27,8 +30,6 @@ def _late(function: Callable, seconds: float) -> Callable:
 
 def _steps(rank: int, world: int, shape: tuple[int, ...], backend: str, options: dict) -> tuple[dict, list[int]]:
     """The first rank is late with its rows and the last one with its matrices, so that a missing wait shows."""
-    from odc_triton.optim import muon
-
     model, optimizer = sharded(shape, backend, **options)
     if rank == world - 1:
         muon._zeropower_via_newtonschulz = _late(muon._zeropower_via_newtonschulz, 0.003)
@@ -65,9 +66,6 @@ def test_the_same_gradients_give_the_same_weights(shape: tuple[int, ...], backen
 
 
 def _adding_a_group(rank: int, world: int) -> dict[str, torch.Tensor]:
-    from odc_triton import full_parameters
-    from odc_triton.optim import Muon
-
     model, _ = sharded((world,), "cpu")
     optimizer = Muon([model.tall])
     for step in range(2):
@@ -78,7 +76,8 @@ def _adding_a_group(rank: int, world: int) -> dict[str, torch.Tensor]:
     return dict(full_parameters(model))
 
 
-def test_a_group_may_be_added() -> None:
+def test_a_group_may_be_added_and_a_state_dict_loaded() -> None:
+    adding, loaded = ranks.run_all(2, _adding_a_group, _state_dict)
     model = recorded.Matrices()
     optimizer = torch.optim.Muon([model.tall])
     for step in range(2):
@@ -87,9 +86,12 @@ def test_a_group_may_be_added() -> None:
         optimizer.step()
         if step == 0:
             optimizer.add_param_group({"params": [model.wide], "lr": 0.1})
-    for got in ranks.run(_adding_a_group, 2):
+    for got in adding:
         for name in ("tall", "wide"):
             torch.testing.assert_close(got[name], model.get_parameter(name).detach(), rtol=0, atol=0)  # as above
+    for got in loaded:
+        for name, value in plain(6).items():
+            torch.testing.assert_close(got[name], value, rtol=0, atol=0)  # the same bits, as above
 
 
 def test_cost() -> None:
@@ -103,16 +105,12 @@ def test_cost() -> None:
 
 
 def _save(rank: int, world: int, folder: Path, shape: tuple[int, ...]) -> None:
-    from odc_triton.checkpoint.steps import Checkpoints
-
     model, optimizer = sharded(shape, "cpu")
     step_on(model, optimizer, range(3))
     Checkpoints(folder, keep=1).save(model=model, optimizer=optimizer, state={}, step=3)
 
 
 def _resume(rank: int, world: int, folder: Path, shape: tuple[int, ...]) -> tuple[dict, list]:
-    from odc_triton.checkpoint.steps import Checkpoints
-
     model, optimizer = sharded(shape, "cpu-apart", seed=9, lr=0.5, nesterov=False)
     checkpoints = Checkpoints(folder, keep=1)
     checkpoints.load(checkpoints.newest(), model=model, optimizer=optimizer)
@@ -122,8 +120,6 @@ def _resume(rank: int, world: int, folder: Path, shape: tuple[int, ...]) -> tupl
 
 def _state_dict(rank: int, world: int) -> dict[str, torch.Tensor]:
     """Through plain state dicts, from optimizers joined anew after a step, into new ones that have not stepped."""
-    from odc_triton.optim import Together
-
     model, optimizer = sharded((world,), "cpu")
     step_on(model, optimizer, range(1))
     optimizer = Together(*optimizer.optimizers)
@@ -145,85 +141,62 @@ def test_resumed_on_other_ranks(tmp_path: Path) -> None:
                 torch.testing.assert_close(got[name], value, rtol=0, atol=0)  # the same bits, as above
 
 
-def test_resumed_from_a_state_dict() -> None:
-    want = plain(6)
-    for got in ranks.run(_state_dict, 2):
-        for name, value in want.items():
-            torch.testing.assert_close(got[name], value, rtol=0, atol=0)  # the same bits, as above
-
-
 # ------------------------------------------------------------------ misuse
 
 
-def _refusals(rank: int, world: int) -> list[str]:
-    from odc_triton import fully_shard
-    from odc_triton.optim import Muon, Together
-
+def _refusals(rank: int, world: int) -> dict[str, str]:
     model, other = (fully_shard(recorded.Matrices()) for _ in range(2))
-    plain_model, said = recorded.Matrices(), []
+    plain_model = recorded.Matrices()
     two_models = Muon([model.tall, other.tall])
     both = Together(Muon([model.wide]), torch.optim.AdamW([model.bias]))
-    for wrong in (
-        lambda: Muon(model.parameters()),
-        lambda: Muon([plain_model.tall]),
-        lambda: Muon([model.tall]).add_param_group({"params": [model.bias]}),
-        lambda: Muon([model.tall], lr=-1.0),
-        two_models.step,
-        lambda: both.add_param_group({"params": [model.tall]}),
-        lambda: Together(Muon([model.tall]), torch.optim.AdamW([model.tall])),
-        Together,
-    ):
-        try:
-            wrong()
-        except Exception as error:
-            said.append(f"{type(error).__name__}: {error}")
-    return said
+    wrong = {
+        "all parameters": lambda: Muon(model.parameters()),
+        "not sharded": lambda: Muon([plain_model.tall]),
+        "a vector": lambda: Muon([model.tall]).add_param_group({"params": [model.bias]}),
+        "options": lambda: Muon([model.tall], lr=-1.0),
+        "two models": two_models.step,
+        "a group": lambda: both.add_param_group({"params": [model.tall]}),
+        "twice": lambda: Together(Muon([model.tall]), torch.optim.AdamW([model.tall])),
+        "none": Together,
+    }
+    return {name: caught(call) for name, call in wrong.items()}
+
+
+REFUSED = {
+    "all parameters": r"^ValueError: Muon only supports 2D parameters, and bias has the size .7.: give it to another",
+    "not sharded": r"^TypeError: a parameter of size \[13, 6\] was not sharded by odc_triton.fully_shard",
+    "a vector": r"^ValueError: Muon only supports 2D parameters, and bias has the size \[7\]",
+    "options": "^ValueError: Learning rate should be >= 0 but is: -1.0",
+    "two models": "^ValueError: tall and tall belong to two sharded models: make one Muon for each",
+    "a group": "^NotImplementedError: a group can't be added to Together",
+    "twice": "^ValueError: some parameters appear in more than one parameter group",
+    "none": "^ValueError: Together was given no optimizer",
+}
 
 
 def test_misuse_is_refused_by_name() -> None:
-    (said,) = ranks.run(_refusals, 1)
-    for text, words in zip(
-        said,
-        (
-            "ValueError: Muon only supports 2D parameters, and bias has the size [7]: give it to another optimizer",
-            "TypeError: a parameter of size [13, 6] was not sharded by odc_triton.fully_shard",
-            "ValueError: Muon only supports 2D parameters, and bias has the size [7]",
-            "ValueError: Learning rate should be >= 0 but is: -1.0",
-            "ValueError: tall and tall belong to two sharded models: make one Muon for each",
-            "NotImplementedError: a group can't be added to Together",
-            "ValueError: some parameters appear in more than one parameter group",
-            "ValueError: Together was given no optimizer",
-        ),
-        strict=True,
-    ):
-        assert text.startswith(words), text
+    compare(ranks.run(_refusals, 1)[0], REFUSED)
 
 
 def _differing(rank: int, world: int, how: str) -> str:
-    from odc_triton.optim import Muon
-
     model, _ = sharded((world,), "cpu")
     matrices = [model.tall, model.wide] if how != "other matrices" or rank else [model.wide, model.tall]
     optimizer = Muon(matrices, ns_steps=4 if how == "options" and rank == 1 else 5)
     give_gradients(model, 0)
     if how == "gradients" and rank == 1:
         model.wide.grad = None
-    try:
-        optimizer.step()
-    except OdcError as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return caught(optimizer.step)
 
 
-@pytest.mark.parametrize(
-    ("how", "words"),
-    [
-        ("gradients", "other gradients"),
-        ("options", "other hyperparameters"),
-        ("other matrices", "hold other parameters: tall [13, 6]  against  wide [7, 10]"),
-    ],
-)
-def test_ranks_that_differ(how: str, words: str) -> None:
-    said = ranks.run(_differing, 2, how)
-    assert all(text.startswith("RanksDiffer: ") for text in said), said
-    assert words in said[1]
+DIFFERENCES = {
+    "gradients": "other gradients",
+    "options": "other hyperparameters",
+    "other matrices": "hold other parameters: tall [13, 6]  against  wide [7, 10]",
+}
+
+
+def test_ranks_that_differ() -> None:
+    found = ranks.run_all(2, *((_differing, how) for how in DIFFERENCES))
+    for words, said in zip(DIFFERENCES.values(), found, strict=True):
+        assert all(text.startswith("RanksDiffer: ") for text in said), said
+        assert words in said[1]

@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.base.errors import OdcError
+from odc_triton.optim import Muon, Together, muon, room
 from odc_triton.sharding.footprint import memory_plan
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.models import CASES, build, microbatches
-from tests.support.recorded import give_gradients, sharded
+from tests.support.recorded import Matrices, give_gradients, sharded
 
-STEPS = 8
+STEPS = 5
 
 
 def _split(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -48,9 +50,6 @@ def _on_one_process() -> list[float]:
 
 def _train(rank: int, world: int, backend: str, together: bool, bf16: bool) -> tuple[list[float], list[int], tuple]:
     """Losses of all ranks, the publications of each step, and the bytes of this rank's states and of the room."""
-    from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
-    from odc_triton.optim import Muon, Together
-
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
     model, case = fully_shard(build("qwen2"), mp_policy=policy, backend=backend), CASES["qwen2"]
     matrices, others = _split(model)
@@ -80,7 +79,7 @@ def _train(rank: int, world: int, backend: str, together: bool, bf16: bool) -> t
 
 @pytest.mark.parametrize(
     ("world", "backend", "together", "bf16"),
-    [(2, "cpu", True, False), (3, "cpu-apart", False, True), slow(4, "cpu", False, True), slow(1, "cpu", True, False)],
+    [(2, "cpu", True, False), (3, "cpu-apart", False, True)],
 )
 def test_losses(world: int, backend: str, together: bool, bf16: bool) -> None:
     want = _on_one_process()
@@ -102,9 +101,6 @@ def test_losses(world: int, backend: str, together: bool, bf16: bool) -> None:
 
 
 def _killed(rank: int, world: int, where: str, shape: tuple[int, ...], backend: str) -> tuple[str, list, str, float]:
-    from odc_triton import minibatch
-    from odc_triton.optim import muon, room
-
     model, optimizer = sharded(shape, backend)
 
     def die(*_: object, **__: object) -> None:
@@ -135,7 +131,6 @@ def _killed(rank: int, world: int, where: str, shape: tuple[int, ...], backend: 
         ("matrices", (3,), "cpu-apart", "the matrices of Muon's step 1"),
         slow("end", (3,), "cpu", ""),
         slow("matrices", (2, 2), "cpu", ""),
-        slow("rows", (2, 2), "cpu", ""),
     ],
 )
 def test_a_killed_rank_is_named(where: str, shape: tuple[int, ...], backend: str, awaited: str) -> None:
@@ -153,8 +148,6 @@ def test_a_killed_rank_is_named(where: str, shape: tuple[int, ...], backend: str
 
 
 def _raises(rank: int, world: int) -> tuple[list[tuple], float]:
-    from odc_triton.optim import muon
-
     model, optimizer = sharded((world,), "cpu")
 
     def no_memory(*_: object) -> None:
@@ -185,10 +178,6 @@ def test_a_rank_that_raises_keeps_nobody_waiting() -> None:
 
 
 def _late(rank: int, world: int) -> tuple[str, list[int], str]:
-    from odc_triton import fully_shard
-    from odc_triton.optim import Muon
-    from tests.support.recorded import Matrices
-
     model = fully_shard(Matrices(), timeout=LONG_S)
     optimizer = Muon(model.matrices())
     give_gradients(model, 0)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from odc_triton import minibatch, split_forward
+from odc_triton.balance import pack_collate
+from odc_triton.balance.pieces import SplitPlan
+from odc_triton.hf import summed_loss
 from tests.support import ranks
 from tests.support.splitting import DEALS, Setup, build, packs_of, samples, sharded, step_on
 
 
 def _evaluate(rank: int, world: int, setup: Setup) -> tuple[list[float], dict[str, str]]:
     """This rank's losses before and after a step; what wrong calls said."""
-    from odc_triton import minibatch, split_forward
-    from odc_triton.balance.pieces import SplitPlan
-    from odc_triton.hf import summed_loss
-
     model = sharded(setup, rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     packs, losses, said = packs_of(setup, rank), [], {}
@@ -55,9 +55,6 @@ def _evaluate(rank: int, world: int, setup: Setup) -> tuple[list[float], dict[st
 
 
 def test_losses_of_whole_samples_and_wrong_calls() -> None:
-    from odc_triton.balance import pack_collate
-    from odc_triton.hf import summed_loss
-
     setup = Setup(deal="two", family="Mistral")
     outcomes = ranks.run(_evaluate, 2, setup)
     model = build(setup, replaced=False)

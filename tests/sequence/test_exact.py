@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from odc_triton import enable_split, fully_shard, repeating
+from odc_triton.sequence.exchange import SequenceExchange
 from tests.support import ranks, slow
 from tests.support.splitting import Dealt, P, Setup, build, step_on
 
@@ -16,9 +18,6 @@ DEAL: Dealt = [[[P(0, 0, 10), 3]], [[P(0, 10, 20)], [1]], [[P(0, 20, 30)], [2]],
 
 
 def _gradients(rank: int, world: int, late: int, backend: str) -> dict[str, torch.Tensor]:
-    from odc_triton import enable_split, fully_shard, repeating
-    from odc_triton.sequence.exchange import SequenceExchange
-
     setup = Setup(backend=backend)
     model = fully_shard(build(setup, replaced=True), backend=backend, exact=True)
     enable_split(model, tokens=48)
@@ -35,9 +34,7 @@ def _gradients(rank: int, world: int, late: int, backend: str) -> dict[str, torc
 
 @pytest.mark.parametrize("backend", ["cpu", "cpu-apart", slow("cpu-interpreter")])
 def test_whoever_is_late(backend: str) -> None:
-    want = None
-    for late in (1, 2, 3):
-        for found in ranks.run(_gradients, 4, late, backend):
-            want = want or found
-            for name, gradient in want.items():
-                assert torch.equal(found[name], gradient), name
+    (want, *_), *others = (ranks.run(_gradients, 4, late, backend) for late in (1, 3))
+    for found in (found for of_ranks in others for found in of_ranks):
+        for name, gradient in want.items():
+            assert torch.equal(found[name], gradient), name

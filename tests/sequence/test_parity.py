@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.attention import varlen
 
 from odc_triton import minibatch
-from odc_triton.hf import summed_loss
-from tests.support import ranks, slow
+from odc_triton.comm.meeting import Meetings
+from odc_triton.hf import attention, summed_loss
+from odc_triton.sequence.handover import Handover, Wait
+from tests.support import ranks
 from tests.support.parity import relative, whole_model_error
 from tests.support.splitting import DEALS, Setup, distance, packs_of, plain, run, sharded
 from tests.support.varlen import Varlen
@@ -63,10 +67,6 @@ def test_as_whole_samples(setup: Setup) -> None:
 
 def _by_the_kernel(rank: int, world: int, setup: Setup) -> tuple[dict[str, torch.Tensor], list[int]]:
     """The first step's gradients, and the longest document of each call, in two layers."""
-    from torch.nn.attention import varlen
-
-    from odc_triton.hf import attention
-
     varlen.varlen_attn = kernel = Varlen()
     attention._has_varlen_kernel = lambda *_: True
     _, found, _ = run(rank, world, setup)
@@ -87,52 +87,46 @@ def test_whole_documents_beside_a_piece_are_one_call_of_the_kernel(family: str) 
 
 BACKENDS = ("cpu", "cpu-apart", "cpu-interpreter")
 FAMILIES = ("Qwen2", "Llama", "Qwen3", "Mistral", "Gemma2", "GptOss", "Qwen3Moe", "Mixtral", "DeepseekV3")
+CHANGES = ("checkpointing", "reentrant", "lora", "lora+checkpointing", "frozen", "layers", "head")
+SLOW = [
+    *(
+        Setup(family=family, deal=deal, backend=backend)
+        for family in FAMILIES
+        for deal in ("one token last", "zigzag", "four")
+        for backend in BACKENDS
+    ),
+    # Kernels sum in fp32.
+    *(
+        Setup(family=family, deal=deal, backend=backend, dtype=FP64)
+        for family in FAMILIES[:5]
+        for deal, backend in (("two", "cpu"), ("zigzag", "cpu-apart"))
+    ),
+    *(Setup(deal=deal, backend="cpu-apart") for deal in DEALS),
+    *(
+        Setup(family=family, deal="zigzag", backend="cpu-apart", change=change)
+        for family in FAMILIES[5:]
+        for change in ("checkpointing", "reentrant", "layers", "head")
+    ),
+    *(
+        Setup(family=family, deal="zigzag", backend=backend, change=change, empty_start=family == "Mistral")
+        for family in ("Qwen3", "Mistral")
+        for change in CHANGES
+        for backend in BACKENDS
+    ),
+    *(Setup(deal="zigzag", backend=backend, steps=20) for backend in BACKENDS),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deal", DEALS)
-@pytest.mark.parametrize(
-    ("family", "dtype", "backend"),
-    [
-        *((family, torch.float32, backend) for family in FAMILIES for backend in BACKENDS),
-        # Kernels sum in fp32.
-        *((family, FP64, backend) for family in FAMILIES[:5] for backend in ("cpu", "cpu-apart")),
-    ],
-    ids=str,
-)
-def test_every_family(family: str, deal: str, backend: str, dtype: torch.dtype) -> None:
-    compare(Setup(family=family, deal=deal, backend=backend, dtype=dtype))
+@pytest.mark.parametrize("setup", SLOW, ids=str)
+def test_every_family_and_change(setup: Setup) -> None:
+    compare(setup)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("change", ["checkpointing", "reentrant", "layers", "head"])
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe", "GptOss", "DeepseekV3"])
-def test_mixtures_of_experts(family: str, change: str) -> None:
-    compare(Setup(family=family, deal="zigzag", backend="cpu-apart", change=change))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("empty_start", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "change", ["checkpointing", "reentrant", "lora", "lora+checkpointing", "frozen", "layers", "head"]
-)
-@pytest.mark.parametrize("family", ["Qwen3", "Mistral"])
-def test_every_change(family: str, change: str, backend: str, empty_start: bool) -> None:
-    compare(Setup(family=family, deal="zigzag", backend=backend, change=change, empty_start=empty_start))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_twenty_steps(backend: str) -> None:
-    compare(Setup(deal="zigzag", backend=backend, steps=20))
-
-
-@pytest.mark.parametrize("backend", ["cpu", slow("cpu-apart")])
-def test_bf16_is_as_good_as_on_whole_samples(backend: str) -> None:
+def test_bf16_is_as_good_as_on_whole_samples() -> None:
     """Against fp32, pieces in bf16 may be 1.2 times as far off as whole samples in bf16."""
     exact = Setup(family="Llama", scale=4)
-    half = replace(exact, backend=backend, half=True)
+    half = replace(exact, half=True)
     want = plain(exact)[1]
     ((_, whole, _),) = ranks.run(run, 1, replace(half, deal="whole"))
     (_, pieces, _), _ = ranks.run(run, 2, half)
@@ -141,11 +135,6 @@ def test_bf16_is_as_good_as_on_whole_samples(backend: str) -> None:
 
 def _watched(rank: int, world: int, setup: Setup) -> tuple[list[str], int, int]:
     """What this rank looked at flags for, by purpose; its store operations, and collectives, inside microbatches."""
-    import torch.distributed as dist
-
-    from odc_triton.comm.meeting import Meetings
-    from odc_triton.sequence.handover import Handover, Wait
-
     model, purposes, stored, grouped = sharded(setup, rank), [], [], []
     own = Handover.wait
 

@@ -8,7 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
+from odc_triton import enable_split, full_parameters, fully_shard
+from odc_triton.balance import MinibatchSampler
+from odc_triton.hf import ODCTrainer
 from tests.support import ranks
 from tests.support.parity import whole_model_error
 from tests.support.splitting import Setup, build, samples, sharded
@@ -17,11 +21,6 @@ SETUP = Setup()
 
 
 def _train(rank: int, world: int, folder: str, split: bool) -> tuple[dict[str, torch.Tensor], list[float], int]:
-    from transformers import TrainingArguments
-
-    from odc_triton import full_parameters
-    from odc_triton.hf import ODCTrainer
-
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     options = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
     arguments = TrainingArguments(folder, per_device_train_batch_size=1, max_steps=4, learning_rate=1e-3, **options)
@@ -46,10 +45,6 @@ def test_as_on_whole_samples(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    from odc_triton import enable_split, fully_shard
-    from odc_triton.balance import MinibatchSampler
-    from odc_triton.hf import ODCTrainer
-
     model: Any = fully_shard(build(SETUP, replaced=False))
     with pytest.raises(ValueError, match=r"split=True: call odc_triton.enable_split\(model, tokens=…\) after"):
         ODCTrainer(model, split=True)

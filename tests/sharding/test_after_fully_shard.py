@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable import replicate
 
+from odc_triton import MinibatchFailed, full_parameters, fully_shard, minibatch, publish
 from tests.support import ranks
 from tests.support.refusals import caught, net
 
 
 def test_parameters_added_after_fully_shard() -> None:
-    from odc_triton import MinibatchFailed, fully_shard, minibatch
-
     kept = nn.Parameter(torch.zeros(3))
     model = net()
     model.register_parameter("kept", kept)
@@ -31,11 +33,6 @@ def test_parameters_added_after_fully_shard() -> None:
 
 def _in_a_child(rank: int, world: int) -> tuple[dict[str, str], bool]:
     """What a forked process is told, and whether the parent's weights are as they were."""
-    import json
-    import os
-
-    from odc_triton import full_parameters, fully_shard, minibatch, publish
-
     model, x = fully_shard(net()), torch.ones(1, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = {name: value.clone() for name, value in full_parameters(model)}
@@ -68,10 +65,6 @@ def test_a_forked_process_trains_nothing() -> None:
 
 def _beside_replicated(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The outputs of a model of which `replicate` has one part and `fully_shard` the other, and of the plain one."""
-    from torch.distributed._composable import replicate
-
-    from odc_triton import fully_shard
-
     torch.manual_seed(0)
     plain, model = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
     model.load_state_dict(plain.state_dict())

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support import ranks, slow
+from odc_triton import MixedPrecisionPolicy, full_parameters, fully_shard
+from odc_triton.comm import relay
+from tests.support import ranks
 from tests.support.models import build
 
 BF16 = torch.bfloat16
@@ -27,8 +29,6 @@ def masters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def compute_values(model: nn.Module) -> dict[str, torch.Tensor]:
-    from odc_triton import full_parameters
-
     return dict(full_parameters(model))
 
 
@@ -43,9 +43,6 @@ def assert_same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> 
 
 
 def _rank_0_counts(rank: int, world: int, name: str, others: str, bf16: bool) -> tuple:
-    from odc_triton import MixedPrecisionPolicy, fully_shard
-    from odc_triton.comm import relay
-
     relay._HALF_BYTES = 1024  # many rounds, tensors that span several of them
     if rank and others == "meta":
         with torch.device("meta"):
@@ -57,26 +54,19 @@ def _rank_0_counts(rank: int, world: int, name: str, others: str, bf16: bool) ->
     return masters(model), compute_values(model), buffers
 
 
-@pytest.mark.parametrize(
-    ("name", "others", "bf16"),
-    [
-        *(("conv", "seeded", False), ("conv", "meta", True), ("gpt2-tied", "meta", False), ("qwen2", "meta", True)),
-        *(slow(*case) for case in (("conv", "seeded", True), ("conv", "meta", False), ("gpt2-tied", "meta", True))),
-        slow("qwen2", "meta", False),
-    ],
-)
-def test_rank_0_counts(name: str, others: str, bf16: bool) -> None:
-    model = build(name)
-    want = {key: p.detach() for key, p in model.named_parameters()}
-    for got, computed, buffers in ranks.run(_rank_0_counts, 3, name, others, bf16):
-        assert_same({key: got[key] for key in want}, want)
-        assert_same(computed, {key: value.to(BF16) if bf16 else value for key, value in want.items()})
-        assert_same(buffers, dict(model.named_buffers()))
+def test_rank_0_counts() -> None:
+    cases = [("conv", "seeded", False), ("conv", "meta", True), ("gpt2-tied", "meta", False), ("qwen2", "meta", True)]
+    found = ranks.run_all(3, *((_rank_0_counts, *case) for case in cases))
+    for (name, _, bf16), of_ranks in zip(cases, found, strict=True):
+        model = build(name)
+        want = {key: p.detach() for key, p in model.named_parameters()}
+        for got, computed, buffers in of_ranks:
+            assert_same({key: got[key] for key in want}, want)
+            assert_same(computed, {key: value.to(BF16) if bf16 else value for key, value in want.items()})
+            assert_same(buffers, dict(model.named_buffers()))
 
 
 def _left_open(rank: int, world: int) -> tuple[int, int]:
-    from odc_triton import MixedPrecisionPolicy, fully_shard
-
     model = fully_shard(build("qwen2"), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:odc" in line]
     files = [
@@ -111,8 +101,6 @@ def _on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _initialised(rank: int, world: int, name: str, bf16: bool) -> tuple:
-    from odc_triton import MixedPrecisionPolicy, fully_shard
-
     model = _on_meta(Plain if name == "plain" else lambda: build(name))
     torch.manual_seed(11)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16 if bf16 else None))
@@ -143,29 +131,26 @@ def _reference(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "bf16"),
+    ("world", "cases"),
     [
-        *(("qwen2", world, False) for world in (1, 2, 3)),
-        ("gpt2-tied", 2, False),
-        ("plain", 1, False),
-        ("plain", 3, False),
-        ("llama", 2, False),
-        ("qwen3-moe", 2, False),
-        ("qwen2", 2, True),
-        ("gpt2-tied", 3, True),
+        (1, [("qwen2", False), ("plain", False)]),
+        (2, [("llama", False), ("qwen3-moe", False), ("qwen2", True)]),
+        (3, [("plain", False), ("gpt2-tied", False), ("gpt2-tied", True)]),
     ],
 )
-def test_initialised_once(name: str, world: int, bf16: bool) -> None:
-    model = _reference(name)
-    want = {key: p.detach() for key, p in model.named_parameters()}
-    drawn = torch.rand(1).item()
-    for got, buffers, next_drawn, logits in ranks.run(_initialised, world, name, bf16):
-        assert_same({key: got[key] for key in want}, want)
-        assert_same(buffers, dict(model.named_buffers()))
-        assert next_drawn == drawn  # ranks with one random state keep one: a shuffle is the same on all of them
-        if logits is not None and not bf16:
-            expected = model(input_ids=torch.arange(3, 20)[None], use_cache=False).logits
-            torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+def test_initialised_once(world: int, cases: list[tuple[str, bool]]) -> None:
+    found = ranks.run_all(world, *((_initialised, *case) for case in cases))
+    for (name, bf16), of_ranks in zip(cases, found, strict=True):
+        model = _reference(name)
+        want = {key: p.detach() for key, p in model.named_parameters()}
+        drawn = torch.rand(1).item()
+        for got, buffers, next_drawn, logits in of_ranks:
+            assert_same({key: got[key] for key in want}, want)
+            assert_same(buffers, dict(model.named_buffers()))
+            assert next_drawn == drawn  # ranks with one random state keep one: a shuffle is the same on all of them
+            if logits is not None and not bf16:
+                expected = model(input_ids=torch.arange(3, 20)[None], use_cache=False).logits
+                torch.testing.assert_close(logits, expected, rtol=0, atol=0)
 
 
 class Unknown(nn.Module):
@@ -177,27 +162,13 @@ class Unknown(nn.Module):
 
 
 def _unknown(rank: int, world: int) -> tuple:
-    from odc_triton import fully_shard
-
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model = fully_shard(_on_meta(Unknown))
     return masters(model), model.table.clone(), [str(warning.message) for warning in caught]
 
 
-def test_without_initialiser() -> None:
-    for rank, (values, table, texts) in enumerate(ranks.run(_unknown, 2)):
-        assert values["scale"].isnan().all()
-        assert table.isnan().all()
-        assert not values["known.weight"].isnan().any()
-        assert len(texts) == (rank == 0)
-        assert not texts or "2 tensors hold NaN until loaded" in texts[0]
-        assert not texts or ("scale" in texts[0] and "table" in texts[0])
-
-
 def _partly(rank: int, world: int) -> tuple:
-    from odc_triton import fully_shard
-
     model = _on_meta(Plain)
     if rank == 0:
         linear, norm = model.blocks[0]
@@ -207,17 +178,8 @@ def _partly(rank: int, world: int) -> tuple:
     return masters(model), model.blocks[0][1].running_mean.clone()
 
 
-def test_what_rank_0_has_is_kept() -> None:
-    for values, running_mean in ranks.run(_partly, 2):
-        assert (values["blocks.0.0.weight"] == 7).all()
-        assert (running_mean == 8).all()
-        assert 0 < values["blocks.0.0.bias"].abs().max() < 1
-        assert (values["blocks.0.1.weight"] == 1).all()
-
-
 def _bottom_up(rank: int, world: int) -> tuple:
-    from odc_triton import fully_shard
-
+    """The initialiser of a block is in the model above, which a call on the block can't see."""
     model = _on_meta(lambda: build("qwen2"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -225,14 +187,6 @@ def _bottom_up(rank: int, world: int) -> tuple:
             fully_shard(block)
     fully_shard(model)
     return masters(model), len(caught)
-
-
-def test_a_block_of_a_model_is_not_initialised_wrongly() -> None:
-    """The block's initialiser is in the model above, which a call on the block can't see."""
-    for rank, (values, warned) in enumerate(ranks.run(_bottom_up, 2)):
-        assert warned == (2 if rank == 0 else 0)
-        assert values["model.layers.0.mlp.up_proj.weight"].isnan().all()
-        assert not values["model.embed_tokens.weight"].isnan().any()
 
 
 class Wrapper(nn.Module):
@@ -245,13 +199,28 @@ class Wrapper(nn.Module):
 
 
 def _wrapped(rank: int, world: int) -> dict[str, torch.Tensor]:
-    from odc_triton import fully_shard
-
     return masters(fully_shard(_on_meta(Wrapper)))
 
 
-def test_a_model_inside_of_another_module() -> None:
-    for values in ranks.run(_wrapped, 2):
+def test_what_has_an_initialiser() -> None:
+    unknown, partly, bottom_up, wrapped = ranks.run_all(2, _unknown, _partly, _bottom_up, _wrapped)
+    for rank, (values, table, texts) in enumerate(unknown):
+        assert values["scale"].isnan().all()
+        assert table.isnan().all()
+        assert not values["known.weight"].isnan().any()
+        assert len(texts) == (rank == 0)
+        assert not texts or "2 tensors hold NaN until loaded" in texts[0]
+        assert not texts or ("scale" in texts[0] and "table" in texts[0])
+    for values, running_mean in partly:  # what rank 0 has is kept
+        assert (values["blocks.0.0.weight"] == 7).all()
+        assert (running_mean == 8).all()
+        assert 0 < values["blocks.0.0.bias"].abs().max() < 1
+        assert (values["blocks.0.1.weight"] == 1).all()
+    for rank, (values, warned) in enumerate(bottom_up):
+        assert warned == (2 if rank == 0 else 0)
+        assert values["model.layers.0.mlp.up_proj.weight"].isnan().all()
+        assert not values["model.embed_tokens.weight"].isnan().any()
+    for values in wrapped:
         assert not any(value.isnan().any() for value in values.values())
         assert 0.015 < values["model.model.embed_tokens.weight"].std() < 0.025  # transformers' 0.02
         assert 0.03 < values["value.weight"].std() < 0.1  # torch's uniform, 1/sqrt(97) to both sides
@@ -264,8 +233,6 @@ class Raising(nn.Linear):
 
 
 def _raising(rank: int, world: int) -> None:
-    from odc_triton import fully_shard
-
     fully_shard(_on_meta(lambda: Raising(3, 3)))
 
 
@@ -300,8 +267,6 @@ def _large() -> nn.Module:
 
 
 def _memory(rank: int, world: int, meta: bool, bf16: bool) -> tuple[float, float, float]:
-    from odc_triton import MixedPrecisionPolicy, fully_shard
-
     fully_shard(nn.Linear(2, 2))  # what the first call imports is not counted
     empty_mb = anonymous_mb()
     model = _on_meta(_large) if meta or rank else _large()
@@ -311,8 +276,7 @@ def _memory(rank: int, world: int, meta: bool, bf16: bool) -> tuple[float, float
     return built_mb - empty_mb, peak_mb - empty_mb, anonymous_mb() - empty_mb
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize(("meta", "bf16"), [(False, True), (True, False), (True, True)])
 def test_private_memory(meta: bool, bf16: bool) -> None:
     own_mb = TOTAL_MB / 2 if bf16 else 0  # a rank's master shard; without one the shard in the heap is the master
     for rank, (built_mb, peak_mb, final_mb) in enumerate(ranks.run(_memory, 2, meta, bf16)):

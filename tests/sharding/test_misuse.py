@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
+from odc_triton import MixedPrecisionPolicy, begin_minibatch, end_minibatch, fully_shard, minibatch
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 from tests.support.refusals import caught, compare, net
@@ -15,14 +22,7 @@ from tests.support.refusals import caught, compare, net
 
 
 def _options(rank: int, world: int) -> dict[str, str]:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy
-    from torch.distributed.optim import _apply_optimizer_in_backward
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    from odc_triton import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.optim import _apply_optimizer_in_backward  # it warns where it is imported
 
     def quantised(dtype: torch.dtype) -> nn.Module:
         model = net()
@@ -153,8 +153,6 @@ def test_options() -> None:
 
 
 def _different(rank: int, world: int) -> dict[str, str]:
-    from odc_triton import MixedPrecisionPolicy, begin_minibatch, end_minibatch, fully_shard, minibatch
-
     other = rank == 1
 
     def frozen() -> nn.Module:
@@ -277,10 +275,6 @@ def test_ranks_differ() -> None:
 
 
 def _silent(rank: int, world: int) -> dict[str, str]:
-    import numpy as np
-
-    from odc_triton import fully_shard, minibatch
-
     original = net()
     early = torch.optim.SGD(original.parameters(), lr=0.1)
     model = fully_shard(original, timeout=LONG_S)

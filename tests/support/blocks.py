@@ -1,4 +1,4 @@
-"""A model of three blocks, small enough for tests that start many ranks."""
+"""Models of a few blocks, small enough for tests that start many ranks, and which of their units are whole."""
 
 from __future__ import annotations
 
@@ -25,3 +25,17 @@ def build() -> nn.Module:
 
 def batch(seed: int) -> torch.Tensor:
     return torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def filled(model: nn.Module) -> list[str]:
+    """Names of the units that have whole parameters now."""
+    return sorted(unit.name for unit in model._odc_engine.units if any(each.is_filled for each in unit.gathered))

@@ -10,9 +10,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from odc_triton import full_parameters, fully_shard, minibatch, repeating
+from odc_triton.nn.operand import is_sharded
+from odc_triton.nn.replace import replace_layers
 from tests.support import ranks
 from tests.support.families import with_lora
 from tests.support.models import ALL_CASES, Case, build, microbatches
+from tests.support.replicas import mesh_of
 
 SIZES = [5, 17, 3, 9, 1]  # of one minibatch's microbatches, all ranks together
 FEW = [4, 3, 2]  # for kernels in the interpreter
@@ -86,17 +90,16 @@ def _sharded(
     backend: str,
     exact: bool,
     sizes: tuple[int, ...],
+    shape: tuple[int, ...],
 ) -> list[Trained]:
-    """Each run's."""
-    from odc_triton import full_parameters, fully_shard, repeating
-
-    found = []
+    """Each run's. Rank 1 alone evaluates after the fifth step."""
+    found, mesh = [], mesh_of(shape) if shape else None
     for name, transform in runs:
         case, model = ALL_CASES[name], transformed(name, transform.split("+"))
         if style == "bottom-up":
             for block in model.model.layers:
-                fully_shard(block, backend=backend, exact=exact)
-        fully_shard(model, backend=backend, exact=exact)
+                fully_shard(block, mesh=mesh, backend=backend, exact=exact)
+        fully_shard(model, mesh=mesh, backend=backend, exact=exact)
         optimizer = _optimizer(model, kind)
         first, norms, losses = {}, [], []
         for step in range(steps):
@@ -111,13 +114,14 @@ def _sharded(
             optimizer.step()
             if step % 2:
                 optimizer.zero_grad()
+            if step == 4 and rank == 1:
+                with torch.no_grad():
+                    case.loss(model, batches[0])
         found.append((first, dict(full_parameters(model)), norms, losses))
     return found
 
 
 def _minibatch(model: nn.Module, case: Case, mine: Sequence[tuple]) -> float:
-    from odc_triton import minibatch
-
     total = 0.0
     with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
         model.zero_grad(set_to_none=False)
@@ -132,8 +136,6 @@ def one_step(
     model: nn.Module, name: str, sizes: Sequence[int] = FEW, autocast: bool = False
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss and gradients of a minibatch in this process, of a model that is sharded or plain."""
-    from odc_triton.nn.operand import is_sharded
-
     case, batches, total = ALL_CASES[name], microbatches(name, sizes, seed=0), 0.0
 
     def loss_of(model: nn.Module, batch: tuple) -> torch.Tensor:
@@ -175,8 +177,6 @@ WITH_HEAD = (*BODY, "head")
 
 
 def _replaced(model: nn.Module, *roles: str, choice: str = "auto") -> nn.Module:
-    from odc_triton.nn.replace import replace_layers
-
     if not (roles or any(name.endswith("lm_head") for name, _ in model.named_modules())):
         roles = ("embedding", "linear")
     replaced = replace_layers(model, roles=roles or WITH_HEAD, choice=choice, verbose=False)
@@ -223,9 +223,12 @@ def compare(
     *,
     steps: int,
     exact: bool = False,
+    shape: tuple[int, ...] = (),
 ) -> None:
-    """`transform`: names in TRANSFORMS, joined by +; the unsharded model keeps its own layers."""
-    compare_each([(name, transform)], world, kind, style, backend, steps=steps, exact=exact)
+    """`transform`: names in TRANSFORMS, joined by +; the unsharded model keeps its own layers. `shape`: of a mesh of
+    replicas.
+    """
+    compare_each([(name, transform)], world, kind, style, backend, steps=steps, exact=exact, shape=shape)
 
 
 def compare_each(
@@ -238,10 +241,11 @@ def compare_each(
     steps: int,
     exact: bool = False,
     sizes: Sequence[int] = SIZES,
+    shape: tuple[int, ...] = (),
 ) -> None:
     """As `compare`, of many (name, transform) in one launch of ranks."""
     sizes = tuple(sizes)
-    trained = ranks.run(_sharded, world, runs, steps, kind, style, backend, exact, sizes)
+    trained = ranks.run(_sharded, world, runs, steps, kind, style, backend, exact, sizes, shape)
     for (name, transform), *of_ranks in zip(runs, *trained, strict=True):
         kept = tuple(each for each in transform.split("+") if each not in REPLACING)
         _assert_alike(f"{name}, {transform}", of_ranks, _unsharded(name, steps, kept, sizes))
@@ -262,6 +266,7 @@ def _assert_alike(run: str, of_ranks: list[Trained], plain: Trained) -> None:
             elif gradient.numel():
                 assert relative(first[key], gradient) <= 1e-5, f"{run}, {key}"
         assert weights.keys() == want.keys(), run
+        assert all(torch.equal(weight, of_ranks[0][1][key]) for key, weight in weights.items()), run
         assert whole_model_error(weights, want) <= 1e-5, run
         for key, weight in want.items():
             if weight.numel() and not key.endswith(ZERO_GRADIENT):

@@ -152,3 +152,13 @@ def run(function: Callable, world: int, *args: Any, timeout_s: float = LONG_S) -
         assert outcome.error is None, f"rank {rank}: {outcome.error}"
         assert outcome.signal is None, f"rank {rank} was killed by signal {outcome.signal}"
     return [outcome.value for outcome in outcomes]
+
+
+def _in_turn(rank: int, world: int, calls: tuple) -> list[Any]:
+    return [function(rank, world, *args) for function, *args in calls]
+
+
+def run_all(world: int, *calls: Callable | tuple) -> list[list[Any]]:
+    """As `run` for each of `calls`, a function or (function, *args), in turn in the same ranks: what they returned."""
+    calls = tuple(call if isinstance(call, tuple) else (call,) for call in calls)
+    return [list(of_call) for of_call in zip(*run(_in_turn, world, calls), strict=True)]

@@ -80,8 +80,8 @@ def be_rank(folder: str) -> None:
 
     from odc_triton import OdcError, fully_shard, minibatch
     from odc_triton.engine.api import engine_of
+    from tests.support.parity import SIZES, _sharded
     from tests.support.replicas import Rows, mesh_of
-    from tests.support.replicas import _train as train
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
@@ -93,7 +93,9 @@ def be_rank(folder: str) -> None:
         seen["one dimension"] = str(error)
     grid = engine_of(fully_shard(Rows(), timeout=timedelta(seconds=LONG_S))).grid
     seen["without a mesh"] = grid.replicas, grid.twins
-    seen["trained"] = train(rank, 4, (2, 2), "conv", "cpu", "root", STEPS)
+    (seen["trained"],) = _sharded(
+        rank, 4, [("conv", "none")], STEPS, "fused", "root", "cpu", False, tuple(SIZES), (2, 2)
+    )
     model = fully_shard(Rows(), mesh=mesh_of((2, 2)), timeout=timedelta(seconds=LONG_S))
     seen["heaps"] = _heaps()
     dist.barrier()
