@@ -17,25 +17,28 @@ from __future__ import annotations
 import operator
 import os
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from .chat import CHARACTERS_PER_TOKEN, ChatError, Conversation, Spans, encode_heads
 from .records import IGNORED, DataError, Record
-from .sources import File, Source
-from .store import GrowingArrays, map_arrays, save_arrays
+from .sources import Files, Source
+from .store import column_of, map_arrays, save_arrays
 from .tokenizer import TextEncoder
 
 TooLong = Literal["error", "truncate", "drop"]
 
 # Text given to the tokenizer at a time; long records make it fewer than `batch_records`.
 _BATCH_CHARACTERS = 4_000_000
+_COLUMNS = {"tokens": np.dtype("int32"), "offsets": np.dtype("int64"), "spans": np.dtype("int64")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +76,13 @@ class DataSummary:
     samples: int
     truncated: int  # samples kept with their end cut off
     dropped_too_long: int
-    dropped_no_target: (
-        int  # nothing to learn: an empty text, no turn of the assistant, or a prompt that fills max_tokens
-    )
+    dropped_no_target: int  # an empty text, no turn of the assistant, or a prompt that fills max_tokens
     tokens: int
     target_tokens: int
+
+    def shapes(self, spans: int) -> dict[str, tuple[int, ...]]:
+        """Of the arrays of a data set with so many spans of targets."""
+        return {"tokens": (self.tokens,), "offsets": (self.samples + 1,), "spans": (spans, 2)}
 
     def __str__(self) -> str:
         return (
@@ -88,8 +93,40 @@ class DataSummary:
         )
 
 
-class TokenizedDataset:
-    """Samples as flat arrays, in memory or mapped from a file: what a sampler and a collate function read.
+class Samples(ABC):
+    """Samples in a fixed order: what a sampler and a collate function read."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> np.ndarray:
+        """[samples] int64: tokens of each sample, prompt included."""
+
+    @property
+    @abstractmethod
+    def target_counts(self) -> np.ndarray:
+        """[samples] int64: tokens of each sample that are predicted and learned, so without its first."""
+
+    @property
+    @abstractmethod
+    def largest_token(self) -> int:
+        """The largest token id of all samples; of a subset also of those left out."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def _sample(self, index: int) -> dict[str, np.ndarray]: ...
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        """{"input_ids", "labels"}, each [length] int64, copies that the caller may change."""
+        index = operator.index(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)} samples")
+        return self._sample(index % len(self))
+
+
+class TokenizedDataset(Samples):
+    """Samples as flat arrays, in memory or mapped from a file.
 
     tokens    [total] int32         all samples, one after the other
     offsets   [samples + 1] int64   sample i is tokens[offsets[i] : offsets[i + 1]]
@@ -119,33 +156,29 @@ class TokenizedDataset:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[samples] int64: tokens of each sample, prompt included."""
         return np.diff(self.offsets)
 
     @property
     def target_counts(self) -> np.ndarray:
-        """[samples] int64: tokens of each sample that are predicted and learned, so without its first."""
-        return _target_counts(self.offsets, self.spans)
+        return self.targets_below(len(self.tokens))
+
+    def targets_below(self, cap: int) -> np.ndarray:
+        """[samples] int64: targets among each sample's first `cap` tokens."""
+        owner = np.searchsorted(self.offsets, self.spans[:, 0], side="right") - 1
+        begin = self.offsets[owner]
+        counts = np.zeros(len(self), np.int64)
+        within = np.minimum(self.spans[:, 1], begin + cap) - np.maximum(self.spans[:, 0], begin + 1)
+        np.add.at(counts, owner, np.maximum(within, 0))
+        return counts
 
     @cached_property
     def largest_token(self) -> int:
-        """The largest token id of all samples; reads them once. Raises DataError if one is negative."""
-        step = 1 << 20
-        parts = (self.tokens[at : at + step] for at in range(0, len(self.tokens), step))
-        smallest, largest = zip(*((int(part.min()), int(part.max())) for part in parts), strict=True)
-        if min(smallest) < 0:
-            raise DataError(f"{self.path or 'the data set'} has the token {min(smallest)}; prepare it again")
-        return max(largest)
+        return int(self.tokens.max())
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """{"input_ids", "labels"}, each [length] int64, copies that the caller may change."""
-        index = operator.index(index)
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of a data set of {len(self)}")
-        index %= len(self)
+    def _sample(self, index: int) -> dict[str, np.ndarray]:
         begin, end = self.offsets[index : index + 2]
         input_ids = self.tokens[begin:end].astype(np.int64)
         labels = np.full_like(input_ids, IGNORED)
@@ -162,8 +195,7 @@ class TokenizedDataset:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes an `.npz` file, without pickle, atomically."""
-        arrays = {"tokens": self.tokens, "offsets": self.offsets, "spans": self.spans}
-        save_arrays(path, arrays, asdict(self.summary))
+        save_arrays(path, {name: column_of(getattr(self, name)) for name in _COLUMNS}, asdict(self.summary))
 
     @classmethod
     def load(cls, path: str | os.PathLike, *, verify: bool = False) -> TokenizedDataset:
@@ -172,14 +204,17 @@ class TokenizedDataset:
         `verify` reads the whole file once and compares its checksums: use it if the file may be damaged.
         """
         try:
-            arrays, meta = map_arrays(path, ("tokens", "offsets", "spans"), verify=verify)
+            arrays, meta = map_arrays(path, _COLUMNS, verify=verify)
             summary = DataSummary(**meta)
+            shapes = summary.shapes(len(arrays["spans"]))
+            for name, values in arrays.items():
+                if (values.dtype, values.shape) != (_COLUMNS[name], shapes[name]):
+                    raise ValueError(f"{name} has {values.shape} {values.dtype}, not {shapes[name]}")
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
         except Exception as error:  # readers of zip, npy and JSON raise many kinds
             raise DataError(f"{path} is not a prepared data set ({error}); prepare it again") from error
-        _check_arrays(path, **arrays, summary=summary)
-        return cls(*arrays.values(), summary, path)
+        return cls(**arrays, summary=summary, path=path)
 
 
 def tokenize_file(
@@ -194,7 +229,7 @@ def tokenize_file(
     """
     with TemporaryDirectory(prefix="odc-triton-data-") as folder:
         prepared = Path(folder) / "data.npz"
-        tokenize_source(File(path), encoder, prepared, options, progress)
+        tokenize_source(Files([path]), encoder, prepared, options, progress)
         data = TokenizedDataset.load(prepared)
     data.path = None
     return data
@@ -226,23 +261,30 @@ def _write_samples(
     options: DataOptions,
     progress: Callable[[int, float], None] | None,
 ) -> DataSummary:
-    counts = new_counts()
-    spans_written = tokens_written = 0
-    with GrowingArrays(Path(path).parent, {"tokens": "i", "offsets": "q", "spans": "q"}) as columns:
-        columns.extend("offsets", [0])
+    counts, spans_written = new_counts(), 0
+    folder = Path(path).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        # Columns grow in unnamed files, which vanish with the process however it ends.
+        files = {name: stack.enter_context(TemporaryFile(dir=folder)) for name in _COLUMNS}
+
+        def write(column: str, values: Any) -> None:
+            files[column].write(np.asarray(values, _COLUMNS[column]).tobytes())
+
+        write("offsets", 0)
         for batch in _batches(source, options):
             encoded = encode_records(batch, encoder, options.max_tokens)
             for ids, spans in samples_of(zip(batch, encoded, strict=True), options, counts):
-                columns.extend("tokens", ids)
-                columns.extend("spans", (tokens_written + at for span in spans for at in span))
+                write("spans", np.asarray(spans) + (counts["tokens"] - len(ids)))
                 spans_written += len(spans)
-                tokens_written += len(ids)
-                columns.extend("offsets", [tokens_written])
+                write("tokens", ids)
+                write("offsets", counts["tokens"])
             if progress is not None:
                 progress(counts["records"], batch[-1].end / max(source.total(), 1))
         summary = counted(source.name, counts, options)
-        shapes = {"tokens": (summary.tokens,), "offsets": (summary.samples + 1,), "spans": (spans_written, 2)}
-        columns.save(path, shapes, asdict(summary))
+        shapes = summary.shapes(spans_written)
+        columns = {name: (file, _COLUMNS[name], shapes[name]) for name, file in files.items()}
+        save_arrays(path, columns, asdict(summary))
     return summary
 
 
@@ -354,49 +396,8 @@ def _why_nothing_is_left(summary: DataSummary) -> str:
     return "; is there a completion, or a turn whose role is 'assistant', and does it begin below the cap?"
 
 
-def _target_counts(offsets: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    owner = np.searchsorted(offsets, spans[:, 0], side="right") - 1
-    starts = np.maximum(spans[:, 0], offsets[owner] + 1)
-    counts = np.zeros(len(offsets) - 1, np.int64)
-    np.add.at(counts, owner, np.maximum(spans[:, 1] - starts, 0))
-    return counts
-
-
-def _check_arrays(
-    path: str | os.PathLike, tokens: np.ndarray, offsets: np.ndarray, spans: np.ndarray, summary: DataSummary
-) -> None:
-    wanted: dict[str, tuple[np.ndarray, Any, int]] = {
-        "tokens": (tokens, np.int32, 1),
-        "offsets": (offsets, np.int64, 1),
-        "spans": (spans, np.int64, 2),
-    }
-    for name, (values, dtype, dimensions) in wanted.items():
-        if values.dtype != dtype or values.ndim != dimensions:
-            raise DataError(
-                f"{path} is not a prepared data set ({name} is {values.ndim}-d {values.dtype}, not {dimensions}-d "
-                f"{np.dtype(dtype)}); prepare it again"
-            )
-    counts = asdict(summary)
-    counted = all(type(value) is int and value >= 0 for value in counts.values())
-    same = (summary.samples, summary.tokens) == (len(offsets) - 1, len(tokens))
-    if not (counted and same and _fit(tokens, offsets, spans)):
-        raise DataError(f"{path} is not a prepared data set (its arrays do not fit together); prepare it again")
-
-
-def _fit(tokens: np.ndarray, offsets: np.ndarray, spans: np.ndarray) -> bool:
-    if len(offsets) < 2 or offsets[0] != 0 or offsets[-1] != len(tokens) or np.any(offsets[1:] <= offsets[:-1]):
-        return False
-    if spans.shape[1] != 2 or not len(spans) or spans[0, 0] < 0 or spans[-1, 1] > len(tokens):
-        return False
-    starts, ends = spans[:, 0], spans[:, 1]
-    if np.any(starts >= ends) or np.any(starts[1:] < ends[:-1]):
-        return False
-    within = np.searchsorted(offsets, starts, side="right") == np.searchsorted(offsets, ends - 1, side="right")
-    return bool(within.all() and _target_counts(offsets, spans).all())
-
-
-class SampleSubset:
-    """Some samples of a data set, in its order: what a sampler and a collate function read, without a copy."""
+class SampleSubset(Samples):
+    """Some samples of a data set, in its order, without a copy."""
 
     def __init__(self, data: TokenizedDataset, indices: np.ndarray) -> None:
         """`indices`: [samples] int64, ascending, of `data`."""
@@ -404,33 +405,20 @@ class SampleSubset:
 
     @property
     def lengths(self) -> np.ndarray:
-        """[samples] int64: tokens of each sample, prompt included."""
         return self.data.lengths[self.indices]
 
     @property
     def target_counts(self) -> np.ndarray:
-        """[samples] int64: tokens of each sample that are predicted and learned."""
         return self.data.target_counts[self.indices]
 
     @property
     def largest_token(self) -> int:
-        """The largest token id of all samples, those left out here included."""
         return self.data.largest_token
-
-    @property
-    def summary(self) -> str:
-        """Counts, to print. The whole data set's summary has what was truncated or dropped."""
-        tokens, targets = int(self.lengths.sum()), int(self.target_counts.sum())
-        return f"{len(self)} of {len(self.data)} samples, {tokens} tokens, {targets} of them learned"
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """As for the whole data set."""
-        index = operator.index(index)
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of a subset of {len(self)}")
+    def _sample(self, index: int) -> dict[str, np.ndarray]:
         return self.data[int(self.indices[index])]
 
 

@@ -31,12 +31,12 @@ _FIELDS: tuple[tuple[str, ...], ...] = (
 )
 
 
-def record_of(where: str, value: Any, *, line: int, end: int) -> Record:
-    """The record in one line or row. `where`: how errors name it; `line`, `end`: as in `Record`. Raises DataError."""
+def record_of(where: str, value: Any, end: int = 0) -> Record:
+    """The record in one line or row. `where`: how errors name it; `end`: as in `Record`. Raises DataError."""
     if not isinstance(value, dict):
         raise DataError(f"{where}: {kind_of(value)}, not an object with {FORMS}")
     fields = {name: each for name, each in value.items() if each is not None}
-    place = {"line": line, "where": where, "end": end}
+    place = {"where": where, "end": end}
     form = _recognised(where, fields, names_of(value))
     if form in ("messages", "conversations", "prompt and completion as messages"):
         messages, learned_from = _conversation(where, fields, form)

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -61,10 +61,10 @@ def inspect_data(
 ) -> tuple[Inspection, np.ndarray]:
     """(what `source` holds, [samples] lengths). Memory does not grow with it. Raises as `tokenize_source` does."""
     DataOptions(max_tokens=token_cap)  # raises if the cap is too small
-    counting = _CountingForms(source)
+    forms = Counter(record.form for record in source)
     with TemporaryDirectory(prefix="odc-triton-inspect-") as folder:
         path = Path(folder) / "data.npz"
-        summary = tokenize_source(counting, encoder, path, DataOptions(max_tokens=_NO_CAP))
+        summary = tokenize_source(source, encoder, path, DataOptions(max_tokens=_NO_CAP))
         data = TokenizedDataset.load(path)
     lengths = data.lengths
     over = lengths > token_cap
@@ -72,23 +72,17 @@ def inspect_data(
         data=source.name,
         unit=unit,
         records=summary.records,
-        forms=dict(counting.forms),
+        forms=dict(forms),
         samples=summary.samples,
         nothing_to_learn=summary.dropped_no_target,
         tokens=summary.tokens,
         target_tokens=summary.target_tokens,
-        lengths={
-            **{
-                str(at): float(value)
-                for at, value in zip(_PERCENTILES, np.percentile(lengths, _PERCENTILES), strict=True)
-            },
-            "mean": float(lengths.mean()),
-        },
+        lengths={str(at): float(np.percentile(lengths, at)) for at in _PERCENTILES} | {"mean": float(lengths.mean())},
         histogram=_histogram(lengths),
         token_cap=token_cap,
         too_long=int(over.sum()),
         tokens_over_cap=int((lengths[over] - token_cap).sum()),
-        too_long_nothing_left=int((over & (_targets_below(data, token_cap) == 0)).sum()),
+        too_long_nothing_left=int((over & (data.targets_below(token_cap) == 0)).sum()),
         largest_token=data.largest_token,
         vocabulary=vocabulary,
         tokens_outside=None if vocabulary is None else _count_from(data.tokens, vocabulary),
@@ -146,7 +140,7 @@ def main(
     if picture is not None and Path(picture).is_dir():
         raise ValueError(f"--out is {picture}, a folder: give a file, such as lengths.png")
     encoder = _bytes() if tokenizer is None else TextEncoder.of(read_tokenizer(tokenizer))
-    vocabulary = None if model is None else _vocabulary(model)
+    vocabulary = None if model is None else read_config(model).get_text_config().vocab_size
     unit = "bytes" if tokenizer is None else "tokens"
     all_found = []
     for name in names:
@@ -256,25 +250,6 @@ def draw_lengths(lengths: np.ndarray, found: Inspection, path: str | os.PathLike
         figure.savefig(file, format="png")
 
 
-class _CountingForms:
-    """A source that counts the forms of its records as they are read."""
-
-    def __init__(self, source: Source) -> None:
-        self._source, self.name = source, source.name
-        self.forms: Counter[str] = Counter()
-
-    def __iter__(self) -> Iterator[Record]:
-        for record in self._source:
-            self.forms[record.form] += 1
-            yield record
-
-    def total(self) -> int:
-        return self._source.total()
-
-    def fingerprint(self) -> str | None:
-        return self._source.fingerprint()
-
-
 class _PlainChat:
     """Conversations without a template: their texts, one after the other."""
 
@@ -309,23 +284,9 @@ def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     return [(2 ** (low + at - 1), 2 ** (low + at) - 1, int(count)) for at, count in enumerate(counts)]
 
 
-def _targets_below(data: TokenizedDataset, cap: int) -> np.ndarray:
-    """[samples] targets within each sample's first `cap` tokens."""
-    owner = np.searchsorted(data.offsets, data.spans[:, 0], side="right") - 1
-    begin = data.offsets[owner]
-    counts = np.zeros(len(data), np.int64)
-    left = np.minimum(data.spans[:, 1], begin + cap) - np.maximum(data.spans[:, 0], begin + 1)
-    np.add.at(counts, owner, np.maximum(left, 0))
-    return counts
-
-
 def _count_from(tokens: np.ndarray, first: int) -> int:
     step = 1 << 20
     return sum(int((tokens[at : at + step] >= first).sum()) for at in range(0, len(tokens), step))
-
-
-def _vocabulary(model: str) -> int:
-    return read_config(model).get_text_config().vocab_size
 
 
 def _example(data: TokenizedDataset, encoder: TextEncoder) -> list[tuple[bool, str]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import importlib
 import io
 import json
 import lzma
@@ -22,56 +23,42 @@ from .records import DataError, Record
 # While a line is tokenised it takes about a hundred times its size in memory.
 LARGEST_LINE_BYTES = 16 * 2**20
 _LARGEST_ARRAY_BYTES = 2 * 2**30
-ZSTD = b"\x28\xb5\x2f\xfd"
-INSTALL = 'pip install "odc-triton[data]"'
-Value = tuple[int, str, Any, int]  # its number, how errors name it, itself, the byte of the file where it ends
-
-
-def read_records(path: str | os.PathLike) -> Iterator[Record]:
-    """The records of a file of JSON, one at a time. Raises DataError as `read_json` does, and for unusable ones."""
-    for number, where, value, end in read_json(path):
-        yield record_of(where, value, line=number, end=end)
+Value = tuple[str, Any, int]  # how errors name it, itself, the byte of the file where it ends (0: not known)
+_EACH_LINE = 'every line must hold one whole JSON object, as {"text": "…"} for plain text'
+_ARRAY = "a file that begins with '[' must be one JSON array; or write one object a line"
 
 
 def parse_record(where: str, raw: bytes) -> Record:
     """The record of one line. `where`: how errors name it. Raises DataError."""
-    return record_of(where, _parse(where, raw), line=0, end=len(raw))
+    return record_of(where, _parse(where, raw))
 
 
 def read_json(path: str | os.PathLike) -> Iterator[Value]:
     """The values of a file (UTF-8; blank lines are skipped). Lines are numbered from 1, an array's elements from 0.
 
-    Raises DataError with the file, and the line where there is one, for what is not JSON, for a line of more than
-    `LARGEST_LINE_BYTES`, and for a file without values.
+    Raises DataError with the file, and the line where there is one, for what is not JSON and for a line of more than
+    `LARGEST_LINE_BYTES`.
     """
-    empty = True
     try:
         with opened(path) as raw, unpacked(raw, path) as file:
-            for value in _values(os.fspath(path), file, raw):
-                empty = False
-                yield value
+            yield from _values(os.fspath(path), file, raw)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if empty:
-        raise DataError(f"{path} is empty; it needs at least one JSON object, each on its own line")
 
 
 def opened(path: str | os.PathLike) -> BinaryIO:
     """A regular file, to read. Raises OSError, and DataError: a pipe would block here, and can't be read twice."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise DataError(f"{path} cannot be read: it is not a regular file")
-    except ValueError as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path!r} cannot be read: {error}") from error  # a NUL in the path
+    if "\0" in os.fspath(path):
+        raise DataError(f"{path!r} cannot be read: a name can't have a NUL")
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise DataError(f"{path} cannot be read: it is not a regular file")
     return open(path, "rb")
 
 
 def unpacked(raw: BinaryIO, path: str | os.PathLike) -> BinaryIO:
     """`raw`, or what it holds if it is packed by gzip, bzip2, xz or zstd. Reading raises what they raise.
 
-    Raises DataError if pyarrow is needed and not installed.
+    Raises DataError if a library is needed and not installed.
     """
     magic = raw.read(6)
     raw.seek(0)
@@ -81,18 +68,27 @@ def unpacked(raw: BinaryIO, path: str | os.PathLike) -> BinaryIO:
         return bz2.open(raw)
     if magic.startswith(b"\xfd7zXZ"):
         return lzma.open(raw)
-    if magic.startswith(ZSTD):
-        return io.BufferedReader(import_pyarrow(f"{path} is packed by zstd").CompressedInputStream(raw, "zstd"))
+    if magic.startswith(b"\x28\xb5\x2f\xfd"):
+        pyarrow = library("pyarrow", f"{path} is packed by zstd")
+        return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))
     return raw
 
 
-def import_pyarrow(why: str) -> Any:
-    """The library. Raises DataError if it is not installed."""
+def library(module: str, why: str) -> Any:
+    """A module of the library `datasets`, or of its own pyarrow. Raises DataError if it is not installed."""
     try:
-        import pyarrow
+        return importlib.import_module(module)
     except ImportError as error:
-        raise DataError(f"{why}, and that needs the `datasets` library with its pyarrow: {INSTALL}") from error
-    return pyarrow
+        raise DataError(f'{why}, and that needs the `datasets` library: pip install "odc-triton[data]"') from error
+
+
+def require_bounded(where: str, line: str | bytes) -> None:
+    """Raises DataError for a line of more than `LARGEST_LINE_BYTES`."""
+    if len(line) > LARGEST_LINE_BYTES:
+        raise DataError(
+            f"{where}: longer than {LARGEST_LINE_BYTES // 2**20} MiB, the limit for one record; split its text "
+            "into several records"
+        )
 
 
 def _values(path: str, file: BinaryIO, raw: BinaryIO) -> Iterator[Value]:
@@ -110,36 +106,27 @@ def _values(path: str, file: BinaryIO, raw: BinaryIO) -> Iterator[Value]:
                     f"{path} is a JSON array of more than {_LARGEST_ARRAY_BYTES / 2**30:g} GiB, which would be read "
                     "whole; write one object a line"
                 )
-            yield from _elements(path, content, os.fstat(raw.fileno()).st_size)
+            values = _parse(path, content, _ARRAY)
+            for row, value in enumerate(values):
+                yield f"{path}, row {row}", value, os.fstat(raw.fileno()).st_size * (row + 1) // len(values)
             return
-        if len(line) > LARGEST_LINE_BYTES:
-            raise DataError(
-                f"{where}: longer than {LARGEST_LINE_BYTES // 2**20} MiB, the limit for one record; split its text "
-                "into several records"
-            )
+        require_bounded(where, line)
         try:
             value = _parse(where, line)
         except DataError:
-            if not first:
-                raise
-            line += file.read(LARGEST_LINE_BYTES)
-            try:  # one value over several lines
-                value = json.loads(line.decode("utf-8-sig"))
-            except (ValueError, RecursionError):
-                value = None
+            value = _whole(line + file.read(LARGEST_LINE_BYTES)) if first else None
             if value is None:
                 raise
         first = False
-        yield number, where, value, end if file is raw else raw.tell()
+        yield where, value, end if file is raw else raw.tell()
 
 
-def _elements(path: str, content: bytes, size_bytes: int) -> Iterator[Value]:
-    values = _parse(path, content, "a file that begins with '[' must be one JSON array; or write one object a line")
-    for number, value in enumerate(values):
-        yield number, f"{path}, row {number}", value, size_bytes * (number + 1) // len(values)
-
-
-_EACH_LINE = 'every line must hold one whole JSON object, as {"text": "…"} for plain text'
+def _whole(content: bytes) -> Any:
+    """One value over several lines; None if it is not that."""
+    try:
+        return json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _parse(where: str, raw: bytes, remedy: str = _EACH_LINE) -> Any:

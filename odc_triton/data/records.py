@@ -29,9 +29,8 @@ class Record:
     messages: list[dict[str, Any]] | None = None
     learned_from: int = 0  # the first message that may be learned
     tools: list[dict[str, Any]] | None = None
-    line: int  # of the file, from 1; or row of the table, from 0
     where: str  # how errors name it
-    end: int  # where it ends in its source: in bytes of a file, in rows of a table
+    end: int  # where it ends in its source: in bytes of a file, in rows of a table; 0: not known
     characters: int  # in all its texts
 
 

@@ -2,108 +2,99 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..base.hub import hub_problem
-from .folders import files_of, kind_of_file
 from .forms import record_of
-from .json_files import INSTALL, Value, import_pyarrow, read_json
+from .json_files import Value, library, opened, read_json, unpacked
 from .records import DataError, Record
-from .tables import KINDS, read_rows, read_table
+from .tables import LOADED, read_table, without_nulls
 
 # What a hub id may look like; a name with a file's ending is taken for a file.
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|txt|csv|tsv|parquet|arrow|feather|gz|bz2|xz|zst)", re.IGNORECASE)
 _SAVED = ("state.json", "dataset_dict.json")  # a folder from `save_to_disk` has one of them
+_PACKED = re.compile(r"\.(gz|bz2|xz|zst)$", re.IGNORECASE)
+_KINDS = {
+    ".jsonl": "JSON",
+    ".json": "JSON",
+    ".ndjson": "JSON",
+    ".parquet": "Parquet",
+    ".arrow": "Arrow",
+    ".feather": "Arrow",
+    ".csv": "CSV",
+    ".tsv": "TSV",
+}
+_MAGIC = {b"PAR1": "Parquet", b"ARROW1": "Arrow", b"\xff\xff\xff\xff": "Arrow"}
 
 
-class Source(Protocol):
+class Source(ABC):
     """Records in a fixed order. Errors call the source by its `name`."""
 
     name: str
 
     def __iter__(self) -> Iterator[Record]:
         """All records, from the first. Raises DataError."""
+        return (record_of(*row) for row in self.rows())
 
-    def rows(self) -> Iterator[tuple[str, Any]]:
-        """(how errors name it, what is there) of each record, not looked at. Raises DataError."""
+    @abstractmethod
+    def rows(self) -> Iterator[Value]:
+        """(how errors name it, what is there, where it ends) of each record, not looked at. Raises DataError."""
 
+    @abstractmethod
     def total(self) -> int:
         """The last record's `end`: bytes of a file, rows of a table."""
 
+    @abstractmethod
     def fingerprint(self) -> str | None:
         """Changes whenever the records do. None: not known, so nothing made from them may be kept for a later run."""
 
 
-class File:
-    """A file: JSON lines, a JSON array, or a table."""
+class Files(Source):
+    """Files of one kind, one after the other: JSON, or a kind of table."""
 
-    def __init__(self, path: str | os.PathLike, kind: str = "JSON") -> None:
-        """`kind`: as `kind_of_file` gives it. Raises DataError if a library is missing that it needs."""
-        self.path, self.name = path, str(path)
-        self._read: Callable[[], Iterator[Value]] = lambda: read_json(path)
-        if kind in KINDS:
-            import_pyarrow(f"{path} is a table ({kind})")
-            self._read = lambda: read_table(path, kind)
+    def __init__(self, paths: Sequence[str | os.PathLike], name: str | None = None, kind: str = "JSON") -> None:
+        """`name`: of a folder; by default the first file's."""
+        self.paths, self.name, self.kind = paths, str(paths[0]) if name is None else name, kind
 
-    def __iter__(self) -> Iterator[Record]:
-        return (record_of(where, value, line=number, end=end) for number, where, value, end in self._read())
-
-    def rows(self) -> Iterator[tuple[str, Any]]:
-        return ((where, value) for _, where, value, _ in self._read())
+    def rows(self) -> Iterator[Value]:
+        before = 0
+        for path in self.paths:
+            values = read_json(path) if self.kind == "JSON" else read_table(path, self.kind)
+            for where, value, end in _not_empty(str(path), values):
+                yield where, value, before + end
+            before += os.path.getsize(path)
 
     def total(self) -> int:
-        return os.path.getsize(self.path)
+        return sum(map(os.path.getsize, self.paths))
 
     def fingerprint(self) -> str:
         """Path, size and both times. The inode's change time can't be set by hand, so it also detects a file that was
         replaced, or edited with its date kept. Raises DataError."""
-        try:
-            status = os.stat(self.path)
-        except (OSError, ValueError) as error:
-            raise DataError(f"{self.path} cannot be read: {getattr(error, 'strerror', error)}") from error
-        return f"{os.path.realpath(self.path)} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+        lines = []
+        for path in self.paths:
+            with _reading(path):
+                status = os.stat(path)
+            lines.append(f"{os.path.realpath(path)} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
+        return "\n".join(lines)
 
 
-class Files:
-    """Files of one kind, one after the other."""
-
-    def __init__(self, files: list[File], name: str) -> None:
-        self.files, self.name = files, name
-
-    def __iter__(self) -> Iterator[Record]:
-        before = 0
-        for file in self.files:
-            for record in file:
-                yield replace(record, end=before + record.end)
-            before += file.total()
-
-    def rows(self) -> Iterator[tuple[str, Any]]:
-        return (row for file in self.files for row in file.rows())
-
-    def total(self) -> int:
-        return sum(file.total() for file in self.files)
-
-    def fingerprint(self) -> str:
-        return "\n".join(file.fingerprint() for file in self.files)
-
-
-class Rows:
+class Rows(Source):
     """Any table: an iterable of dicts that has a length and can be iterated more than once."""
 
     def __init__(self, table: Any, name: str, fingerprint: str | None = None) -> None:
         self.table, self.name, self._fingerprint = table, name, fingerprint
 
-    def __iter__(self) -> Iterator[Record]:
-        return read_rows(self.table, self.name)
-
-    def rows(self) -> Iterator[tuple[str, Any]]:
-        return ((f"{self.name}, row {number}", row) for number, row in enumerate(self.table))
+    def rows(self) -> Iterator[Value]:
+        rows = ((f"{self.name}, row {row}", without_nulls(each), row + 1) for row, each in enumerate(self.table))
+        return _not_empty(self.name, rows)
 
     def total(self) -> int:
         return len(self.table)
@@ -123,7 +114,7 @@ def open_source(name: str) -> Source:
     if os.path.isdir(name):
         return _from_folder(name, None)
     if os.path.exists(name):
-        return File(name, kind_of_file(name))
+        return Files([name], kind=_kind_of_file(name))
     local, _, split = name.rpartition(":")
     if local and os.path.isdir(local):
         return _from_folder(local, split)
@@ -136,31 +127,78 @@ def open_source(name: str) -> Source:
     return _from_hub(name, place, configuration or None, split or "train")
 
 
+def _kind_of_file(path: str) -> str:
+    """By how the file begins, else by its name. Raises DataError."""
+    named = _named_kind(path)
+    with _reading(path), opened(path) as raw:
+        head = raw.read(512)
+        raw.seek(0)
+        packed = unpacked(raw, path) is not raw
+    if packed and named in LOADED:
+        raise DataError(f"{path} is a packed {named} file, which can't be read in parts; unpack it")
+    kind = next((kind for begin, kind in _MAGIC.items() if head.startswith(begin)), named or "JSON")
+    is_utf_16 = head[:2] in (b"\xff\xfe", b"\xfe\xff")  # which the reader names
+    if kind not in LOADED and not packed and b"\0" in head and not is_utf_16:
+        raise DataError(f"{path} is no text: give JSON lines, JSON, CSV, Parquet or Arrow")
+    return kind
+
+
+def _named_kind(path: str) -> str | None:
+    return _KINDS.get(Path(_PACKED.sub("", path)).suffix.lower())
+
+
 def _from_folder(folder: str, split: str | None) -> Source:
     if any(Path(folder, name).exists() for name in _SAVED):
         return _from_saved(folder, split)
-    kind, paths = files_of(folder, split)
-    return Files([File(path, kind) for path in paths], folder if split is None else f"{folder}:{split}")
+    name = folder if split is None else f"{folder}:{split}"
+    paths = _of_split(folder, split, _splits_of(folder))
+    kinds = {_named_kind(path): os.path.relpath(path, folder) for path in reversed(paths)}
+    if len(kinds) > 1:
+        mixed = " and ".join(f"{kind} ({path})" for kind, path in sorted(kinds.items()))
+        raise DataError(f"{folder} mixes {mixed}; keep files of one kind in a folder")
+    return Files(paths, name, *kinds)
+
+
+def _splits_of(folder: str) -> dict[str, list[str]]:
+    """The files of data in `folder` and below it, sorted, by the splits that their paths name. Raises DataError."""
+    data_files = library("datasets.data_files", f"{folder} is a folder of files")
+    root = os.path.abspath(folder)
+    try:
+        patterns = data_files.get_data_patterns(glob.escape(root))
+        found = data_files.DataFilesDict.from_patterns(patterns, base_path=glob.escape(root))
+    except FileNotFoundError:
+        found = {}
+    splits = {
+        split: sorted({os.path.join(folder, os.path.relpath(path, root)) for path in paths if _named_kind(path)})
+        for split, paths in found.items()
+    }
+    if not any(splits.values()):
+        raise DataError(f"{folder} holds no data; give a folder with files of {', '.join(_KINDS)}")
+    return {split: paths for split, paths in splits.items() if paths}
 
 
 def _from_saved(folder: str, split: str | None) -> Source:
-    datasets = _import_datasets(f"{folder} is a data set of `save_to_disk`")
+    datasets = library("datasets", f"{folder} is a data set of `save_to_disk`")
     loaded = _load(folder, lambda: datasets.load_from_disk(folder))
     if isinstance(loaded, datasets.DatasetDict):
-        wanted = split or "train"
-        if wanted not in loaded:
-            choices = ", ".join(f"{Path(folder)}:{split}" for split in loaded)
-            raise DataError(f"{folder} has no split {wanted!r}; give one of {choices}")
-        return _rows(loaded[wanted], f"{folder}:{wanted}")
+        return _rows(_of_split(folder, split, loaded), f"{folder}:{split or 'train'}")
     if split is not None:
         raise DataError(f"{folder} is one data set without splits; leave out ':{split}'")
     return _rows(loaded, folder)
 
 
+def _of_split(folder: str, split: str | None, splits: Mapping[str, Any]) -> Any:
+    wanted = split or "train"
+    if wanted not in splits:
+        choices = ", ".join(f"{Path(folder)}:{split}" for split in splits)
+        raise DataError(f"{folder} has no split {wanted!r}; give one of {choices}")
+    return splits[wanted]
+
+
 def _from_hub(name: str, hub_id: str, configuration: str | None, split: str) -> Source:
     taken = f"{name} is not a local file, so it was taken for a data set on the hub"
     problem = hub_problem()  # before the import, as the library reads then whether it is offline
-    datasets = _import_datasets(taken)
+    datasets = library("datasets", taken)
     try:
         return _rows(_load(name, lambda: datasets.load_dataset(hub_id, configuration, split=split)), name)
     except DataError as error:
@@ -180,9 +218,18 @@ def _load(name: str, load: Callable[[], Any]) -> Any:
         raise DataError(f"{name} cannot be read as a data set: {reason}") from error
 
 
-def _import_datasets(why: str) -> Any:
+@contextmanager
+def _reading(path: str | os.PathLike) -> Iterator[None]:
     try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"{why}, and that needs the `datasets` library: {INSTALL}") from error
-    return datasets
+        yield
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _not_empty(name: str, rows: Iterator[Value]) -> Iterator[Value]:
+    empty = True
+    for row in rows:
+        empty = False
+        yield row
+    if empty:
+        raise DataError(f"{name} is empty; it needs at least one record")

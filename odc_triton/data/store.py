@@ -1,4 +1,4 @@
-"""Arrays on disk: written as they grow, one uncompressed `.npz` at the end, read back by memory mapping.
+"""Arrays on disk: an uncompressed `.npz`, written whole or not at all, read back by memory mapping.
 
 Plain `np.load` reads the file too. Members begin at multiples of 64 bytes, so their arrays are aligned.
 """
@@ -6,78 +6,45 @@ Plain `np.load` reads the file too. Members begin at multiples of 64 bytes, so t
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import math
 import os
+import shutil
 import struct
 import zipfile
-from array import array
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from ..base.files import atomic_file
 
-_CHUNK = 1 << 20  # bytes copied, or kept in memory, at a time
 _ALIGN = 64
-_ZIP64_EXTRA = 20  # bytes that zipfile itself adds to a member's header
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_HEADER = 30  # bytes of a member's header before its name
+_ZIP64_EXTRA = 20  # that zipfile itself adds to it
 _PADDING_ID = 0x4F44  # of our extra field; readers skip fields that they do not know
+Column = tuple[BinaryIO, np.dtype, tuple[int, ...]]  # the file that holds an array's bytes, its type, its shape
 
 
-class GrowingArrays:
-    """Named columns of integers. They grow in unnamed files, which vanish with the process however it ends."""
-
-    def __init__(self, folder: str | os.PathLike, typecodes: Mapping[str, str]) -> None:
-        """`typecodes`: those of the module `array`, "i" for int32 and "q" for int64. Missing folders are created."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        self._typecodes = dict(typecodes)
-        self._pending = {name: array(typecode) for name, typecode in self._typecodes.items()}
-        self._stack = ExitStack()
-        self._files: dict[str, BinaryIO] = {
-            name: self._stack.enter_context(TemporaryFile(dir=folder))  # noqa: SIM115 - the stack closes it
-            for name in self._typecodes
-        }
-
-    def __enter__(self) -> GrowingArrays:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def extend(self, name: str, values: Iterable[int]) -> None:
-        pending = self._pending[name]
-        pending.extend(values)
-        if len(pending) * pending.itemsize > _CHUNK:
-            self._flush(name)
-
-    def save(self, path: str | os.PathLike, shapes: Mapping[str, tuple[int, ...]], meta: dict[str, Any]) -> None:
-        """Writes all columns with these shapes, and `meta` as JSON, atomically."""
-        with atomic_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-            for name, column in self._files.items():
-                self._flush(name)
-                column.seek(0)
-                dtype = np.dtype(self._typecodes[name])
-                _write_member(file, archive, name, dtype, shapes[name], iter(lambda c=column: c.read(_CHUNK), b""))
-            _write_meta(file, archive, meta)
-
-    def _flush(self, name: str) -> None:
-        self._files[name].write(self._pending[name].tobytes())
-        del self._pending[name][:]
+def save_arrays(path: str | os.PathLike, columns: Mapping[str, Column], meta: dict[str, Any]) -> None:
+    """Writes columns and `meta` as JSON, atomically, a part at a time."""
+    text = np.array(json.dumps(meta))
+    with atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
+        for name, (values, dtype, shape) in {**columns, "meta": column_of(text)}.items():
+            info = zipfile.ZipInfo(f"{name}.npy")  # its date is fixed: the same samples give the same bytes
+            info.external_attr = 0o644 << 16
+            padding = -(file.tell() + _HEADER + len(info.filename) + _ZIP64_EXTRA + 4) % _ALIGN
+            info.extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
+            with archive.open(info, "w", force_zip64=True) as member:
+                header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(member, header)
+                values.seek(0)
+                shutil.copyfileobj(values, member)
 
 
-def save_arrays(path: str | os.PathLike, arrays: Mapping[str, np.ndarray], meta: dict[str, Any]) -> None:
-    """Writes arrays and `meta` as JSON, atomically."""
-    with atomic_file(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for name, values in arrays.items():
-            flat = values.reshape(-1)
-            rows = _CHUNK // values.itemsize
-            chunks = (flat[start : start + rows].tobytes() for start in range(0, flat.size, rows))
-            _write_member(file, archive, name, values.dtype, values.shape, chunks)
-        _write_meta(file, archive, meta)
+def column_of(array: np.ndarray) -> Column:
+    return io.BytesIO(array.tobytes()), array.dtype, array.shape
 
 
 def map_arrays(path: str | os.PathLike, names: Iterable[str], *, verify: bool) -> tuple[dict[str, np.ndarray], Any]:
@@ -102,47 +69,14 @@ def contents(path: str | os.PathLike) -> str:
     return hashlib.sha256(repr(members).encode()).hexdigest()[:32]
 
 
-def _write_meta(file: BinaryIO, archive: zipfile.ZipFile, meta: dict[str, Any]) -> None:
-    text = np.array(json.dumps(meta))
-    _write_member(file, archive, "meta", text.dtype, (), iter([text.tobytes()]))
-
-
-def _write_member(
-    file: BinaryIO,
-    archive: zipfile.ZipFile,
-    name: str,
-    dtype: np.dtype,
-    shape: tuple[int, ...],
-    chunks: Iterable[bytes],
-) -> None:
-    info = zipfile.ZipInfo(f"{name}.npy")  # its date is fixed: the same samples give the same bytes
-    info.external_attr = 0o644 << 16
-    begin = file.tell() + _LOCAL_HEADER.size + len(info.filename) + _ZIP64_EXTRA + 4
-    padding = -begin % _ALIGN
-    info.extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
-    with archive.open(info, "w", force_zip64=True) as member:
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(member, header)
-        for chunk in chunks:
-            member.write(chunk)
-
-
 def _map_member(file: BinaryIO, info: zipfile.ZipInfo) -> np.ndarray:
-    if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-        raise ValueError(f"{info.filename} is compressed")
-    file.seek(info.header_offset)
-    *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    begin = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
+    file.seek(info.header_offset + _HEADER - 4)
+    begin = info.header_offset + _HEADER + sum(struct.unpack("<2H", file.read(4)))  # of the name, of extra fields
     file.seek(begin)
-    if np.lib.format.read_magic(file) != (1, 0):
-        raise ValueError(f"{info.filename} is not an array of version 1.0")
+    np.lib.format.read_magic(file)
     shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
-    if dtype.hasobject or fortran:
-        raise ValueError(f"{info.filename} has Python objects or Fortran order")
     offset = file.tell()
-    values = int(np.prod(shape, dtype=object))  # object: no overflow
-    if offset - begin + values * dtype.itemsize != info.file_size:
-        raise ValueError(f"{info.filename} has {info.file_size} bytes, not those of {shape} {dtype}")
-    if not values:
-        return np.empty(shape, dtype)  # an empty range can't be mapped
-    return np.asarray(np.memmap(file, dtype, "r", offset, shape))
+    is_plain = info.compress_type == zipfile.ZIP_STORED and not fortran and not dtype.hasobject
+    if not is_plain or offset - begin + math.prod(shape) * dtype.itemsize != info.file_size:
+        raise ValueError(f"{info.filename} is no plain array of {shape} {dtype}")
+    return np.asarray(np.memmap(file, dtype, "r", offset, shape)) if math.prod(shape) else np.empty(shape, dtype)

@@ -1,48 +1,46 @@
-"""Rows of tables: Parquet, Arrow and CSV files, by pyarrow, a thousand rows at a time.
+"""Rows of tables, a part at a time: Parquet and Arrow by the library `datasets`, CSV by Python's own reader.
 
-Each file has its own columns, so a folder's files need not agree. All of a CSV file's fields are text: "007" and "NA"
-are what they look like. The nulls that structs get from each other's fields in one column are left out.
+Each file has its own columns, so a folder's files need not agree. The nulls that structs get from each other's fields
+in one column are left out.
+
+All cells of a CSV file are text: "007" and "NA" are what they look like, and an empty cell is an empty text. Not by
+`datasets`, whose pandas fills a row that is too short with empty cells and drops those that are too many, so that what
+a missing quotation mark makes of a text would be learned.
 """
 
 from __future__ import annotations
 
+import csv
+import glob
+import io
+import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Iterator
+from tempfile import TemporaryDirectory
+from typing import Any
 
-from .forms import record_of
-from .json_files import LARGEST_LINE_BYTES, Value, import_pyarrow, opened, unpacked
-from .records import DataError, Record
+from .json_files import LARGEST_LINE_BYTES, Value, library, opened, require_bounded, unpacked
+from .records import DataError
 
-_ROWS = 1024
+_ROWS = 1024  # that are decoded at a time
 _NESTED = ("messages", "conversations", "prompt", "completion", "tools")
-
-
-def read_rows(rows: Iterable[Any], name: str) -> Iterator[Record]:
-    """The records of a table whose rows are dicts. Raises DataError for an unusable row, and where there is none."""
-    row = -1
-    for row, fields in enumerate(rows):
-        yield record_of(f"{name}, row {row}", without_nulls(fields), line=row, end=row + 1)
-    if row < 0:
-        raise DataError(f"{name} has no rows; it needs at least one")
+_DELIMITERS = {"CSV": ",", "TSV": "\t"}
+LOADED = {"Parquet": "parquet", "Arrow": "arrow"}  # by the `datasets` library's module of this name
 
 
 def read_table(path: str | os.PathLike, kind: str) -> Iterator[Value]:
-    """The rows of a file, numbered from 0; `kind`: a key of `KINDS`. Raises DataError."""
-    arrow, row = import_pyarrow(f"{path} is a table ({kind})"), -1
+    """The rows of a file of CSV, TSV, Parquet or Arrow, numbered from 0. Raises DataError."""
+    row = -1
     try:
-        size_bytes = os.path.getsize(path)
-        with opened(path) as file:
-            for batch in KINDS[kind](file, path):
-                decoded = _decoder(batch.schema)
-                for fields in batch.to_pylist():
-                    row += 1
-                    yield row, f"{path}, row {row}", without_nulls(decoded(fields)), min(file.tell(), size_bytes)
-    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        rows = _loaded(path, kind) if kind in LOADED else _cells(path, _DELIMITERS[kind])
+        for row, (fields, end) in enumerate(rows):
+            yield f"{path}, row {row}", fields, end
+    except DataError:
+        raise
+    except Exception as error:  # of the file system, the unpackers, csv, and arrow in its library
         reason = " ".join(str(error).split())[:300]
-        raise DataError(f"{path} cannot be read as {kind}: {reason}") from error
-    if row < 0:
-        raise DataError(f"{path} has no rows; it needs at least one")
+        after = f" after row {row}" if row >= 0 else ""
+        raise DataError(f"{path} cannot be read as {kind}{after}: {reason}") from error
 
 
 def without_nulls(fields: Any) -> Any:
@@ -58,57 +56,41 @@ def _without_none(value: Any) -> Any:
     return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
-def _decoder(schema: Any) -> Callable[[dict], dict]:
-    """What the library `datasets` does with a row of a file that it wrote: it keeps unlike structs as JSON."""
-    if b'"Json"' not in (schema.metadata or {}).get(b"huggingface", b""):
-        return lambda fields: fields
-    from datasets import Features
-
-    return Features.from_arrow_schema(schema).decode_example
-
-
-def _parquet(file: BinaryIO, path: Any) -> Iterator[Any]:
-    import pyarrow.parquet
-
-    return pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=_ROWS)
-
-
-def _arrow(file: BinaryIO, path: Any) -> Iterator[Any]:
-    import pyarrow.ipc
-
-    if file.read(6) == b"ARROW1":
-        whole = pyarrow.ipc.open_file(file)
-        batches = (whole.get_batch(number) for number in range(whole.num_record_batches))
-    else:
-        file.seek(0)
-        batches = iter(pyarrow.ipc.open_stream(file))
-    for batch in batches:
-        for start in range(0, batch.num_rows, _ROWS):
-            yield batch.slice(start, _ROWS)
+def _loaded(path: str | os.PathLike, kind: str) -> Iterator[tuple[dict, int]]:
+    opened(path).close()  # raises for what is not a file
+    name = LOADED[kind]
+    module = library(f"datasets.packaged_modules.{name}.{name}", f"{path} is a table ({kind})")
+    logging.getLogger(module.__name__).setLevel(logging.CRITICAL)  # what it logs it also raises
+    options = {"batch_size": _ROWS} if kind == "Parquet" else {}
+    # Its builder, as `load_dataset` would report to the hub which formats are read.
+    with TemporaryDirectory(prefix="odc-triton-data-") as scratch:  # for its lock
+        builder = getattr(module, kind)(
+            cache_dir=scratch, data_files={"train": [glob.escape(os.path.abspath(path))]}, **options
+        )
+        table = builder.as_streaming_dataset("train")
+    if "Json(" not in repr(table.features):  # which is how it keeps unlike structs
+        table = table.decode(False)  # pictures and sounds stay bytes
+    return ((without_nulls(fields), 0) for fields in table)
 
 
-def _csv(delimiter: str) -> Callable[[BinaryIO, Any], Iterator[Any]]:
-    def read(file: BinaryIO, path: Any) -> Iterator[Any]:
-        import pyarrow.csv
+def _cells(path: str | os.PathLike, delimiter: str) -> Iterator[tuple[dict, int]]:
+    csv.field_size_limit(LARGEST_LINE_BYTES)
+    with opened(path) as raw, unpacked(raw, path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
 
-        how = {
-            "read_options": pyarrow.csv.ReadOptions(block_size=LARGEST_LINE_BYTES),
-            "parse_options": pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
-        }
-        columns = pyarrow.csv.open_csv(unpacked(file, path), **how).schema.names
+        def lines() -> Iterator[str]:
+            for number, line in enumerate(iter(lambda: text.readline(LARGEST_LINE_BYTES + 1), ""), start=1):
+                require_bounded(f"{path}, line {number}", line)
+                yield line
+
+        rows = (cells for cells in csv.reader(lines(), delimiter=delimiter, strict=True) if cells)  # no empty lines
+        columns = next(rows, [])
         twice = sorted({name for name in columns if columns.count(name) > 1})
         if twice:
             raise DataError(f"{path} has the column {twice[0]!r} {columns.count(twice[0])} times; rename all but one")
-        file.seek(0)
-        as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(columns, pyarrow.string()))
-        yield from pyarrow.csv.open_csv(unpacked(file, path), convert_options=as_text, **how)
-
-    return read
-
-
-KINDS: dict[str, Callable[[BinaryIO, Any], Iterator[Any]]] = {
-    "Parquet": _parquet,
-    "Arrow": _arrow,
-    "CSV": _csv(","),
-    "TSV": _csv("\t"),
-}
+        for row, cells in enumerate(rows):
+            if len(cells) != len(columns):
+                raise DataError(
+                    f"{path}, row {row}: the header has {len(columns)} columns and this row {len(cells)} cells; is a "
+                    "quotation mark missing?"
+                )
+            yield dict(zip(columns, cells, strict=True)), raw.tell()

@@ -43,19 +43,20 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int = 8192, sample_byte
     tokens include the special tokens and the 256 bytes; the vocabulary is smaller if the texts have too few pairs
     to merge.
 
-    Raises ImportError without the `tokenizers` library and ValueError for a vocabulary too small.
+    Raises ValueError for a vocabulary too small.
     """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     smallest = 256 + len(SPECIAL_TOKENS)
     if vocab_size < smallest:
         raise ValueError(f"vocab_size is {vocab_size} tokens; bytes and special tokens alone need {smallest}")
-    tokenizers = _import_tokenizers()
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_head(texts, sample_bytes), trainer)
@@ -69,23 +70,28 @@ def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike) -> None:
 
 
 def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
-    """Reads a `tokenizer.json`.
+    """Reads a `tokenizer.json`. Raises OSError, and ValueError for a file that is not one."""
+    from tokenizers import Tokenizer
 
-    Raises ImportError without the `tokenizers` library, OSError and ValueError for a file that is not one.
-    """
     text = Path(path).read_bytes()
     try:
-        return _import_tokenizers().Tokenizer.from_buffer(text)
-    except ImportError:
-        raise
+        return Tokenizer.from_buffer(text)
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
 
 
 def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """A tokenizer from `train_tokenizer` as transformers' class, with its end and pad tokens named."""
+    """A tokenizer from `train_tokenizer` as transformers' class, with its end and pad tokens named.
+
+    Raises ValueError if it has no such end token.
+    """
     from transformers import PreTrainedTokenizerFast
 
+    if tokenizer.token_to_id(END) is None:
+        raise ValueError(
+            f"the tokenizer has no {END} token, so odc-triton did not make it: give the folder of its model, where "
+            f"tokenizer_config.json names the special tokens"
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -104,13 +110,7 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
 
     with reading(str(source)):
         if Path(source).suffix == ".json":
-            tokenizer = load_tokenizer(source)
-            if tokenizer.token_to_id(END) is None:
-                raise ValueError(
-                    f"{source} has no {END} token, so odc-triton did not make it: give the folder of its model, "
-                    f"where tokenizer_config.json names the special tokens"
-                )
-            return to_transformers(tokenizer)
+            return to_transformers(load_tokenizer(source))
         try:
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except ValueError as error:
@@ -138,34 +138,10 @@ class TextEncoder:
     def of(cls, tokenizer: Tokenizer | PreTrainedTokenizerBase) -> TextEncoder:
         """The encoder of any transformers tokenizer, or of one that `train_tokenizer` made.
 
-        Raises ValueError if no end token is known, or if the tokenizer itself pads or truncates.
+        Raises ValueError if no end token is known.
         """
-        if hasattr(tokenizer, "eos_token_id"):
-            return cls._of_transformers(tokenizer)
-        if tokenizer.padding is not None or tokenizer.truncation is not None:
-            raise ValueError(
-                f"the tokenizer has padding={tokenizer.padding}, truncation={tokenizer.truncation}; "
-                "call its no_padding() and no_truncation(): sequences are never padded here"
-            )
-        end, prompt, completion = (tokenizer.token_to_id(token) for token in (END, PROMPT, COMPLETION))
-        if end is None:
-            raise ValueError(
-                f"the tokenizer has no token {END!r}; pass transformers' AutoTokenizer, "
-                "which knows its model's end token"
-            )
-        return cls(
-            encode_batch=lambda texts: [
-                encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            ],
-            end_id=end,
-            before_prompt=() if prompt is None else (prompt,),
-            before_completion=() if completion is None else (completion,),
-            decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
-            fingerprint=_hash("tokenizers", tokenizer.to_str()),
-        )
-
-    @classmethod
-    def _of_transformers(cls, tokenizer: PreTrainedTokenizerBase) -> TextEncoder:
+        if not hasattr(tokenizer, "eos_token_id"):
+            tokenizer = to_transformers(tokenizer)
         if tokenizer.eos_token_id is None:
             raise ValueError(
                 f"the tokenizer {tokenizer.name_or_path} has no end-of-sequence token: set its eos_token, in "
@@ -248,20 +224,6 @@ def _head(texts: Iterable[str], limit_bytes: int) -> Iterator[str]:
         limit_bytes -= len(text.encode())
         if limit_bytes < 0:
             return
-
-
-def _import_tokenizers():
-    try:
-        import tokenizers
-        import tokenizers.decoders
-        import tokenizers.models
-        import tokenizers.pre_tokenizers
-        import tokenizers.trainers
-    except ImportError as error:
-        raise ImportError(
-            'training a tokenizer needs the `tokenizers` library: pip install "odc-triton[demo]"'
-        ) from error
-    return tokenizers
 
 
 def read_config(source: str) -> Any:

@@ -18,8 +18,7 @@ from ..balance.queue import QUEUE
 from ..balance.split import deal_split
 from ..balance.strategies import assign
 from ..checkpoint.repeat import Kept
-from ..data.dataset import SampleSubset, TokenizedDataset
-from ..data.mixture import Mixture
+from ..data.dataset import Samples
 from ..data.order import Mix
 from ..engine.api import engine_of, minibatch
 from ..hf import summed_loss
@@ -28,8 +27,6 @@ from .metrics import Metrics
 from .run import Picture, Run, shared_counter
 from .samples import Completions
 from .sft_options import SftOptions
-
-Samples = TokenizedDataset | SampleSubset | Mixture
 
 
 class SftRun(Run):

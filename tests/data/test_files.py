@@ -18,13 +18,15 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from odc_triton.data.dataset import TokenizedDataset, tokenize_file, tokenize_source
-from odc_triton.data.prepared import prepare_data
+from odc_triton.data import json_files
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file, tokenize_source
+from odc_triton.data.json_files import LARGEST_LINE_BYTES
 from odc_triton.data.records import DataError
-from odc_triton.data.sources import File, open_source
+from odc_triton.data.sources import open_source
 from odc_triton.data.tokenizer import TextEncoder
 from tests.support.chats import make_tokenizer
-from tests.support.records import CHARACTERS, ENCODER, NEVER, samples_of, write_lines
+from tests.support.deadlines import LONG_S
+from tests.support.records import CHARACTERS, samples_of, write_lines
 
 TOOLS = [{"name": "add", "p": {"a": 1}}, {"name": "sub", "p": {"b": "x", "c": None}}]
 TEMPLATE = (
@@ -41,12 +43,12 @@ def said(*words: str) -> list[dict]:
     return [{"role": ("user", "assistant")[at % 2], "content": word} for at, word in enumerate(words)]
 
 
-# What looks like a number, a date or a missing value is text.
+# What looks like a number, a date or a missing value is text, and an empty cell is an empty text.
 RECORDS = {
-    "text": [{"text": 'a "quoted", \n line é'}, {"text": "2020-01-01"}, {"text": "NA"}, {"text": "007"}],
+    "text": [{"text": 'a "quoted", \n line é'}, {"text": "2020-01-01"}, {"text": "NA"}, {"text": "007"}, {"text": ""}],
     "prompt and completion": [{"prompt": "1", "completion": "01"}, {"prompt": "é\r\n", "completion": "null"}],
     "Alpaca": [
-        {"instruction": "add", "input": "1", "output": "2020-01-01"},
+        {"instruction": "add", "input": "1", "output": "NaN"},
         {"instruction": "say", "input": "", "output": "3"},
     ],
     "messages": [{"messages": said("why\n", "é 'yes'"), "id": 1}, {"messages": said("a", "b", "c", "d"), "id": 2}],
@@ -71,6 +73,10 @@ def lines(records: list) -> bytes:
 
 def packed(content: bytes) -> bytes:
     return gzip.compress(content, mtime=0)  # else tests have other names each time they are collected
+
+
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
 
 
 def table(delimiter: str) -> Callable[[list], bytes]:
@@ -103,21 +109,20 @@ def ipc(opened: Callable) -> Callable:
 
 
 FILES: dict[str, Callable[[list], bytes]] = {
-    "data.jsonl": lines,
     "with a mark.jsonl": lambda records: b"\xef\xbb\xbf" + lines(records),
     "data.jsonl.gz": lambda records: packed(lines(records)),
     "data.jsonl.bz2": lambda records: bz2.compress(lines(records)),
     "data.jsonl.xz": lambda records: lzma.compress(lines(records)),
-    "data.jsonl.zst": lambda records: pa.compress(lines(records), codec="zstd", asbytes=True),
+    "data.jsonl.zst": lambda records: zstd(lines(records)),
     "no ending": lambda records: packed(lines(records)),
     "array.json": lambda records: json.dumps(records, indent=1).encode(),
     "array in a line.json": lambda records: b"\n [" + b" , ".join(json.dumps(r).encode() for r in records) + b"]",
     "array.json.gz": lambda records: packed(json.dumps(records).encode()),
-    "data.csv": table(","),
+    "data.csv": lambda records: b"\xef\xbb\xbf" + table(",")(records),
     "data's é.TSV": table("\t"),
-    "data.csv.gz": lambda records: packed(table(",")(records)),
+    "data.csv.zst": lambda records: zstd(table(",")(records)),
     "data.parquet": arrow(lambda sink, rows: pa.parquet.write_table(rows, sink, row_group_size=1)),
-    "parquet of no ending": arrow(lambda sink, rows: pa.parquet.write_table(rows, sink)),
+    "parquet of no ending [1] *": arrow(lambda sink, rows: pa.parquet.write_table(rows, sink)),
     "file.arrow": arrow(ipc(pa.ipc.new_file)),
     "stream.arrow": arrow(ipc(pa.ipc.new_stream)),
 }
@@ -139,26 +144,26 @@ def wanted(tmp_path_factory, encoder):
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_form_in_every_file(tmp_path, encoder, wanted, name):
-    # A prompt that is written as text is text.
-    forms = [form for form in RECORDS if not (form == "prompt and completion as messages" and "sv" in name.lower())]
-    for form in forms:
-        records = RECORDS[form]
+    is_csv = "sv" in name.lower()
+    for form, records in RECORDS.items():
+        if is_csv and form == "prompt and completion as messages":
+            continue  # a prompt that is written as text is text
         (tmp_path / name).write_bytes(FILES[name](records))
         source, ends = open_source(str(tmp_path / name)), []
         tokenize_source(source, encoder, tmp_path / "out.npz", progress=lambda *at, ends=ends: ends.append(at))
         assert samples_of(TokenizedDataset.load(tmp_path / "out.npz")) == wanted[form], form
-        assert 0 < ends[-1][1] <= 1
+        assert ends == [(len(records), 0 if "arrow" in name or "parquet" in name else pytest.approx(1, abs=0.2))]
         assert {record.form for record in source} == {"messages" if form == "tools" else form}
-        assert [where for where, _ in source.rows()] == [record.where for record in source]
+        assert [where for where, *_ in source.rows()] == [record.where for record in source]
 
 
 def test_one_document_over_several_lines(tmp_path):
     path = tmp_path / "one.json"
     path.write_text(json.dumps({"prompt": "a", "completion": "b"}, indent=2))
-    assert [(record.prompt, record.completion) for record in File(path)] == [("a", "b")]
+    assert [(record.prompt, record.completion) for record in open_source(str(path))] == [("a", "b")]
     path.write_text(json.dumps({"prompt": "a", "completion": "b"}, indent=2) + "\n{}")
     with pytest.raises(DataError, match=r"one\.json, line 1: not valid JSON.*every line must hold one whole JSON"):
-        list(File(path))
+        list(open_source(str(path)))
 
 
 def test_json_lines_keep_what_a_table_has_no_place_for(tmp_path):
@@ -167,55 +172,81 @@ def test_json_lines_keep_what_a_table_has_no_place_for(tmp_path):
         {"messages": [*said("a"), {"role": "assistant", "tool_calls": [{"function": {"arguments": each}}]}]}
         for each in ({"a": 1, "b": None}, {"a": "x"})
     ]
-    for name in ("data.jsonl", "data.jsonl.zst", "array.json"):
+    for name in ("data.jsonl.zst", "array.json"):
         (tmp_path / name).write_bytes(FILES[name](records))
         found = [record.messages for record in open_source(str(tmp_path / name))]
         assert found == [record["messages"] for record in records]
 
 
-def test_what_datasets_writes_as_json_is_read_as_objects(tmp_path):
+def test_unlike_structs_and_numbers_of_tables(tmp_path):
+    """A struct's nulls are other records' fields; `datasets` writes unlike ones as JSON. NaN and dates stay values."""
     import datasets
 
+    rows = [
+        {"messages": [{"role": "user", "content": "a", "x": None}, {"role": "assistant", "content": "b", "x": 1}],
+         "tools": TOOLS, "score": float("nan"), "none": None},
+        {"messages": said("a", "b"), "tools": TOOLS[:1], "score": 1.0, "none": None},
+    ]  # fmt: skip
+    (tmp_path / "plain.parquet").write_bytes(FILES["data.parquet"](rows))
+    role = {"role": datasets.Value("string"), "content": datasets.Value("string"), "x": datasets.Value("int64")}
     features = datasets.Features(
         {
-            "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
+            "messages": datasets.List(role),
             "tools": datasets.List(datasets.Json()),
+            "score": datasets.Value("float64"),
+            "none": datasets.Value("string"),
         }
     )
-    rows = [{"messages": said("a", "b"), "tools": TOOLS}]
-    datasets.Dataset.from_dict({k: [row[k] for row in rows] for k in rows[0]}, features=features).to_parquet(
-        tmp_path / "data.parquet"
-    )
-    (record,) = open_source(str(tmp_path / "data.parquet"))
-    assert record.tools == [TOOLS[0], {"name": "sub", "p": {"b": "x"}}]
+    columns = {k: [row[k] for row in rows] for k in rows[0]}
+    columns["messages"][1] = [{**each, "x": None} for each in columns["messages"][1]]
+    datasets.Dataset.from_dict(columns, features=features).to_parquet(tmp_path / "json.parquet")
+    for name in ("plain", "json"):
+        source = open_source(str(tmp_path / f"{name}.parquet"))
+        (_, first, _), (_, second, _) = source.rows()
+        assert first["messages"] == [said("a")[0], {"role": "assistant", "content": "b", "x": 1}], name
+        assert first["tools"] == [TOOLS[0], {"name": "sub", "p": {"b": "x"}}], name
+        assert (str(first["score"]), second["score"], first["none"]) == ("nan", 1.0, None), name
+        assert second["tools"] == TOOLS[:1]
+        assert [record.form for record in source] == ["messages"] * 2
+
+
+WORDS = FILES["data.parquet"]([{"text": "some words"}] * 9)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("data.csv", b"", "cannot be read as CSV: Empty CSV file"),
-        ("data.csv", b"text,n\na,1\nb\n", "cannot be read as CSV: .*Expected 2 columns, got 1"),
-        ("data.csv", b"text\n\xff\n", "cannot be read as CSV: .*invalid UTF8"),
-        ("data.csv", b"text\n", "has no rows; it needs at least one"),
+        ("data.csv", b"", "is empty; it needs at least one record"),
+        ("data.csv", b"text\n", "is empty; it needs at least one record"),
+        ("data.csv", b"text,n\na,1\nb\n", "row 1: the header has 2 columns and this row 1 cells; is a quotation"),
+        ("data.csv", b"text,n\na,1,2\n", "row 0: the header has 2 columns and this row 3 cells"),
+        ("data.csv", b'text\na\n"b', "cannot be read as CSV after row 0: unexpected end of data"),
+        ("data.csv", b"text\n\xff\n", "cannot be read as CSV: .*can't decode byte 0xff"),
         ("data.csv", b"text,text\na,b\n", "has the column 'text' 2 times; rename all but one"),
         ("data.csv", b"words\na\n", r"row 0: needs 'text'.*it has 'words'"),
+        ("data.csv.gz", packed(b"text\n" + b"words\n" * 99)[:-9], "cannot be read as CSV"),
         ("data.parquet", b"PAR1\0\0\0\0PAR1", "cannot be read as Parquet: "),
-        ("data.arrow", b"\xff\xff\xff\xff\x10", "cannot be read as Arrow: "),
+        ("data.parquet", WORDS[: len(WORDS) // 2], "cannot be read as Parquet: "),
+        ("data.parquet", FILES["data.parquet"]([{"text": "a"}])[:9] + b"\xff" * 9 + WORDS[18:], "as Parquet: "),
+        ("data.parquet", arrow(lambda sink, rows: pa.parquet.write_table(rows[:0], sink))([{"text": ""}]), "is empty"),
         ("data.parquet", FILES["data.parquet"]([{"text": 3}]), "row 0: 'text' must be a string, not a number"),
+        ("data.parquet", FILES["data.parquet"]([{"text": "a"}, {"text": None}]), r"row 1: needs.* 'text' \(null\)"),
+        ("data.arrow", b"\xff\xff\xff\xff\x10", "cannot be read as Arrow: "),
         ("data.parquet.gz", packed(b"PAR1"), "is a packed Parquet file, which can't be read in parts; unpack"),
         ("data.jsonl.gz", packed(b'{"text": "a"}' * 99)[:-9], "cannot be read: "),
         ("data.jsonl.gz", packed(b'{"text": "a"}\n{"txt": "b"}'), r"line 2: needs 'text'.*it has 'txt'"),
-        ("data.jsonl.zst", pa.compress(b"x" * 999, codec="zstd", asbytes=True)[:-4], "cannot be read: "),
+        ("data.jsonl.zst", zstd(b"x" * 999)[:-4], "cannot be read: "),
         ("data.jsonl.xz", lzma.compress(b"x" * 999)[:40] + b"\0" * 40, "cannot be read: "),
         ("data.json", b'[{"text": "a"}', "not valid JSON: .*that begins with '\\[' must be one JSON array; or write"),
         ("data.json", b'[{"text": "a"}, ["b"]]', r"row 1: a list, not an object with 'text'"),
-        ("data.json", b"[]", "is empty; it needs at least one"),
+        ("data.json", b"[]", "is empty; it needs at least one record"),
         ("data.json", b"[" * 100_000, "nested too deeply"),
-        ("data.npz", b"PK\x03\x04\xff", "is a zip archive, as .npz files are; give the files that it holds"),
+        ("data.jsonl", b"\n  \r\n", "is empty; it needs at least one record"),
+        ("data.npz", b"PK\x03\x04\xff\0", "is no text: give JSON lines, JSON, CSV, Parquet or Arrow"),
         ("data.jsonl:test", None, "is one file without splits; leave out ':test'"),
     ],
 )
-def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+def test_what_cannot_be_read_is_named(tmp_path, capfd, name, content, message):
     if content is None:
         write_lines(tmp_path / name.partition(":")[0], {"text": "a"})
     else:
@@ -223,13 +254,68 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
     with pytest.raises(DataError, match=f"(?s){name.partition(':')[0]}.*{message}") as caught:
         tokenize_source(open_source(str(tmp_path / name)), CHARACTERS, tmp_path / "out.npz")
     assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "remedy"),
+    [
+        ("data.jsonl", b'{"text": "fine"}\n{"text": "', "line 2: longer than 16 MiB, .*split its text"),
+        (
+            "data.jsonl",
+            b'[{"text": "',
+            "is a JSON array of more than 0.03125 GiB, which would be read whole; write one",
+        ),
+        ("data.csv", b'text\nfine\n"', "line 3: longer than 16 MiB"),
+    ],
+)
+def test_what_is_past_the_bound_is_named_and_not_read_whole(tmp_path, monkeypatch, name, begin, remedy):
+    monkeypatch.setattr(json_files, "_LARGEST_ARRAY_BYTES", 2**25)
+    path = tmp_path / name
+    with open(path, "wb") as file:
+        file.write(begin + b"x" * 600)
+        file.truncate(50 * 2**30)  # a hole: what is read whole does not fit into memory
+    with pytest.raises(DataError, match=rf"{name},? {remedy}"):
+        list(open_source(str(path)))
+
+
+def test_the_longest_line_is_read(tmp_path):
+    path = tmp_path / "data.jsonl"
+    for spare, records in ((0, 2), (-1, None)):
+        line = b'{"text": "a", "x": "%s"}' % (b"x" * (LARGEST_LINE_BYTES - 23 - spare))
+        assert len(line) == LARGEST_LINE_BYTES - 1 - spare
+        path.write_bytes(line + b'\n{"text": "b"}\n')
+        if records is None:
+            with pytest.raises(DataError, match="line 1: longer than 16 MiB"):
+                tokenize_file(path, CHARACTERS, DataOptions())
+        else:
+            assert tokenize_file(path, CHARACTERS).summary.records == records
+    (tmp_path / "data.csv").write_text(f"text\n{'x' * 200_000}\n")  # more than csv's own limit
+    assert [len(record.completion) for record in open_source(str(tmp_path / "data.csv"))] == [200_000]
+
+
+@pytest.mark.timeout(LONG_S)
+def test_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "data:1.jsonl", {"text": "a"})
+    assert [record.completion for record in open_source("data:1.jsonl")] == ["a"]
+    for name in ("missing.jsonl", "missing.JSONL:train", "./missing", "/missing/data", "a/b/c", "~/x"):
+        with pytest.raises(DataError, match="cannot be read: No such file or directory"):
+            open_source(name)
+    for name in ("", "a\0b"):
+        with pytest.raises(DataError, match="names no data"):
+            open_source(name)
+    with pytest.raises(DataError, match=r"a.*b' cannot be read: a name can't have a NUL"):
+        tokenize_file("a\0b", CHARACTERS)
+    for name in ("pipe", "pipe.parquet", "pipe.csv"):  # a writer would be waited for
+        os.mkfifo(name)
+        with pytest.raises(DataError, match=f"{name} cannot be read: it is not a regular file"):
+            open_source(name)
 
 
 # --- folders ------------------------------------------------------------------------------------------------
 
-
-def texts(name: str) -> list[str]:
-    return [record.completion for record in open_source(name)]
+SHARD = "data/test-00000-of-00001.parquet"
 
 
 @pytest.mark.parametrize(
@@ -237,34 +323,37 @@ def texts(name: str) -> list[str]:
     [
         (("b/2.jsonl", "a.json", "b/1.jsonl.gz"), {None: ["a.json", "b/1.jsonl.gz", "b/2.jsonl"]}),
         (
-            ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", "data/test-0.parquet"),
+            ("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet", SHARD),
             {
                 None: ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
-                "train": ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
-                "test": ["data/test-0.parquet"],
+                "test": [SHARD],
             },
         ),
-        (("all.csv", "dev.csv", "eval/x.csv"), {None: ["all.csv"], "validation": ["dev.csv"], "test": ["eval/x.csv"]}),
+        (("train.csv", "dev.csv", "eval/x.csv"), {"test": ["eval/x.csv"]}),
+        (("train/train-train.csv", "dev.csv"), {None: ["train/train-train.csv"]}),
         (("trainer.jsonl", "contest.jsonl"), {None: ["contest.jsonl", "trainer.jsonl"]}),
         (("train.csv", "test.parquet"), {"train": ["train.csv"], "test": ["test.parquet"]}),
         (("x.arrow", "y.arrow"), {"train": ["x.arrow", "y.arrow"]}),
     ],
 )
-def test_folder(tmp_path, files, splits):
+def test_folder(tmp_path, monkeypatch, files, splits):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("a [b] *")
     writers = {".jsonl": lines, ".gz": FILES["data.jsonl.gz"], ".json": FILES["array.json"], ".csv": table(","),
                ".parquet": FILES["data.parquet"], ".arrow": FILES["file.arrow"]}  # fmt: skip
-    for name in ("README.md", ".hidden.jsonl", ".cache/x.jsonl", "dataset_infos.json"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text("no data")
+    for name in ("README.md", ".hidden.jsonl", ".cache/x.jsonl", "dataset_infos.json", "config.json", "notes.txt"):
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text("no data")
     for name in files:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(writers[Path(name).suffix]([{"text": name}, {"text": "and"}]))
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(writers[Path(name).suffix]([{"text": name}, {"text": "and"}]))
     for split, wanted in splits.items():
-        name = str(tmp_path) if split is None else f"{tmp_path}:{split}"
-        assert texts(name) == [text for each in wanted for text in (each, "and")]
-        source = open_source(name)
-        assert 0 < list(source)[-1].end <= source.total() == sum((tmp_path / each).stat().st_size for each in wanted)
-        assert len(list(source.rows())) == 2 * len(wanted)
+        source = open_source(str(folder) if split is None else f"{folder}:{split}")
+        records = list(source)
+        assert [record.completion for record in records] == [text for each in wanted for text in (each, "and")]
+        assert [record.where for record in records][-1].startswith(f"{folder}/{wanted[-1]}, ")
+        sizes = [(folder / each).stat().st_size for each in wanted]
+        assert sum(sizes[:-1]) <= records[-1].end <= source.total() == sum(sizes)
 
 
 @pytest.mark.parametrize(
@@ -273,8 +362,9 @@ def test_folder(tmp_path, files, splits):
         (("a.jsonl", "b.parquet", "c.jsonl"), "", r"mixes JSON \(a\.jsonl\) and Parquet \(b\.parquet\); keep files of"),
         (("a.csv", "b.tsv"), "", r"mixes CSV \(a\.csv\) and TSV \(b\.tsv\)"),
         (("README.md",), "", r"holds no data; give a folder with files of \.jsonl, "),
-        (("train.csv",), ":test", "has no files of the split 'test'; give one of .*:train"),
-        (("test.csv",), "", "has no files of the split 'train'; give one of .*:test"),
+        ((), "", r"holds no data; give a folder with files of \.jsonl, "),
+        (("train.csv",), ":test", "has no split 'test'; give one of .*:train"),
+        (("test.csv",), "", "has no split 'train'; give one of .*:test"),
     ],
 )
 def test_folder_that_is_refused(tmp_path, files, split, message):
@@ -284,28 +374,14 @@ def test_folder_that_is_refused(tmp_path, files, split, message):
         open_source(f"{tmp_path}{split}")
 
 
-def test_prepared_samples_are_those_of_the_files(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    for name in ("a", "b"):
-        write_lines(folder / f"{name}.jsonl", {"text": name})
-    assert len(prepare_data(str(folder), ENCODER, folder=tmp_path / "kept")) == 2
-    assert len(prepare_data(str(folder), NEVER, folder=tmp_path / "kept")) == 2
-    before = (folder / "b.jsonl").stat()
-    (folder / "b.jsonl").write_text('{"text": "c"}\n')
-    os.utime(folder / "b.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
-    again = prepare_data(str(folder), ENCODER, folder=tmp_path / "kept")
-    assert samples_of(again)[1][0] == [2, ord("c"), 1]
-    write_lines(folder / "c.jsonl", {"text": "d"})
-    assert len(prepare_data(str(folder), ENCODER, folder=tmp_path / "kept")) == 3
-
-
-def test_json_needs_no_library(tmp_path):
-    """Lines, an array, packed by what Python has; all else names the library in one line."""
-    for name in ("data.jsonl", "data.jsonl.gz", "array.json"):
+def test_what_needs_no_library(tmp_path):
+    """JSON and CSV, packed by what Python has; all else names the library in one line."""
+    own = ["with a mark.jsonl", "data.jsonl.gz", "array.json", "data.csv"]
+    others = ["data.parquet", "file.arrow", "data.jsonl.zst", "data.csv.zst"]
+    for name in own + others:
         (tmp_path / name).write_bytes(FILES[name](RECORDS["text"]))
-    for name in ("data.csv", "data.parquet", "file.arrow", "data.jsonl.zst"):
-        (tmp_path / name).write_bytes(FILES[name](RECORDS["text"]))
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").touch()
     program = (
         "import sys\nfor name in ('datasets', 'pyarrow', 'pandas'): sys.modules[name] = None\n"
         "from odc_triton.data.sources import open_source\n"
@@ -313,11 +389,13 @@ def test_json_needs_no_library(tmp_path):
         "    try: print(len(list(open_source(name))))\n"
         "    except ValueError as error: print(error)\n"
     )
-    names = ["data.jsonl", "data.jsonl.gz", "array.json", "data.csv", "data.parquet", "file.arrow", "data.jsonl.zst"]
-    command = [sys.executable, "-c", program, *names]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    names = [*own, *others, ".", "saved:test", "owner/name:train"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names],
+        cwd=tmp_path, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
     said = done.stdout.splitlines()
-    assert said[:3] == ["4"] * 3
-    for name, line in zip(names[3:], said[3:], strict=True):
-        assert line.startswith(name)
-        assert line.endswith('that needs the `datasets` library with its pyarrow: pip install "odc-triton[data]"')
+    assert said[: len(own)] == ["5"] * len(own)
+    for name, line in zip(names[len(own) :], said[len(own) :], strict=True):
+        assert line.startswith(name.partition(":")[0])
+        assert line.endswith('that needs the `datasets` library: pip install "odc-triton[data]"')

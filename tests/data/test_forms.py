@@ -23,7 +23,7 @@ CALLS = {"role": "assistant", "tool_calls": [{"type": "function", "function": CA
 
 
 def read(fields: object):
-    return record_of("data, line 1", fields, line=1, end=1)
+    return record_of("data, line 1", fields)
 
 
 @pytest.mark.parametrize(

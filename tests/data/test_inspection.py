@@ -15,7 +15,7 @@ from odc_triton.cli.command import main
 from odc_triton.data.dataset import DataOptions, tokenize_file
 from odc_triton.data.inspection import inspect_data
 from odc_triton.data.records import DataError
-from odc_triton.data.sources import File
+from odc_triton.data.sources import Files
 from odc_triton.data.tokenizer import TextEncoder
 from tests.support.chats import CHATML, make_tokenizer
 from tests.support.records import CHARACTERS, RECORDS, write_lines
@@ -23,11 +23,11 @@ from tests.support.records import CHARACTERS, RECORDS, write_lines
 CHAT = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "yes\x1b[2J"}]}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(records=RECORDS, cap=st.integers(2, 12))
 def test_counts_are_those_of_the_preparation(tmp_path_factory, records, cap):
     path = write_lines(tmp_path_factory.getbasetemp() / "inspect.jsonl", *records)
-    found, lengths = inspect_data(File(path), CHARACTERS, token_cap=cap, vocabulary=100)
+    found, lengths = inspect_data(Files([path]), CHARACTERS, token_cap=cap, vocabulary=100)
     data = tokenize_file(path, CHARACTERS)
     assert lengths.tolist() == data.lengths.tolist()
     assert (found.records, found.samples) == (len(records), len(data))
@@ -123,7 +123,7 @@ def test_json_and_bytes(folder, capsys):
 def test_agrees_with_training_on_real_tokens(folder):
     path = folder / "data$1.jsonl"
     encoder = TextEncoder.of(make_tokenizer(CHATML))
-    found, _ = inspect_data(File(path), encoder, token_cap=20)
+    found, _ = inspect_data(Files([path]), encoder, token_cap=20)
     data = tokenize_file(path, encoder)
     learned = "".join(text for flag, text in found.example if flag)
     assert learned == "yes\x1b[2J<|im_end|>\n"

@@ -6,46 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from odc_triton.data import chat, json_files
+from odc_triton.data import chat
 from odc_triton.data.dataset import DataOptions, tokenize_file
-from odc_triton.data.json_files import LARGEST_LINE_BYTES
 from odc_triton.data.records import DataError
 from odc_triton.data.tokenizer import TextEncoder
 from tests.support.chats import WRITERS, make_tokenizer
 from tests.support.records import CHARACTERS, samples_of, write_lines
-
-
-@pytest.mark.parametrize(
-    ("begin", "remedy"),
-    [
-        (b'{"text": "fine"}\n{"text": "', "line 2: longer than 16 MiB, .*split its text"),
-        (
-            b'[{"text": "',
-            "is a JSON array of more than 0.03125 GiB, which would be read whole; write one",
-        ),
-    ],
-)
-def test_what_is_past_the_bound_is_named_and_not_read_whole(tmp_path, monkeypatch, begin, remedy):
-    monkeypatch.setattr(json_files, "_LARGEST_ARRAY_BYTES", 2**25)
-    path = tmp_path / "data.jsonl"
-    with open(path, "wb") as file:
-        file.write(begin)
-        file.truncate(50 * 2**30)  # a hole: what is read whole does not fit into memory
-    with pytest.raises(DataError, match=rf"data\.jsonl,? {remedy}"):
-        tokenize_file(path, CHARACTERS, DataOptions(too_long="truncate"))
-
-
-def test_the_longest_line_is_read(tmp_path):
-    path = tmp_path / "data.jsonl"
-    for spare, records in ((0, 2), (-1, None)):
-        line = b'{"text": "a", "x": "%s"}' % (b"x" * (LARGEST_LINE_BYTES - 23 - spare))
-        assert len(line) == LARGEST_LINE_BYTES - 1 - spare
-        path.write_bytes(line + b'\n{"text": "b"}\n')
-        if records is None:
-            with pytest.raises(DataError, match="line 1: longer than 16 MiB"):
-                tokenize_file(path, CHARACTERS)
-        else:
-            assert tokenize_file(path, CHARACTERS).summary.records == records
 
 
 @pytest.mark.parametrize("too_long", ["truncate", "drop", "error"])

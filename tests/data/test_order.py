@@ -116,5 +116,5 @@ def test_a_mixture_reads_like_one_data_set(tmp_path):
     assert whole[-1]["input_ids"].tolist() == wanted[-1][0]
     assert samples_of(Mixture([held_out, sets[0]])) == samples_of(held_out) + samples_of(sets[0])
     for index in (14, -15):
-        with pytest.raises(IndexError, match=f"sample {index} of a mixture of 14"):
+        with pytest.raises(IndexError, match=f"sample {index} of 14 samples"):
             whole[index]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import string
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +26,6 @@ from tests.support.records import samples_of, write_lines
 
 @pytest.fixture(scope="module")
 def trained(some_corpus):
-    pytest.importorskip("tokenizers")
     return train_tokenizer((record["completion"] for record in some_corpus), vocab_size=600)
 
 
@@ -61,7 +59,8 @@ def test_every_text_comes_back(trained, text):
 
 
 def test_file_and_transformers_give_the_same_samples(trained, tmp_path):
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     path = write_lines(
         tmp_path / "data.jsonl",
         {"prompt": "def f():\n", "completion": "    return 1\n"},
@@ -84,8 +83,9 @@ def test_file_and_transformers_give_the_same_samples(trained, tmp_path):
 
 
 def test_model_tokenizer_keeps_its_beginning_of_sequence():
-    tokenizers = pytest.importorskip("tokenizers")
-    transformers = pytest.importorskip("transformers")
+    import tokenizers
+    import transformers
+
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "?": 3}, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     options = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -98,10 +98,7 @@ def test_model_tokenizer_keeps_its_beginning_of_sequence():
     del options["eos_token"]
     with pytest.raises(ValueError, match="has no end-of-sequence token: set its eos_token"):
         TextEncoder.of(transformers.PreTrainedTokenizerFast(tokenizer_object=words, **options))
-    with pytest.raises(ValueError, match=r"has no token '<\|end\|>'"):
-        TextEncoder.of(words)
-    words.enable_padding()
-    with pytest.raises(ValueError, match=r"call its no_padding\(\)"):
+    with pytest.raises(ValueError, match=r"has no <\|end\|> token, so odc-triton did not make it"):
         TextEncoder.of(words)
 
 
@@ -137,13 +134,6 @@ def test_a_tokenizer_with_code_or_settings_of_its_own_is_asked_itself(trained, s
 
 
 def test_file_that_is_no_tokenizer_is_refused(tmp_path):
-    pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer.json: "):
         load_tokenizer(tmp_path / "tokenizer.json")
-
-
-def test_missing_library_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r'pip install "odc-triton\[demo\]"'):
-        train_tokenizer(["a"])

@@ -7,9 +7,8 @@ import json
 import pytest
 
 from odc_triton.data.dataset import tokenize_file
-from odc_triton.data.json_files import read_records
 from odc_triton.data.records import DataError
-from odc_triton.data.tables import read_rows
+from odc_triton.data.sources import Files
 from odc_triton.data.tokenizer import TextEncoder
 from tests.data.test_chat import expected
 from tests.support.chats import CHATML, MARKED, Pieces, make_tokenizer
@@ -117,21 +116,6 @@ def test_arguments_may_be_a_string_of_json(tmp_path):
     calls = [{"type": "function", "function": {"name": "add", "arguments": each}} for each in written]
     message = {"role": "assistant", "tool_calls": calls}
     path = write_lines(tmp_path / "data.jsonl", {"messages": [{"role": "user", "content": "a"}, message]})
-    (record,) = read_records(path)
+    (record,) = Files([path])
     read = [each["function"]["arguments"] for each in record.messages[1]["tool_calls"]]
     assert read == [{"b": [1, "é"]}, {"b": [1, "é"]}, "no JSON", "[1]"]
-
-
-def test_fields_that_only_a_table_has_are_left_out():
-    """All structs of a column have the same fields there."""
-    arguments = {"a": 1, "b": None}
-    calls = [{"type": "function", "function": {"name": "add", "arguments": arguments}}]
-    rows = [{"messages": [{"role": "user", "content": "a", "tool_calls": None},
-                          {"role": "assistant", "content": None, "tool_calls": calls}],
-             "tools": [{"function": {"name": "add", "x": None}}]}]  # fmt: skip
-    (record,) = read_rows(rows, "rows")
-    assert record.tools == [{"function": {"name": "add"}}]
-    assert record.messages[0] == {"role": "user", "content": "a"}
-    called = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    assert record.messages[1] == {"role": "assistant", "tool_calls": [called]}
-    assert record.characters > len("add")
