@@ -82,9 +82,10 @@ class CostModel:
         Raises ValueError naming an attribute that is missing or not positive.
         """
         decoder = Decoder.of(config, gated_mlp=gated_mlp)
-        weights = sum(block.active for block in decoder.blocks) + decoder.table
         widths = decoder.key_width + decoder.value_width
-        return cls(quadratic=3 * len(decoder.blocks) * decoder.heads * widths, linear=3 * 2 * weights)
+        return cls(
+            quadratic=3 * decoder.layers * decoder.heads * widths, linear=3 * 2 * (decoder.active + decoder.table)
+        )
 
     @classmethod
     def fit(

@@ -1,7 +1,7 @@
-"""A decoder's weights by block, from its transformers config: all of them, and those that work on a token. Pure.
+"""A decoder's weights that work on a token, from its transformers config. Pure.
 
-`CostModel.from_config` counts FLOPs by these numbers, the simulator also bytes. Norms and biases are left out: less
-than 0.1% of a model of a billion parameters.
+`CostModel.from_config` counts FLOPs by them. Norms and biases are left out: less than 0.1% of a model of a billion
+parameters.
 """
 
 from __future__ import annotations
@@ -12,31 +12,13 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # one 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
-    """Elements of one block's matrices. `dense`: what works on every token, its attention, MLP, shared experts and
-    router; `expert`: one of its `experts`, of which `chosen` work on a token. Without experts, the last three are 0.
+class Decoder:
+    """`active`: elements of all blocks' matrices that work on a token, of a mixture's experts those that it is sent to.
+    `table`: elements of the embedding, and as many of the head. `kv_heads` of `key_width` and `value_width`.
     """
 
-    dense: int
-    expert: int = 0
-    experts: int = 0
-    chosen: int = 0
-
-    @property
-    def parameters(self) -> int:
-        return self.dense + self.experts * self.expert
-
-    @property
-    def active(self) -> int:
-        """Of one token."""
-        return self.dense + self.chosen * self.expert
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decoder:
-    """`table`: elements of the embedding, and as many of the head. `kv_heads` of `key_width` and `value_width`."""
-
-    blocks: tuple[Block, ...]
+    layers: int
+    active: int
     table: int
     heads: int
     kv_heads: int
@@ -79,22 +61,16 @@ class Decoder:
         width = _size(config, "moe_intermediate_size", inner)
         experts = expert_count(config)
         mixed = bool(experts or getattr(config, "num_experts_per_tok", None))
-        mixture = Block(
-            dense=attention
-            + hidden * experts
-            + matrices * hidden * width * (getattr(config, "n_shared_experts", 0) or 0),
-            expert=matrices * hidden * width,
-            experts=experts,
-            chosen=_size(config, "num_experts_per_tok", 1),
-        )
-        dense = Block(dense=attention + matrices * hidden * inner)
+        each = matrices * hidden * width  # an expert
+        shared = getattr(config, "n_shared_experts", 0) or 0
+        mixture = hidden * experts + each * (shared + _size(config, "num_experts_per_tok", 1))
+        dense = matrices * hidden * inner
         first = getattr(config, "first_k_dense_replace", 0) or 0
         step, only = _size(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None) or ()
+        sparse = sum(mixed and i >= first and i not in only and (i + 1) % step == 0 for i in range(layers))
         return cls(
-            blocks=tuple(
-                mixture if mixed and i >= first and i not in only and (i + 1) % step == 0 else dense
-                for i in range(layers)
-            ),
+            layers=layers,
+            active=layers * attention + sparse * mixture + (layers - sparse) * dense,
             table=hidden * _size(config, "vocab_size"),
             heads=heads,
             kv_heads=kv_heads,

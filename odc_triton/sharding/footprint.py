@@ -12,12 +12,19 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..balance.decoder import Decoder
 from ..base.report import in_columns
 from ..comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_plan, shard_rows
-from .peaks import activation_bytes_per_token, fsdp2_whole_gradient_bytes, gathered_bytes, whole_gradient_bytes
+from .peaks import (
+    ROOT,
+    Units,
+    activation_bytes_per_token,
+    fsdp2_whole_gradient_bytes,
+    gathered_bytes,
+    whole_gradient_bytes,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +34,6 @@ SCHEMES = ("odc", "fsdp2", "fsdp2_no_reshard")
 BACKENDS = ("cpu", "cuda")
 # Per trainable parameter: tensors of the master's shape and dtype that are kept, and bytes of scalars.
 OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "muon": (1, 0), "none": (0, 0)}
-ROOT = ""  # the unit of every parameter outside all blocks, as in comm/layout.py
 
 
 class PrecisionPolicy(Protocol):
@@ -196,18 +202,22 @@ def memory_plan(
     Raises ValueError for world or replicas < 1, what is for ODC only with FSDP2, negative tokens, an unknown name, or a
     model without parameters.
     """
-    if not isinstance(world, int) or world < 1:
-        raise ValueError(f"world is {world}; give the number of ranks, at least 1")
-    if not isinstance(replicas, int) or replicas < 1 or (replicas > 1 and scheme != "odc"):
-        raise ValueError(f"replicas is {replicas} for {scheme!r}; give at least 1, and more than 1 for 'odc' only")
-    if tokens_per_microbatch < 0:
-        raise ValueError(f"tokens_per_microbatch is {tokens_per_microbatch}; give 0 to leave activations out")
-    if split_tokens < 0 or (split_tokens and (scheme != "odc" or replicas > 1)):
-        raise ValueError(f"split_tokens is {split_tokens} for {scheme!r} and {replicas} replicas; give 0")
-    if exact and scheme != "odc":
-        raise ValueError(f"exact is {exact} for {scheme!r}: only 'odc' sums exactly, leave it out")
-    if checkpoint_background and scheme != "odc":
-        raise ValueError(f"checkpoint_background is {checkpoint_background} for {scheme!r}: it is for 'odc' only")
+    for name, value in (("world", world), ("replicas", replicas)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value}; give the number of {name.replace('world', 'ranks')}, at least 1")
+    for name, value in (("tokens_per_microbatch", tokens_per_microbatch), ("split_tokens", split_tokens)):
+        if value < 0:
+            raise ValueError(f"{name} is {value}; give 0 to leave them out")
+    if split_tokens and replicas > 1:
+        raise ValueError(f"split_tokens is {split_tokens} for {replicas} replicas; give 0")
+    for name, value in (
+        ("replicas", replicas if replicas > 1 else 0),
+        ("split_tokens", split_tokens),
+        ("exact", exact),
+        ("checkpoint_background", checkpoint_background),
+    ):
+        if value and scheme != "odc":
+            raise ValueError(f"{name} is {value} for {scheme!r}: it is for 'odc' only, leave it out")
     for name, value, known in (
         ("scheme", scheme, SCHEMES),
         ("optimizer", optimizer, tuple(OPTIMIZER_STATES)),
@@ -253,17 +263,28 @@ def memory_plan(
         gradient_cast = split.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype")
         on_demand = _read_on_demand(model, backend)
         whole = [spec for spec in specs if not on_demand.issuperset(spec.names)]
-        units = sizes.units(whole, "compute_dtype")
-        gathered = 0 if backend == "cpu" else gathered_bytes(*_root_and_blocks(units))
-        whole_gradients = _whole_gradient_bytes(sizes, [spec for spec in whole if spec.reduce_dtype is not None])
+        gathered = 0 if backend == "cpu" else gathered_bytes(sizes.units(whole, "compute_dtype"))
+        with_gradient = [spec for spec in whole if spec.reduce_dtype is not None]
+        tied = sizes.units([spec for spec in with_gradient if len(spec.names) > 1], "compute_dtype")
+        whole_gradients = whole_gradient_bytes(sizes.units(with_gradient, "compute_dtype"), tied=sum(tied.values()))
     else:
         resharded = scheme == "fsdp2"
         compute_shard = job_shared = gradient_cast = 0
         gradient_shard = trained_masters
         master_shard = sizes.shards(specs, "master_dtype")
         units = sizes.units(specs, "compute_dtype")
-        gathered = gathered_bytes(*_root_and_blocks(units)) if resharded else sum(units.values())
-        whole_gradients = _fsdp2_whole_gradient_bytes(sizes, trained, resharded=resharded, gathered_bytes=gathered)
+        gathered = gathered_bytes(units) if resharded else sum(units.values())
+        # The root's parameters that are registered before the first block get their gradients after the blocks.
+        first_block = next((i for i, spec in enumerate(trained) if spec.unit != ROOT), 0)
+        late = [spec for i, spec in enumerate(trained) if i >= first_block or len(spec.names) > 1]
+        whole_gradients = fsdp2_whole_gradient_bytes(
+            sizes.units(trained, "compute_dtype"),
+            sizes.units(trained, "reduce_dtype"),
+            late_root=sizes.units(late, "compute_dtype")[ROOT],
+            resharded=resharded,
+            gathered_bytes=gathered,
+            shard_bytes=trained_masters,
+        )
     largest = max(specs, key=lambda spec: math.prod(spec.shape))
     split_bytes = _split_bytes(model, largest.compute_dtype, split_tokens, world) if split_tokens else 0
     return MemoryPlan(
@@ -337,9 +358,9 @@ class _Sizes:
             total += aligned(n_bytes, alignment_bytes)
         return total
 
-    def units(self, specs: Iterable[ParameterSpec], dtype_field: str) -> dict[str, int]:
+    def units(self, specs: Iterable[ParameterSpec], dtype_field: str) -> Units:
         """Bytes of each unit's whole parameters, by the unit's name; the root is always included."""
-        units: dict[str, int] = defaultdict(int, {ROOT: 0})
+        units: Units = defaultdict(int, {ROOT: 0})
         for spec in specs:
             units[spec.unit] += math.prod(spec.shape) * self.itemsizes[getattr(spec, dtype_field)]
         return units
@@ -349,31 +370,6 @@ def _copies_gradient(spec: ParameterSpec) -> bool:
     """Whether `.grad` is a separate tensor. That of an exact sum is fp32 in the sum's own memory."""
     landed = "float32" if spec.reduce_dtype == EXACT else spec.reduce_dtype
     return landed != spec.master_dtype
-
-
-def _root_and_blocks(units: dict[str, Any]) -> tuple[Any, list[Any]]:
-    return units[ROOT], [n_bytes for name, n_bytes in units.items() if name != ROOT]
-
-
-def _whole_gradient_bytes(sizes: _Sizes, trained: Sequence[ParameterSpec]) -> int:
-    tied = sizes.units([spec for spec in trained if len(spec.names) > 1], "compute_dtype")
-    return whole_gradient_bytes(*_root_and_blocks(sizes.units(trained, "compute_dtype")), tied=sum(tied.values()))
-
-
-def _fsdp2_whole_gradient_bytes(
-    sizes: _Sizes, trained: Sequence[ParameterSpec], *, resharded: bool, gathered_bytes: int
-) -> int:
-    made, reduced = sizes.units(trained, "compute_dtype"), sizes.units(trained, "reduce_dtype")
-    # The root's parameters that are registered before the first block get their gradients after the blocks.
-    first_block = next((i for i, spec in enumerate(trained) if spec.unit != ROOT), 0)
-    late = [spec for i, spec in enumerate(trained) if i >= first_block or len(spec.names) > 1]
-    return fsdp2_whole_gradient_bytes(
-        *_root_and_blocks({unit: (made[unit], reduced[unit]) for unit in made}),
-        late_root=sizes.units(late, "compute_dtype")[ROOT],
-        resharded=resharded,
-        gathered_bytes=gathered_bytes,
-        shard_bytes=sizes.shards(trained, "master_dtype"),
-    )
 
 
 def _read_on_demand(model: nn.Module, device_type: str) -> set[str]:

@@ -1,44 +1,45 @@
-"""What comes and goes within a step, at its peak: unsharded parameters, whole gradients, activations. Pure.
+"""What comes and goes within a step, at its peak: unsharded parameters, whole gradients, activations.
 
-`memory_plan` calls these with the sizes of a model's units, the simulator with those of a published config.
+`Units`: the bytes of each unit's whole parameters, or of their gradients, by the unit's name; the root is one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
 
+ROOT = ""  # the unit of every parameter outside all blocks, as in comm/layout.py
+Units = dict[str, int]
 
-def gathered_bytes(root: int, blocks: Sequence[int]) -> int:
+
+def _largest(units: Units, *others: Units) -> int:
+    """Of the blocks, with what `others` has of the same block."""
+    return max((sum(of[name] for of in (units, *others)) for name in units if name != ROOT), default=0)
+
+
+def gathered_bytes(units: Units) -> int:
     """Unsharded parameters: the root's stay for the whole pass, blocks go through two buffers."""
-    return root + min(2, len(blocks)) * max(blocks, default=0)
+    return units[ROOT] + min(2, len(units) - 1) * _largest(units)
 
 
-def whole_gradient_bytes(root: int, blocks: Sequence[int], *, tied: int) -> int:
+def whole_gradient_bytes(units: Units, *, tied: int) -> int:
     """ODC adds a gradient to its owners as soon as autograd has made it: one is alive, or up to a whole unit's.
 
     A unit's are counted. The first part of a `tied` parameter's gradient waits for the second use: counted on top.
     """
-    return tied + max(root, *blocks) if blocks else tied + root
+    return tied + max(units.values())
 
 
 def fsdp2_whole_gradient_bytes(
-    root: tuple[int, int],
-    blocks: Sequence[tuple[int, int]],
-    *,
-    late_root: int,
-    resharded: bool,
-    gathered_bytes: int,
-    shard_bytes: int,
+    made: Units, reduced: Units, *, late_root: int, resharded: bool, gathered_bytes: int, shard_bytes: int
 ) -> int:
     """What FSDP2's whole gradients add to its unsharded parameters and gradient shards when all are largest.
 
-    root, blocks: bytes of a unit's gradients in the compute and in the reduce dtype. `late_root`: in the compute dtype,
-    of the root's parameters that get their gradients before a block does (head, last norm, tied ones). `resharded`:
-    blocks are resharded after forward, and each microbatch syncs. `gathered_bytes`, `shard_bytes`: what it adds to.
+    `made`, `reduced`: gradients in the compute and in the reduce dtype. `late_root`: in the compute dtype, of the
+    root's parameters that get their gradients before a block does (head, last norm, tied ones). `resharded`: blocks are
+    resharded after forward, and each microbatch syncs. `gathered_bytes`, `shard_bytes`: what it adds to.
 
     FSDP2 holds a unit's gradients until the last one is there, frees the unit's parameters, then copies the gradients
     into the reduce-scatter's input, in the reduce dtype (its _fsdp_param_group.py, `post_backward`). So while blocks
@@ -47,10 +48,9 @@ def fsdp2_whole_gradient_bytes(
     appear only as these are freed.
     """
     if resharded:
-        in_blocks = late_root + max((made + reduced for made, reduced in blocks), default=0)
-        return max(in_blocks, sum(root) - gathered_bytes)
-    in_microbatch = max(root[0], late_root + max((made for made, _ in blocks), default=0))
-    return max(0, sum(reduced for _, reduced in (root, *blocks)) + in_microbatch - shard_bytes)
+        return max(late_root + _largest(made, reduced), made[ROOT] + reduced[ROOT] - gathered_bytes)
+    in_microbatch = max(made[ROOT], late_root + _largest(made))
+    return max(0, sum(reduced.values()) + in_microbatch - shard_bytes)
 
 
 def activation_bytes_per_token(model: nn.Module, *, itemsize: int, gradient_checkpointing: bool = False) -> int | None:

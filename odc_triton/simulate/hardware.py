@@ -10,7 +10,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
 from ..machine.topology import Topology
 
@@ -119,9 +118,6 @@ def slowdown(
     return max(1.0, sum(map(sum, took)) / (rounds * sum(alone)))
 
 
-Engine = Literal["copy", "sms"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Links:
     """`nodes` equal nodes of `len(port_gbs)` GPUs each. GB/s (10^9 bytes) per direction, as reached in practice.
@@ -130,8 +126,7 @@ class Links:
     switch, the same as a pair's; in a mesh, the sum of the pairs'), `nic_gbs` per GPU to other nodes. A pull from one
     owner adds `latency_s`, as does a step of a collective; between nodes both add `nic_latency_s`.
 
-    `engine`: what moves the bytes of reads and adds. "copy": the copy engine, which takes nothing from compute;
-    "sms": a kernel, which takes `sm_share` of the SMs while bytes move. Collectives always take `sm_share`.
+    Collectives take `sm_share` of the SMs while bytes move; reads and adds go through the copy engine.
 
     Raises ValueError for sizes that don't match and for numbers that are not finite and positive.
     """
@@ -142,7 +137,6 @@ class Links:
     nic_gbs: float = 25.0
     latency_s: float = 5e-6
     nic_latency_s: float = 15e-6
-    engine: Engine = "copy"
     sm_share: float = 0.0
     sharing: bool = field(default=True)
 
@@ -160,8 +154,6 @@ class Links:
         for name in ("latency_s", "nic_latency_s", "sm_share"):
             if not 0 <= getattr(self, name) < (1 if name == "sm_share" else math.inf):
                 raise ValueError(f"Links: {name} is {getattr(self, name)}: give 0 or more, and a share below 1")
-        if self.engine not in ("copy", "sms"):
-            raise ValueError(f"Links: engine is {self.engine!r}: give 'copy' or 'sms'")
 
     @classmethod
     def switched(cls, gpus: int, gbs: float, **others: object) -> Links:

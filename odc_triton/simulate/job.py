@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +19,10 @@ from ..balance.split import deal_split, readable_tokens
 from ..balance.strategies import BALANCES, assign
 from .hardware import Links
 from .lanes import Clock, Lanes, Outcome, Recorder, last_rank
-from .models import Model, peak_bytes
+from .models import Model
+
+if TYPE_CHECKING:
+    from ..sharding.footprint import MemoryPlan
 
 SPLIT = "split"  # LB-Split: long sequences in pieces, the others as LB-Mini deals them
 ALL_BALANCES = (*BALANCES, QUEUE, SPLIT)
@@ -59,7 +63,7 @@ def queue_packs(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: Cos
 SCHEDULES = ("fsdp", "fsdp-no-reshard", "odc")
 _COMPUTE_BYTES, _REDUCE_BYTES = 2, 4  # bf16 is read, fp32 is added
 _KV_BYTES = 2 * _COMPUTE_BYTES + _REDUCE_BYTES  # of keys and values: read in forward and backward, and added to
-_STEP_BYTES = 30  # per parameter of a rank's shard: AdamW reads 16, writes 12, and 2 in bf16
+_STEP = 30 / 4  # bytes per byte of a rank's fp32 masters: AdamW reads 16, writes 12, and 2 in bf16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,52 +152,58 @@ class Job:
             seconds += others * max(self.links.read_s(sum(starts) * token_bytes, hybrid=False))
         return seconds
 
+    @cached_property
+    def plans(self) -> dict[str, MemoryPlan]:
+        """Of a GPU's memory, by schedule; none without a model."""
+        how = {"shards": self.shards, "ranks": self.ranks, "checkpointing": self.checkpointing}
+        return {each: self.model.memory(each, **how) for each in SCHEDULES} if self.model else {}
+
+    def peak_bytes(self, schedule: str, tokens: int) -> int | None:
+        """Of a GPU, with the activations of a microbatch of `tokens` tokens; None if a token's are not known."""
+        plan = self.plans.get(schedule)
+        if plan is None or plan.activation_bytes_per_token is None:
+            return None
+        each = plan.activation_bytes_per_token - (self.model.logits_bytes if self.fused_head else 0)
+        return plan.total_bytes + each * tokens
+
     def tail_s(self, schedule: str) -> float:
         """The optimizer step, and what ODC sends between nodes: gradients before it, parameters after it."""
         if self.model is None:
             return self.step_s
-        owned = self.model.owned(self.shards, self.ranks // self.shards if schedule == "odc" else 1)
-        tail = self.step_s + owned * _STEP_BYTES / (1e9 * self.memory_gbs)
+        plan = self.plans[schedule]
+        tail = self.step_s + plan.master_shard_bytes * _STEP / (1e9 * self.memory_gbs)
         if schedule == "odc" and self.hybrid:
-            shard = self.model.owned(self.shards)
-            tail += self.links.replicas_s(_REDUCE_BYTES * shard) + self.links.replicas_s(_COMPUTE_BYTES * shard)
+            sent = plan.gradient_shard_bytes, plan.compute_shard_bytes
+            tail += sum(map(self.links.replicas_s, sent))
         return tail
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Moves:
-    """Seconds of one transfer of the bytes of each block, and of the root's: a number, or (ranks,)."""
+    """Seconds of one transfer of the root's bytes, then of each block's: a number, or (ranks,)."""
 
-    read_blocks: list[Clock]
-    read_root: Clock
-    add_blocks: list[Clock]
-    add_root: Clock
-    last_add_blocks: list[Clock]  # of the last microbatch, in which FSDP2 also reduces over the nodes
-    last_add_root: Clock
+    read: list[Clock]
+    add: list[Clock]
+    last_add: list[Clock]  # of the last microbatch, in which FSDP2 also reduces over the nodes
 
     @classmethod
     def of(cls, job: Job, schedule: str) -> _Moves:
         links, hybrid = job.links, job.hybrid
-        root = job.model.root_parameters if job.model else 0
-        blocks = job.model.sent(job.shards) if job.model else [0] * job.layers
 
         @cache
-        def moved(bytes_each: int, parameters: int, *, last: bool = False) -> Clock:
+        def moved(n_bytes: int, *, last: bool = False) -> Clock:
             if job.model is None:
                 return 0.0
-            n_bytes = bytes_each * parameters
             if schedule == "odc":
                 return np.array(links.read_s(n_bytes, hybrid=hybrid))
             across = 2 * links.replicas_s(n_bytes / links.gpus) if last and hybrid else 0.0
             return links.collective_s(n_bytes, hybrid=hybrid) + across
 
+        sent = job.model.sent(job.shards) if job.model else [0] * (job.layers + 1)
         return cls(
-            read_blocks=[moved(_COMPUTE_BYTES, each) for each in blocks],
-            read_root=moved(_COMPUTE_BYTES, root),
-            add_blocks=[moved(_REDUCE_BYTES, each) for each in blocks],
-            add_root=moved(_REDUCE_BYTES, root),
-            last_add_blocks=[moved(_REDUCE_BYTES, each, last=True) for each in blocks],
-            last_add_root=moved(_REDUCE_BYTES, root, last=True),
+            read=[moved(_COMPUTE_BYTES * each) for each in sent],
+            add=[moved(_REDUCE_BYTES * each) for each in sent],
+            last_add=[moved(_REDUCE_BYTES * each, last=True) for each in sent],
         )
 
     def of_rank(self, rank: int) -> _Moves:
@@ -202,7 +212,7 @@ class _Moves:
         def own(clock: Clock) -> float:
             return float(clock if isinstance(clock, float) else clock[rank])
 
-        return _Moves(**{n: [own(v) for v in c] if isinstance(c, list) else own(c) for n, c in vars(self).items()})
+        return _Moves(**{name: list(map(own, clocks)) for name, clocks in vars(self).items()})
 
 
 def simulate(
@@ -267,17 +277,7 @@ def simulate(
         waited_s=waited + (last - over) + entry_s + job.meeting_s,
         tail_s=tail,
         microbatches=[[len(packs) for packs in trial] for trial in dealt],
-        peak_bytes=None
-        if job.model is None
-        else peak_bytes(
-            job.model,
-            schedule,
-            shards=job.shards,
-            ranks=job.ranks,
-            tokens=tokens,
-            checkpointing=job.checkpointing,
-            fused_head=job.fused_head,
-        ),
+        peak_bytes=job.peak_bytes(schedule, tokens),
         events=recorder.events if recorder else [],
     )
 
@@ -304,7 +304,7 @@ def _run(
         np.zeros(counts.shape),
         prefetch=job.prefetch,
         overlap=job.overlap,
-        sm_share=job.links.sm_share if not odc or job.links.engine == "sms" else 0.0,
+        sm_share=0.0 if odc else job.links.sm_share,
         record=recorder.of_all if recorder else None,
     )
     meet = None if odc else last_rank
@@ -346,7 +346,6 @@ def _run_queue(
     totals = np.zeros((4, len(minibatches), job.ranks))
     dealt: list[list[Packs]] = []
     own = [moves.of_rank(rank) for rank in range(job.ranks)]
-    sm_share = job.links.sm_share if job.links.engine == "sms" else 0.0
     for trial, lengths in enumerate(minibatches):
         record = recorder if trial == 0 else None
         lanes = [
@@ -354,7 +353,7 @@ def _run_queue(
                 0.0,
                 prefetch=job.prefetch,
                 overlap=job.overlap,
-                sm_share=sm_share,
+                sm_share=0.0,
                 record=record.of_rank(rank) if record else None,
             )
             for rank in range(job.ranks)
@@ -380,12 +379,13 @@ def _run_queue(
 def _forward(
     lanes: Lanes, seconds: Clock, job: Job, moves: _Moves, noise: _Noise, meet: Callable | None, *, reads: Clock | None
 ) -> None:
-    """The root and the blocks. `reads`: 1 for ranks that read parameters, 0 for ranks that have nothing to do."""
+    """The root, which takes no time, and the blocks. `reads`: 1 for ranks that read parameters, 0 for ranks that have
+    nothing to do.
+    """
     each = seconds * (job.forward_share / job.layers)
-    nothing = seconds * 0.0
-    lanes.unit(nothing, "forward", read_s=None if reads is None else reads * moves.read_root, meet=meet)
-    for read_s in moves.read_blocks:
-        lanes.unit(noise(each), "forward", read_s=None if reads is None else reads * read_s, meet=meet)
+    for unit, read_s in enumerate(moves.read):
+        work_s = noise(each) if unit else seconds * 0.0
+        lanes.unit(work_s, "forward", read_s=None if reads is None else reads * read_s, meet=meet)
 
 
 def _backward(
@@ -401,13 +401,12 @@ def _backward(
     final: bool,
 ) -> None:
     each = seconds * ((1 - job.forward_share) / job.layers)
-    blocks = zip(moves.read_blocks, moves.last_add_blocks if final else moves.add_blocks, strict=True)
-    for read_s, add_s in reversed(list(blocks)):
+    root, *blocks = zip(moves.read, moves.last_add if final else moves.add, strict=True)
+    for read_s, add_s in reversed(blocks):
         read = None if reads is None else reads * read_s
         lanes.unit(noise(each), "backward", read_s=read, add_s=None if adds is None else adds * add_s, meet=meet)
-    add = None if adds is None else adds * (moves.last_add_root if final else moves.add_root)
-    if add is not None:
-        lanes.unit(seconds * 0.0, "backward", add_s=add, meet=meet)
+    if adds is not None:
+        lanes.unit(seconds * 0.0, "backward", add_s=adds * root[1], meet=meet)
 
 
 _Noise = Callable[[Clock], Clock]

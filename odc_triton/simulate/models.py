@@ -1,7 +1,6 @@
-"""Models as the simulator needs them: sizes of their units, work and memory per token, of transformers' model on meta.
+"""Models as the simulator needs them, of transformers' model on meta: what is sent, work and memory.
 
-Bytes on the fullest GPU are `memory_plan`'s sums, with nodes: bf16 compute, fp32 masters, gradients and AdamW states.
-Tests compare the two. Left out, less than 1%: alignment, and rows that don't divide evenly, but for experts.
+Memory is `memory_plan`'s: bf16 compute, fp32 masters, gradients and AdamW states.
 
 [Note: rows of experts] The experts of a block are one tensor per matrix, whose rows, which are split over ranks, are
 whole experts. So 8 experts over 16 GPUs lie on 8 of them: the fullest has 1/8, not 1/16. It also serves that much more
@@ -11,24 +10,22 @@ to its peers, and FSDP2, which pads the others' shards to its size, sends as muc
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..balance.cost import CostModel
-from ..balance.decoder import Block, Decoder, expert_count
+from ..balance.decoder import Decoder, expert_count
 from ..base.errors import in_a_line
 from ..base.files import read_json_object
-from ..comm.layout import find_units, rows_per_rank
-from ..sharding.peaks import (
-    activation_bytes_per_token,
-    fsdp2_whole_gradient_bytes,
-    gathered_bytes,
-    whole_gradient_bytes,
-)
+from ..comm.layout import ParameterSpec, find_units, rows_per_rank
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from ..sharding.footprint import MemoryPlan
 
 
 def _dense(family: str, h: int, layers: int, heads: int, kv_heads: int, mlp: int, vocabulary: int, tied: bool) -> dict:
@@ -69,97 +66,97 @@ _ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
 _GENERATES = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 
 
+_SCHEMES = {"odc": "odc", "fsdp": "fsdp2", "fsdp-no-reshard": "fsdp2_no_reshard"}  # of `memory_plan`, by schedule
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Its `blocks`, and the root's parameters (embedding, last norm, head), of which `tied` are used twice.
-
-    `cost` is in FLOPs of forward and backward without recomputation. `activation_bytes`: per token, bf16, with and
-    without gradient checkpointing, logits not included; None for an architecture that `footprint` doesn't know.
+    """`module`: on meta, or real. `cost` is in FLOPs of forward and backward without recomputation. `idle_parameters`:
+    those of experts that a token is not sent to. `kv_width`: elements of a token's keys and values in one block, all
+    heads. `logits_bytes`: per token, in bf16, and their log-probabilities in fp32.
     """
 
     name: str
-    blocks: tuple[Block, ...]
-    root_parameters: int
-    largest_parameter: int
+    module: nn.Module
     cost: CostModel
-    activation_bytes: int | None
-    activation_bytes_checkpointed: int | None
-    logits_bytes: int
-    """Per token, in bf16, and their log-probabilities in fp32: a fused head and loss never compute them."""
+    idle_parameters: int = 0
     kv_width: int = 0
-    """Elements of a token's keys and values in one block, all heads."""
-    tied: int = 0
+    logits_bytes: int = 0
+
+    @cached_property
+    def _units(self) -> dict[str, list[ParameterSpec]]:
+        """Parameters by unit, the root's first."""
+        return _specs_by_unit(self.module)
 
     @property
     def layers(self) -> int:
-        return len(self.blocks)
+        return len(self._units) - 1
 
     @property
     def parameters(self) -> int:
-        return sum(block.parameters for block in self.blocks) + self.root_parameters
+        return sum(map(_elements, self._units.values()))
 
     @property
     def active_parameters(self) -> int:
-        """Those that work on one token: of the experts of a block, the chosen ones."""
-        return sum(block.active for block in self.blocks) + self.root_parameters
-
-    def owned(self, shards: int, replicas: int = 1) -> float:
-        """Parameters of the fullest GPU, where each of `replicas` copies lies in `shards`; [Note: rows of experts]."""
-        experts = sum(
-            rows_per_rank(rows_per_rank(block.experts, shards), replicas) * block.expert for block in self.blocks
-        )
-        dense = sum(block.dense for block in self.blocks) + self.root_parameters
-        return experts + dense / (shards * replicas)
+        """Those that work on one token."""
+        return self.parameters - self.idle_parameters
 
     def sent(self, shards: int) -> list[int]:
-        """Per block, `shards` times what the fullest of them holds: a transfer of evenly split rows of as many
-        parameters takes as long; [Note: rows of experts].
+        """Of the root and of each block, `shards` times what the fullest of them holds: a transfer of evenly split rows
+        of as many parameters takes as long; [Note: rows of experts].
         """
-        return [b.dense + shards * rows_per_rank(b.experts, shards) * b.expert for b in self.blocks]
+        return [
+            sum(shards * rows_per_rank(spec.shape[0], shards) * math.prod(spec.shape[1:]) for spec in specs)
+            for specs in self._units.values()
+        ]
+
+    def memory(self, schedule: str, *, shards: int, ranks: int, checkpointing: bool) -> MemoryPlan:
+        """Of the fullest GPU; per token only if a family's activations are known.
+
+        `shards`: GPUs that together hold one copy of the parameters (all `ranks`, unless each node holds a copy). Even
+        then ODC splits masters and optimizer states over all `ranks`; FSDP2 keeps them with the shards.
+        """
+        import torch
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        from ..sharding.footprint import memory_plan
+
+        return memory_plan(
+            self.module,
+            shards,
+            replicas=ranks // shards if schedule == "odc" else 1,
+            scheme=_SCHEMES[schedule],
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            backend="cuda",
+            gradient_checkpointing=checkpointing,
+        )
 
     @classmethod
     def of(cls, model: nn.Module, *, name: str) -> Model:
         """A causal LM of transformers, which may be on the meta device. FLOPs are those of `CostModel.from_config`, by
         the weights that the model has; attention only in layers that have it.
         """
-        from ..sharding.collect import find_parameters, spec_of
-
-        config, units = model.config, find_units(model)
-        specs = [spec_of(entry, None) for entry in find_parameters(model, units, set())]
+        config, (_, *blocks) = model.config, _specs_by_unit(model).values()
         experts, chosen = expert_count(config), getattr(config, "num_experts_per_tok", None) or 1
-        blocks = []
-        for unit in units:
-            own = [spec for spec in specs if spec.unit == unit]
-            mixed = [
-                math.prod(spec.shape)
-                for spec in own
-                if experts and spec.shape[0] == experts and (len(spec.shape) > 2 or ".experts." in spec.name)
-            ]
-            dense = sum(math.prod(spec.shape) for spec in own) - sum(mixed)
-            some = {"expert": sum(mixed) // experts, "experts": experts, "chosen": chosen} if mixed else {}
-            blocks.append(Block(dense=dense, **some))
-        root = [spec for spec in specs if spec.unit not in units]
+        mixed = [
+            spec
+            for specs in blocks
+            for spec in specs
+            if experts and spec.shape[0] == experts and (len(spec.shape) > 2 or ".experts." in spec.name)
+        ]
+        idle = _elements(mixed) // experts * (experts - chosen) if mixed else 0
         kinds = getattr(config, "layer_types", None) or [_ATTENTION[0]] * len(blocks)
         decoder = Decoder.of(config) if getattr(config, "num_attention_heads", None) else None
         widths = 0 if decoder is None else decoder.key_width + decoder.value_width
         attention = 0 if decoder is None else decoder.heads * widths * sum(kind in _ATTENTION for kind in kinds)
-        table, logits = config.hidden_size * config.vocab_size, config.vocab_size * (2 + 4)
-        kept = [
-            activation_bytes_per_token(model, itemsize=2, gradient_checkpointing=checkpointing)
-            for checkpointing in (False, True)
-        ]
-        plain, checkpointed = (None if each is None else each - logits for each in kept)
+        working = sum(map(_elements, blocks)) - idle + config.hidden_size * config.vocab_size
         return cls(
             name=name,
-            blocks=tuple(blocks),
-            root_parameters=sum(math.prod(spec.shape) for spec in root),
-            largest_parameter=max(math.prod(spec.shape) for spec in root),
-            cost=CostModel(quadratic=3 * attention, linear=6 * (sum(block.active for block in blocks) + table)),
-            activation_bytes=plain,
-            activation_bytes_checkpointed=checkpointed,
+            module=model,
+            cost=CostModel(quadratic=3 * attention, linear=6 * working),
+            idle_parameters=idle,
             kv_width=0 if decoder is None else decoder.kv_heads * widths,
-            logits_bytes=logits,
-            tied=sum(math.prod(spec.shape) for spec in root if len(spec.names) > 1),
+            logits_bytes=config.vocab_size * (2 + 4),
         )
 
     @classmethod
@@ -199,43 +196,16 @@ class Model:
             raise ValueError(f"{source} can't be simulated: {in_a_line(error)}") from error
 
 
-_COMPUTE, _FULL = 2, 4  # bytes per element
-_STATES = 2 * _FULL
+def _specs_by_unit(module: nn.Module) -> dict[str, list[ParameterSpec]]:
+    from ..sharding.collect import find_parameters, spec_of
+
+    units = find_units(module)
+    found: dict[str, list[ParameterSpec]] = {name: [] for name in ("", *units)}
+    for entry in find_parameters(module, units, set()):
+        spec = spec_of(entry, None)
+        found[spec.unit].append(spec)
+    return found
 
 
-def state_bytes(model: Model, schedule: str, *, shards: int, ranks: int) -> int:
-    """Per GPU, what is kept between minibatches and the peak within one, without activations.
-
-    `shards`: GPUs that together hold one copy of the parameters (all `ranks`, unless each node holds a copy). Even then
-    ODC splits masters and optimizer states over all `ranks`; FSDP2 keeps them with the shards.
-    """
-    root, table = model.root_parameters, model.largest_parameter
-    sizes = [block.parameters for block in model.blocks]
-    blocks = [_COMPUTE * each for each in sizes]
-    gathered = gathered_bytes(_COMPUTE * root, blocks)
-    if schedule == "odc":
-        whole = whole_gradient_bytes(_COMPUTE * root, blocks, tied=_COMPUTE * model.tied)
-        kept = (_COMPUTE + _FULL) * model.owned(shards) + (_FULL + _STATES) * model.owned(shards, ranks // shards)
-        return math.ceil(kept) + gathered + whole
-    resharded = schedule == "fsdp"
-    whole = fsdp2_whole_gradient_bytes(
-        (_COMPUTE * root, _FULL * root),
-        [(_COMPUTE * each, _FULL * each) for each in sizes],
-        late_root=_COMPUTE * table,
-        resharded=resharded,
-        gathered_bytes=gathered,
-        shard_bytes=int(_FULL * model.owned(shards)),
-    )
-    kept = math.ceil((2 * _FULL + _STATES) * model.owned(shards))
-    return kept + (gathered if resharded else _COMPUTE * model.parameters) + whole
-
-
-def peak_bytes(
-    model: Model, schedule: str, *, shards: int, ranks: int, tokens: int, checkpointing: bool, fused_head: bool
-) -> int | None:
-    """With the activations of a microbatch of `tokens` tokens; None if a token's are not known."""
-    each = model.activation_bytes_checkpointed if checkpointing else model.activation_bytes
-    if each is None:
-        return None
-    each += 0 if fused_head else model.logits_bytes
-    return state_bytes(model, schedule, shards=shards, ranks=ranks) + each * tokens
+def _elements(specs: Iterable[ParameterSpec]) -> int:
+    return sum(math.prod(spec.shape) for spec in specs)

@@ -22,7 +22,7 @@ from ..data.records import Record, message_text
 from .hardware import GpuKind, Links
 from .job import QUEUE, SPLIT, Job, deal, simulate
 from .lanes import Outcome
-from .models import Model, state_bytes
+from .models import Model
 
 SETTINGS = {
     "FSDP2 + LocalSort": ("fsdp", "local"),
@@ -153,7 +153,7 @@ def _least_bytes(outcome: Outcome, job: Job) -> int:
     """Per GPU. Without activations, where a token's are not known; 0 without a model."""
     if outcome.peak_bytes is not None or job.model is None:
         return outcome.peak_bytes or 0
-    return state_bytes(job.model, outcome.schedule, shards=job.shards, ranks=job.ranks)
+    return job.plans[outcome.schedule].total_bytes
 
 
 def cells(rows: Sequence[Row]) -> list[list[object]]:

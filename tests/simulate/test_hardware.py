@@ -11,7 +11,7 @@ import pytest
 from odc_triton.machine.probe import read_topology
 from odc_triton.machine.topology import Topology
 from odc_triton.simulate.hardware import DEVICES, Links, find_device, read_seconds, slowdown
-from odc_triton.simulate.models import Model, state_bytes
+from odc_triton.simulate.models import Model
 from odc_triton.simulate.study import NAMED, draw, lengths_of_file, log_normal, named_lengths
 from tests.support.snapshots import load as snapshot
 
@@ -102,7 +102,6 @@ def test_topologies_that_are_refused() -> None:
         ({"nic_gbs": 0.0}, "nic_gbs has 0.0"),
         ({"latency_s": -1.0}, "latency_s is -1.0"),
         ({"sm_share": 1.0}, "sm_share is 1.0"),
-        ({"engine": "dma"}, "engine is 'dma'"),
     ],
 )
 def test_links_that_are_refused(change: dict, message: str) -> None:
@@ -198,12 +197,3 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             Model.find(str(tmp_path))
-
-
-def test_memory_of_a_hybrid_job() -> None:
-    """Masters and states of ODC spread over all nodes; FSDP2's stay with the shards."""
-    model = Model.find("qwen2.5-32b")
-    one = {s: state_bytes(model, s, shards=8, ranks=8) for s in ("odc", "fsdp")}
-    four = {s: state_bytes(model, s, shards=8, ranks=32) for s in ("odc", "fsdp")}
-    assert one["odc"] - four["odc"] == pytest.approx(12 * model.parameters * (1 / 8 - 1 / 32), rel=1e-6)
-    assert one["fsdp"] == four["fsdp"]

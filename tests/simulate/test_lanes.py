@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,23 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, assign
-from odc_triton.balance.decoder import Block
 from odc_triton.base.trace import idle_fraction, meetings, segments
 from odc_triton.simulate.hardware import Links
 from odc_triton.simulate.job import SCHEDULES, Job, deal, queue_packs, simulate
-from odc_triton.simulate.models import Model
+from tests.simulate.toys import toy
 
 COST = CostModel(quadratic=1e-8, linear=1e-4)
-TINY = Model(
-    name="tiny",
-    blocks=(Block(dense=4_000_000),) * 3,
-    root_parameters=2_000_000,
-    largest_parameter=1_000_000,
-    cost=COST,
-    activation_bytes=1000,
-    activation_bytes_checkpointed=100,
-    logits_bytes=10,
-)
+BLOCKS = [(8, 500_000)] * 3
+TINY = toy(BLOCKS, root=(8, 250_000), cost=COST)
+ROOTLESS = toy(BLOCKS, root=(0, 1), cost=COST)
 CAP = 10_000
 LENGTHS = st.lists(st.integers(1, CAP), min_size=4, max_size=40)
 
@@ -119,9 +110,8 @@ def slow_fsdp(work: list[list[float]], layers: int, forward_share: float, read_s
 
 
 def test_blocking_collectives_against_brute_force() -> None:
-    model = replace(TINY, root_parameters=0)
     links = Links.switched(4, 10.0, latency_s=0)
-    job = a_job(4, links=links, model=model, forward_share=0.25)
+    job = a_job(4, links=links, model=ROOTLESS, forward_share=0.25)
     read_s, add_s = (4_000_000 * n * 3 / 4 / 10e9 for n in (2, 4))
     for seed in range(5):
         lengths = lengths_of(12, seed)
@@ -136,7 +126,7 @@ def test_reads_hide_behind_compute_and_compute_behind_reads() -> None:
     work_s = COST.sequence(5000)
     for gbs in (1000.0, 0.01):
         links = Links.switched(2, gbs, latency_s=0.0, sharing=False)
-        job = a_job(2, links=links, model=replace(TINY, root_parameters=0), prefetch=True, overlap=True)
+        job = a_job(2, links=links, model=ROOTLESS, prefetch=True, overlap=True)
         read_s, add_s = (4_000_000 * n / 2 / (gbs * 1e9) for n in (2, 4))
         told = simulate([lengths], job=job, schedule="odc", balance="mini", token_cap=CAP)
         forward, backward = work_s / 9, 2 * work_s / 9
@@ -274,16 +264,13 @@ def test_the_timeline_says_what_the_outcome_says(schedule: str, balance: str) ->
         assert [meeting.label for meeting in meetings(told.events)] == ["enter", "exit"]
 
 
-def test_sms_that_move_bytes_are_missed_by_compute_and_the_copy_engine_is_not() -> None:
+def test_collectives_take_sms_from_compute_and_the_copy_engine_does_not() -> None:
     lengths = lengths_of(8)
-    steps = {}
-    for engine in ("copy", "sms"):
-        links = Links.switched(2, 1.0, engine=engine, sm_share=0.2)
-        job = a_job(2, links=links, model=TINY, prefetch=True, overlap=True)
-        steps[engine] = simulate([lengths], job=job, schedule="odc", balance="mini", token_cap=CAP)
-    assert steps["sms"].busy_s.sum() > steps["copy"].busy_s.sum()
+    job = a_job(2, links=Links.switched(2, 1.0, sm_share=0.2), model=TINY, prefetch=True, overlap=True)
+    busy = {s: simulate([lengths], job=job, schedule=s, balance="mini", token_cap=CAP).busy_s.sum() for s in SCHEDULES}
+    assert busy["odc"] == pytest.approx(sum(map(COST.sequence, lengths)))
     # Never slower than 1 / (1 - 0.2) in compute.
-    assert steps["sms"].busy_s.sum() <= steps["copy"].busy_s.sum() / 0.8 * (1 + 1e-9)
+    assert busy["odc"] < busy["fsdp"] <= busy["odc"] / 0.8 * (1 + 1e-9)
 
 
 def test_more_ranks_than_sequences() -> None:

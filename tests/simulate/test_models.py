@@ -1,25 +1,24 @@
-"""Models in the simulator: sizes, FLOPs and memory against those of transformers and `memory_plan`."""
+"""Models in the simulator: sizes and FLOPs against those of transformers, memory against `memory_plan`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from odc_triton.balance import CostModel
-from odc_triton.balance.decoder import Block
 from odc_triton.cli.command import main
 from odc_triton.simulate.hardware import DEVICES
 from odc_triton.simulate.job import Job, simulate
-from odc_triton.simulate.models import MODELS, Model, peak_bytes, state_bytes
+from odc_triton.simulate.models import MODELS, Model
 from odc_triton.simulate.study import make_job, rank_settings, usual_links
+from tests.simulate.toys import toy
 from tests.support import slow
 from tests.support.models import MIXTURES, build
 
+COST = CostModel(quadratic=1e-8, linear=1e-4)
 # Billions of parameters, all and active, as their authors say; gpt-oss's active ones leave the embedding out.
 PUBLISHED = {
     "mixtral-8x7b": (46.7, 12.9),
@@ -32,29 +31,26 @@ _FAST = ("qwen2.5-0.5b", "mixtral-8x7b")
 NAMES = [*_FAST, *(slow(name) for name in MODELS if name not in _FAST)]
 
 
-def fullest(parameters: list[nn.Parameter], shards: int, replicas: int = 1) -> int:
-    """Elements on rank 0, tensor by tensor."""
-    return sum(p.chunk(shards)[0].chunk(replicas)[0].numel() for p in parameters)
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_sizes_and_memory_are_the_models(name: str, tmp_path: Path) -> None:
+def test_sizes_are_the_models(name: str, tmp_path: Path) -> None:
     """Block by block; on more GPUs than experts too, and on numbers that don't divide them."""
     from transformers import AutoConfig, AutoModelForCausalLM
-
-    from odc_triton import MixedPrecisionPolicy
-    from odc_triton.sharding.footprint import memory_plan
 
     config = AutoConfig.for_model(**MODELS[name])
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model = Model.find(name)
-    assert vars(Model.find(str(tmp_path))) == {**vars(model), "name": tmp_path.name}
+        built = AutoModelForCausalLM.from_config(config)
+    model, read = Model.find(name), Model.find(str(tmp_path))
+    told = ("cost", "parameters", "active_parameters", "layers", "kv_width", "logits_bytes")
+    assert [getattr(read, each) for each in told] == [getattr(model, each) for each in told]
     layers = [list(layer.parameters()) for layer in built.model.layers]
     everything = list(built.parameters())
-    assert [block.parameters for block in model.blocks] == [sum(p.numel() for p in layer) for layer in layers]
-    assert model.parameters == sum(p.numel() for p in everything)
+    in_blocks = {id(p) for layer in layers for p in layer}
+    root = [p for p in everything if id(p) not in in_blocks]
+    assert (model.layers, model.parameters) == (len(layers), sum(p.numel() for p in everything))
+    for shards in (1, 5, 8, 16, 64):
+        sent = [shards * sum(p.chunk(shards)[0].numel() for p in unit) for unit in (root, *layers)]
+        assert model.sent(shards) == sent
     assert model.cost.quadratic == CostModel.from_config(config).quadratic
     # That leaves norms and biases out.
     assert model.cost.linear == pytest.approx(CostModel.from_config(config).linear, rel=2e-3)
@@ -67,27 +63,34 @@ def test_sizes_and_memory_are_the_models(name: str, tmp_path: Path) -> None:
         assert model.active_parameters == sum(p.numel() for p in everything) - unused
         billions = [model.parameters / 1e9, model.active_parameters / 1e9]
         assert billions == pytest.approx(PUBLISHED[name], rel=0.02)
-        for shards in (1, 5, 8, 16, 64):
-            sent = [shards * fullest(layer, shards) for layer in layers]
-            assert model.sent(shards) == pytest.approx(sent, rel=2e-3)  # norms have fewer rows than ranks
-            for replicas in (1, 3):
-                assert model.owned(shards, replicas) == pytest.approx(fullest(everything, shards, replicas), rel=2e-3)
+
+
+@pytest.mark.parametrize("hybrid", [True, False])
+def test_memory_is_that_of_memory_plan(hybrid: bool) -> None:
+    """Masters and states of ODC spread over all nodes, FSDP2's stay with the shards; logits only without a fused head;
+    the step reads and writes 30 bytes for each of a rank's masters, and its shards cross the nodes.
+    """
+    from odc_triton import MixedPrecisionPolicy, memory_plan
+
+    model, kind = Model.find("qwen2.5-0.5b"), DEVICES["a100"]
+    links = usual_links(kind, 4, nodes=2)
+    shards, replicas = (4, 2) if hybrid else (8, 1)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    schemes = {"odc": "odc", "fsdp": "fsdp2", "fsdp-no-reshard": "fsdp2_no_reshard"}
-    for schedule, scheme in schemes.items():
-        for world in (5, 16) if name in PUBLISHED else (1, 8):
-            plan = memory_plan(built, world, scheme=scheme, mp_policy=policy, backend="cuda")
-            told = state_bytes(model, schedule, shards=world, ranks=world)
-            assert told == pytest.approx(plan.total_bytes - plan.buffer_bytes, rel=0.01), (schedule, world)
-    plan = memory_plan(built, 8, replicas=2, mp_policy=policy, backend="cuda")
-    told = state_bytes(model, "odc", shards=8, ranks=16)
-    assert told == pytest.approx(plan.total_bytes - plan.buffer_bytes, rel=0.01)
-    for checkpointing in (False, True) if model.activation_bytes else ():
-        options = {"tokens_per_microbatch": 100, "gradient_checkpointing": checkpointing}
-        plan = memory_plan(built, 8, mp_policy=policy, backend="cuda", **options)
-        each = {"checkpointing": checkpointing, "fused_head": False}
-        told = [peak_bytes(model, "odc", shards=8, ranks=8, tokens=tokens, **each) for tokens in (0, 100)]
-        assert told[1] - told[0] == plan.activation_bytes
+    for checkpointing in (False, True):
+        fused, plain = (
+            make_job(model, kind, links, hybrid=hybrid, checkpointing=checkpointing, fused_head=head)
+            for head in (True, False)
+        )
+        for schedule, scheme in (("odc", "odc"), ("fsdp", "fsdp2"), ("fsdp-no-reshard", "fsdp2_no_reshard")):
+            how = {"backend": "cuda", "gradient_checkpointing": checkpointing, "tokens_per_microbatch": 100}
+            copies = replicas if schedule == "odc" else 1
+            plan = memory_plan(model.module, shards, replicas=copies, scheme=scheme, mp_policy=policy, **how)
+            assert plain.peak_bytes(schedule, 100) == plan.total_bytes
+            assert plan.total_bytes - fused.peak_bytes(schedule, 100) == 100 * (2 + 4) * 151936
+            moved = 30 * model.parameters / shards / copies / (kind.memory_gbs * 1e9)
+            if schedule == "odc" and hybrid:
+                moved += sum(links.replicas_s(each * model.parameters / shards) for each in (2, 4))
+            assert plain.tail_s(schedule) == pytest.approx(moved, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -138,29 +141,17 @@ def test_only_layers_with_attention_cost_it() -> None:
 
 def test_each_block_takes_its_own_time() -> None:
     """Transfers alone, one after the other: a dense block's are shorter, and experts wait for those who have them."""
-    model = replace(
-        Model.find("qwen2.5-0.5b"),
-        blocks=(Block(dense=1_000_000), Block(dense=1_000_000, expert=300_000, experts=4, chosen=1)),
-    )
+    model = toy([(240, 5000), (4, 300_000)], root=(24, 1000), cost=COST)
     for ranks, experts in ((4, 4), (8, 8), (3, 6)):  # as long as 8 experts over 8 ranks; 6 over 3
         links = usual_links(DEVICES["a100"], ranks)
-        job = Job(
-            links=links,
-            seconds=lambda lengths: 1e-12,
-            cost=model.cost,
-            layers=2,
-            model=model,
-            hybrid=False,
-            prefetch=False,
-            overlap=False,
-        )
-        sizes = [1_000_000, 1_000_000 + experts * 300_000]
-        root = model.root_parameters
+        how = {"hybrid": False, "prefetch": False, "overlap": False}
+        job = Job(links=links, seconds=lambda lengths: 1e-12, cost=COST, layers=2, model=model, **how)
 
         def seconds(n_bytes: int, links=links) -> float:
             return max(links.read_s(n_bytes, hybrid=False))
 
-        want = sum(2 * seconds(2 * n) + seconds(4 * n) for n in sizes) + seconds(2 * root) + seconds(4 * root)
+        want = sum(2 * seconds(2 * n) + seconds(4 * n) for n in (240 * 5000, experts * 300_000))
+        want += seconds(2 * 24_000) + seconds(4 * 24_000)
         outcome = simulate([[10] * 2 * ranks], job=job, schedule="odc", balance="mini", token_cap=10)
         assert outcome.microbatches == [[2] * ranks]
         assert outcome.step_s - job.tail_s("odc") == pytest.approx(2 * want, rel=1e-6)
