@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from odc_triton.data.dataset import DataSummary, TokenizedDataset
 from odc_triton.machine.probe import read_topology
 from odc_triton.machine.topology import Topology
 from odc_triton.simulate.hardware import DEVICES, Links, find_device, read_seconds, slowdown
@@ -135,7 +136,10 @@ def test_lengths_from_files(tmp_path: Path) -> None:
     lines = ['{"text": "twelve bytes"}', '{"prompt": "four", "completion": "five!"}']
     assert read("b.jsonl", "\n".join(lines)) == [3, 3]
     assert "estimated at 4 bytes per token" in lengths_of_file(tmp_path / "b.jsonl")[1]
-    np.savez(tmp_path / "c.npz", offsets=np.array([0, 3, 10]))
+    counts = {"records": 2, "samples": 2, "truncated": 0, "dropped_too_long": 0, "dropped_no_target": 0}
+    summary = DataSummary(**counts, tokens=10, target_tokens=8)
+    columns = np.arange(10, dtype=np.int32), np.array([0, 3, 10]), np.zeros(2, np.int32)
+    TokenizedDataset.of_prompts(*columns, summary).save(tmp_path / "c.npz")
     assert lengths_of_file(tmp_path / "c.npz")[0] == [3, 7]
 
 
