@@ -15,7 +15,6 @@ from tests.support.models import build
 
 # As large ones are configured, but for the number of experts.
 LARGE = {
-    "Llama": {"head_dim": 128, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8},
     "Qwen2": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "pad_token_id": 151643},
     "Qwen3Moe": {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 8},
     "Mistral": {"sliding_window": 4096},

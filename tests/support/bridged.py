@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.support.models import CASES, build, microbatches
+from tests.support import parity
+from tests.support.families import with_lora
+from tests.support.models import CASES, Case
 
-BRANCHES = ("branches", "both branches")
 SIZES = [5, 17, 4, 9, 11, 2]  # of one minibatch's microbatches, all ranks together
 DEALS = {1: [[0, 1, 2, 3]], 2: [[0, 1, 2], [3]], 3: [[0, 1, 2], [3], []], 4: [[0, 1, 2], [3], [], [4, 5]]}
 
@@ -40,6 +40,17 @@ class _Branch(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         ways = ("odd", "even") if self.both else ("odd",) if len(x) % 2 else ("even",)
         return torch.relu(sum(self.ways[way](x) for way in ways)) + x
+
+
+BRIDGED = CASES | {
+    name: Case(
+        build=functools.partial(Branches, both),
+        batch=lambda generator, size: (torch.randn(size, 6, generator=generator),),
+        loss=lambda model, batch: model(batch[0]).square().sum(),
+        count=lambda batch: len(batch[0]),
+    )
+    for name, both in (("branches", False), ("both branches", True))
+}
 
 
 def _blocks(model: nn.Module, **options: Any) -> None:
@@ -84,59 +95,29 @@ def _columns(model: nn.Module, **options: Any) -> None:
 LAYOUTS: dict[str, Callable[..., None]] = {"blocks": _blocks, "titan": _titan, "root": _root, "columns": _columns}
 
 
-def _checkpointing(model: nn.Module) -> None:
-    model.train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def _frozen(model: nn.Module) -> None:
-    model.model.embed_tokens.requires_grad_(False)
-    model.model.layers[0].mlp.requires_grad_(False)
-
-
-def _lora(model: nn.Module, base: torch.dtype = torch.float32) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    adapted = get_peft_model(model.to(base), LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
-    for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:  # else A has no gradient at first
-            nn.init.normal_(parameter, std=0.1)
-    return adapted
-
-
-TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module | None]] = {
-    "": lambda model: None,
-    "checkpointing": _checkpointing,
-    "frozen": _frozen,
-    "lora": _lora,
-    "lora, bf16 base": functools.partial(_lora, base=torch.bfloat16),
+TRANSFORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    **{name: parity.TRANSFORMS[name] for name in ("checkpointing", "frozen", "lora")},
+    "": parity.TRANSFORMS["none"],
+    "lora, bf16 base": lambda model: with_lora(model.to(torch.bfloat16)),
 }
 
 
 def made(name: str, transform: str) -> nn.Module:
-    if name in BRANCHES:
-        torch.manual_seed(0)
-        return Branches(both=name == "both branches")
-    model = build(name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # names of transformers that peft uses, too
-        return TRANSFORMS[transform](model) or model
+    torch.manual_seed(0)
+    return TRANSFORMS[transform](BRIDGED[name].build())
 
 
 def batches_of(name: str, step: int, count: int) -> list[tuple]:
-    if name in BRANCHES:
-        generator = torch.Generator().manual_seed(step)
-        return [(torch.randn(size, 6, generator=generator),) for size in SIZES[:count]]
-    return microbatches(name, SIZES[:count], seed=step)
+    generator = torch.Generator().manual_seed(step)
+    return [BRIDGED[name].batch(generator, size) for size in SIZES[:count]]
 
 
 def loss_of(name: str, model: nn.Module, batch: tuple) -> torch.Tensor:
-    return model(batch[0]).square().sum() if name in BRANCHES else CASES[name].loss(model, batch)
+    return BRIDGED[name].loss(model, batch)
 
 
 def count_of(name: str, batch: tuple) -> int:
-    return len(batch[0]) if name in BRANCHES else CASES[name].count(batch)
+    return BRIDGED[name].count(batch)
 
 
 def optimizer_of(model: nn.Module, kind: str) -> torch.optim.Optimizer:
