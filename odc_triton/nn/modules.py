@@ -19,11 +19,18 @@ from .head import FusedLogits, TokenLogProbs
 
 
 class ReadsShards(nn.Module):
-    """A layer whose own operators take parameters that are never whole.
+    """A layer of torch, with its arguments and `choice`, whose own operators take parameters that are never whole.
 
     Other code, such as a method that takes `embedding.weight.T` or a penalty on the weights, gets such a parameter as
     `WholeOnUse`.
     """
+
+    choice = AUTO
+
+    def __init__(self, *args: Any, choice: str = AUTO, **options: Any) -> None:
+        parse(choice)
+        super().__init__(*args, **options)
+        self.choice = choice
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -47,22 +54,7 @@ def has_hooks(module: nn.Module) -> bool:
 class Linear(ReadsShards, nn.Linear):
     """`torch.nn.Linear`. Its weight's gradient goes straight to the owners; forward saves its input, not the weight."""
 
-    choice = AUTO
     operator = "linear"  # which line of the table says where its weight is read
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        device: torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        choice: str = AUTO,
-    ) -> None:
-        parse(choice)
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.choice = choice
 
     def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         shape = (self.out_features, self.in_features)
@@ -79,13 +71,6 @@ class Embedding(ReadsShards, nn.Embedding):
 
     With `max_norm`, `scale_grad_by_freq` or `sparse` it gathers its weight like any module.
     """
-
-    choice = AUTO
-
-    def __init__(self, *args: Any, choice: str = AUTO, **options: Any) -> None:
-        parse(choice)
-        super().__init__(*args, **options)
-        self.choice = choice
 
     @property
     def _is_plain(self) -> bool:
@@ -206,8 +191,6 @@ class LMHead(ReadsShards, nn.Linear):
     rows at a time.
     """
 
-    choice = AUTO
-
     def __init__(
         self,
         in_features: int,
@@ -217,9 +200,7 @@ class LMHead(ReadsShards, nn.Linear):
         *,
         choice: str = AUTO,
     ) -> None:
-        parse(choice)
-        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype)
-        self.choice = choice
+        super().__init__(in_features, out_features, bias=False, device=device, dtype=dtype, choice=choice)
 
     def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         return ("weight",)

@@ -23,7 +23,7 @@ from torch import nn
 from odc_kernels.peers import PeerShards
 from odc_kernels.staged import StagedWeight
 
-from .choice import TABLE, Entry
+from .choice import TABLE, Choice, Entry, choose
 
 AddRows = Callable[[int, "int | torch.Tensor", torch.Tensor], None]
 """`add_rows(owner, at, rows)`: adds rows to an owner's rows, from `at` on or, if `at` is a tensor, at those indices."""
@@ -103,6 +103,12 @@ def handle_of(target: ShardedOperand) -> torch.Tensor:
     number = next(_numbers)
     _objects[number] = target
     return torch.tensor([number], dtype=torch.int64, device="cpu")
+
+
+def chosen(operator: str, weight: ShardedOperand, tokens: int, device: torch.device, choice: str) -> Choice:
+    """How an operator on this weight runs for so many tokens."""
+    where = {"shape": weight.shape, "tokens": tokens, "device_type": device.type}
+    return choose(operator, **where, given=choice, table=weight.table)
 
 
 def resolve(handle: torch.Tensor) -> ShardedOperand:

@@ -149,32 +149,34 @@ def _is_attention(module: nn.Module) -> bool:
 
 
 def _replace_linear(model: nn.Module, choice: str, replaced: Replaced) -> None:
-    for name, module, parent in _places(model, nn.Linear):
-        if isinstance(module, (Linear, LMHead)):  # ours already, by another role or call
-            continue
-        why = _unlike(module, nn.Linear) or _read_by(parent)
-        if why is not None:
-            replaced.left[name] = why
-            continue
-        module.__class__, module.choice = Linear, choice
-        replaced.swapped["linear"].append(name)
+    _swap(model, nn.Linear, Linear, "linear", choice, replaced)
     for name, module in model.named_modules():
         if type(module).__name__ == "Conv1D":  # GPT-2's: it multiplies by a transposed weight
             replaced.left[name] = "a Conv1D, not a Linear"
 
 
 def _replace_embedding(model: nn.Module, choice: str, replaced: Replaced) -> None:
-    for name, module, parent in _places(model, nn.Embedding):
-        if isinstance(module, Embedding):
+    _swap(model, nn.Embedding, Embedding, "embedding", choice, replaced)
+
+
+def _swap(
+    model: nn.Module, kind: type[nn.Module], ours: type[nn.Module], role: str, choice: str, replaced: Replaced
+) -> None:
+    for name, module, parent in _places(model, kind):
+        if isinstance(module, (ours, LMHead)):  # ours already, by another role or call
             continue
-        why = _unlike(module, nn.Embedding) or _read_by(parent)
-        if why is None and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
+        why = _unlike(module, kind) or _read_by(parent)
+        if (
+            why is None
+            and role == "embedding"
+            and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse)
+        ):
             why = "it has max_norm, scale_grad_by_freq or sparse gradients"
         if why is not None:
             replaced.left[name] = why
             continue
-        module.__class__, module.choice = Embedding, choice
-        replaced.swapped["embedding"].append(name)
+        module.__class__, module.choice = ours, choice
+        replaced.swapped[role].append(name)
 
 
 def _unlike(module: nn.Module, kind: type[nn.Module]) -> str | None:

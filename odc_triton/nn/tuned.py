@@ -11,7 +11,7 @@ import json
 import os
 import re
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,18 +145,10 @@ def versions() -> dict[str, str]:
 
 
 def _write_line(line: Line) -> dict[str, Any]:
-    given = [
+    tiles = [
         {"kernel": kernel, "kind": type(tile).__name__, "sizes": asdict(tile)} for kernel, tile in line.choice.tiles
     ]
-    return {
-        "operator": line.operator,
-        "shape": list(line.shape),
-        "dtype": line.dtype,
-        "tokens": line.tokens,
-        "choice": line.choice.words,
-        "tiles": given,
-        "seconds": line.seconds,
-    }
+    return vars(line) | {"choice": line.choice.words, "tiles": tiles}
 
 
 def _read_line(content: dict[str, Any]) -> Line:
@@ -164,12 +156,5 @@ def _read_line(content: dict[str, Any]) -> Line:
     unknown = {choice.backend, choice.strategy, choice.wgrad} - WORDS[content["operator"]]
     if unknown and content["operator"] != "log_probs":
         raise ValueError(f"{content['operator']} does not know {', '.join(sorted(unknown))}")
-    given = tuple((each["kernel"], _TILES[each["kind"]](**each["sizes"])) for each in content["tiles"])
-    return Line(
-        operator=content["operator"],
-        shape=tuple(content["shape"]),
-        dtype=content["dtype"],
-        tokens=content["tokens"],
-        choice=Choice(backend=choice.backend, strategy=choice.strategy, wgrad=choice.wgrad, tiles=given),
-        seconds=content["seconds"],
-    )
+    given = tuple((each["kernel"], _TILES[each["kind"]](**each["sizes"])) for each in content.pop("tiles"))
+    return Line(**content | {"shape": tuple(content["shape"]), "choice": replace(choice, tiles=given)})

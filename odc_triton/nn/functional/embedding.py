@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from odc_kernels.peers import PeerShards
 
-from ..choice import AUTO, Choice, choose
-from ..operand import ShardedOperand, resolve
+from ..choice import AUTO
+from ..operand import chosen, resolve
 from .whole import handle, whole_weight
 
 
@@ -42,16 +42,12 @@ def embedding(
     return torch.ops.odc.embedding(ids, weight, handle(weight), padding_idx, choice)
 
 
-@torch.library.custom_op(
-    "odc::embedding",
-    mutates_args=(),
-    schema="(Tensor ids, Tensor weight, Tensor handle, int? padding_idx, str choice) -> Tensor",
-)
+@torch.library.custom_op("odc::embedding", mutates_args=())
 def _embedding(
     ids: torch.Tensor, weight: torch.Tensor, handle: torch.Tensor, padding_idx: int | None, choice: str
 ) -> torch.Tensor:
     w = resolve(handle)
-    how = _chosen(w, ids, choice)
+    how = chosen("embedding", w, ids.numel(), ids.device, choice)
     if how.backend == "triton" and how.strategy == "direct":
         from odc_kernels.embedding import embedding as rows_by_kernel  # here, as importing triton takes a second
 
@@ -96,18 +92,14 @@ def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
 _embedding.register_autograd(_backward, setup_context=_save)
 
 
-@torch.library.custom_op(
-    "odc::embedding_grad",
-    mutates_args=("handle",),
-    schema="(Tensor dy, Tensor ids, Tensor(a!) handle, int? padding_idx, str choice) -> ()",
-)
+@torch.library.custom_op("odc::embedding_grad", mutates_args=("handle",))
 def _embedding_grad(
     dy: torch.Tensor, ids: torch.Tensor, handle: torch.Tensor, padding_idx: int | None, choice: str
 ) -> None:
     w = resolve(handle)
     if not w.wants_gradient():
         return
-    how = _chosen(w, ids, choice)
+    how = chosen("embedding", w, ids.numel(), ids.device, choice)
     flat, dy = ids.reshape(-1), dy.reshape(-1, dy.shape[-1]).contiguous()
     if how.wgrad == "split":
         dw = torch.ops.aten.embedding_dense_backward(
@@ -138,8 +130,3 @@ def _embedding_grad(
 @_embedding_grad.register_fake
 def _(*_: Any) -> None:
     return None
-
-
-def _chosen(weight: ShardedOperand, ids: torch.Tensor, choice: str) -> Choice:
-    where = {"shape": weight.shape, "tokens": ids.numel(), "device_type": ids.device.type}
-    return choose("embedding", **where, given=choice, table=weight.table)

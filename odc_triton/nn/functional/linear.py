@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from odc_kernels.peers import PeerShards
 
-from ..choice import AUTO, Choice, choose
-from ..operand import ShardedOperand, resolve
+from ..choice import AUTO, Choice
+from ..operand import ShardedOperand, chosen, resolve
 from .whole import handle, operand, read_whole, whole_weight
 
 
@@ -55,7 +55,7 @@ def _forward(
 ) -> torch.Tensor:
     w = resolve(weight_handle)
     b = None if bias_handle is None else resolve(bias_handle)
-    how = chosen(w, x, choice)
+    how = _chosen(w, x, choice)
     if not by_kernel(how, x, w):
         biases = [None] * w.world if b is None else b.parts(how.strategy)
         pieces = [F.linear(x, rows, part) for rows, part in zip(w.parts(how.strategy), biases, strict=False)]
@@ -72,12 +72,7 @@ def _forward(
     return y
 
 
-_operator = torch.library.custom_op(
-    "odc::linear",
-    _forward,
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor weight_handle, Tensor? bias_handle, str choice) -> Tensor",
-)
+_operator = torch.library.custom_op("odc::linear", _forward, mutates_args=())
 
 
 @_operator.register_fake
@@ -137,7 +132,7 @@ def _add_gradient(
     choice: str,
 ) -> torch.Tensor:
     w = resolve(weight_handle)
-    how = chosen(w, dy, choice)
+    how = _chosen(w, dy, choice)
     dx = _dx(dy, w, how) if needs_dx else dy.new_empty(0)
     weight = w if needs_dw and w.wants_gradient() else None
     bias = b if needs_db and (b := resolve(bias_handle)).wants_gradient() else None
@@ -147,11 +142,7 @@ def _add_gradient(
 
 
 _operator_grad = torch.library.custom_op(
-    "odc::linear_grad",
-    _add_gradient,
-    mutates_args=("weight_handle", "bias_handle"),
-    schema="(Tensor dy, Tensor? x, Tensor(a!) weight_handle, Tensor(b!)? bias_handle, SymInt columns, bool needs_dx, "
-    "bool needs_dw, bool needs_db, str choice) -> Tensor",
+    "odc::linear_grad", _add_gradient, mutates_args=("weight_handle", "bias_handle")
 )
 
 
@@ -207,12 +198,8 @@ def add_linear_gradient(
         bias.add_gradient(dy.sum(0))
 
 
-def chosen(weight: ShardedOperand, x: torch.Tensor, choice: str) -> Choice:
-    """How an operator on this weight runs for x [..., columns]."""
-    tokens = x.numel() // max(x.shape[-1], 1)
-    return choose(
-        "linear", shape=weight.shape, tokens=tokens, device_type=x.device.type, given=choice, table=weight.table
-    )
+def _chosen(w: ShardedOperand, x: torch.Tensor, choice: str) -> Choice:
+    return chosen("linear", w, x.numel() // max(x.shape[-1], 1), x.device, choice)
 
 
 def by_kernel(how: Choice, x: torch.Tensor, weight: ShardedOperand) -> bool:

@@ -54,12 +54,7 @@ def token_log_probs(
     return logp.view(targets.shape), entropy.view(targets.shape)
 
 
-@torch.library.custom_op(
-    "odc::token_log_probs",
-    mutates_args=(),
-    schema="(Tensor h, Tensor weight, Tensor? handle, Tensor targets, int ignore_index, float scale, str choice) -> "
-    "(Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("odc::token_log_probs", mutates_args=())
 def _token_log_probs(
     h: torch.Tensor,
     weight: torch.Tensor,
@@ -105,21 +100,9 @@ def _backward(
     needs_dh, needs_dw = ctx.needs_input_grad[:2]
     if g_logp is None:
         g_logp = torch.zeros_like(logp)
+    rest = (needs_dh, needs_dw, ctx.ignore_index, ctx.scale, ctx.choice)
     dh, dw = torch.ops.odc.token_log_probs_grad(
-        h,
-        weight,
-        ctx.handle,
-        targets,
-        logp,
-        entropy,
-        lse,
-        g_logp,
-        g_entropy,
-        needs_dh,
-        needs_dw,
-        ctx.ignore_index,
-        ctx.scale,
-        ctx.choice,
+        h, weight, ctx.handle, targets, logp, entropy, lse, g_logp, g_entropy, *rest
     )
     own_dw = dw if needs_dw and ctx.handle is None else None
     return dh if needs_dh else None, own_dw, None, None, None, None, None
@@ -128,13 +111,7 @@ def _backward(
 _token_log_probs.register_autograd(_backward, setup_context=_save)
 
 
-@torch.library.custom_op(
-    "odc::token_log_probs_grad",
-    mutates_args=("handle",),
-    schema="(Tensor h, Tensor? weight, Tensor(a!)? handle, Tensor targets, Tensor logp, Tensor entropy, Tensor lse, "
-    "Tensor g_logp, Tensor? g_entropy, bool needs_dh, bool needs_dw, int ignore_index, float scale, str choice) -> "
-    "(Tensor, Tensor)",
-)
+@torch.library.custom_op("odc::token_log_probs_grad", mutates_args=("handle",))
 def _token_log_probs_grad(
     h: torch.Tensor,
     weight: torch.Tensor | None,

@@ -10,8 +10,8 @@ import torch
 
 from odc_kernels.peers import PeerShards
 
-from ..choice import AUTO, Choice, choose, is_by_kernel
-from ..operand import ShardedOperand, resolve
+from ..choice import AUTO, Choice, is_by_kernel
+from ..operand import ShardedOperand, chosen, resolve
 from .linear import linear, matrix
 from .whole import operand, table_of
 
@@ -62,7 +62,13 @@ def qkv(
     """
     parameters = (*weights, *(biases or ()))
     if not is_fused(x, parameters, choice) or cos.requires_grad or sin.requires_grad:
-        return _by_torch(x, weights, biases, cos, sin, head_dim=head_dim, norm=norm, choice=choice)
+        q, k, v = (
+            linear(x, weight, bias, choice=choice).unflatten(-1, (-1, head_dim))
+            for weight, bias in zip(weights, biases or (None, None, None), strict=True)
+        )
+        if norm is not None:
+            q, k = _normed(q, norm.q_weight, norm.eps), _normed(k, norm.k_weight, norm.eps)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
     lead = x.shape[:-1]
     places = torch.arange(cos.shape[:-1].numel(), device=x.device).view(cos.shape[:-1])
     q, k, v, _, _ = torch.ops.odc.qkv(
@@ -81,26 +87,6 @@ def qkv(
     return tuple(heads.view(*lead, *heads.shape[1:]) for heads in (q, k, v))
 
 
-def _by_torch(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor] | None,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    head_dim: int,
-    norm: HeadNorm | None,
-    choice: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v = (
-        linear(x, weight, bias, choice=choice).unflatten(-1, (-1, head_dim))
-        for weight, bias in zip(weights, biases or (None, None, None), strict=True)
-    )
-    if norm is not None:
-        q, k = _normed(q, norm.q_weight, norm.eps), _normed(k, norm.k_weight, norm.eps)
-    return rotate(q, cos, sin), rotate(k, cos, sin), v
-
-
 def _normed(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = heads.to(torch.promote_types(heads.dtype, torch.float32))
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(heads.dtype)
@@ -113,12 +99,7 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return rotated.to(heads.dtype)
 
 
-@torch.library.custom_op(
-    "odc::qkv",
-    mutates_args=(),
-    schema="(Tensor x, Tensor[] parameters, Tensor[] handles, Tensor? q_norm, Tensor? k_norm, float eps, Tensor cos, "
-    "Tensor sin, Tensor positions, int head_dim, str choice) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("odc::qkv", mutates_args=())
 def _qkv(
     x: torch.Tensor,
     parameters: list[torch.Tensor],
@@ -131,7 +112,7 @@ def _qkv(
     positions: torch.Tensor,
     head_dim: int,
     choice: str,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     from odc_kernels.qkv import QkNorm, Rope
     from odc_kernels.qkv import qkv as by_kernel  # here, as importing triton takes a second
 
@@ -139,7 +120,7 @@ def _qkv(
     q, k, v, q_pre, k_pre = _empty(x, parameters, q_norm, head_dim)
     by_kernel(
         x=x,
-        weights=_weights(sharded, _chosen(sharded[0], x, choice)),
+        weights=_weights(sharded, chosen("qkv", sharded[0], len(x), x.device, choice)),
         rope=Rope(cos=cos, sin=sin, positions=positions),
         norm=None if q_norm is None else QkNorm(q_weight=q_norm.detach(), k_weight=k_norm.detach(), eps=eps),
         q=q,
@@ -188,13 +169,7 @@ def _backward(
 _qkv.register_autograd(_backward, setup_context=_save)
 
 
-@torch.library.custom_op(
-    "odc::qkv_grad",
-    mutates_args=("handles",),
-    schema="(Tensor dq, Tensor dk, Tensor dv, Tensor x, Tensor(a!)[] handles, Tensor? q_norm, Tensor? k_norm, "
-    "float eps, Tensor cos, Tensor sin, Tensor positions, Tensor q_pre, Tensor k_pre, str choice) -> "
-    "(Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("odc::qkv_grad", mutates_args=("handles",))
 def _qkv_grad(
     dq: torch.Tensor,
     dk: torch.Tensor,
@@ -216,7 +191,7 @@ def _qkv_grad(
     from odc_kernels.qkv_grad import qkv_grad as by_kernel
 
     sharded = [resolve(handle) for handle in handles]
-    how = _chosen(sharded[0], x, choice)
+    how = chosen("qkv", sharded[0], len(x), x.device, choice)
     dx, dq_norm, dk_norm = _empty_gradients(x, q_norm)
     targets = [_Target(each, how) if each.leaf.requires_grad and each.wants_gradient() else None for each in sharded]
     named = zip(("wq", "wk", "wv", "bq", "bk", "bv"), targets, strict=False)
@@ -282,8 +257,3 @@ def _weights(sharded: list[ShardedOperand], how: Choice) -> Any:
     else:
         peers = [PeerShards.local(*each.parts("gathered")) for each in sharded]
     return QkvWeights(**dict(zip(("wq", "wk", "wv", "bq", "bk", "bv"), peers, strict=False)))
-
-
-def _chosen(weight: ShardedOperand, x: torch.Tensor, choice: str) -> Choice:
-    where = {"shape": weight.shape, "tokens": len(x), "device_type": x.device.type}
-    return choose("qkv", **where, given=choice, table=weight.table)

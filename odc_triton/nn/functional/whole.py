@@ -21,7 +21,7 @@ _KNOWN = frozenset(
 )
 
 
-@torch.library.custom_op("odc::whole_weight", mutates_args=(), schema="(Tensor weight, Tensor handle) -> Tensor")
+@torch.library.custom_op("odc::whole_weight", mutates_args=())
 def _whole(weight: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return resolve(handle).read()
 
