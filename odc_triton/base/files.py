@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,26 +40,12 @@ def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 def write_file(path: str | os.PathLike, data: bytes) -> None:
-    """Writes `data` as `atomic_file` does, into a folder that exists.
-
-    Raises FileNotFoundError or NotADirectoryError if there is no such folder, IsADirectoryError if `path` is a folder,
-    PermissionError if the folder can't be written to. What was at `path` is then left as it was.
-    """
-    path = Path(path)
-    if not path.parent.exists():
-        raise FileNotFoundError(f"can't write {path}: there is no folder {path.parent}; create it first")
-    if not path.parent.is_dir():
-        raise NotADirectoryError(f"can't write {path}: {path.parent} is not a folder; choose another path")
-    if path.is_dir():
-        raise IsADirectoryError(f"can't write {path}: it is a folder; add a file name")
+    """Writes `data` as `atomic_file` does. Raises OSError that names `path`; what was there is then left as it was."""
     try:
         with atomic_file(path) as file:
             file.write(data)
-    except PermissionError as error:
-        raise PermissionError(
-            f"can't write {path}: no permission to write to the folder {path.parent}; "
-            "choose another folder or change its permissions"
-        ) from error
+    except OSError as error:
+        raise type(error)(error.errno, f"can't write {path}: {error.strerror}") from error
 
 
 def require_new_folder(path: str | os.PathLike) -> Path:
@@ -170,22 +155,6 @@ def sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def without_empty_cache() -> Iterator[None]:
-    """Removes the folder for compiled code that importing torch._dynamo leaves in TMPDIR, if it is new and empty."""
-
-    def found() -> set[Path]:
-        return {*Path(tempfile.gettempdir()).glob("torchinductor_*")}
-
-    before = found()
-    try:
-        yield
-    finally:
-        for folder in found() - before:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
 
 
 def read_json_object(path: str | os.PathLike, remedy: str) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint import (
     SavePlan,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem
@@ -270,9 +270,8 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
         for info in metadata.storage_data.values():
             if not isinstance(info.relative_path, str) or Path(info.relative_path).name != info.relative_path:
                 raise ValueError(f"it names {info.relative_path!r}, which is not a file in its folder")
-        for tensor, entry in metadata.state_dict_metadata.items() if name == METADATA else ():
-            if isinstance(entry, TensorStorageMetadata):
-                _check_chunks(tensor, entry, metadata.storage_data)
+        if name == METADATA:
+            _check_chunks(metadata)
     except Exception as error:  # an unpickler may raise anything
         raise CheckpointCorrupt(f"{path} can't be read as a checkpoint's list of contents: {error}") from error
     if metadata.planner_data is None:
@@ -292,36 +291,15 @@ def check_sizes(folder: Path, metadata: Metadata) -> None:
             raise CheckpointCorrupt(f"{path} {now}, and values of {folder} are in its first {end}")
 
 
-def _check_chunks(name: str, tensor: TensorStorageMetadata, places: Mapping[MetadataIndex, Any]) -> None:
-    """Raises ValueError unless the chunks are within the tensor, fill it without overlap, and each have data."""
-    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in tensor.chunks]
-    for offsets, sizes in boxes:
-        ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-        if (
-            len(ends) != len(tensor.size)
-            or min((*offsets, *sizes), default=0) < 0
-            or any(end > most for end, most in zip(ends, tensor.size, strict=True))
-        ):
-            raise ValueError(f"{name} of {tuple(tensor.size)} has a chunk of {sizes} at {offsets}")
-        if math.prod(sizes) and MetadataIndex(name, torch.Size(offsets)) not in places:
-            raise ValueError(f"{name} has no data for its chunk of {sizes} at {offsets}")
-    filled = sum(math.prod(sizes) for _, sizes in boxes)
-    if filled != math.prod(tensor.size) or _overlap([box for box in boxes if math.prod(box[1])]):
-        raise ValueError(f"the chunks of {name} don't fill its {tuple(tensor.size)}, each element once: {boxes[:4]}")
-
-
-def _overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
-    """Whether two boxes of (offsets, sizes) overlap. Quick when they are split by rows, as ranks split tensors."""
-    boxes = sorted(boxes)
-    for index, (offsets, sizes) in enumerate(boxes):
-        for others, other_sizes in boxes[index + 1 :]:
-            if offsets and others[0] >= offsets[0] + sizes[0]:
-                break  # nor do any that follow
-            if all(o < p + q for o, p, q in zip(others, offsets, sizes, strict=True)) and all(
-                o < p + q for o, p, q in zip(offsets, others, other_sizes, strict=True)
-            ):
-                return True
-    return False
+def _check_chunks(metadata: Metadata) -> None:
+    """Raises ValueError unless chunks are within their tensors, fill them without overlap, and each have data."""
+    problems = _validate_global_plan([SavePlan([]), SavePlan([])], metadata)  # of one plan it checks less
+    if problems not in (True, []):
+        raise ValueError(f"its chunks don't fit its tensors: {problems or 'see the log'}")
+    for name, tensor in tensors_of(metadata).items():
+        for chunk in tensor.chunks:
+            if math.prod(chunk.sizes) and MetadataIndex(name, chunk.offsets) not in metadata.storage_data:
+                raise ValueError(f"{name} has no data for its chunk of {[*chunk.sizes]} at {[*chunk.offsets]}")
 
 
 class _Planner(DefaultLoadPlanner):

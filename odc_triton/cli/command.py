@@ -16,17 +16,11 @@ from typing import Any
 
 from .. import __version__
 from ..base.errors import in_a_line
-from ..base.files import without_empty_cache
 from .start import ending_at_once, say_stopped, start_job
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    with without_empty_cache():
-        return _main(arguments)
-
-
-def _main(arguments: Sequence[str] | None) -> int:
     if not sys.platform.startswith("linux"):
         print(f"odc-triton runs on Linux only, not on {sys.platform}", file=sys.stderr)
         return 1

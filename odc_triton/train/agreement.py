@@ -8,7 +8,7 @@ NCCL, which do not say which peer is dead, and wait for a stopped one without a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,52 +41,44 @@ def clip(gradients: list[torch.Tensor], *, norm: float, largest: float) -> None:
         torch._foreach_mul_(gradients, factor)
 
 
-def whole_norm(squares: Iterable[float]) -> float:
-    """The norm from every rank's `square_norm`."""
-    return math.sqrt(sum(squares))
-
-
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What one rank says after a minibatch."""
+class StepReport:
+    """What one rank says after a minibatch; joined, what follows from all ranks', the same on every rank."""
 
     loss_sum: float
-    sums: tuple[float, ...] = ()  # other sums over its tokens
+    sums: Sequence[float] = ()  # other sums over its tokens
     square_norm: float  # of its gradients
     waited_s: float  # since the last agreement
     passed_s: float
     stop: int | None  # the signal that asked it to stop
     save: bool  # its clock says that a checkpoint is due; rank 0's decides
-    writer: dict[str, Any] | None = None  # how far it is with a checkpoint in the background
+    writers: Sequence[dict[str, Any] | None] = (None,)  # how far each is with a checkpoint in the background
 
+    @property
+    def norm(self) -> float:
+        return math.sqrt(self.square_norm)
 
-@dataclass(frozen=True, kw_only=True)
-class Agreed:
-    """What follows from all ranks' `Told`, the same on every rank."""
-
-    loss_sum: float
-    sums: list[float]
-    norm: float
-    idle: float  # share of the ranks' time, 0 to 1
-    stop: int | None
-    save: bool
-    writers: list[dict[str, Any] | None]  # by rank
+    @property
+    def idle(self) -> float:
+        """Share of the ranks' time, 0 to 1."""
+        return min(self.waited_s / self.passed_s, 1.0) if self.passed_s else 0.0
 
     @property
     def finite(self) -> bool:
-        return math.isfinite(self.loss_sum) and math.isfinite(self.norm)
+        return math.isfinite(self.loss_sum) and math.isfinite(self.square_norm)
 
 
-def agree(engine: Engine, told: Told) -> Agreed:
+def agree(engine: Engine, own: StepReport) -> StepReport:
     """Meets the other ranks. Raises RankLost and DeadlineExceeded."""
-    messages: list[dict[str, Any]] = engine.meet(f"sum up minibatch {engine.state.number}", vars(told))
-    passed_s = sum(each["passed_s"] for each in messages)
-    return Agreed(
-        loss_sum=sum(each["loss_sum"] for each in messages),
-        sums=[math.fsum(of_ranks) for of_ranks in zip(*(each["sums"] for each in messages), strict=True)],
-        norm=whole_norm(each["square_norm"] for each in messages),
-        idle=min(sum(each["waited_s"] for each in messages) / passed_s, 1.0) if passed_s else 0.0,
-        stop=next((each["stop"] for each in messages if each["stop"] is not None), None),
-        save=messages[0]["save"],
-        writers=[each["writer"] for each in messages],
+    messages = engine.meet(f"sum up minibatch {engine.state.number}", vars(own))
+    reports = [StepReport(**each) for each in messages]
+    return StepReport(
+        loss_sum=sum(each.loss_sum for each in reports),
+        sums=[math.fsum(of_ranks) for of_ranks in zip(*(each.sums for each in reports), strict=True)],
+        square_norm=sum(each.square_norm for each in reports),
+        waited_s=sum(each.waited_s for each in reports),
+        passed_s=sum(each.passed_s for each in reports),
+        stop=next((each.stop for each in reports if each.stop is not None), None),
+        save=reports[0].save,
+        writers=[writer for each in reports for writer in each.writers],
     )

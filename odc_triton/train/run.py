@@ -19,7 +19,7 @@ from ..base.errors import MinibatchToRepeat
 from ..base.events import Event, total_s
 from ..checkpoint.repeat import repeating
 from ..engine.api import engine_of
-from .agreement import Agreed, Told, agree, clip, own_gradients, square_norm
+from .agreement import StepReport, agree, clip, own_gradients, square_norm
 from .metrics import Metrics
 from .optimizers import make_optimizer, make_schedule
 from .run_folder import require_same
@@ -144,22 +144,22 @@ class Run(ABC):
 
         return repeating(minibatch, repeats)
 
-    def update(self, loss_sum: float, sums: Sequence[float] = ()) -> Agreed:
+    def update(self, loss_sum: float, sums: Sequence[float] = ()) -> StepReport:
         """After a minibatch: ranks agree, and take the optimizer's step if all is finite."""
         gradients = own_gradients(self.model.parameters())
         events = self.engine.events.drain()
         told_s = time.monotonic()
         agreed = agree(
             self.engine,
-            Told(
+            StepReport(
                 loss_sum=loss_sum,
-                sums=tuple(sums),
+                sums=sums,
                 square_norm=square_norm(gradients),
                 waited_s=total_s(events, "wait"),
                 passed_s=told_s - self._agreed_s,
                 stop=self.asked.stop(),
                 save=self.asked.save(),
-                writer=self.asked.writer(),
+                writers=[self.asked.writer()],
             ),
         )
         self.asked.settle(agreed.writers)

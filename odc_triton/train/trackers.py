@@ -187,7 +187,23 @@ class _TensorBoard:
         self._writer.close()
 
 
-class _WeightsAndBiases:
+class _OfSteps:
+    """A tracker that can't take a step back: it has those up to `_seen`."""
+
+    _run: Any
+    _seen: int
+    _package: Any
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        if step > self._seen:
+            self._run.log(metrics, step=step)
+
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        rows = [list(each.values()) for each in samples]
+        self.log(step, {"samples": self._package.Table(columns=list(samples[0]), data=rows)})
+
+
+class _WeightsAndBiases(_OfSteps):
     """A run of wandb. The user's environment decides on account, server, mode, and on what the options leave open."""
 
     def __init__(
@@ -207,20 +223,12 @@ class _WeightsAndBiases:
         )
         id_file.parent.mkdir(exist_ok=True)
         id_file.write_text(self._run.id)
-        self._table = wandb.Table
+        self._package = wandb
         self._seen = seen if resumes and not self._run.offline else 0
         if self._run.offline and resumes:
             for line in read_metrics(Path(out, "metrics.jsonl")):
                 if line["step"] <= step:
                     self.log(line.pop("step"), {key: value for key, value in line.items() if value is not None})
-
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
-        if step > self._seen:
-            self._run.log(metrics, step=step)
-
-    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        rows = [list(each.values()) for each in samples]
-        self.log(step, {"samples": self._table(columns=list(samples[0]), data=rows)})
 
     def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
         self._run.summary.update({**metrics, "words": words})
@@ -230,7 +238,7 @@ class _WeightsAndBiases:
         self._run.finish(exit_code=1)
 
 
-class _Trackio:
+class _Trackio(_OfSteps):
     """A run of Trackio, in the user's TRACKIO_DIR, or where the environment says."""
 
     def __init__(
@@ -246,14 +254,6 @@ class _Trackio:
             resume="allow" if seen else "never",
             embed=False,
         )
-
-    def log(self, step: int, metrics: dict[str, Any]) -> None:
-        if step > self._seen:
-            self._run.log(metrics, step=step)
-
-    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
-        rows = [list(each.values()) for each in samples]
-        self.log(step, {"samples": self._package.Table(columns=list(samples[0]), data=rows)})
 
     def finish(self, step: int, metrics: dict[str, float], words: str) -> None:
         self.log(step, {"final": self._package.Markdown(_final(metrics, words))})

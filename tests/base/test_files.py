@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from odc_triton.base.files import folder_aside, reading, require_source, without_empty_cache, write_file
+from odc_triton.base.files import folder_aside, reading, require_source, write_file
 
 
 def test_paths_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,22 +59,12 @@ def test_write_file_replaces_whole_or_not_at_all(tmp_path: Path, monkeypatch: py
     assert os.listdir(tmp_path) == ["f"]
 
 
-def test_write_file_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no folder .*missing; create it"):
-        write_file(tmp_path / "missing" / "f", b"")
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(NotADirectoryError, match="is not a folder"):
-        write_file(tmp_path / "file" / "f", b"")
-    with pytest.raises(IsADirectoryError, match="add a file name"):
-        write_file(tmp_path, b"")
-
-    # Tests may run as root, whom no mode bits stop.
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(PermissionError, match=r"no permission .*choose another folder"):
-        write_file(tmp_path / "f", b"")
+def test_write_file_names_what_is_wrong(tmp_path: Path) -> None:
+    write_file(tmp_path / "new" / "f", b"1")
+    assert (tmp_path / "new" / "f").read_bytes() == b"1"
+    for path, kind in ((tmp_path / "new", IsADirectoryError), (tmp_path / "new" / "f" / "g", OSError)):
+        with pytest.raises(kind, match=f"can't write {path}: "):
+            write_file(path, b"")
 
 
 def _names(folder: Path) -> list[str]:
@@ -135,12 +125,3 @@ def test_what_a_killed_process_left_is_removed_and_what_it_moved_away_put_back(t
         assert _names(tmp_path) == sorted([aside.name, other, "out"])
     assert _names(path) == ["new"]
     assert _names(tmp_path) == [other, "out"]
-
-
-def test_an_empty_cache_of_torch_is_not_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "torchinductor_before").mkdir()
-    with without_empty_cache():
-        (tmp_path / "torchinductor_root").mkdir()
-        (tmp_path / "torchinductor_used" / "ab").mkdir(parents=True)
-    assert sorted(os.listdir(tmp_path)) == ["torchinductor_before", "torchinductor_used"]
