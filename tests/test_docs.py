@@ -96,14 +96,3 @@ def test_public_names_are_in_the_api() -> None:
     packages = {f.parent.name for f in (ROOT / "odc_triton").glob("*/__init__.py") if "lazy_names(" in f.read_text()}
     missing = {name for name in packages if f"odc_triton.{name}" not in described}
     assert missing == {"sharding"}, "add a page to docs/api; the names of sharding are those of odc_triton"
-
-
-def test_what_is_broken_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.test_docs.ROOT", tmp_path)
-    page = tmp_path / "page.md"
-    (tmp_path / "other.md").write_text("# A heading: of `two` parts\n\n```\n# no heading\n```\n")
-    page.write_text(
-        "[a](other.md#a-heading-of-two-parts) [b](https://example.com) `[c](gone.md)` [d](gone.md) [e](#none)\n"
-        "[f](other.md#no-heading)\n"
-    )
-    assert [line.partition(":")[0] for line in _broken(page)] == ["gone.md", "#none", "other.md#no-heading"]

@@ -70,8 +70,8 @@ class StepReport:
 
 def agree(engine: Engine, own: StepReport) -> StepReport:
     """Meets the other ranks. Raises RankLost and DeadlineExceeded."""
-    messages = engine.meet(f"sum up minibatch {engine.state.number}", vars(own))
-    reports = [StepReport(**each) for each in messages]
+    messages = engine.meet(f"sum up minibatch {engine.state.number}", {"report": vars(own)})
+    reports = [StepReport(**each["report"]) for each in messages]
     return StepReport(
         loss_sum=sum(each.loss_sum for each in reports),
         sums=[math.fsum(of_ranks) for of_ranks in zip(*(each.sums for each in reports), strict=True)],

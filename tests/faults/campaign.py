@@ -10,7 +10,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from odc_triton.base.report import table
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
 from tests.faults.inject import PHASES, Fault, run_with
@@ -19,7 +18,6 @@ from tests.support import ranks
 from tests.support.sft_case import case, write_case
 
 STEPS = 5
-COLUMNS = ("trial", "world", "rank", "phase", "minibatch", "moment", "signal", "ended after", "resumed at", "error")
 
 
 def random_fault(random_numbers: random.Random, world: int) -> Fault:
@@ -68,26 +66,9 @@ def run(trials: int, seed: int, folder: Path) -> list[Result]:
                 f"trial {trial} of seed {seed}, world {world}, told {told}, {fault}: {error}"
             ) from error
         results.append(result)
-        print(f"trial {trial}: {fault} in {time.monotonic() - start_s:.0f} s", flush=True)
+        seconds = f"{time.monotonic() - start_s:.0f} s, {result.ended_s:.1f} s after the fault"
+        print(f"trial {trial} of {world} ranks: {fault} in {seconds}; {result}", flush=True)
     return results
-
-
-def rows(results: list[Result]) -> list[list[object]]:
-    return [
-        [
-            number,
-            result.world,
-            result.fault.rank,
-            result.fault.phase,
-            result.fault.minibatch,
-            result.fault.moment,
-            signal.Signals(result.fault.signal).name,
-            f"{result.ended_s:.1f} s" if result.struck else "not struck",
-            result.resumed_at,
-            result.error[:90],
-        ]
-        for number, result in enumerate(results)
-    ]
 
 
 def main() -> None:
@@ -97,7 +78,6 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = run(options.trials, options.seed, Path(folder))
-    print(table(rows(results), COLUMNS))
     print(f"{sum(result.struck for result in results)} of {len(results)} struck; all promises kept")
 
 

@@ -15,7 +15,7 @@ from odc_triton.data.records import IGNORED
 from odc_triton.hf import enable_packing
 from odc_triton.rl.generation import Sampled
 from odc_triton.rl.learned import Learned
-from odc_triton.rl.objective import Denominators, Objective, TokenTerms, advantages
+from odc_triton.rl.objective import Objective, TokenTerms, advantages
 from odc_triton.rl.prompts import Prompt, completion_seed, prompts_of_step, read_prompts
 from odc_triton.rl.rollout import Rollout, Slot
 from tests.support.grpo_case import trl_advantages
@@ -47,13 +47,6 @@ def test_a_reward_that_no_function_gave_counts_for_nothing() -> None:
 def test_equal_rewards_that_round_differently() -> None:
     """0.1 + 0.2 is not 0.3: their mean is not exactly any of them, and the deviation not exactly 0."""
     assert (advantages(torch.full((1, 3), 0.1, dtype=torch.float64), "group") == 0).all()
-
-
-def test_weights() -> None:
-    all_of_them = Denominators(tokens=50, rows=4, most_tokens=20)
-    assert all_of_them.weight("dapo", 5) == all_of_them.weight("cispo", 5) == 1 / 50
-    assert all_of_them.weight("grpo", 5) == all_of_them.weight("gspo", 5) == 1 / 20
-    assert all_of_them.weight("dr_grpo", 5) == 1 / 80
 
 
 # By loss, and whether truncated completions are masked: TRL's denominators, of the first group's completions.

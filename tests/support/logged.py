@@ -1,15 +1,12 @@
-"""What trackers kept of a run, read back from their own files."""
+"""What trackers kept of a run: read back from TensorBoard's files, or recorded in the place of a package."""
 
 from __future__ import annotations
 
 import json
-import struct
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 Kept = dict[str, list[tuple[int, Any]]]  # (step, value) by name, in the order of the file
-_BLOCK = 32768  # of LevelDB's log format, in which wandb writes records
 
 
 def in_tensorboard(folder: Path) -> tuple[Kept, dict[str, list[str]]]:
@@ -24,50 +21,36 @@ def in_tensorboard(folder: Path) -> tuple[Kept, dict[str, list[str]]]:
     return scalars, texts
 
 
-def _records(path: Path) -> list[Any]:
-    from wandb.proto import wandb_internal_pb2
+class Recorder:
+    """In the place of wandb or trackio: what it was asked to do, one line of JSON a call."""
 
-    data, at, part, found = path.read_bytes(), 7, b"", []
-    while at + 7 <= len(data):
-        left = _BLOCK - at % _BLOCK
-        if left < 7:
-            at += left
-            continue
-        _, count, kind = struct.unpack("<IHB", data[at : at + 7])
-        part += data[at + 7 : at + 7 + count]
-        at += 7 + count
-        if kind in (1, 4):  # whole, or its last part
-            found.append(wandb_internal_pb2.Record.FromString(part))
-            part = b""
-    return found
+    def __init__(self, path: Path, *, offline: bool = False) -> None:
+        self.path, self.offline, self.id, self.summary = path, offline, "an-id", self
 
+    def init(self, **how: Any) -> Recorder:
+        self._keep("init", how)
+        return self
 
-def in_wandb(folder: Path) -> list[tuple[str, Kept, dict[str, Any]]]:
-    """(run id, history, summary) of each offline start, oldest first."""
-    starts = []
-    for path in sorted(folder.glob("offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
-        run_id, kept, summary = "", defaultdict(list), {}
-        for record in _records(path):
-            if record.HasField("run"):
-                run_id = record.run.run_id
-            for item in record.history.item:
-                name = item.key or "/".join(item.nested_key)
-                kept[name].append((record.history.step.num, json.loads(item.value_json)))
-            for item in record.summary.update:
-                summary[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-        starts.append((run_id, dict(kept), summary))
-    return starts
+    def log(self, metrics: dict[str, Any], *, step: int) -> None:
+        self._keep("log", step, metrics)
 
+    def update(self, summary: dict[str, Any]) -> None:
+        self._keep("summary", summary)
 
-def in_trackio(project: str) -> tuple[list[tuple[str, dict]], Kept]:
-    """(name, options) of each run, and what was logged under the last one's name, from the store in TRACKIO_DIR."""
-    import trackio
-    from trackio.sqlite_storage import SQLiteStorage
+    def finish(self, **how: Any) -> None:
+        self._keep("finish", how)
 
-    runs = [(run.name, run.config) for run in trackio.Api().runs(project)]
-    kept = defaultdict(list)
-    for line in SQLiteStorage.get_logs(project, runs[-1][0]):
-        step = line.pop("step")
-        for name, value in line.items():
-            kept[name].append((step, value))
-    return runs, dict(kept)
+    @staticmethod
+    def Table(columns: list[str], data: list[list[Any]]) -> list[list[Any]]:
+        return [columns, *data]
+
+    @staticmethod
+    def Markdown(text: str) -> str:
+        return text
+
+    def _keep(self, *call: Any) -> None:
+        with open(self.path, "a") as file:
+            file.write(json.dumps(call, default=str) + "\n")
+
+    def calls(self) -> list[list[Any]]:
+        return [json.loads(line) for line in self.path.read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Trackers with their real packages, offline, and ones that fail, hang or outlive their rank."""
+"""Trackers: what each is told of a run that goes on, and ones that fail, hang or outlive their rank."""
 
 from __future__ import annotations
 
@@ -12,53 +12,25 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import psutil
 import pytest
 
 from odc_triton.base.config_file import write_config
-from odc_triton.train import trackers
-from odc_triton.train.metrics import Metrics, read_metrics
+from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
 from odc_triton.train.trackers import Trackers
-from tests.support import logged, ranks
+from tests.support import jobs, logged, ranks
 from tests.support.deadlines import LONG_S
 from tests.support.leftovers import environment
 from tests.support.sft_case import case, write_case
 
 ALL = ("tensorboard", "wandb", "trackio")
 STEPS, STOP, SAVED = 6, 4, 2
-OF_TIME = ("seconds", "idle", "target_tokens_per_s")
-
-
-def train(rank: int, world: int, wanted: SftOptions, stop: bool, variables: dict[str, str]) -> str:
-    """`stop`: rank 0 is told to after step 3, so that the run ends after step 4."""
-    from odc_triton.comm.launch import Interrupted
-    from odc_triton.train import loop
-    from odc_triton.train.sft import train_sft
-
-    os.environ.update(variables)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
-        del sys.modules[name]  # the fork server has imported it, with its own environment
-    # On a busy machine wandb takes seconds to start.
-    trackers.Trackers.close.__kwdefaults__["within_s"] = loop.END_S = LONG_S
-
-    def on_metrics(metrics: Metrics) -> None:
-        if stop and metrics["step"] == STOP - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    try:
-        with mock.patch("odc_triton.train.outcome.can_draw", return_value=False):
-            train_sft(wanted, on_metrics)
-    except Interrupted:
-        return "stopped"
-    return "ended"
 
 
 @pytest.fixture(scope="module")
@@ -69,85 +41,71 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, out: Path, names: tuple[str, ...]) -> list[Metrics]:
-    """Stopped after step 4, and resumed from step 2: steps 3 and 4 are taken again. Returns each step's metrics."""
-    variables = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(out.parent / "trackio")}
-    wanted = case(
-        folder,
-        out=str(out),
-        steps=STEPS,
-        checkpoint_every=SAVED,
-        resume="auto",
-        eval_data=str(folder / "held_out.jsonl"),
-        eval_every=2,
-        eval_samples=2,
-        eval_sample_tokens=6,
-        report_to=names,
-    )
-    wanted = replace(wanted, samples_per_rank=2)
-    assert ranks.run(train, 2, wanted, True, variables) == ["stopped"] * 2
-    shutil.rmtree(out / "checkpoints" / f"step-{STOP:08d}")
-    assert ranks.run(train, 2, wanted, False, variables) == ["ended"] * 2
-    lines = read_metrics(out / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert [line["step"] for line in read_metrics(out / "samples.jsonl")] == [2, 2, 4, 4, 6, 6]
-    return lines
-
-
-def same(kept: logged.Kept, lines: list[Metrics], *, but: tuple[str, ...] = (), exact: bool = True) -> None:
-    """Each metric of each step is there once. `but`: those that are not compared."""
-    for name in {name for line in lines for name in line} - {"step", *but}:
-        want = [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-        found = kept[name]
-        assert [step for step, _ in found] == [step for step, _ in want], name
-        values, others = [value for _, value in found], [value for _, value in want]
-        # Steps taken again differ by the order in which two ranks' gradients were added.
-        assert values == (others if exact else pytest.approx(others, rel=1e-5)), name
-
-
 def test_a_resumed_run_is_one_chart(folder: Path, tmp_path: Path) -> None:
+    """In TensorBoard. Stopped after step 4, and resumed from step 2: steps 3 and 4 are taken again."""
     out = tmp_path / "my run"
-    _in_tensorboard(out, run(folder, out, ("tensorboard",)))
+    held_out = {"eval_data": str(folder / "held_out.jsonl"), "eval_every": 2, "eval_samples": 2}
+    how = {"steps": STEPS, "samples_per_rank": 2, "checkpoint_every": SAVED, "resume": "auto", "eval_sample_tokens": 6}
+    wanted = case(folder, out=str(out), report_to=("tensorboard",), **how, **held_out)
+    assert jobs.run(2, wanted, stop_after=STOP - 1) == [jobs.STOPPED]
+    shutil.rmtree(out / "checkpoints" / f"step-{STOP:08d}")
+    assert jobs.run(2, wanted) == [jobs.ENDED]
+    lines = jobs.lines(out)
+    assert [line["step"] for line in read_metrics(out / "samples.jsonl")] == [2, 2, 4, 4, 6, 6]
 
-
-@pytest.mark.slow
-def test_a_resumed_run_is_one_chart_in_each(folder: Path, tmp_path: Path) -> None:
-    out = tmp_path / "my run"
-    lines = run(folder, out, ALL)
-    _in_tensorboard(out, lines)
-    _in_wandb(out, lines)
-    _in_trackio(out, lines)
-
-
-def _in_tensorboard(out: Path, lines: list[Metrics]) -> None:
     scalars, texts = logged.in_tensorboard(out / "tensorboard")
-    same(scalars, [{k: v if k == "step" else float(np.float32(v)) for k, v in line.items()} for line in lines])
+    for name in {name for line in lines for name in line} - {"step"}:
+        want = [(line["step"], float(np.float32(line[name]))) for line in lines if line.get(name) is not None]
+        assert scalars[name] == want, name
     assert "samples_per_rank" in texts["options/text_summary"][0]
     assert texts["samples/text_summary"][-1].count("\n") == 3  # heading, rule and two samples
     assert f"{STEPS} steps over" in texts["final/text_summary"][-1]
 
 
-def _in_wandb(out: Path, lines: list[Metrics]) -> None:
-    (first_id, first, _), (second_id, second, summary) = logged.in_wandb(out / "wandb")
-    assert first_id == second_id == (out / "wandb" / "run-id").read_text()
-    same(second, lines)  # the newest folder has the whole run
-    assert [step for step, _ in first["loss"]] == list(range(1, STOP + 1))
-    same({name: [each for each in kept if each[0] <= SAVED] for name, kept in first.items()}, lines[:SAVED])
-    assert [step for step, _ in second["samples/nrows"]] == [4, 6]
-    assert summary["words"].startswith(f"{STEPS} steps over")
+# What each is asked to do in a run of two steps, and in one that goes on after step 1. wandb's server and Trackio keep
+# what was logged first; offline wandb is told the earlier steps again.
+RESUMED = {
+    ("wandb", False): [3],
+    ("wandb", True): [1, 2, 3],
+    ("trackio", False): [3],
+}
 
 
-def _in_trackio(out: Path, lines: list[Metrics]) -> None:
-    code = "import json; from tests.support import logged; print(json.dumps(logged.in_trackio('odc-triton')))"
-    variables = environment() | {"TRACKIO_DIR": str(out.parent / "trackio")}  # read when trackio is imported
-    told = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, timeout=60)
-    assert told.returncode == 0, told.stderr
-    runs, kept = json.loads(told.stdout)
-    ((name, config),) = runs
-    assert (name, config["samples_per_rank"], config["ranks"]) == ("my run", 2, 2)
-    same(kept, lines, but=OF_TIME, exact=False)
-    assert [step for step, _ in kept["samples"]] == [2, 4, 6]
-    assert f"{STEPS} steps over" in kept["final"][0][1]["_value"]
+@pytest.mark.parametrize(("name", "offline"), RESUMED)
+def test_steps_of_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, offline: bool) -> None:
+    """Two steps were logged, and the run goes on after step 1."""
+    out = tmp_path / "my run"
+    out.mkdir()
+    options = SftOptions(data="d", init="i", tokenizer="t", out=str(out), report_to=(name,))
+    found = []
+    for place, (step, seen, steps) in enumerate(((0, 0, (1, 2)), (1, 2, (2, 3)))):
+        package = logged.Recorder(tmp_path / f"{place}.jsonl", offline=offline)
+        monkeypatch.setitem(sys.modules, name, package)
+        started = Trackers(options, ranks=2, step=step, seen=seen)
+        for each in steps:
+            started.log({"step": each, "loss": 0.5 * each, "eval_loss": None, "grad_norm": float("nan")})
+        started.log_samples([{"step": steps[-1], "prompt": "a", "reward": float("nan")}])
+        if place:
+            started.finish({"step": 3, "loss": 1.5}, "in words")
+        started.close(within_s=LONG_S)
+        (out / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "loss": {0.5 * n}}}\n' for n in (1, 2)))
+        found.append(package.calls())
+    first, second = found
+    assert [call[0] for call in first] == ["init", "log", "log", "log", "finish"]
+    made, again = first[0][1], second[0][1]
+    assert (made["project"], made["name"], made["config"]["ranks"]) == ("odc-triton", "my run", 2)
+    assert first[1:4] == [
+        ["log", 1, {"loss": 0.5}],
+        ["log", 2, {"loss": 1.0}],
+        ["log", 2, {"samples": [["step", "prompt", "reward"], [2, "a", None]]}],
+    ]
+    assert first[4] == ["finish", {"exit_code": 1} if name == "wandb" else {}]
+    assert again["resume"] == "allow"
+    assert again.get("id") == ("an-id" if name == "wandb" else None)
+    logs = [call for call in second if call[0] == "log" and "loss" in call[2]]
+    assert [(step, line["loss"]) for _, step, line in logs] == [(n, 0.5 * n) for n in RESUMED[name, offline]]
+    assert "in words" in json.dumps(second)
+    assert second[-1] == ["finish", {}]
 
 
 # ------------------------------------------------------------------ trackers that fail
