@@ -67,7 +67,7 @@ def with_config(kind: type, given: dict[str, Any]) -> dict[str, Any]:
     if path is None:
         return given
     found = read_config(path, kind, ranks=int)
-    taken = {name for pair in getattr(kind, "alternatives", ()) if pair & given.keys() for name in pair}
+    taken = {name for pair in getattr(kind, "alternatives", ()) if {*pair} & given.keys() for name in pair}
     return {name: value for name, value in found.items() if name not in taken} | given
 
 

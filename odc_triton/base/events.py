@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 BUSY_KINDS = ("forward", "backward", "accumulate", "publish", "step", "rollout", "scoring")
 IDLE_KINDS = ("wait",)
@@ -34,9 +34,6 @@ class Event:
             raise ValueError(f"kind is {self.kind!r}; it must be one of {', '.join(BUSY_KINDS + IDLE_KINDS)}")
         if self.end_s < self.start_s:
             raise ValueError(f"{self.kind} ends at {self.end_s} s, before it starts at {self.start_s} s")
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
     def as_row(self) -> list:
         """Its fields in order, for JSON: `Event.of_row` makes them an event again."""

@@ -14,36 +14,21 @@ packed rows instead of padded ones. A token whose mu is not known (NaN) counts a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 
 Mode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImportanceOptions:
-    """How ratios are taken, and how large they may be."""
-
-    mode: Mode = "sequence_mask"
-    most: float = 3.0
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(Mode):
-            raise ValueError(f"the importance sampling mode is {self.mode!r}: give one of {', '.join(get_args(Mode))}")
-        if not self.most > 0:
-            raise ValueError(f"importance ratios are bounded by {self.most}: give more than 0")
-
-
 @torch.no_grad()
 def importance_weights(
-    policy_logps: torch.Tensor, sampler_logps: torch.Tensor, lengths: torch.Tensor, options: ImportanceOptions
+    policy_logps: torch.Tensor, sampler_logps: torch.Tensor, lengths: torch.Tensor, *, mode: Mode, most: float
 ) -> torch.Tensor:
     """The weights [tokens], fp32, of completions that lie one after another: to multiply the tokens' loss with.
 
     `policy_logps` and `sampler_logps` are [tokens], `lengths` [completions] their tokens each. Tokens that a mask keeps
-    out of the loss are left out before. Raises ValueError if the shapes don't fit.
+    out of the loss are left out before. `most`: the bound. Raises ValueError if the shapes don't fit.
     """
     if policy_logps.shape != sampler_logps.shape or policy_logps.dim() != 1 or int(lengths.sum()) != len(policy_logps):
         raise ValueError(
@@ -51,10 +36,10 @@ def importance_weights(
             f"{int(lengths.sum())} tokens: give one of each for every token"
         )
     difference = (policy_logps.float() - sampler_logps.float()).nan_to_num(nan=0.0)
-    if options.mode.startswith("sequence"):
+    if mode.startswith("sequence"):
         owner = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         difference = difference.new_zeros(len(lengths)).index_add(0, owner, difference)[owner]
     ratio = difference.exp()
-    if options.mode.endswith("truncate"):
-        return ratio.clamp(max=options.most)
-    return ratio.masked_fill(ratio > options.most, 0.0)
+    if mode.endswith("truncate"):
+        return ratio.clamp(max=most)
+    return ratio.masked_fill(ratio > most, 0.0)

@@ -12,7 +12,6 @@ from .reward_process import ProcessEnded, RewardProcess
 _START_S = 300.0  # for importing the functions, which may load a model
 _PROMPT_CHARACTERS = 200
 _LARGEST = 1e30  # of a reward, weighted or not: sums over a rollout stay finite in fp32, as which the loss takes them
-_RESERVED = ("prompts", "completions", "completion_ids")
 
 
 class RewardFailed(RuntimeError):
@@ -41,22 +40,6 @@ class Rewards:
         self.weights = [1.0] * len(self.names) if weights is None else [float(weight) for weight in weights]
         self.timeout_s = timeout_s
         self._process: RewardProcess | None = None
-        if not self.names:
-            raise ValueError("no reward function was named: give at least one module:function")
-        for name in self.names:
-            module, _, path = name.partition(":")
-            if not all(part.isidentifier() for part in [*module.split("."), *path.split(".")]):
-                raise ValueError(f"reward {name!r}: write it as module:function, such as my_rewards:exact")
-            if self.names.count(name) > 1:
-                raise ValueError(f"reward {name} is named {self.names.count(name)} times: name it once, with a weight")
-        if len(self.weights) != len(self.names):
-            raise ValueError(
-                f"{len(self.weights)} weights for {len(self.names)} rewards: give each reward one weight, or none any"
-            )
-        if not all(map(math.isfinite, self.weights)):
-            raise ValueError(f"the weights of rewards are {self.weights}: give finite numbers")
-        if not timeout_s > 0:
-            raise ValueError(f"the timeout of rewards is {timeout_s} s: give more than 0")
 
     def check(self) -> None:
         """Imports the functions, so that a job can fail before its ranks start; `close` when done.
@@ -76,18 +59,10 @@ class Rewards:
 
         `columns`: as many values as completions for each of the dataset's other columns. Raises
         RewardFailed, after at most two timeouts: to name the prompt, a function that failed on the batch is called
-        again on one completion at a time. Raises ValueError for columns of other lengths or with reserved names.
+        again on one completion at a time.
         """
         batch = {"prompts": prompts, "completions": completions, "completion_ids": completion_ids}
-        for name in columns:
-            if name in _RESERVED:
-                raise ValueError(f"the dataset has a column {name!r}, which is a reward's own parameter: rename it")
-        batch = {name: list(values) for name, values in {**batch, **columns}.items()}
-        for name, values in batch.items():
-            if len(values) != len(batch["prompts"]):
-                raise ValueError(
-                    f"{len(values)} values of {name} for {len(batch['prompts'])} prompts: give one for each completion"
-                )
+        batch = {name: list(values) for name, values in {**columns, **batch}.items()}
         if not batch["prompts"]:
             return [[] for _ in self.names]
         return [self._rewards_of(function, batch) for function in range(len(self.names))]

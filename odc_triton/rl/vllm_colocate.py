@@ -30,8 +30,6 @@ class VllmColocate:
     samples_elsewhere = True
 
     def __init__(self, folder: str | Path, *, rank: int, memory: float = 0.3, max_tokens: int | None = None) -> None:
-        if not 0 < memory < 1:
-            raise ValueError(f"vLLM's part of the GPU's memory is {memory}: give more than 0 and less than 1")
         try:
             import vllm
         except ImportError as error:

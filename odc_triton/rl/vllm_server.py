@@ -78,20 +78,18 @@ class VllmServer:
             raise GenerationFailed(
                 f"the server at {self._server.address} does not say how it was configured (vllm_config): {_START}"
             ) from None
+        problem = None
         if transfer is None or transfer.get("backend") != "nccl":
-            raise GenerationFailed(
-                f"the server at {self._server.address} takes no weights over NCCL (weight_transfer_config is "
-                f"{transfer}): {_START}"
-            )
+            problem = f"takes no weights over NCCL (weight_transfer_config is {transfer})"
+        elif mode not in (None, "processed_logprobs"):
+            problem = f"returns {mode}, not those after the temperature"
+        if problem is not None:
+            raise GenerationFailed(f"the server at {self._server.address} {problem}: {_START}")
         if mode is None:
             warnings.warn(
                 f"the server at {self._server.address} does not say which log-probabilities it returns; they must be "
                 f"those after the temperature: {_START}",
                 stacklevel=2,
-            )
-        elif mode != "processed_logprobs":
-            raise GenerationFailed(
-                f"the server at {self._server.address} returns {mode}, not those after the temperature: {_START}"
             )
 
     def generate(self, requests: Sequence[Request], options: SamplingOptions) -> list[list[Sampled]]:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..engine.api import engine_of
 from ..rl.generation import CompletionEngine
-from ..rl.importance import ImportanceOptions, importance_weights
+from ..rl.importance import importance_weights
 from ..rl.learned import Correction
 from ..rl.prompts import Prompts, joined_prompts, read_prompts
 from ..rl.rewards import Rewards
@@ -165,10 +165,9 @@ def _engine(options: GrpoOptions, model: nn.Module, look: Callable[[], bool]) ->
 
 
 def _correction(options: GrpoOptions) -> Correction:
-    how = ImportanceOptions(mode=options.importance, most=options.importance_cap)
-
     def weights(old: Tensor, sampled: Tensor, counts: Sequence[int]) -> Tensor:
-        return importance_weights(old, sampled, torch.tensor(counts, device=old.device), how)
+        lengths = torch.tensor(counts, device=old.device)
+        return importance_weights(old, sampled, lengths, mode=options.importance, most=options.importance_cap)
 
     return weights
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,18 +35,9 @@ from .run_options import RunOptions
 Options = TypeVar("Options", bound=RunOptions)
 
 
-class Prepare(Protocol):
-    """Takes the run's folder and reads its data. Collective."""
-
-    def __call__(self, options: Any, *, mesh: DeviceMesh) -> Prepared: ...
-
-
-class Sharded(Protocol):
-    """The model that some options describe, sharded and loaded as the run's own, and what samples cost. Collective."""
-
-    def __call__(self, options: Any, *, frozen: bool = False) -> tuple[nn.Module, CostModel]: ...
-
-
+Prepare = Callable[..., Prepared]  # takes the run's folder and reads its data; collective
+# The model that some options describe, sharded and loaded as the run's own, and what samples cost; collective.
+Sharded = Callable[..., tuple[nn.Module, CostModel]]
 Start = Callable[[Any, Sharded, Prepared], Run]
 
 

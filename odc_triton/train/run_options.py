@@ -95,7 +95,7 @@ class RunOptions:
         )
     )
     # Of each of these only one may be given.
-    alternatives: ClassVar[tuple[frozenset[str], ...]] = (frozenset(("model", "init")),)
+    alternatives: ClassVar[tuple[tuple[str, str], ...]] = (("model", "init"),)
     job: ClassVar[str]  # the word after `odc-triton train`
     per_rank: ClassVar[str]  # the option that one step takes of on each rank, on average
 
@@ -159,6 +159,15 @@ class RunOptions:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}; it must be at least 0 and finite")
 
     def _check_contradictions(self) -> None:
+        for one, other in self.alternatives:
+            if getattr(self, one) and getattr(self, other):
+                raise ValueError(
+                    f"{flag(one)} is {getattr(self, one)} and {flag(other)} is {getattr(self, other)}; give one of them"
+                )
+        needs = (("split_tokens", "split_sequences"), ("lora_alpha", "lora_rank"), ("lora_targets", "lora_rank"))
+        for name, needed in needs:
+            if getattr(self, name) != self.defaults()[name] and not getattr(self, needed):
+                raise ValueError(f"{flag(name)} is {getattr(self, name)}: give {flag(needed)} too, or leave it out")
         for name in ("eval_every", "eval_samples"):
             if getattr(self, name) and not self.evaluates:
                 raise ValueError(
@@ -177,12 +186,6 @@ class RunOptions:
             raise ValueError(
                 f"--decay-steps is {self.decay_steps} and --schedule is {self.schedule}: give --schedule wsd"
             )
-        if self.split_tokens and not self.split_sequences:
-            raise ValueError(f"--split-tokens is {self.split_tokens}: give --split-sequences too")
-        if self.lora_alpha is not None and not self.lora_rank:
-            raise ValueError(f"--lora-alpha is {self.lora_alpha}: give --lora-rank too, or leave it out")
-        if self.lora_targets != "all-linear" and not self.lora_rank:
-            raise ValueError(f"--lora-targets is {self.lora_targets}: give --lora-rank too, or leave it out")
 
     @property
     def evaluates(self) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -19,12 +19,7 @@ _TEXT_TOKENS = 32  # of a text, which has no prompt, at most; at most half of it
 _TOGETHER = 16  # samples that a rank decodes at a time
 
 
-class _Encoded(Protocol):
-    """Encoded records with `input_ids` and `labels`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]: ...
+_Encoded = Sequence[dict[str, np.ndarray]]  # records with `input_ids` and `labels`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,9 +25,9 @@ class SftOptions(RunOptions):
     eval_fraction: float = option(0.0, "fraction of --data to evaluate on, not to learn", group="Evaluation")
     eval_sample_tokens: int = option(64, "most tokens of each of --eval-samples")
 
-    alternatives: ClassVar[tuple[frozenset[str], ...]] = (
+    alternatives: ClassVar = (
         *RunOptions.alternatives,
-        *map(frozenset, (("steps", "epochs"), ("truncate", "drop_long"), ("eval_data", "eval_fraction"))),
+        *(("steps", "epochs"), ("truncate", "drop_long"), ("eval_data", "eval_fraction")),
     )
     job: ClassVar[str] = "sft"
     per_rank: ClassVar[str] = "samples_per_rank"
@@ -40,14 +40,6 @@ class SftOptions(RunOptions):
             raise ValueError(f"--eval-fraction is {self.eval_fraction}; it must be at least 0 and less than 1")
 
     def _check_contradictions(self) -> None:
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError(f"--steps is {self.steps} and --epochs is {self.epochs}; give one of them")
-        if self.truncate and self.drop_long:
-            raise ValueError("--truncate and --drop-long contradict each other; give one of them")
-        if self.eval_data is not None and self.eval_fraction:
-            raise ValueError(
-                f"--eval-data is {self.eval_data} and --eval-fraction is {self.eval_fraction}; give one of them"
-            )
         if self.eval_samples and self.eval_sample_tokens >= self.token_cap:
             raise ValueError(
                 f"--eval-sample-tokens is {self.eval_sample_tokens} and --token-cap is {self.token_cap}: no prompt "

@@ -16,7 +16,7 @@ def test_an_event_is_checked_and_frozen():
     with pytest.raises(ValueError, match=r"step ends at 1\.0 s, before it starts at 2\.0 s"):
         Event(rank=0, kind="step", start_s=2.0, end_s=1.0, minibatch=0)
     event = Event(rank=1, kind="step", start_s=1.0, end_s=1.0, minibatch=3)
-    assert Event(**event.as_dict()) == event
+    assert Event.of_row(event.as_row()) == event
     assert (event.microbatch, event.label) == (-1, "")
     with pytest.raises(FrozenInstanceError):
         event.rank = 2

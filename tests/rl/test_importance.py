@@ -6,13 +6,15 @@ import ast
 import importlib.metadata
 import importlib.util
 import math
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from odc_triton.rl.importance import ImportanceOptions, importance_weights
+from odc_triton.rl.importance import importance_weights
+from odc_triton.train.grpo_options import GrpoOptions
 
 LENGTHS = torch.tensor([5, 1, 0, 7, 3, 6])
 
@@ -32,7 +34,7 @@ def _padded(values: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _trls(options: ImportanceOptions) -> torch.Tensor:
+def _trls(mode: str, most: float) -> torch.Tensor:
     """The ratios by TRL's own lines: they stand in the middle of a method of its trainer."""
     spec = importlib.util.find_spec("trl")
     if spec is None:
@@ -51,8 +53,8 @@ def _trls(options: ImportanceOptions) -> torch.Tensor:
     trainer = SimpleNamespace(
         use_vllm=True,
         vllm_importance_sampling_correction=True,
-        vllm_importance_sampling_mode=options.mode,
-        vllm_importance_sampling_clip_max=options.most,
+        vllm_importance_sampling_mode=mode,
+        vllm_importance_sampling_clip_max=most,
         vllm_importance_sampling_clip_min=None,
     )
     names = {
@@ -71,32 +73,27 @@ def _trls(options: ImportanceOptions) -> torch.Tensor:
 @pytest.mark.parametrize("most", [1.1, 3.0])
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_as_trl(mode: str, most: float) -> None:
-    options = ImportanceOptions(mode=mode, most=most)
     mask = torch.arange(int(LENGTHS.max())) < LENGTHS[:, None]
-    want = _trls(options).expand(mask.shape)[mask]
-    got = importance_weights(*_logps(), LENGTHS, options)
+    want = _trls(mode, most).expand(mask.shape)[mask]
+    got = importance_weights(*_logps(), LENGTHS, mode=mode, most=most)
     # Sums of up to 7 numbers in another order.
     torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     assert len(got.unique()) > 2
 
 
+def test_defaults_are_trls() -> None:
+    trl = pytest.importorskip("trl.trainer.grpo_config")
+    theirs = {each.name: each.default for each in fields(trl.GRPOConfig)}
+    ours = {each.name: each.default for each in fields(GrpoOptions)}
+    assert ours["importance"] == theirs["vllm_importance_sampling_mode"]
+    assert ours["importance_cap"] == theirs["vllm_importance_sampling_clip_max"]
+
+
 def test_no_completions() -> None:
     none = torch.empty(0)
     for mode in ("token_mask", "sequence_truncate"):
-        got = importance_weights(none, none, torch.empty(0, dtype=torch.long), ImportanceOptions(mode=mode))
+        got = importance_weights(none, none, torch.empty(0, dtype=torch.long), mode=mode, most=3.0)
         assert got.shape == (0,)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"mode": "token"}, "mode is 'token': give one of token_truncate, token_mask"),
-        ({"most": 0.0}, "bounded by 0.0: give more than 0"),
-    ],
-)
-def test_refuses_options(arguments: dict, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        ImportanceOptions(**arguments)
 
 
 def test_refuses_other_shapes() -> None:
@@ -107,4 +104,4 @@ def test_refuses_other_shapes() -> None:
         (policy[None], sampler[None], LENGTHS),
     ]:
         with pytest.raises(ValueError, match="give one of each for every token"):
-            importance_weights(*arguments, ImportanceOptions())
+            importance_weights(*arguments, mode="token_mask", most=3.0)

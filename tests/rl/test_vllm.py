@@ -254,5 +254,3 @@ def test_vllm_is_named_where_it_is_missing(folder: Path) -> None:
 
     with pytest.raises(GenerationFailed, match=r"vLLM can't be imported here .* install it, 0.28 or newer"):
         VllmColocate(folder, rank=0)
-    with pytest.raises(ValueError, match=r"memory is 1\.5: give more than 0 and less than 1"):
-        VllmColocate(folder, rank=0, memory=1.5)
