@@ -138,15 +138,16 @@ def test_resume_from_a_folder_into_another(folder: Path, tmp_path: Path) -> None
 
 def test_other_options_are_named(folder: Path, tmp_path: Path) -> None:
     wanted = options(folder, tmp_path / "out", dropout=True, steps=2)
-    ended, started_anew, differs = jobs.run(
-        2, wanted, wanted, replace(wanted, resume="auto", lr=2e-3, samples_per_rank=4)
-    )
+    other = replace(wanted, resume="auto", lr=2e-3, samples_per_rank=4)
+    three = replace(wanted, out=str(tmp_path / "three"), replicas=3)
+    ended, started_anew, differs, not_split = jobs.run(2, wanted, wanted, other, three)
     assert ended == ENDED
     assert started_anew.startswith("FileExistsError")
     assert "--resume auto" in started_anew
     assert "--lr was 0.001 and is 0.002" in differs
     assert "samples per step was 4 and is 8" in differs
     assert "steps" not in differs.replace("samples_per_step", "")
+    assert "2 ranks can't be split into 3 equal replicas: give a divisor of 2" in not_split
 
 
 def test_metrics_file(tmp_path: Path) -> None:
