@@ -193,51 +193,6 @@ def test_late_but_live() -> None:
     assert second[4] == []
 
 
-def _stopped(rank: int, world: int, holding_lock: bool) -> tuple:
-    from odc_triton import fully_shard, minibatch
-
-    dist.barrier()  # they start together
-    model = fully_shard(build(), timeout=SHORT_S)
-    heap = model._odc_engine.heap
-
-    def stop(*_: object) -> None:
-        if holding_lock:
-            assert heap.try_lock(0, 0)
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-    def action() -> None:
-        with minibatch(model):
-            if rank == 1:
-                model.blocks[1].register_forward_hook(stop)
-            elif holding_lock:
-                while heap.lock_holder(0, 0) is None:
-                    time.sleep(0.01)
-            model(batch(0)).sum().backward()
-        with minibatch(model):
-            pass
-
-    return _guarded(action)
-
-
-@pytest.mark.parametrize("holding_lock", [False, True])
-def test_stopped(holding_lock: bool) -> None:
-    with ranks.start(_stopped, 2, holding_lock) as job:
-        (first,) = job.wait_for([0])
-        assert first.error is None, first.error
-        kind, named, text, _ = first.value
-        assert kind == "DeadlineExceeded"
-        assert named == [1]
-        assert ("its lock is held by rank 1" if holding_lock else "for rank 1 at 'leave minibatch 0'") in text
-        os.kill(job.processes[1].pid, signal.SIGCONT)
-        (second,) = job.wait_for([1])
-        if holding_lock:  # it learns that rank 0 gave up
-            assert second.value[0] == "MinibatchFailed"
-            assert "rank 0: DeadlineExceeded" in second.value[2]
-        else:  # rank 0 had reached the exit before it gave up, so this minibatch is whole; the next is not
-            assert second.value[:2] == ("RankLost", [0])
-            assert "enter minibatch 1" in second.value[2]
-
-
 # ---------------------------------------------------------------------- a rank leaves or is killed
 
 
@@ -272,39 +227,60 @@ def test_leaves_the_loop_early(exits: bool) -> None:
             assert waited_s < LONG_S / 2
 
 
-def _killed(rank: int, world: int, victim: int, where: str, folder: str) -> tuple:
+def _struck(rank: int, world: int, number: int, victim: int, where: str, folder: str) -> tuple:
+    """In the second of three minibatches the victim sends itself the signal."""
     from odc_triton import fully_shard, minibatch
 
     tempfile.tempdir = folder
     os.environ["TMPDIR"] = folder
-    model = fully_shard(build(), timeout=LONG_S)
+    dist.barrier()  # they start together
+    model = fully_shard(build(), timeout=SHORT_S if number == signal.SIGSTOP else LONG_S)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     heap = model._odc_engine.heap
 
-    def die(*_: object) -> None:
+    def strike(*_: object) -> None:
         if where == "lock":
             assert heap.try_lock(0, 0)
             time.sleep(0.5)  # meanwhile the others reach the lock
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
     def action() -> None:
         for step in range(3):
-            dies = rank == victim and step == 1
+            strikes = rank == victim and step == 1
             with minibatch(model):
-                if dies and where in ("forward", "lock"):
-                    model.blocks[1].register_forward_hook(die)
+                if strikes and where in ("forward", "lock"):
+                    model.blocks[1].register_forward_hook(strike)
                 if where == "lock" and step == 1 and rank != victim:
                     while heap.lock_holder(0, 0) is None:
                         time.sleep(0.001)
                 output = model(batch(0))
-                if dies and where == "backward":
-                    output.register_hook(die)
+                if strikes and where == "backward":
+                    output.register_hook(strike)
                 output.sum().backward()
-            if dies and where == "step":
-                optimizer.register_step_pre_hook(die)
+            if strikes and where == "step":
+                optimizer.register_step_pre_hook(strike)
             optimizer.step()
 
     return _guarded(action)
+
+
+@pytest.mark.parametrize("where", ["forward", "lock"])
+def test_stopped(where: str, tmp_path: Path) -> None:
+    with ranks.start(_struck, 2, signal.SIGSTOP, 1, where, str(tmp_path)) as job:
+        (first,) = job.wait_for([0])
+        assert first.error is None, first.error
+        kind, named, text, _ = first.value
+        assert kind == "DeadlineExceeded"
+        assert named == [1]
+        assert ("its lock is held by rank 1" if where == "lock" else "for rank 1 at 'leave minibatch 1'") in text
+        os.kill(job.processes[1].pid, signal.SIGCONT)
+        (second,) = job.wait_for([1])
+        if where == "lock":  # it learns that rank 0 gave up
+            assert second.value[0] == "MinibatchFailed"
+            assert "rank 0: DeadlineExceeded" in second.value[2]
+        else:  # rank 0 had reached the exit before it gave up, so this minibatch is whole; the next is not
+            assert second.value[:2] == ("RankLost", [0])
+            assert "enter minibatch 2" in second.value[2]
 
 
 def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: str) -> tuple:
@@ -394,7 +370,7 @@ def test_killed(where: str, store_in_rank_0: bool, tmp_path: Path) -> None:
     """With the store in rank 0, rank 0 is the one that dies: naming it must not need the store."""
     victim = 0 if store_in_rank_0 else 1
     before = leftovers.names()
-    with ranks.start(_killed, 3, victim, where, str(tmp_path), store_in_rank_0=store_in_rank_0) as job:
+    with ranks.start(_struck, 3, signal.SIGKILL, victim, where, str(tmp_path), store_in_rank_0=store_in_rank_0) as job:
         outcomes = job.join()
         for rank, outcome in enumerate(outcomes):
             if rank == victim:
