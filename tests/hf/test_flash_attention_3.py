@@ -61,16 +61,14 @@ def test_when_it_is_chosen(pretend: Callable, given: dict, dropout: float, chose
     assert current_flash_attention_impl() == chosen
 
 
-def test_a_choice_that_was_made_stays(pretend: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend()
-    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "own", Handle)
-    torch.nn.attention.activate_flash_attention_impl("own")
-    hf.enable_packing(build("Qwen2"))
-    assert current_flash_attention_impl() == "own"
-
-
-def test_a_broken_package_is_a_warning(pretend: Callable) -> None:
+def test_a_choice_that_was_made_stays_and_a_broken_package_is_a_warning(
+    pretend: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pretend(register=broken)
     with pytest.warns(UserWarning, match="not used, as torch said ImportError"):
         hf.enable_packing(build("Qwen2"))
     assert current_flash_attention_impl() is None
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "own", Handle)
+    torch.nn.attention.activate_flash_attention_impl("own")
+    hf.enable_packing(build("Qwen2"))
+    assert current_flash_attention_impl() == "own"

@@ -303,26 +303,6 @@ def _failing(rank: int, world: int, folder: str, what: str) -> str:
     return str(caught.value)
 
 
-def _bad_reward(rank: int, world: int, folder: str) -> None:
-    def reward(**columns: Any) -> list[float]:
-        if rank == 1:
-            raise ValueError("no reward for this")
-        return case.reward(**columns)
-
-    trainer = case.odc_trainer(folder, world)
-    trainer.reward_funcs = [reward]
-    trainer.train()
-
-
-@pytest.mark.slow
-def test_no_rank_waits_for_one_whose_reward_raised(tmp_path: Path) -> None:
-    """The others wait in TRL's own collective, which ends with the process."""
-    with ranks.start(_bad_reward, 2, str(tmp_path)) as job:
-        first, second = job.join()
-    assert "Connection closed by peer" in first.error
-    assert "no reward for this" in second.error
-
-
 def test_without_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     import odc_triton.hf
 

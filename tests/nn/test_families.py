@@ -190,8 +190,9 @@ class HalvedLinear(nn.Linear):
         return super().forward(x) / 2
 
 
-def _derived(attention: nn.Module) -> None:
-    attention.__class__ = Doubled
+class DoubledNorm(Qwen3RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
 
 
 def _extra_norm(attention: nn.Module) -> None:
@@ -200,57 +201,47 @@ def _extra_norm(attention: nn.Module) -> None:
     attention.q_proj.register_forward_pre_hook(lambda module, args: attention.norm(args[0]))
 
 
-def _replaced_forward(attention: nn.Module) -> None:
-    inner = attention.forward
-    attention.forward = lambda *args, **kwargs: (2 * inner(*args, **kwargs)[0], None)
+def _replaced_forward(module: nn.Module, changed: Callable) -> None:
+    inner = module.forward
+    module.forward = lambda *args, **kwargs: changed(inner(*args, **kwargs))
 
 
-def _other_linear(attention: nn.Module) -> None:
-    attention.q_proj.__class__ = HalvedLinear
-
-
-def _hook_on_k(attention: nn.Module) -> None:
-    attention.k_proj.register_forward_hook(lambda module, args, output: output / 2)
-
-
-def _replaced_forward_of_q(attention: nn.Module) -> None:
-    inner = attention.q_proj.forward
-    attention.q_proj.forward = lambda x: inner(x) / 2
-
-
-def _bias_of_one(attention: nn.Module) -> None:
-    attention.v_proj.bias = nn.Parameter(torch.ones(32))
-
-
-class DoubledNorm(Qwen3RMSNorm):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(x)
-
-
-def _other_norm(attention: nn.Module) -> None:
-    attention.q_norm.__class__ = DoubledNorm
-
-
-def _hook_on_a_norm(attention: nn.Module) -> None:
-    attention.k_norm.register_forward_hook(lambda module, args, output: 2 * output)
-
-
-def _two_eps(attention: nn.Module) -> None:
-    attention.k_norm.variance_epsilon = 5.0
+def _hook(module: nn.Module, factor: float) -> None:
+    module.register_forward_hook(lambda module, args, output: factor * output)
 
 
 # Of the first layer's attention: what is done to it, in which family, why it is left; None where that is for us to say.
 LEFT: dict[str, tuple[str, Callable[[nn.Module], None], str | None]] = {
-    "derived": ("Llama", _derived, f"a {__name__}.Doubled, derived from LlamaAttention"),
-    "forward": ("Llama", _replaced_forward, "its forward was replaced"),
+    "derived": (
+        "Llama",
+        lambda attention: setattr(attention, "__class__", Doubled),
+        f"a {__name__}.Doubled, derived from LlamaAttention",
+    ),
+    "forward": (
+        "Llama",
+        lambda attention: _replaced_forward(attention, lambda found: (2 * found[0], None)),
+        "its forward was replaced",
+    ),
     "extra norm": ("Llama", _extra_norm, "its parts differ from LlamaAttention's by norm"),
-    "other linear": ("Llama", _other_linear, f"its q_proj is a {__name__}.HalvedLinear"),
-    "hook": ("Llama", _hook_on_k, "its k_proj has hooks, or another forward than its class"),
-    "one bias": ("Llama", _bias_of_one, "of q_proj, k_proj and v_proj some have a bias and some have none"),
-    "forward of q": ("Llama", _replaced_forward_of_q, None),
-    "other norm": ("Qwen3", _other_norm, None),
-    "hook on a norm": ("Qwen3", _hook_on_a_norm, None),
-    "two eps": ("Qwen3", _two_eps, None),
+    "other linear": (
+        "Llama",
+        lambda attention: setattr(attention.q_proj, "__class__", HalvedLinear),
+        f"its q_proj is a {__name__}.HalvedLinear",
+    ),
+    "hook": (
+        "Llama",
+        lambda attention: _hook(attention.k_proj, 0.5),
+        "its k_proj has hooks, or another forward than its class",
+    ),
+    "one bias": (
+        "Llama",
+        lambda attention: setattr(attention.v_proj, "bias", nn.Parameter(torch.ones(32))),
+        "of q_proj, k_proj and v_proj some have a bias and some have none",
+    ),
+    "forward of q": ("Llama", lambda attention: _replaced_forward(attention.q_proj, lambda found: found / 2), None),
+    "other norm": ("Qwen3", lambda attention: setattr(attention.q_norm, "__class__", DoubledNorm), None),
+    "hook on a norm": ("Qwen3", lambda attention: _hook(attention.k_norm, 2), None),
+    "two eps": ("Qwen3", lambda attention: setattr(attention.k_norm, "variance_epsilon", 5.0), None),
 }
 AFTERWARDS = ["other linear", "hook", "forward of q", "other norm", "hook on a norm", "two eps"]
 
