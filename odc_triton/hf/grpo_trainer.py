@@ -36,7 +36,6 @@ from ..balance import CostModel
 from ..balance.collate import pack_collate, to_device
 from ..balance.packing import best_fit_decreasing
 from ..checkpoint import load_pretrained_shards, meta_causal_lm
-from ..checkpoint.repeat import repeating
 from ..data.records import IGNORED
 from ..engine.api import full_parameters, minibatch
 from ..nn.head import log_probs
@@ -259,16 +258,13 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         started = time.perf_counter()
         self._set_training(model)
         rows, shared = rows_of(self._prepare_inputs(inputs))
-        dealt = self._deal(rows)
-        run = partial(self._minibatch, model, dealt, shared)
-        loss_sum, mb, told = repeating(run) if self._engine.exact else run()
-        told = self._engine.meet(f"sum up minibatch {mb.index}", told | {"loss_sum": loss_sum.item()})
+        loss, _, told = self._run_minibatch(partial(self._minibatch, model, self._deal(rows), shared))
         metrics = self._metrics["train"]
         for name, value in merged(told).items():
             metrics[name].append(value)
         self._step += 1
         metrics["step_time"].append(time.perf_counter() - started)
-        return torch.tensor(sum(each["loss_sum"] for each in told), dtype=torch.float32, device=self.args.device)
+        return loss
 
     def _deal(self, rows: list[Row]) -> DealtRows:
         """All ranks' rows, dealt by length. Collective: ranks exchange their rows."""
@@ -315,6 +311,6 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     def _loop_state(self) -> dict[str, Any]:
         return {"grpo_step": self._step}
 
-    def _load_loop_state(self, state: dict[str, Any], checkpoint: Any) -> None:
+    def _load_loop_state(self, state: dict[str, Any]) -> None:
         """TRL itself would count from 0, and sample at other steps than the data change."""
         self._step = state["grpo_step"]

@@ -17,7 +17,7 @@ autocast, as in plain Trainer, but without the cache of cast weights, which woul
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +32,8 @@ from transformers.utils import is_accelerate_available
 from ..checkpoint import save_pretrained
 from ..checkpoint.dcp import METADATA
 from ..checkpoint.folder import load_checkpoint, write_checkpoint
-from ..engine.api import engine_of
+from ..checkpoint.repeat import repeating
+from ..engine.api import engine_of, minibatch
 from ..nn.operand import is_sharded
 from .loss import refuse_prompt_learning
 
@@ -142,6 +143,15 @@ class ShardedTrainer(Trainer):
         if callable(getattr(self.optimizer, "train", None)):  # schedule-free optimizers have two modes
             self.optimizer.train()
 
+    def _run_minibatch(
+        self, run: Callable[[], tuple[torch.Tensor, minibatch, dict[str, Any]]]
+    ) -> tuple[torch.Tensor, minibatch, list[dict[str, Any]]]:
+        """The loss of all ranks' packs, and the metrics of each rank. `run` makes this rank's part of a minibatch."""
+        loss_sum, mb, mine = repeating(run) if self._engine.exact else run()
+        told = self._engine.meet(f"sum up minibatch {mb.index}", mine | {"loss_sum": loss_sum.item()})
+        loss = sum(each["loss_sum"] for each in told)
+        return torch.tensor(loss, dtype=torch.float32, device=self.args.device), mb, told
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -152,8 +162,8 @@ class ShardedTrainer(Trainer):
         """What a checkpoint has besides model and optimizer: JSON, the same on every rank."""
         raise NotImplementedError
 
-    def _load_loop_state(self, state: dict[str, Any], checkpoint: Path) -> None:
-        """Goes on from `_loop_state`'s; `checkpoint` is its folder."""
+    def _load_loop_state(self, state: dict[str, Any]) -> None:
+        """Goes on from `_loop_state`'s."""
         raise NotImplementedError
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -195,8 +205,7 @@ class ShardedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        state = self._load_shards(checkpoint, self._plain_optimizer)
-        self._load_loop_state(state, Path(checkpoint))
+        self._load_loop_state(self._load_shards(checkpoint, self._plain_optimizer))
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_shards(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

@@ -6,10 +6,8 @@ nothing left to do. Everything else, schedules, callbacks, logging, saving, is T
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +19,6 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from ..balance import CostModel, MinibatchSampler
 from ..balance.collate import PackedDataset, count_target_tokens, pack_collate
-from ..checkpoint.repeat import repeating
 from ..data.records import IGNORED
 from ..engine.api import minibatch
 from .enable import ATTENTION_NAME
@@ -29,8 +26,6 @@ from .loss import predictions
 from .neftune import embedding_noise
 from .sft_metrics import append, token_losses
 from .sharded_trainer import ShardedTrainer
-
-SAMPLER = "odc_sampler.json"  # in checkpoints whose odc/ is only torch.distributed.checkpoint's
 
 
 class PackLoader(DataLoader):
@@ -198,21 +193,18 @@ class ODCTrainer(ShardedTrainer):
                 f"or return a DataLoader with a MinibatchSampler as batch_sampler and collate_fn=pack_collate"
             )
         self._set_training(model)
-        run = partial(self._minibatch, model, inputs)
-        loss_sum, mb = repeating(run) if self._engine.exact else run()
-        mine = {"loss_sum": loss_sum.item()}
-        if self._is_sft:
-            mine |= {"sums": self._sums[1:3].tolist(), "tokens": sum(pack["input_ids"].numel() for pack in inputs)}
-        told = self._engine.meet(f"sum up minibatch {mb.index}", mine)
+        loss, mb, told = self._run_minibatch(partial(self._minibatch, model, inputs))
         self._target_tokens += mb.tokens
         if self._is_sft:
             self._total_train_tokens += sum(each["tokens"] for each in told)
             sums = [sum(column) for column in zip(*(each["sums"] for each in told), strict=True)]
             append(self._metrics["train"], sums, mb.tokens, self._total_train_tokens)
-        return torch.tensor(sum(each["loss_sum"] for each in told), dtype=torch.float32, device=self.args.device)
+        return loss
 
-    def _minibatch(self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, minibatch]:
-        """The loss of this rank's packs, as a part of that of all ranks; gradients have landed."""
+    def _minibatch(
+        self, model: nn.Module, inputs: Sequence[Mapping[str, Tensor]]
+    ) -> tuple[Tensor, minibatch, dict[str, Any]]:
+        """The loss of this rank's packs, as a part of that of all ranks, and its metrics; gradients have landed."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.args.device)
         split = getattr(inputs, "split", None)
         self._sums.zero_()
@@ -224,7 +216,8 @@ class ODCTrainer(ShardedTrainer):
                     loss = self.compute_loss(model, pack, num_items_in_batch=tokens)
                 loss.backward()
                 loss_sum += loss.detach()
-        return loss_sum, mb
+        tokens = sum(pack["input_ids"].numel() for pack in inputs)
+        return loss_sum, mb, {"sums": self._sums[1:3].tolist(), "tokens": tokens} if self._is_sft else {}
 
     def compute_loss(
         self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -332,10 +325,9 @@ class ODCTrainer(ShardedTrainer):
     def _loop_state(self) -> dict[str, Any]:
         return {"sampler": self._sampler.state_dict(minibatches_done=self.state.global_step)}
 
-    def _load_loop_state(self, state: dict[str, Any], checkpoint: Path) -> None:
-        position = state.get("sampler") or json.loads((checkpoint / SAMPLER).read_text())
+    def _load_loop_state(self, state: dict[str, Any]) -> None:
         # Trainer skips the minibatches of the epoch by itself.
-        self._sampler.load_state_dict(position | {"minibatch": 0})
+        self._sampler.load_state_dict(state["sampler"] | {"minibatch": 0})
 
 
 def _check_given(trainer: dict[str, Any]) -> None:

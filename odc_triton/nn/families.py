@@ -21,16 +21,29 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", _OUTPUT)
 HEAD_DIMS = (16, 32, 64, 128, 256)  # that the kernel supports
 
 
+def _window(attention: nn.Module) -> dict[str, Any]:
+    of_model = getattr(attention.config, "sliding_window", None)
+    return {"sliding_window": getattr(attention, "sliding_window", of_model)}  # some layers may have none
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A family's attention class. `module`: where it is defined; `norm`: whether q and k have one per head;
+    """A family's attention class. `of`: as in the name of its class; `norm`: whether q and k have one per head;
     `options`: further arguments of its attention function, besides those of all families.
     """
 
-    module: str
-    name: str
+    of: str
     norm: bool = False
     options: Callable[[nn.Module], dict[str, Any]] = lambda attention: {}
+
+    @property
+    def module(self) -> str:
+        """Where it is defined."""
+        return "transformers.models.{0}.modeling_{0}".format(self.of.lower())
+
+    @property
+    def name(self) -> str:
+        return f"{self.of}Attention"
 
     @property
     def attention(self) -> type[nn.Module] | None:
@@ -39,23 +52,10 @@ class Family:
 
 
 FAMILIES = (
-    Family(module="transformers.models.llama.modeling_llama", name="LlamaAttention"),
-    Family(
-        module="transformers.models.mistral.modeling_mistral",
-        name="MistralAttention",
-        options=lambda attention: {"sliding_window": getattr(attention.config, "sliding_window", None)},
-    ),
-    Family(
-        module="transformers.models.qwen2.modeling_qwen2",
-        name="Qwen2Attention",
-        options=lambda attention: {"sliding_window": attention.sliding_window},
-    ),
-    Family(
-        module="transformers.models.qwen3.modeling_qwen3",
-        name="Qwen3Attention",
-        norm=True,
-        options=lambda attention: {"sliding_window": attention.sliding_window},
-    ),
+    Family(of="Llama"),
+    Family(of="Mistral", options=_window),
+    Family(of="Qwen2", options=_window),
+    Family(of="Qwen3", options=_window, norm=True),
 )
 
 
@@ -166,7 +166,7 @@ def _unlike_norms(module: nn.Module, family: Family) -> str | None:
     if not family.norm:
         return None
     norms = module.q_norm, module.k_norm
-    own = getattr(sys.modules[family.module], family.name.replace("Attention", "RMSNorm"))
+    own = getattr(sys.modules[family.module], f"{family.of}RMSNorm")
     if not all(_is_untouched(norm, own) for norm in norms):
         return f"its q_norm or k_norm is not a {own.__name__}, or has hooks, or another forward than its class"
     if norms[0].variance_epsilon != norms[1].variance_epsilon:
