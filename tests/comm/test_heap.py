@@ -23,7 +23,7 @@ from odc_triton.comm.layout import Region
 from odc_triton.comm.memory.cuda import check_socket_folder
 from odc_triton.comm.memory.heap import Word
 from odc_triton.comm.memory.locks import ByteLocks
-from odc_triton.comm.memory.rendezvous import peer_uid, receive_files, send_files
+from odc_triton.comm.memory.rendezvous import receive_files, send_files
 from odc_triton.comm.memory.shm import SharedMemoryHeap, _new_memfd
 from tests.support import leftovers, ranks
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -82,12 +82,6 @@ def test_more_than_dev_shm() -> None:
     last.fill_(1)
     assert last.sum() == 4
     heap.close()
-
-
-def testpeer_uid() -> None:
-    here, there = socket.socketpair(socket.AF_UNIX)
-    with here, there:
-        assert peer_uid(here) == os.getuid()
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")

@@ -117,12 +117,6 @@ def _compare(case: Case, results: list[tuple]) -> None:
                     )
 
 
-class SharedNet(Net):
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[1](super().body(super().body(x)))
-        return torch.tanh(self.blocks[0](2 * x) * self.blocks[0](3 * x))
-
-
 class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -196,8 +190,7 @@ _KINDS = {
     "late": {"use_reentrant": False, "early_stop": False},
 }
 
-WORKS = {
-    "shared": Case(build=SharedNet),
+CASES = {
     "nested": Case(build=partial(Net, Outer), inner=_outer_and_inner),
     "lora": Case(build=_lora),
     "evaluations between": Case(microbatch=_evaluations_between),
@@ -258,7 +251,7 @@ class IgnoringNet(Net):
         return x
 
 
-CASES = WORKS | {
+CASES |= {
     "two forwards, one backward": Case(microbatch=_two_forwards),
     "nested from the second on": Case(build=partial(Net, Outer), inner=_outer_and_inner, microbatch=_later_inner),
     "checkpoint model reentrant": Case(microbatch=partial(_checkpointed, how="model", use_reentrant=True)),
@@ -277,7 +270,7 @@ def test_as_plain_torch(name: str) -> None:
     _compare(CASES[name], [_train(_shard(CASES[name]), CASES[name], [0])])
 
 
-@pytest.mark.parametrize("name", ["shared", "nested", "lora", "checkpoint segment reentrant"])
+@pytest.mark.parametrize("name", ["nested", "lora", "checkpoint segment reentrant"])
 def test_as_plain_torch_on_two_ranks(name: str) -> None:
     _compare(CASES[name], ranks.run(_train_rank, 2, name))
 

@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import signal
-import time
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from odc_triton import MinibatchFailed, minibatch, publish, use_odc
 from tests.support import ranks
 from tests.support.bridged import LAYOUTS, batches_of, count_of, loss_of, made, sharded, train, under_odc
-from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.deadlines import LONG_S
 from tests.support.refusals import caught
 
 # ---------------------------------------------------------------------- precision
@@ -141,21 +140,6 @@ def test_a_dead_rank_is_named() -> None:
     for outcome in outcomes[:2]:
         assert outcome.error_type == "RankLost", outcome
         assert "rank 2" in outcome.error.splitlines()[-1]
-
-
-def _comes_late(rank: int, world: int) -> None:
-    model = under_odc()
-    train(model, [])
-    model._odc_engine.meetings.timeout_s = SHORT_S  # the ranks may have started further apart
-    if rank == 1:
-        time.sleep(2 * SHORT_S)
-    train(model, [])
-
-
-def test_a_late_rank_is_named() -> None:
-    outcome = ranks.start(_comes_late, 2).join()[0]
-    assert outcome.error_type == "DeadlineExceeded", outcome
-    assert "rank 1" in outcome.error.splitlines()[-1]
 
 
 # ---------------------------------------------------------------------- checkpoints and writes by hand

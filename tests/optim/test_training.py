@@ -16,9 +16,9 @@ from odc_triton.base.errors import OdcError
 from odc_triton.optim import Muon, Together, muon, room
 from odc_triton.sharding.footprint import memory_plan
 from tests.support import ranks, slow
-from tests.support.deadlines import LONG_S, SHORT_S
+from tests.support.deadlines import LONG_S
 from tests.support.models import CASES, build, microbatches
-from tests.support.recorded import Matrices, give_gradients, sharded
+from tests.support.recorded import give_gradients, sharded
 
 STEPS = 5
 
@@ -175,24 +175,3 @@ def test_a_rank_that_raises_keeps_nobody_waiting() -> None:
         assert second[0] == "RuntimeError"
         assert "the ranks have lost each other" in second[1]
         assert seconds < LONG_S / 2
-
-
-def _late(rank: int, world: int) -> tuple[str, list[int], str]:
-    model = fully_shard(Matrices(), timeout=LONG_S)
-    optimizer = Muon(model.matrices())
-    give_gradients(model, 0)
-    optimizer.step()
-    model._odc_engine.meetings.timeout_s = SHORT_S
-    if rank == 1:
-        time.sleep(2 * SHORT_S)
-    try:
-        optimizer.step()
-    except OdcError as error:
-        return type(error).__name__, error.ranks, str(error)
-    return "no error", [], ""
-
-
-def test_a_late_rank_is_named_at_the_deadline() -> None:
-    (kind, named, text), _ = ranks.run(_late, 2)
-    assert (kind, named) == ("DeadlineExceeded", [1]), text
-    assert "for rank 1 at 'the rows of Muon's step 1'" in text

@@ -10,6 +10,7 @@ from odc_triton.balance import pack_collate
 from odc_triton.balance.pieces import SplitPlan
 from odc_triton.hf import summed_loss
 from tests.support import ranks
+from tests.support.refusals import caught
 from tests.support.splitting import DEALS, Setup, build, packs_of, samples, sharded, step_on
 
 
@@ -25,12 +26,6 @@ def _evaluate(rank: int, world: int, setup: Setup) -> tuple[list[float], dict[st
         optimizer.step()
         optimizer.zero_grad()
 
-    def refused(name: str, call: object) -> None:
-        try:
-            call()
-        except Exception as error:
-            said[name] = f"{type(error).__name__}: {error}"
-
     def enter(split: SplitPlan, fails: bool = False) -> None:
         with torch.no_grad(), split_forward(model, split):
             for pack in packs:
@@ -42,13 +37,13 @@ def _evaluate(rank: int, world: int, setup: Setup) -> tuple[list[float], dict[st
         with minibatch(model, tokens=1):
             enter(packs.split)
 
-    refused("plans differ", lambda: enter(packs.split if rank else SplitPlan.of(DEALS["one token first"])))
-    refused("a plan of others on rank 0", lambda: enter(packs.split if rank else SplitPlan.of(DEALS["zigzag"])))
-    refused("with gradients", lambda: split_forward(model, packs.split).__enter__())
-    refused("another rank fails", lambda: enter(packs.split, fails=True))
-    refused("in a minibatch", inside)
+    said["plans differ"] = caught(lambda: enter(packs.split if rank else SplitPlan.of(DEALS["one token first"])))
+    said["a plan of others on rank 0"] = caught(lambda: enter(packs.split if rank else SplitPlan.of(DEALS["zigzag"])))
+    said["with gradients"] = caught(lambda: split_forward(model, packs.split).__enter__())
+    said["another rank fails"] = caught(lambda: enter(packs.split, fails=True))
+    said["in a minibatch"] = caught(inside)
     with torch.no_grad():
-        refused("without it", lambda: summed_loss(model, packs[0]))
+        said["without it"] = caught(lambda: summed_loss(model, packs[0]))
     with torch.no_grad(), split_forward(model, packs.split):  # all is well again
         losses.append(sum(summed_loss(model, pack).item() for pack in packs))
     return losses, said

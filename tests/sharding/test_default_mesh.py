@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from odc_triton.base.errors import RanksDiffer
+from odc_triton import RanksDiffer, fully_shard, minibatch
 from odc_triton.sharding.agree import default_mesh, even_hosts
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
@@ -57,3 +60,24 @@ def test_replicas_that_were_asked_for() -> None:
         assert seen["groups"] == [twins, replica]
         assert seen["same groups"] == [True, True]
         assert seen["summed"] == [sum(10**each for each in twins), sum(10**each for each in replica)]
+
+
+def _trained(rank: int, world: int, hosts: list[str]) -> tuple[list[list[int]], torch.Tensor, str]:
+    os.environ["ODC_HOST"] = hosts[rank]
+    torch.manual_seed(0)
+    mesh = default_mesh(SOON)
+    model = fully_shard(nn.Linear(4, 6), mesh=mesh)
+    with minibatch(model):
+        model(torch.full((2, 4), rank + 1.0)).sum().backward()
+    gradient = model.weight.grad.full_tensor()
+    with pytest.raises(RanksDiffer, match=r"must share memory but are on several hosts.*'a', 'a', 'b', 'b'"):
+        fully_shard(nn.Linear(4, 6), mesh=init_device_mesh("cpu", (world,)))
+    dist.barrier()
+    return mesh.mesh.tolist(), gradient, str(mesh.mesh_dim_names)
+
+
+def test_each_host_has_a_copy() -> None:
+    for mesh, gradient, names in ranks.run(_trained, 4, ["a", "a", "b", "b"]):
+        assert mesh == [[0, 1], [2, 3]]
+        assert "replicate" in names
+        assert torch.equal(gradient, torch.full((6, 4), 2.0 * (1 + 2 + 3 + 4) / 4)), "the mean over all ranks"

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from odc_triton import minibatch
 from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.engine.api import engine_of
 from tests.support.models import ALL_CASES, build, microbatches
@@ -26,8 +27,6 @@ def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, name: str, steps: range, *, noise: bool = False
 ) -> list[float]:
     """Losses of whole minibatches, with the same samples for any world. `noise`: random numbers scale each loss."""
-    from odc_triton import minibatch
-
     case, losses, rank, world = ALL_CASES[name], [], dist.get_rank(), dist.get_world_size()
     for step in steps:
         for group in optimizer.param_groups:

@@ -8,6 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from odc_triton import full_parameters
+from odc_triton.optim import Muon, Together
+from tests.support.replicas import mesh_of
+
 # Rows that divide by no world, tall, wide and square; fewer rows than ranks; no rows; one that gets no gradient.
 MATRICES = {"tall": (13, 6), "wide": (7, 10), "square": (12, 12), "two_rows": (2, 9), "empty": (0, 5), "never": (4, 4)}
 OTHERS = {"embedding": (11, 3), "bias": (7,)}
@@ -49,8 +53,6 @@ def plain(steps: int, **options: Any) -> dict[str, torch.Tensor]:
 def sharded(shape: tuple[int, ...], backend: str, *, seed: int = 1, **options: Any) -> tuple[Matrices, Any]:
     """The model on a mesh of that shape, and its optimizer."""
     from odc_triton import fully_shard
-    from odc_triton.optim import Muon, Together
-    from tests.support.replicas import mesh_of
 
     model = fully_shard(Matrices(seed), mesh=mesh_of(shape), backend=backend)
     return model, Together(Muon(model.matrices(), **OPTIONS | options), torch.optim.AdamW(model.others(), **OPTIONS))
@@ -64,8 +66,6 @@ def give_gradients(model: Matrices, step: int) -> None:
 
 def step_on(model: Matrices, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, torch.Tensor]:
     """Steps with the recorded gradients; returns the whole weights."""
-    from odc_triton import full_parameters
-
     for step in steps:
         give_gradients(model, step)
         optimizer.step()

@@ -11,7 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from odc_triton import full_parameters, minibatch
+from odc_triton.balance import PackedDataset, count_target_tokens, pack_collate, to_device
 from odc_triton.balance.pieces import Entry, MinibatchPacks, Piece, SplitPlan
+from odc_triton.hf import enable_packing, summed_loss
 from tests.support.families import causal_lm
 from tests.support.parity import REPLACING, TRANSFORMS
 
@@ -58,8 +61,6 @@ class Setup:
 
 def build(setup: Setup, *, replaced: bool) -> nn.Module:
     """On packed attention; `replaced`: with our layers too, where the setup has them."""
-    from odc_triton.hf import enable_packing
-
     torch.manual_seed(0)
     model = causal_lm(setup.family, **dict(setup.sizes)).to(setup.dtype)
     for change in setup.change.split("+"):
@@ -82,8 +83,6 @@ def samples(setup: Setup, step: int = 0) -> list[dict[str, torch.Tensor]]:
 
 
 def packs_of(setup: Setup, rank: int, step: int = 0, deal: Dealt | None = None) -> MinibatchPacks:
-    from odc_triton.balance import PackedDataset, pack_collate
-
     deal = [
         [[_longer(entry, setup.scale) for entry in pack] for pack in packs]
         for packs in (DEALS[setup.deal] if deal is None else deal)
@@ -119,8 +118,6 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def raises_in_forward(model: nn.Module, pack: dict) -> torch.Tensor:
-    from odc_triton.hf import summed_loss
-
     def go_wrong(module: nn.Module, given: tuple, output: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("no memory for 3 GiB")
 
@@ -137,10 +134,6 @@ def step_on(
     deal: Dealt | None = None,
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """One minibatch: this rank's part of the loss, and the gradients of all."""
-    from odc_triton import minibatch
-    from odc_triton.balance import count_target_tokens, to_device
-    from odc_triton.hf import summed_loss
-
     packs, total = packs_of(setup, rank, step, deal), 0.0
     device = next(model.parameters()).device
     with minibatch(model, tokens=count_target_tokens(packs), split=packs.split) as mb:
@@ -153,8 +146,6 @@ def step_on(
 
 def run(rank: int, world: int, setup: Setup) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """This rank's losses by step, the first step's gradients, the weights at the end."""
-    from odc_triton import full_parameters
-
     model = sharded(setup, rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses, first = [], {}
@@ -170,9 +161,6 @@ def run(rank: int, world: int, setup: Setup) -> tuple[list[float], dict[str, tor
 @functools.cache
 def plain(setup: Setup) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The same on whole samples, one after another, by plain torch."""
-    from odc_triton.balance import count_target_tokens, pack_collate
-    from odc_triton.hf import summed_loss
-
     torch.set_num_threads(1)
     model = build(setup, replaced=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
