@@ -60,11 +60,6 @@ class CostModel:
         return cls(quadratic=4.348 / 32000**2, linear=8.768 / 32000)
 
     @classmethod
-    def paper_1_5b(cls) -> CostModel:
-        """The paper's fit for a 1.5 B model, 1.982 x² + 2.612 x with x = s/32000 (arXiv 2601.19362)."""
-        return cls(quadratic=1.982 / 32000**2, linear=2.612 / 32000)
-
-    @classmethod
     def from_config(cls, config: object, *, gated_mlp: bool = True) -> CostModel:
         """FLOPs of forward and backward of a decoder, from the attributes of its transformers config.
 

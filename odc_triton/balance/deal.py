@@ -9,7 +9,7 @@ from .cost import CostModel
 from .pieces import MinibatchPacks
 from .queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
 from .split import SplitDeal, deal_split
-from .strategies import Packs, assign, assign_one
+from .strategies import assign_one
 
 
 @dataclass(kw_only=True)
@@ -38,19 +38,9 @@ class Dealer:
         if self.split_tokens:
             deal = self._split(lengths, names)
             return MinibatchPacks.of(deal.packs(self.rank), deal.plan)
-        own = assign_one(lengths, rank=self.rank, ranks=self.world, **self._how())
+        how = {"token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}
+        own = assign_one(lengths, rank=self.rank, ranks=self.world, **how)
         return MinibatchPacks([names[i] for i in members] for members in own)
-
-    def all(self, lengths: Sequence[int], names: Sequence[int]) -> list[Packs]:
-        """All ranks' packs; not of a queue, whose dealing only the run knows."""
-        if self.split_tokens:
-            deal = self._split(lengths, names)
-            return [MinibatchPacks.of(deal.packs(rank), deal.plan) for rank in range(self.world)]
-        dealt = assign(lengths, ranks=self.world, **self._how())
-        return [[[names[i] for i in members] for members in packs] for packs in dealt]
-
-    def _how(self) -> dict:
-        return {"token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}
 
     def _queued(self, lengths: Sequence[int], names: Sequence[int]) -> QueuedPacks:
         if self.counter is None:

@@ -141,20 +141,6 @@ class MinibatchSampler:
             samples = self._samples(order, index)
             yield self.dealer.own([self.lengths[i] for i in samples], samples)
 
-    def assignment(self, epoch: int, minibatch: int) -> list[Packs]:
-        """All ranks' packs of one minibatch: a list over ranks. Leaves the position alone.
-
-        Raises ValueError for a minibatch that does not exist, and for a queue, whose dealing only the run knows.
-        """
-        if self.balance == QUEUE:
-            raise ValueError("balance 'queue' deals packs while they are computed: ask each QueuedPacks what was taken")
-        if epoch < 0 or not 0 <= minibatch < len(self):
-            raise ValueError(
-                f"epoch {epoch}, minibatch {minibatch}: give an epoch from 0 and a minibatch of 0 to {len(self) - 1}"
-            )
-        samples = self._samples(self._order(epoch), minibatch)
-        return self.dealer.all([self.lengths[i] for i in samples], samples)
-
     def set_epoch(self, epoch: int) -> None:
         """Goes to the start of `epoch`; within the current epoch the position stays where it is."""
         if epoch < 0:

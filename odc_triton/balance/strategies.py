@@ -1,11 +1,11 @@
 """The ways to deal one minibatch's samples to ranks and microbatches.
 
-| name   | function       | dealt to ranks by            | microbatches                     | made for     |
-|--------|----------------|------------------------------|----------------------------------|--------------|
-| local  | local_sort     | position                     | one sample each, sorted          | reference    |
-| micro  | lb_micro       | cost, equal sample counts    | equal count, heavy ones lined up | FSDP         |
-| global | global_packing | pack, after packing them all | equal count, heavy ones lined up | FSDP, better |
-| mini   | lb_mini        | cost                         | what the rank needs, also none   | ODC          |
+| name   | dealt to ranks by            | microbatches                     | made for     |
+|--------|------------------------------|----------------------------------|--------------|
+| local  | position                     | one sample each, sorted          | reference    |
+| micro  | cost, equal sample counts    | equal count, heavy ones lined up | FSDP         |
+| global | pack, after packing them all | equal count, heavy ones lined up | FSDP, better |
+| mini   | cost                         | what the rank needs, also none   | ODC          |
 
 A fifth, "queue" (queue.py), deals packs while they are computed; only `MinibatchSampler` knows it.
 
@@ -40,7 +40,8 @@ def assign(
     """
     if balance not in _STRATEGIES:
         raise ValueError(f"balance is {balance!r}: choose one of {', '.join(BALANCES)}")
-    return _STRATEGIES[balance](lengths, ranks=ranks, token_cap=token_cap, cost=cost)
+    lengths = _checked(lengths, ranks, token_cap)
+    return _STRATEGIES[balance](lengths, ranks, token_cap, cost or CostModel.paper_7b())
 
 
 def assign_one(
@@ -64,29 +65,25 @@ def assign_one(
     return _packed(_by_total_cost(lengths, ranks, cost)[rank], lengths, token_cap, cost)
 
 
-def local_sort(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None) -> list[Packs]:
+def _local_sort(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> list[Packs]:
     """LocalSort: rank r keeps the r-th run of samples, longest first, one a microbatch.
 
     The runs' sizes, hence the numbers of microbatches, are equal where `ranks` divides the samples and differ
-    by one otherwise (FSDP would then hang). Raises as `assign`; `cost` plays no part, as it grows with the
-    length.
+    by one otherwise (FSDP would then hang). `cost` plays no part, as it grows with the length.
     """
-    lengths = _checked(lengths, ranks, token_cap)
     runs = [range(len(lengths) * r // ranks, len(lengths) * (r + 1) // ranks) for r in range(ranks)]
     return [[[i] for i in sorted(run, key=lambda i: -lengths[i])] for run in runs]
 
 
-def lb_micro(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None) -> list[Packs]:
+def _lb_micro(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> list[Packs]:
     """LB-Micro: equal sample counts per rank balanced by cost, the same number of packs on every rank.
 
     The number is that of the rank that needs most; the others split packs to reach it. Each rank's packs have
     nearly equal cost and come dearest first, so that heavy ones line up over the ranks.
 
-    Raises ValueError as `assign`, and where a rank has fewer samples than that number. This cannot happen
-    where `ranks` divides the number of samples.
+    Raises ValueError where a rank has fewer samples than that number. This cannot happen where `ranks` divides the
+    number of samples.
     """
-    lengths = _checked(lengths, ranks, token_cap)
-    cost = cost or CostModel.paper_7b()
     owned = balanced_partition([cost.sequence(length) for length in lengths], ranks, equal_sizes=True)
     own_lengths = [[lengths[i] for i in members] for members in owned]
     needed = max(len(best_fit_decreasing(own, token_cap=token_cap)) for own in own_lengths if own)
@@ -101,27 +98,23 @@ def lb_micro(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostMo
     return [_global_indices(packs, members) for packs, members in zip(dealt, owned, strict=True)]
 
 
-def lb_mini(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None) -> list[Packs]:
+def _lb_mini(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> list[Packs]:
     """LB-Mini: ranks balanced by total cost, then each packs alone: counts of packs differ and may be zero.
 
-    Raises as `assign`; any number of samples will do, also fewer than `ranks`.
+    Any number of samples will do, also fewer than `ranks`.
     """
-    lengths = _checked(lengths, ranks, token_cap)
-    cost = cost or CostModel.paper_7b()
     return [_packed(members, lengths, token_cap, cost) for members in _by_total_cost(lengths, ranks, cost)]
 
 
-def global_packing(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: CostModel | None = None) -> list[Packs]:
+def _global_packing(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> list[Packs]:
     """Global packing: all samples packed together, packs sorted by cost, each `ranks` of them one microbatch.
 
     The number of packs is raised to a multiple of `ranks` by splitting packs. Every second group is dealt in
     reverse order, which changes nothing under FSDP's barriers and evens out the ranks' totals without them.
 
-    Raises ValueError as `assign`, and where there are fewer samples than packs. This cannot happen where
-    `ranks` divides the number of samples.
+    Raises ValueError where there are fewer samples than packs. This cannot happen where `ranks` divides the number of
+    samples.
     """
-    lengths = _checked(lengths, ranks, token_cap)
-    cost = cost or CostModel.paper_7b()
     fewest = len(best_fit_decreasing(lengths, token_cap=token_cap))
     needed = -(-fewest // ranks) * ranks
     if needed > len(lengths):
@@ -140,10 +133,10 @@ def global_packing(lengths: Sequence[int], *, ranks: int, token_cap: int, cost: 
 
 
 _STRATEGIES: dict[str, Callable[..., list[Packs]]] = {
-    "mini": lb_mini,
-    "micro": lb_micro,
-    "global": global_packing,
-    "local": local_sort,
+    "mini": _lb_mini,
+    "micro": _lb_micro,
+    "global": _global_packing,
+    "local": _local_sort,
 }
 BALANCES = tuple(_STRATEGIES)
 

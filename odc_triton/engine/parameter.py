@@ -64,12 +64,6 @@ class Listener(Protocol):
         """Adding it had to wait for other ranks at these times."""
 
 
-def sharded_parameter(weight: torch.Tensor) -> ShardedParameter | None:
-    """The sharded parameter of a weight as a module's forward sees it; None if it is not sharded."""
-    handle = getattr(weight, "_odc_handle", None)
-    return None if handle is None else resolve(handle)
-
-
 class Residency(Enum):
     """Where a parameter's whole tensor is stored."""
 

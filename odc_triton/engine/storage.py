@@ -60,11 +60,6 @@ class Storage:
         part = self.gradient_part
         return part if self.exact is None else part.view(-1).view(torch.float32)[: part.numel()].view(part.shape)
 
-    @property
-    def lies_apart(self) -> bool:
-        """Whether each owner's rows are in its own memory, so that the whole tensor can't be a view."""
-        return self._heap.apart
-
     def as_dtensor(self, local: torch.Tensor) -> DTensor:
         """This rank's part of a tensor [N, ...], as a DTensor split like `sharded`."""
         shape = torch.Size(self.spec.shape)

@@ -23,7 +23,7 @@ from odc_triton.balance import (
     MinibatchSampler,
     PackedDataset,
     QueuedPacks,
-    lb_mini,
+    assign,
     queue_packs,
     store_counter,
 )
@@ -82,7 +82,7 @@ def test_equal_ranks_end_as_with_lb_mini_and_a_slow_one_holds_nobody_up(samples:
         lengths = [round(generator.lognormvariate(6, 0.8)) % CAP + 1 for _ in range(samples * world)]
         packs = queue_packs(lengths, ranks=world, token_cap=CAP, cost=COST)
         costs = [COST.pack(lengths[i] for i in members) for members in packs]
-        dealt = lb_mini(lengths, ranks=world, token_cap=CAP, cost=COST)
+        dealt = assign(lengths, ranks=world, token_cap=CAP, balance="mini", cost=COST)
         parts = [sum(COST.sequence(lengths[i]) for members in of_rank for i in members) for of_rank in dealt]
         behind.append(finish(costs, [1.0] * world) / max(parts))
         slow = [1.0] * (world - 1) + [1 / 1.3]
@@ -141,16 +141,15 @@ def sampler(rank: int = 0, world: int = 1, **change: object) -> MinibatchSampler
 
 def test_position_and_samples_are_those_of_every_other_balance() -> None:
     counter = OwnCounter()
-    queued, static = sampler(0, 2, counter=counter), sampler(0, 2, balance="mini")
+    queued, *static = sampler(0, 2, counter=counter), *(sampler(rank, 2, balance="mini") for rank in range(2))
     others = iter(sampler(1, 2, counter=counter))
-    for mine, _ in itertools.islice(zip(queued, static, strict=True), 3):
-        samples = static.assignment(0, queued.minibatch - 1)
+    for mine, *samples in itertools.islice(zip(queued, *static, strict=True), 3):
         dealt = sorted(i for packs in samples for members in packs for i in members)
         theirs = next(others)
         assert sorted(mine.own_part() + theirs.own_part()) == dealt
         first = mine.take()
         assert sorted(first + [i for each in (theirs, mine) for members in each for i in members]) == dealt
-        assert queued.state_dict() == static.state_dict()
+        assert queued.state_dict() == static[0].state_dict()
     state = json.loads(json.dumps(queued.state_dict()))
     resumed = sampler(0, 2, counter=OwnCounter())
     resumed.load_state_dict(state)
@@ -174,8 +173,6 @@ def test_a_world_of_one_needs_no_store_and_a_larger_one_says_so() -> None:
         assert list(queued) == queued.packs
     with pytest.raises(RuntimeError, match="init_process_group first"):
         next(iter(sampler(world=2)))
-    with pytest.raises(ValueError, match="while they are computed"):
-        sampler().assignment(0, 0)
     with pytest.raises(ValueError, match="choose one of mini, micro, global, local, queue"):
         sampler(balance="que")
 

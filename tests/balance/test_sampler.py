@@ -53,7 +53,6 @@ def test_the_dealing_is_that_of_assign_over_the_minibatch():
     expected = assign([LENGTHS[i] for i in order], ranks=3, token_cap=150, balance="mini", cost=cost)
     expected = [[[order[i] for i in members] for members in packs] for packs in expected]
     whole = {"samples_per_rank": 17, "world": 3, "cost": cost}
-    assert sampler(**whole).assignment(0, 0) == expected
     assert [next(iter(sampler(**whole, rank=rank))) for rank in range(3)] == expected
 
 
@@ -199,8 +198,6 @@ def test_refused(change, message):
 
 def test_positions_outside_are_refused():
     one = sampler()
-    with pytest.raises(ValueError, match="minibatch 7: give"):
-        one.assignment(0, 7)
     with pytest.raises(ValueError, match="epoch is -1"):
         one.set_epoch(-1)
 

@@ -300,8 +300,7 @@ def samplers(**options: object) -> list[MinibatchSampler]:
 
 def test_every_rank_yields_its_part_of_one_plan() -> None:
     one, other = samplers()
-    for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
-        assert [mine, theirs] == one.assignment(0, number)
+    for mine, theirs in zip(one, other, strict=True):
         assert (mine.split is None) == (theirs.split is None)
         if mine.split is not None:
             assert mine.split.digest == theirs.split.digest == SplitPlan.of([mine, theirs]).digest

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
-from odc_triton.engine.parameter import sharded_parameter
 from odc_triton.nn import Embedding, Linear
 from odc_triton.nn.functional import embedding, linear, qkv, token_log_probs
 from odc_triton.nn.functional.qkv import HeadNorm
@@ -399,7 +398,7 @@ def test_one_row_of_rotary_tables_for_all(choice: str) -> None:
     model, x, table = fully_shard(Operator(case), backend="cpu-apart"), torch.randn(2, 1, 20), torch.randn(2, 1, 1, 8)
     tables = table.repeat(1, 1, 1, 2).unbind()
     model.unshard()
-    weights = {name: torch.cat(sharded_parameter(p).storage.compute_shards) for name, p in model.named_parameters()}
+    weights = {p.name: torch.cat(p.storage.compute_shards) for p in model._odc_engine.parameters}
     model.reshard()
     for got, want in zip(model(x, *tables), _plain_qkv(weights, x, *tables), strict=True):
         _near(got.detach(), want.double(), FP32, choice)
