@@ -17,7 +17,6 @@ _HOME = {
     "balanced_partition": "partition",
     "best_fit_decreasing": "packing",
     "count_target_tokens": "collate",
-    "karmarkar_karp": "partition",
     "pack": "packing",
     "pack_collate": "collate",
     "queue_packs": "queue",

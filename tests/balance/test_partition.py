@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.balance import CostModel, balanced_partition, karmarkar_karp, refine
+from odc_triton.balance import CostModel, balanced_partition, refine
 from odc_triton.balance.partition import longest_first
 
 COST = CostModel.paper_7b()
@@ -64,7 +64,7 @@ def naive_refinement(groups, costs) -> float:
 @settings(deadline=None)
 @given(costs_lists, st.integers(1, 9), st.booleans())
 def test_every_index_is_in_one_group_and_sizes_are_kept(costs, groups, equal_sizes):
-    for split in (karmarkar_karp, balanced_partition):
+    for split in (longest_first, balanced_partition):
         parts = split(costs, groups, equal_sizes=equal_sizes)
         assert len(parts) == groups
         assert sorted(i for part in parts for i in part) == list(range(len(costs)))
@@ -76,7 +76,7 @@ def test_every_index_is_in_one_group_and_sizes_are_kept(costs, groups, equal_siz
 @settings(deadline=None)
 @given(costs_lists, st.integers(1, 9), st.booleans())
 def test_refinement_never_makes_the_largest_sum_larger(costs, groups, equal_sizes):
-    before = karmarkar_karp(costs, groups, equal_sizes=equal_sizes)
+    before = longest_first(costs, groups, equal_sizes=equal_sizes)
     after = refine(before, costs, equal_sizes=equal_sizes)
     assert largest(after, costs) <= largest(before, costs) * (1 + 1e-9)
 
@@ -93,21 +93,8 @@ def naive_longest_first(costs, groups) -> list[float]:
 @given(costs_lists, st.integers(1, 9))
 def test_longest_first(costs, groups):
     split = longest_first(costs, groups)
-    assert sorted(i for part in split for i in part) == list(range(len(costs)))
     loads = sorted(sum(costs[i] for i in part) for part in split)
     assert loads == pytest.approx(naive_longest_first(costs, groups))
-
-
-@pytest.mark.parametrize(("groups", "each"), [(65, 1), (65, 2), (80, 4), (80, 16), (256, 8)])
-def test_many_groups_are_as_even_as_by_differencing(groups, each):
-    """Beyond 64 groups the way is another; every index stays in one group, and the largest sum is as small."""
-    costs = log_normal(groups * each, seed=groups + each)
-    split = balanced_partition(costs, groups)
-    assert sorted(i for part in split for i in part) == list(range(len(costs)))
-    assert len(split) == groups
-    by_differencing = largest(refine(karmarkar_karp(costs, groups), costs), costs)
-    assert largest(split, costs) <= by_differencing * 1.005  # both stop a thousandth above the mean
-    assert split == balanced_partition(costs, groups)
 
 
 @pytest.mark.parametrize("groups", [2, 3])
@@ -139,12 +126,10 @@ def test_equal_sizes_close_to_brute_force():
 
 
 @pytest.mark.parametrize(("count", "groups"), [(8, 2), (16, 4), (32, 8), (64, 8), (48, 16), (96, 3)])
-def test_within_2_percent_of_the_better_of_karmarkar_karp_and_its_refinement(count, groups):
+def test_within_2_percent_of_the_better_of_differencing_and_plain_refinement(count, groups):
     for seed in range(8):
         costs = log_normal(count, seed)
-        oracle = naive_karmarkar_karp(costs, groups)
-        assert largest(karmarkar_karp(costs, groups), costs) == pytest.approx(oracle)
-        oracle = min(oracle, naive_refinement(karmarkar_karp(costs, groups), costs))
+        oracle = min(naive_karmarkar_karp(costs, groups), naive_refinement(longest_first(costs, groups), costs))
         assert largest(balanced_partition(costs, groups), costs) <= 1.02 * oracle
 
 
