@@ -72,7 +72,7 @@ class CostModel:
 
         `gated_mlp`: MLPs have three matrices, else two. Left out: norms, the optimizer, what activation checkpointing
         and flash attention recompute, sliding windows (their layers cost less than said), how evenly a router sends
-        tokens. Where that matters, `fit` measured times.
+        tokens.
 
         Raises ValueError naming an attribute that is missing or not positive.
         """
@@ -81,43 +81,6 @@ class CostModel:
         return cls(
             quadratic=3 * decoder.layers * decoder.heads * widths, linear=3 * 2 * (decoder.active + decoder.table)
         )
-
-    @classmethod
-    def fit(
-        cls,
-        lengths: Sequence[int] | Sequence[Sequence[int]],
-        seconds: Sequence[float],
-        *,
-        microbatch: bool = False,
-    ) -> CostModel:
-        """Least squares with coefficients of 0 or more, to the measured `seconds` of microbatches.
-
-        `lengths` has, per measurement, the tokens of its one sequence or the list of its documents' tokens.
-        With `microbatch` the constant per microbatch is fitted too. The model's unit is then the second.
-
-        Raises ValueError where there are fewer distinct measurements than coefficients, a length below 1, a
-        time that is not positive, or times that do not grow with the lengths.
-        """
-        packs = [list(x) if isinstance(x, Iterable) else [x] for x in lengths]
-        coefficients = 3 if microbatch else 2
-        if len(packs) != len(seconds):
-            raise ValueError(f"CostModel.fit: {len(packs)} lengths but {len(seconds)} times; give one for each")
-        for index, (pack, time) in enumerate(zip(packs, seconds, strict=True)):
-            if not pack or min(pack) < 1:
-                raise ValueError(f"CostModel.fit: lengths[{index}] is {pack}: every length must be 1 or more")
-            if not (math.isfinite(time) and time > 0):
-                raise ValueError(f"CostModel.fit: seconds[{index}] is {time}: drop measurements that failed")
-        distinct = len({tuple(sorted(pack)) for pack in packs})
-        if distinct < coefficients:
-            raise ValueError(
-                f"CostModel.fit: {distinct} distinct lengths for {coefficients} coefficients; "
-                f"measure at least {coefficients}"
-            )
-        columns = [[sum(s * s for s in p) for p in packs], [sum(p) for p in packs], [1] * len(packs)]
-        table = np.array(columns[:coefficients], dtype=np.float64).T
-        scale = table.max(axis=0)  # s² and 1 are many orders apart: solve in comparable units
-        quadratic, linear, constant = (*(nonnegative_least_squares(table / scale, seconds) / scale), 0.0)[:3]
-        return cls(quadratic=float(quadratic), linear=float(linear), microbatch=float(constant))
 
 
 def nonnegative_least_squares(table: np.ndarray, target: Sequence[float]) -> np.ndarray:

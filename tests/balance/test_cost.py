@@ -1,4 +1,4 @@
-"""CostModel: its formula against a count over a real model's weights, its fit against known coefficients."""
+"""CostModel: its formula against a count over a real model's weights; least squares without negative coefficients."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from odc_triton.balance import CostModel
+from odc_triton.balance.cost import nonnegative_least_squares
 
 
 def test_a_pack_costs_the_sum_of_its_documents_and_not_the_square_of_its_tokens():
@@ -75,54 +76,23 @@ def test_a_config_without_sizes_is_refused_by_the_attributes_name():
         CostModel.from_config(SimpleNamespace(text_config=SimpleNamespace(hidden_size=8)))
 
 
-@pytest.mark.parametrize(
-    "true",
-    [
-        CostModel(quadratic=3e-10, linear=2e-6),
-        CostModel(quadratic=0.0, linear=2e-6),
-        CostModel(quadratic=3e-10, linear=0.0),
-        CostModel(quadratic=3e-10, linear=2e-6, microbatch=0.01),
-    ],
-)
-def test_fit_finds_the_coefficients_of_exact_times(true):
-    packs = [[100], [4000, 50], [32000], [700, 800, 900], [16000, 16000]]
-    fit = CostModel.fit(packs, [true.pack(p) for p in packs], microbatch=true.microbatch > 0)
-    assert (fit.quadratic, fit.linear, fit.microbatch) == pytest.approx(
-        (true.quadratic, true.linear, true.microbatch), rel=1e-6, abs=1e-16
-    )
-
-
-def test_fit_is_the_least_error_among_nonnegative_coefficients():
+def test_the_least_error_among_nonnegative_coefficients():
     """Noisy times whose free least squares has a negative coefficient; the oracle is a grid."""
     rng = random.Random(3)
     lengths = [50 * (i + 1) for i in range(12)]
     seconds = [s * (1 - 2e-4 * s) + rng.uniform(0, 20) for s in lengths]
-    free = np.linalg.lstsq(np.array([[s * s, s] for s in lengths], float), np.array(seconds), rcond=None)[0]
-    assert free.min() < 0
+    table = np.array([[s * s, s] for s in lengths], float)
+    assert np.linalg.lstsq(table, np.array(seconds), rcond=None)[0].min() < 0
 
-    def error(quadratic: float, linear: float) -> float:
-        return sum(((quadratic * s + linear) * s - t) ** 2 for s, t in zip(lengths, seconds, strict=True))
+    def error(*coefficients: float) -> float:
+        return float(np.square(table @ coefficients - seconds).sum())
 
-    fit = CostModel.fit(lengths, seconds)
-    assert fit.quadratic == 0
-    grid = itertools.product(np.linspace(0, 1e-3, 21), np.linspace(0, 2 * fit.linear, 42))
-    assert error(fit.quadratic, fit.linear) <= min(error(*point) for point in grid)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "seconds", "message"),
-    [
-        ([10, 20], [1.0], "2 lengths but 1 times"),
-        ([10, 10], [1.0, 1.1], "1 distinct lengths for 2 coefficients"),
-        ([10, 0], [1.0, 1.0], r"lengths\[1\] is \[0\]"),
-        ([10, []], [1.0, 1.0], r"lengths\[1\] is \[\]"),
-        ([10, 20], [1.0, float("nan")], r"seconds\[1\] is nan"),
-        ([10, 20], [1.0, 0.0], r"seconds\[1\] is 0.0"),
-    ],
-)
-def test_fit_refuses(lengths, seconds, message):
-    with pytest.raises(ValueError, match=message):
-        CostModel.fit(lengths, seconds)
+    fit = nonnegative_least_squares(table, seconds)
+    assert fit[0] == 0
+    grid = itertools.product(np.linspace(0, 1e-3, 21), np.linspace(0, 2 * fit[1], 42))
+    assert error(*fit) <= min(error(*point) for point in grid)
+    exact = np.array([3e-10, 2e-6])
+    assert nonnegative_least_squares(table, table @ exact) == pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.parametrize(
