@@ -11,6 +11,7 @@ from ..base.errors import OdcError
 from .layout import Region, aligned
 from .meeting import Meetings
 from .memory.shm import SharedMemoryHeap
+from .replicas import Replicas
 
 _HALF_BYTES = 128 * 2**20
 
@@ -22,32 +23,44 @@ class Relay:
 
     The buffer has two halves: rank 0 fills one while the others read the other, so a round takes one meeting.
     `sizes`: bytes of each tensor; the buffer is no larger than they all need. `rank` and `world`: within the replica,
-    whose rank 0 must have the values already; `meetings`: of all replicas.
+    whose rank 0 gets each tensor from the first replica's, and then fills the buffer; `meetings`: of all replicas.
     """
 
     def __init__(
-        self, *, purpose: str, sizes: list[int], token: str, meetings: Meetings, rank: int, world: int
+        self,
+        *,
+        purpose: str,
+        sizes: list[int],
+        token: str,
+        meetings: Meetings,
+        replicas: Replicas,
+        rank: int,
+        world: int,
     ) -> None:
-        self._purpose, self._meetings, self._is_source = purpose, meetings, rank == 0
+        self._purpose, self._meetings, self._replicas, self._fills = purpose, meetings, replicas, rank == 0
         self._half_bytes = min(_HALF_BYTES, sum(map(aligned, sizes)))
         self._half, self._used_bytes = 0, 0
         self._arrivals: list[tuple[Take, int, torch.Tensor]] = []
         self._buffer: SharedMemoryHeap | None = None
         if self._half_bytes:
-            self._buffer = SharedMemoryHeap(
-                rank=rank,
-                world=world,
-                size_bytes=2 * self._half_bytes,
-                slots=0,
-                token=token,
-                timeout_s=meetings.timeout_s,
-            )
+            sizes = {"size_bytes": 2 * self._half_bytes, "slots": 0}
+            timeout_s = meetings.timeout_s
+            self._buffer = SharedMemoryHeap(rank=rank, world=world, token=token, timeout_s=timeout_s, **sizes)
+
+    def before_sending(self) -> None:
+        """With several replicas, called before some tensors: nobody waits in a collective for a rank that failed."""
+        if self._replicas.count > 1:
+            self.meet()
+
+    def of_first(self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
+        """Rank 0's `value`, on each replica's rank 0; else None."""
+        return self._replicas.broadcast(value, shape, dtype) if self._fills else None
 
     @torch.no_grad()
     def send(self, shape: torch.Size, dtype: torch.dtype, value: torch.Tensor | None, take: Take | None) -> None:
-        """Sends `value`, rank 0's tensor of this shape and dtype; each rank's `take`, if any, gets it in pieces."""
+        """Sends `value`, what `of_first` gave; each rank's `take`, if any, gets it in pieces."""
         elements, first = shape.numel(), 0
-        flat = value.reshape(-1) if self._is_source else None
+        flat = value.reshape(-1) if self._fills else None
         while first < elements:
             fitting = (self._half_bytes - self._used_bytes) // dtype.itemsize
             if fitting <= 0:

@@ -6,8 +6,8 @@ import hashlib
 import mmap
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,20 +62,22 @@ def write_initial_values(
     wanted = _buffers_to_send([theirs["buffers"] for theirs in messages])
     sizes = [p.leaf.numel() * p.storage.master.dtype.itemsize for p in parameters if p.spec.has_own_master]
     sizes += [module._buffers[key].nbytes for module, key in map(buffers.__getitem__, wanted)]
-    relay = Relay(purpose=_PURPOSE, sizes=sizes, token=token, meetings=meetings, rank=heap.rank, world=heap.world)
-    source = _Source(
-        is_first=meetings.rank == 0,
-        replicas=replicas if heap.rank == 0 else None,
-        relay=relay,
-        several=replicas.count > 1,
+    relay = Relay(
+        purpose=_PURPOSE,
+        sizes=sizes,
+        token=token,
+        meetings=meetings,
+        replicas=replicas,
+        rank=heap.rank,
+        world=heap.world,
     )
     try:
-        writer = _Writer(root, found, parameters, relay, source)
+        writer = _Writer(root, found, parameters, relay, is_source=meetings.rank == 0)
         writer.write()
         if wanted:
-            source.meet()
+            relay.before_sending()
         for name in wanted:
-            _send_buffer(*buffers[name], relay, source)
+            _send_buffer(*buffers[name], relay)
         for module, key in buffers.values():
             module._buffers[key] = module._buffers[key].to(heap.device)
         relay.finish()
@@ -121,7 +123,7 @@ def _buffers_to_send(described: list[dict[str, list[Any]]]) -> list[str]:
     return wanted
 
 
-def _send_buffer(module: nn.Module, key: str, relay: Relay, source: _Source) -> None:
+def _send_buffer(module: nn.Module, key: str, relay: Relay) -> None:
     buffer = module._buffers[key]
     take = None
     if buffer.is_meta:
@@ -131,37 +133,7 @@ def _send_buffer(module: nn.Module, key: str, relay: Relay, source: _Source) -> 
         def take(first: int, values: torch.Tensor) -> None:
             flat[first : first + len(values)].copy_(values)
 
-    relay.send(buffer.shape, buffer.dtype, source.of(buffer, buffer.shape, buffer.dtype), take)
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """Where this replica's values come from: its rank 0, which gets them from the first replica's.
-
-    `is_first`: this is rank 0 of all ranks; `replicas`: set on each replica's rank 0.
-    """
-
-    is_first: bool
-    replicas: Replicas | None
-    relay: Relay
-    several: bool
-
-    def meet(self) -> None:
-        """Called before values go from one replica to others, so that nobody waits there for a rank that failed."""
-        if self.several:
-            self.relay.meet()
-
-    def of(self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
-        """Rank 0's `value`, on each replica's rank 0; else None."""
-        return None if self.replicas is None else self.replicas.broadcast(value, shape, dtype)
-
-
-@dataclass(slots=True)
-class _Group:
-    """A unit's parameters: by the place where each is registered, and those whose first place is in this unit."""
-
-    places: dict[tuple[int, str], tuple[Slot, FoundParameter]] = field(default_factory=dict)
-    owned: list[tuple[FoundParameter, ShardedParameter]] = field(default_factory=list)
+    relay.send(buffer.shape, buffer.dtype, relay.of_first(buffer, buffer.shape, buffer.dtype), take)
 
 
 class _Writer:
@@ -178,21 +150,21 @@ class _Writer:
         found: list[FoundParameter],
         parameters: list[ShardedParameter],
         relay: Relay,
-        source: _Source,
+        *,
+        is_source: bool,
     ) -> None:
-        self._root, self._relay, self._source = root, relay, source
-        self._is_source = source.is_first
-        self._groups: dict[str, _Group] = {"": _Group()}
+        self._root, self._relay, self._is_source = root, relay, is_source
+        # By unit: where parameters are registered; those whose first place is in it.
+        self._places: dict[str, dict[tuple[int, str], tuple[Slot, FoundParameter]]] = defaultdict(dict)
+        self._owned: dict[str, list[tuple[FoundParameter, ShardedParameter]]] = defaultdict(list)
         self._drawn: dict[int, nn.Parameter] = {}  # stand-ins whose values are used, by id of their entry
         self._on_meta: set[int] = set()  # modules that own tensors on the meta device
         self._visited: set[int] = set()
         self.without_initialiser: list[str] = []
         for entry, parameter in zip(found, parameters, strict=True):
-            self._group(entry.places[0][2]).owned.append((entry, parameter))
+            self._owned[entry.places[0][2]].append((entry, parameter))
             for module, attribute, unit in entry.places:
-                self._group(unit).places.setdefault(
-                    (id(module), attribute), (Slot(module, attribute, parameter), entry)
-                )
+                self._places[unit].setdefault((id(module), attribute), (Slot(module, attribute, parameter), entry))
                 if entry.value.is_meta:
                     self._on_meta.add(id(module))
         self._on_meta |= {id(module) for _, module, key in _buffers(root) if module._buffers[key].is_meta}
@@ -202,9 +174,6 @@ class _Writer:
         self._out_of_reach = not any(hasattr(module, "_initialize_weights") for module in modules) and any(
             type(module).__module__.startswith("transformers.models.") for module in modules
         )
-
-    def _group(self, unit: str) -> _Group:
-        return self._groups.setdefault(unit, _Group())
 
     def write(self) -> None:
         self._stand_in("")
@@ -218,7 +187,7 @@ class _Writer:
         self._visited.add(id(module))
         if hasattr(module, "_initialize_weights"):
             model = module
-        is_unit = path != "" and path in self._groups
+        is_unit = path != "" and path in self._places
         if is_unit:
             self._stand_in(path)
         for name, child in module._modules.items():
@@ -230,7 +199,7 @@ class _Writer:
             self._hand_over(path)
 
     def _stand_in(self, unit: str) -> None:
-        places = self._groups[unit].places.values()
+        places = self._places[unit].values()
         if not self._is_source or not any(id(slot.module) in self._on_meta for slot, _ in places):
             return
         for slot, entry in places:
@@ -264,22 +233,21 @@ class _Writer:
 
     def _hand_over(self, unit: str) -> None:
         """Writes the unit's values into the heap and frees the tensors that held them."""
-        group = self._groups[unit]
-        self._source.meet()
-        for entry, parameter in group.owned:
+        self._relay.before_sending()
+        for entry, parameter in self._owned[unit]:
             value = None
             if self._is_source:
                 value = self._drawn.pop(id(entry), entry.value).detach()
                 if entry.value.is_meta and _has_nan(value):
                     self.without_initialiser.append(entry.name)
-            value = self._source.of(value, parameter.leaf.shape, parameter.storage.master.dtype)
+            value = self._relay.of_first(value, parameter.leaf.shape, parameter.storage.master.dtype)
             if value is not None:
                 parameter.storage.fill(value)
             if parameter.spec.has_own_master:
                 self._relay.send(parameter.leaf.shape, parameter.storage.master.dtype, value, parameter.storage.adopt)
             parameter.original = weakref.ref(entry.value)
             entry.value = None
-        for slot, _ in group.places.values():
+        for slot, _ in self._places[unit].values():
             slot.put(slot.parameter.leaf)
 
 
