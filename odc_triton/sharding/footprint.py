@@ -12,11 +12,18 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ..balance.decoder import Decoder
 from ..base.report import in_columns
 from ..comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_plan, shard_rows
+from ..nn.choice import TABLE
+from ..optim import room as muon_room
+from ..sequence import room as split_room
+from .collect import find_parameters, spec_of
 from .peaks import (
     ROOT,
     Units,
@@ -26,21 +33,10 @@ from .peaks import (
     whole_gradient_bytes,
 )
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
 SCHEMES = ("odc", "fsdp2", "fsdp2_no_reshard")
 BACKENDS = ("cpu", "cuda")
 # Per trainable parameter: tensors of the master's shape and dtype that are kept, and bytes of scalars.
 OPTIMIZER_STATES = {"adamw": (2, 4), "sgd": (0, 0), "muon": (1, 0), "none": (0, 0)}
-
-
-class PrecisionPolicy(Protocol):
-    """What a plan reads of `torch.distributed.fsdp.MixedPrecisionPolicy`."""
-
-    param_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +169,7 @@ def memory_plan(
     *,
     replicas: int = 1,
     scheme: str = "odc",
-    mp_policy: PrecisionPolicy | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
     optimizer: str = "adamw",
     backend: str = "cpu",
     tokens_per_microbatch: int = 0,
@@ -225,9 +221,8 @@ def memory_plan(
     ):
         if value not in known:
             raise ValueError(f"{name} is {value!r}; use one of {', '.join(map(repr, known))}")
-    from .collect import find_parameters, spec_of
-
-    specs = [spec_of(entry, mp_policy, exact=exact) for entry in find_parameters(model, find_units(model), set())]
+    found = find_parameters(model, find_units(model), set())
+    specs = [spec_of(entry, mp_policy, exact=exact) for entry in found]
     if not specs:
         raise ValueError(f"{type(model).__name__} has no parameters; plan the model that will be trained")
 
@@ -253,16 +248,13 @@ def memory_plan(
             else make_plan(specs, world=world, itemsizes=sizes.itemsizes).size_bytes
         ) * replicas
         if by_muon:
-            from ..optim.room import room_regions
-
             shapes = [spec.shape for spec in by_muon]
-            _, joined_bytes = room_regions(shapes, world=world, apart=False)
-            muon_bytes = aligned(room_regions(shapes, world=world, apart=True)[1])
+            _, joined_bytes = muon_room.room_regions(shapes, world=world, apart=False)
+            muon_bytes = aligned(muon_room.room_regions(shapes, world=world, apart=True)[1])
             job_shared += (world * muon_bytes if backend == "cuda" else joined_bytes) * replicas
         master_shard = split.shards([spec for spec in specs if spec.has_own_master], "master_dtype")
         gradient_cast = split.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype")
-        on_demand = _read_on_demand(model, backend)
-        whole = [spec for spec in specs if not on_demand.issuperset(spec.names)]
+        whole = [s for e, s in zip(found, specs, strict=True) if not e.is_read_on_demand(backend, TABLE)]
         gathered = 0 if backend == "cpu" else gathered_bytes(sizes.units(whole, "compute_dtype"))
         with_gradient = [spec for spec in whole if spec.reduce_dtype is not None]
         tied = sizes.units([spec for spec in with_gradient if len(spec.names) > 1], "compute_dtype")
@@ -321,18 +313,16 @@ def _state_bytes(sizes: _Sizes, optimizer: str, specs: Sequence[ParameterSpec]) 
 
 def _split_bytes(model: nn.Module, dtype: str, tokens: int, world: int) -> int:
     """Of one rank. Raises ValueError for a config without heads."""
-    from ..sequence.room import LayerShape, room_regions
-
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(config, "num_attention_heads", None)
     if heads is None:
         raise ValueError(f"split_tokens is {tokens}, and {type(model).__name__} has no config with num_attention_heads")
     decoder = Decoder.of(config)
-    layer = LayerShape(
+    layer = split_room.LayerShape(
         heads=decoder.kv_heads, key_width=decoder.key_width, value_width=decoder.value_width, dtype=dtype
     )
-    _, size_bytes = room_regions([layer] * config.num_hidden_layers, tokens=tokens, world=world, apart=True)
+    _, size_bytes = split_room.room_regions([layer] * config.num_hidden_layers, tokens=tokens, world=world, apart=True)
     return size_bytes
 
 
@@ -343,8 +333,6 @@ class _Sizes:
     """
 
     def __init__(self, specs: Sequence[ParameterSpec], world: int, replicas: int = 1) -> None:
-        import torch
-
         self.world, self.replicas = world, replicas
         dtypes = {d for s in specs for d in (s.master_dtype, s.compute_dtype, s.reduce_dtype) if d is not None}
         self.itemsizes = {dtype: getattr(torch, dtype).itemsize for dtype in dtypes}
@@ -370,15 +358,3 @@ def _copies_gradient(spec: ParameterSpec) -> bool:
     """Whether `.grad` is a separate tensor. That of an exact sum is fp32 in the sum's own memory."""
     landed = "float32" if spec.reduce_dtype == EXACT else spec.reduce_dtype
     return landed != spec.master_dtype
-
-
-def _read_on_demand(model: nn.Module, device_type: str) -> set[str]:
-    """All names of the parameters that their layers read from the owners themselves."""
-    from ..nn.operand import ReadsOnDemand
-
-    return {
-        f"{name}.{attribute}" if name else attribute
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, ReadsOnDemand)
-        for attribute in module.reads_on_demand(device_type)
-    }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -30,6 +32,7 @@ from odc_triton.base.trace import (
 )
 from odc_triton.cli.command import main
 from odc_triton.cli.profile import ProfileOptions, _names_of_our_kernels, read_lengths
+from tests.support import ranks as test_ranks
 
 CONFIG = {
     "model_type": "llama",
@@ -42,6 +45,16 @@ CONFIG = {
     "num_key_value_heads": 1,
     "max_position_embeddings": 128,
 }
+
+
+def _call(rank: int, world: int, function: Callable, *args: Any) -> Any:
+    return function(*args)
+
+
+def launch_among_tests(function: Callable, *args: Any, ranks: int) -> list[Any]:
+    """`launch`, by processes that need not import torch first."""
+    return test_ranks.run(_call, ranks, function, *args)
+
 
 _SPANS = st.lists(
     st.tuples(st.sampled_from(CATEGORIES[:-1]), st.integers(-2, 12), st.integers(0, 6)).map(
@@ -172,13 +185,14 @@ def test_bad_options(changes: dict, words: str) -> None:
         ProfileOptions(out="x", **changes)
 
 
-def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odc_triton.comm.launch.launch", launch_among_tests)
     config, lengths, out = tmp_path / "config.json", tmp_path / "lengths.txt", tmp_path / "out"
     config.write_text(json.dumps(CONFIG))
     lengths.write_text("9\n33\n64\n5\n")
     given = ["profile", "--init", str(config), "--lengths", str(lengths), "--out", str(out), "--ranks", "2"]
     assert main([*given, "--token-cap", "64", "--minibatches", "2", "--replace-layers"]) == 0
-    printed = capfd.readouterr().out
+    printed = capsys.readouterr().out
     assert "matrix products" in printed
     assert "meetings" in printed
     report = json.loads((out / "profile.json").read_text())

@@ -26,7 +26,7 @@ from odc_triton.engine.api import engine_of
 from odc_triton.nn.choice import TABLE, as_choice, choose
 from odc_triton.nn.replace import replace_layers
 from odc_triton.nn.tuned import Line, Place, Tuned, default_folder, load, save, warn_of_untuned
-from tests.cli.test_profile import CONFIG
+from tests.cli.test_profile import CONFIG, launch_among_tests
 from tests.support import ranks
 
 HERE = Place(backend="cpu", processor="A processor", topology="cpu", ranks=2)
@@ -290,7 +290,10 @@ def _config(folder: Path) -> str:
     return str(folder / "config.json")
 
 
-def test_the_command_writes_the_table_of_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_table_of_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("odc_triton.comm.launch.launch", launch_among_tests)
     options = ["--init", _config(tmp_path), "--tokens", "4,32", "--rounds", "2", "--folder", str(tmp_path / "tuned")]
     assert main(["tune", *options, "--ranks", "2", "--operators", "linear,qkv"]) == 0
     said = capsys.readouterr().out

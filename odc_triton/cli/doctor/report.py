@@ -41,20 +41,13 @@ def render(report: Report) -> str:
 def as_json(report: Report) -> dict[str, Any]:
     """The report for programs: problems, findings, versions, devices, and pairs by the devices' UUIDs."""
     topology = report.topology
+    about = {name: getattr(topology, name) for name in ("key", "driver_version", "cuda_version", "missing", "lost")}
+    about |= {"visible_key": topology.visible().key, "devices": [asdict(device) for device in topology.devices]}
     return {
         "problems": len(report.problems),
         "findings": [asdict(finding) for finding in report.findings],
         "software": asdict(report.software),
-        "topology": {
-            "key": topology.key,
-            "visible_key": topology.visible().key,
-            "driver_version": topology.driver_version,
-            "cuda_version": topology.cuda_version,
-            "missing": topology.missing,
-            "lost": list(topology.lost),
-            "devices": [asdict(device) for device in topology.devices],
-            "pairs": [_pair_json(pair) for pair in topology.pairs],
-        },
+        "topology": about | {"pairs": [_pair_json(pair) for pair in topology.pairs]},
     }
 
 

@@ -11,8 +11,6 @@ from torch import nn
 
 from ...nn.modules import Attention, Embedding, Linear, LMHead, head_norm, project
 
-OPERATORS = ("linear", "qkv", "embedding", "log_probs")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
