@@ -31,7 +31,7 @@ from odc_triton.base.trace import (
     overlapping,
 )
 from odc_triton.cli.command import main
-from odc_triton.cli.profile import ProfileOptions, _names_of_our_kernels, read_lengths
+from odc_triton.cli.profile import ProfileOptions, _names_of_our_kernels
 from tests.support import ranks as test_ranks
 
 CONFIG = {
@@ -159,16 +159,6 @@ def test_every_kernel_is_known() -> None:
         "set_flags_kernel",
         "await_flags_kernel",
     }
-
-
-def test_lengths(tmp_path: Path) -> None:
-    path = tmp_path / "lengths.txt"
-    path.write_text("7\n\n4000\n 12 \n")
-    assert read_lengths(str(path), 100) == [7, 100, 12]
-    for text, words in (("5\nseven\n", "line 2: 'seven'"), ("1\n", "line 1"), ("\n", "no lengths")):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=words):
-            read_lengths(str(path), 100)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,8 @@ def measured(rank: int, world: int) -> dict[str, int]:
     return {"shared": shared, "growth by fully_shard": sharded - before, "states": stepped - unstepped}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_plan_is_within_5_percent_of_what_is_measured(world: int) -> None:
+def test_plan_is_within_5_percent_of_what_is_measured() -> None:
+    world = 2
     work = Work(dataset="", config=CONFIG, minibatches=[], token_cap=128)
     plan = memory_plan(work.build(), world, backend="cpu")
     outcomes = ranks.run(measured, world)

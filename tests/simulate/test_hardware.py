@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from odc_triton.data.dataset import DataSummary, TokenizedDataset
+from odc_triton.data.lengths import read_lengths
 from odc_triton.machine.probe import read_topology
 from odc_triton.machine.topology import Topology
 from odc_triton.simulate.hardware import DEVICES, Links, find_device, read_seconds, slowdown
@@ -128,7 +129,8 @@ def test_lengths_from_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         return lengths_of_file(tmp_path / name)[0]
 
-    assert read("a.txt", "5 7\n\n9\n") == [5, 7, 9]
+    assert read("a.txt", "5 7\n\n 9 \n") == [5, 7, 9]
+    assert read_lengths(tmp_path / "a.txt", 7) == [5, 7, 7]
     assert read("a.json", "[5, 7.0]") == [5, 7]
     lines = ['{"length": 5}', '{"tokens": 6}', '{"input_ids": [1, 2, 3]}', "8"]
     assert read("a.jsonl", "\n".join(lines) + "\n") == [5, 6, 3, 8]
