@@ -133,16 +133,12 @@ def _start(options: GrpoOptions, sharded: Sharded, prepared: Prepared[Prompts]) 
     run = GrpoRun(
         options=options,
         model=model,
+        prepared=prepared,
         reference=reference,
-        prompts=prepared.data,
-        evaluation=prepared.evaluation,
-        mix=prepared.mix,
-        tokenizer=prepared.tokenizer,
         completions=completions,
         correction=_correction(options) if completions.samples_elsewhere else None,
         rewards=_rewards(options),
         cost=cost,
-        identity=prepared.identity,
     )
     return run
 

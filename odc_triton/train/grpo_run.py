@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from ..balance.deal import Dealer
 from ..balance.pieces import Entry, SplitPlan
 from ..balance.split import readable_tokens
 from ..checkpoint.repeat import Kept
-from ..data.order import Mix
 from ..engine.api import engine_of, minibatch
 from ..rl.generation import CompletionEngine, SamplingOptions, end_tokens_of
 from ..rl.learned import Correction, Learned
@@ -26,6 +25,7 @@ from ..rl.rollout import Rollout, Sampler, Slot
 from ..sequence.enable import enable_split
 from .grpo_options import GrpoOptions
 from .metrics import Metrics
+from .prepare import Prepared
 from .run import Picture, Run, Sample, shared_counter
 
 _SUMS = ("tokens", "entropy", "ratio", "clipped", "kl", "mismatch")  # over tokens, of all ranks
@@ -76,33 +76,30 @@ class GrpoRun(Run):
         *,
         options: GrpoOptions,
         model: nn.Module,
+        prepared: Prepared[Prompts],
         reference: nn.Module | None,
-        prompts: Prompts,
-        evaluation: Prompts | None,
-        mix: Mix,
-        tokenizer: Any,
         completions: CompletionEngine,
         rewards: Rewards,
         cost: CostModel,
         correction: Correction | None = None,
-        identity: dict[str, Any] | None = None,
     ) -> None:
-        """`reference`: the model at the start, sharded, where there is a divergence to it. `mix`: how often an epoch
-        takes which of `prompts`. `completions` samples; `correction`: the importance weights if it is not the policy.
+        """`reference`: the model at the start, sharded, where there is a divergence to it. `completions` samples;
+        `correction`: the importance weights if it is not the policy.
         """
         engine = engine_of(model)
-        self.prompts, self.evaluation, self.mix, self.reference = prompts, evaluation, mix, reference
-        self.correction = correction
+        self.prompts, self.evaluation, self.mix = prepared.data, prepared.evaluation, prepared.mix
+        self.reference, self.correction = reference, correction
         self.per_step = options.prompts_per_rank * engine.world
-        super().__init__(options=options, model=model, identity=identity, epoch_steps=max(len(mix) // self.per_step, 1))
+        epoch_steps = max(len(self.mix) // self.per_step, 1)
+        super().__init__(options=options, model=model, identity=prepared.identity, epoch_steps=epoch_steps)
         counter = shared_counter(options, engine.world)
         self.sampler = Sampler(
             engine,
             completions=completions,
             rewards=rewards,
             counter=counter,
-            tokenizer=tokenizer,
-            columns=prompts.columns,
+            tokenizer=prepared.tokenizer,
+            columns=self.prompts.columns,
         )
         self.dealer = Dealer(
             rank=engine.rank,
@@ -113,7 +110,7 @@ class GrpoRun(Run):
             counter=counter,
         )
         if options.split_sequences and engine.world > 1:
-            longest = prompts.longest + options.max_new_tokens
+            longest = self.prompts.longest + options.max_new_tokens
             self.dealer.split_tokens = options.split_tokens or readable_tokens(
                 [longest],
                 ranks=engine.world,
@@ -122,7 +119,7 @@ class GrpoRun(Run):
                 cost=cost,
             )
             enable_split(model, self.dealer.split_tokens)
-        self.end_tokens = end_tokens_of(model, tokenizer)
+        self.end_tokens = end_tokens_of(model, prepared.tokenizer)
         high = options.clip if options.clip_high is None else options.clip_high
         self.objective = Objective(loss=options.loss, low=options.clip, high=high, kl=options.kl)
 
