@@ -85,7 +85,6 @@ def plain(wanted: GrpoOptions, world: int) -> tuple[list[float], dict[str, torch
 
 
 CASES = {
-    "dapo": {},
     "dapo of a queue, twice": {"balance": "queue", "iterations": 2, "clip": 0.01},
     "dapo, split": {
         "split_sequences": True,
