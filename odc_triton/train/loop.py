@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from ..base.errors import MinibatchFailed, OdcError, OfRanks
-from ..base.events import Event
 from ..base.signals import StopRequest
 from ..checkpoint.background import BackgroundCheckpoints
 from ..checkpoint.steps import Checkpoints
@@ -105,7 +104,6 @@ class Loop:
         self._saved_s = time.monotonic()
         self._is_first = run.engine.rank == 0
         self._records: Records | None = None
-        self._events: list[Event] = []  # of the last minibatches, in the checkpoint after the last step
         self._in_background = saves_in_background(run.options.checkpoint_background, run.engine.heap.device)
         self.background = BackgroundCheckpoints(self.checkpoints, model=run.model)
         run.asked = Asked(
@@ -184,7 +182,6 @@ class Loop:
             return
         saved = self.checkpoints.load(path, model=run.model, optimizer=run.optimizer)
         run.resume(saved, where=Path(path).absolute().parent.parent)
-        self._events = [Event.of_row(row) for row in saved.get("events", ())]
         self.saved_step = run.state.step
         run.rested()
         if self._is_first:
@@ -223,10 +220,7 @@ class Loop:
         """`ends`: no step follows, so there is nothing to go on with while it is written."""
         run = self.run
         step = run.state.step
-        state = run.position()
-        if step == run.steps:  # for the report, should this process not live to write it
-            state["events"] = [event.as_row() for event in gather_events(run)]
-        how = {"optimizer": run.optimizer, "state": state, "step": step, "prune": prune}
+        how = {"optimizer": run.optimizer, "state": run.position(), "step": step, "prune": prune}
         if self._in_background and not ends:
             self.background.save(**how)
         else:
@@ -242,7 +236,7 @@ class Loop:
             trackers, ranks = self._records.trackers, run.engine.world
             if trackers:  # they take it while the model is written
                 trackers.finish(metrics, in_words(type(run), read_metrics(self.out / "metrics.jsonl"), ranks=ranks))
-            written = write_report(self.out, type(run), run.options, events, ranks=ranks, before=self._events)
+            written = write_report(self.out, type(run), run.options, events, ranks=ranks)
             folder = save_model(run, self.out, self.prepared.tokenizer)
             trackers.close(within_s=min(END_S, run.engine.meetings.timeout_s / 2))  # the others wait below
             written = ", ".join([*written, "metrics.jsonl"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,18 +34,15 @@ def save_model(run: Run, out: Path, tokenizer: Any) -> Path:
     return folder
 
 
-def write_report(
-    out: Path, job: type[Run], options: RunOptions, events: list[Event], *, ranks: int, before: Sequence[Event] = ()
-) -> list[str]:
+def write_report(out: Path, job: type[Run], options: RunOptions, events: list[Event], *, ranks: int) -> list[str]:
     """Writes report.html, trace.json and, with matplotlib, timeline.png; returns their names. Only rank 0 calls it.
 
     Of a finished run that was started again, which took no step, the report that there is stays; if there is none, it
-    has the events `before`.
+    has no timeline.
     """
     if all(event.kind != "step" for event in events):
         if (out / "report.html").exists():
             return []
-        events = [*before] or events
     metrics = read_metrics(out / "metrics.jsonl")
     numbers = {event.minibatch for event in events}
     tracks = excerpt({"the last minibatches": events}, minibatches=numbers) if numbers else {}
