@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -116,6 +117,8 @@ def test_in_bf16(tmp_path: Path) -> None:
     ((logits, _),) = ranks.run(_loaded_and_exported, 1, tmp_path / "in", tmp_path / "out", torch.bfloat16)
     assert logits.dtype == torch.float32
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    written = [value.dtype for path in (tmp_path / "out").glob("*.safetensors") for value in load_file(path).values()]
+    assert {*written} == {torch.bfloat16}
     assert torch.equal(_plain_logits(tmp_path / "out"), _plain_logits(tmp_path / "in"))
     # The same numbers at other addresses, as above.
     torch.testing.assert_close(logits, _plain_logits(tmp_path / "in", dtype=torch.float32), rtol=1e-5, atol=1e-6)
