@@ -40,9 +40,8 @@ def write_report(out: Path, job: type[Run], options: RunOptions, events: list[Ev
     Of a finished run that was started again, which took no step, the report that there is stays; if there is none, it
     has no timeline.
     """
-    if all(event.kind != "step" for event in events):
-        if (out / "report.html").exists():
-            return []
+    if all(event.kind != "step" for event in events) and (out / "report.html").exists():
+        return []
     metrics = read_metrics(out / "metrics.jsonl")
     numbers = {event.minibatch for event in events}
     tracks = excerpt({"the last minibatches": events}, minibatches=numbers) if numbers else {}
