@@ -27,7 +27,6 @@ from bench.suites.lengths_report import (
 from bench.variants import Ddp, Fsdp2, Fsdp2Micro, Fsdp2NoReshard, LayerBarrier, Odc, OdcMicro, Setting, Unsharded
 from odc_triton.cli.bench import BenchOptions
 from odc_triton.cli.command import main
-from odc_triton.comm.launch import launch
 from odc_triton.data.lengths import read_lengths
 from odc_triton.data.records import Record
 from tests.support import ranks, slow
@@ -48,9 +47,6 @@ def lengths(tmp_path: Path) -> str:
     path = tmp_path / "lengths.txt"
     path.write_text("\n".join(map(str, (9, 40, 17, 6, 25, 12))))
     return str(path)
-
-
-# ---------------------------------------------------------------------- what it is told
 
 
 def test_lengths_of_every_form(tmp_path: Path) -> None:
@@ -77,6 +73,7 @@ def test_lengths_of_every_form(tmp_path: Path) -> None:
         ('5\n{"length": 3', "line 2: not valid JSON"),
         ('{"words": 3}', "line 1: needs 'text'"),
         ('{"text": "hello"}', "line 1 has a text and no `length`: give --tokenizer"),
+        ('{"text": ""}', "line 1 is a text of 1 tokens"),
         ("\n\n", "has no lengths"),
     ],
 )
@@ -84,15 +81,8 @@ def test_wrong_lengths_are_named(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"lengths\.txt") as caught:
-        read_lengths(path)
+        read_lengths(path, count_tokens=(lambda record: 1) if text == '{"text": ""}' else None)
     assert words in str(caught.value)
-
-
-def test_a_text_without_tokens(tmp_path: Path) -> None:
-    path = tmp_path / "lengths"
-    path.write_text('{"text": ""}')
-    with pytest.raises(ValueError, match="line 1 is a text of 1 tokens"):
-        read_lengths(path, count_tokens=lambda record: 1)
 
 
 def test_texts_are_counted_as_training_counts_them(tmp_path: Path, config: str) -> None:
@@ -148,9 +138,8 @@ def test_variants_by_name() -> None:
     assert set(VARIANTS) == {Fsdp2, Fsdp2Micro, Fsdp2NoReshard, Ddp, LayerBarrier, OdcMicro, Odc}
     assert chosen(f" {Odc.name} ,{Ddp.name}") == (Ddp, Odc)
     assert chosen("ODC + LB-Mini,unsharded") == (Odc, Unsharded), "which is not one of them unless it is named"
-
-
-# ---------------------------------------------------------------------- what it trains on
+    with pytest.raises(ValueError, match="variants has 'none'; choose from 'FSDP2"):
+        chosen("none")
 
 
 def test_work(config: str, lengths: str) -> None:
@@ -174,9 +163,6 @@ def test_random_tokens() -> None:
     assert torch.equal(data[1]["input_ids"], RandomTokens([5, 9], 97, seed=3)[1]["input_ids"])
     assert not torch.equal(data[1]["input_ids"], RandomTokens([5, 9], 97, seed=4)[1]["input_ids"])
     assert int(max(data[index]["input_ids"].max() for index in range(2))) < 97
-
-
-# ---------------------------------------------------------------------- what it makes of the numbers
 
 
 def _turn(
@@ -226,9 +212,7 @@ def test_says_whether_the_machine_was_quiet() -> None:
     results = _results()
     assert quiet_or_not(results).startswith("The machine was quiet: in none of 14 minibatches")
     results[3].turns[0] = _turn([0.5, 1.5], waited_s=0.05)  # a tenth of the first, a thirtieth of the second
-    assert quiet_or_not(results).startswith(
-        "The machine was not quiet: in 1 of 14 minibatches a rank waited for a core"
-    )
+    assert quiet_or_not(results).startswith("The machine was not quiet: in 1 of 14 minibatches")
     assert as_data(results, AMOUNTS, {})["disturbed"] == {"measured_anew": 0, "left": 1}
     results[3].turns[0] = _turn([0.5, 1.5], waited_s=math.nan)
     assert "is not known" in quiet_or_not(results)
@@ -252,7 +236,7 @@ def test_turns_are_interleaved_and_a_failure_hides_no_other() -> None:
     def turn(kind: type, round_: int) -> Turn:
         asked.append((kind, round_))
         if (kind, round_) == (Ddp, 1):
-            raise RuntimeError("rank 1 failed first: OutOfMemoryError: CUDA out of memory")
+            raise RuntimeError("rank 1 failed first: RuntimeError: [enforce fail] can't allocate memory: you tried")
         return _turn([1.0])
 
     results = take_turns(kinds, 3, turn, lambda results, place: told.append(results[place].name))
@@ -290,18 +274,14 @@ def test_idle_of_gpus() -> None:
     assert idle_of_devices([2.0, 3.0], ran) == pytest.approx(0.375)
 
 
-# ---------------------------------------------------------------------- real turns
-
-
 def _take(rank: int, world: int, kind: type, work: LengthsWork, dtype: str) -> Turn:
     return take_turn(kind, work, Setting(dtype=dtype), 1)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [(Ddp, "fp32"), (Odc, "bf16"), slow(Fsdp2Micro, "bf16")])
 def test_a_turn(config: str, kind: type, dtype: str) -> None:
-    work = LengthsWork.drawn(
-        [9, 40, 17, 6, 25, 12], samples=4, rounds=2, timed=1, seed=0, model=None, init=config, token_cap=40
-    )
+    given = {"samples": 4, "rounds": 2, "timed": 1, "seed": 0, "model": None, "init": config, "token_cap": 40}
+    work = LengthsWork.drawn([9, 40, 17, 6, 25, 12], **given)
     first, second = ranks.run(_take, 2, kind, work, dtype)
     assert first.first_loss == second.first_loss
     # Untrained, it knows nothing: the loss is that of guessing among 97 tokens, within what random weights differ by.
@@ -314,32 +294,6 @@ def test_a_turn(config: str, kind: type, dtype: str) -> None:
         assert min(turn.peak_bytes) > 4 * turn.parameters / 2  # at least a rank's share of the weights
         assert turn.idle is None if kind is Ddp else 0 < turn.idle < 1
         assert turn.gpu is None
-
-
-class Greedy(Odc):
-    """Needs more memory than any machine has, on one rank."""
-
-    name = "greedy"
-
-    def shard(self, model: torch.nn.Module) -> torch.nn.Module:
-        import torch.distributed as dist
-
-        if dist.get_rank() == 1:
-            torch.empty(2**52)
-        return super().shard(model)
-
-
-@pytest.mark.slow
-def test_out_of_memory_is_a_row(config: str) -> None:
-    work = LengthsWork.drawn([9, 17], samples=2, rounds=1, timed=1, seed=0, model=None, init=config, token_cap=40)
-
-    def turn(kind: type, round_: int) -> Turn:
-        return launch(take_turn, kind, work, Setting(), round_, ranks=2)[0]
-
-    greedy, odc = take_turns((Greedy, Odc), 1, turn, lambda results, place: None)
-    assert greedy.ran_out_of_memory, greedy.failure
-    assert greedy.remark == "out of memory in round 1"
-    assert len(odc.turns) == 1
 
 
 @pytest.mark.slow

@@ -100,14 +100,11 @@ def test_two_processes_and_a_baseline_that_fails(tmp_path: Path) -> None:
     assert "failed" in text_of(lines)
 
 
-def test_a_wrong_result_is_an_error(tmp_path: Path) -> None:
-    with ranks.start(_measure, 2, uuid.uuid4().hex, tmp_path / LINES, "wrong") as job:
+def test_a_wrong_result_is_an_error_and_a_killed_run_keeps_its_cells(tmp_path: Path) -> None:
+    with ranks.start(_measure, 2, uuid.uuid4().hex, tmp_path / "wrong.jsonl", "wrong") as job:
         (outcome,) = job.wait_for([1])
     whole = torch.cat([SMALL.integers(16, 48, owner, torch.device("cpu")) for owner in range(2)])
     assert f"peer copies between process 0, process 1: {int((whole != 0).sum())} numbers are wrong" in outcome.error
-
-
-def test_a_killed_run_keeps_its_cells(tmp_path: Path) -> None:
     with ranks.start(_measure, 2, uuid.uuid4().hex, tmp_path / LINES, "killed") as job:
         job.wait_for([0])
     assert [line["operator"] for line in read_lines(tmp_path / LINES)] == CALLED[:2]
@@ -131,17 +128,6 @@ def test_kernels_in_the_interpreter() -> None:
         names = ["gather", "linear direct", "linear staged", "scatter", "wgrad", "wgrad in bulk", "both at once"]
         assert wrong == {name: [] for name in names}
         assert far == [[1 - rank]] * 2
-
-
-@pytest.mark.slow
-def test_the_command(tmp_path: Path, capsys) -> None:
-    small = ["--columns", "48", "--tokens", "16", "--sizes", "96", "1536"]
-    assert main(["--backend", "cpu-apart", *small, "--out", str(tmp_path / "out")]) == 0
-    assert "its figures say nothing of links" in capsys.readouterr().out
-    about, *lines = read_lines(tmp_path / "out" / LINES)
-    assert {"commit", "hardware", "versions", "columns"} <= about["about"].keys()
-    assert [line["operator"] for line in lines] == CALLED * 2
-    assert "1536 B" in (tmp_path / "out" / "links.md").read_text()
 
 
 def test_a_place_that_fails_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:

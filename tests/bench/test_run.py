@@ -17,17 +17,11 @@ import torch
 
 from bench.kernels.operators import all_operators  # first: it decides where kernels run  # isort: skip
 
-from bench.kernels.cells import (
-    Cell,
-    Report,
-    Target,
-    ratio,
-)
+from bench.kernels.cells import Cell, Report, Target, ratio
 from bench.kernels.problem import TINY, Operator, Prepared, Problem, Results, Work
 from bench.kernels.run import check, run_cells
 from bench.kernels.timing import Machine, median_interval, quantiles
 from bench.provenance import append_line
-from odc_kernels.peers import PeerShards, split
 from tests.support.deadlines import LONG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,13 +104,6 @@ def test_only_in_loopback_are_peers_near(monkeypatch: pytest.MonkeyPatch) -> Non
     given = problem(OPERATORS["gather"], world=3)
     assert given.shards(torch.zeros(6, 2)).far == []
     assert replace(given, peers="pinned").shards(torch.zeros(6, 2)).far == [1, 2]
-
-
-def test_shards_elsewhere_must_be_pinned() -> None:
-    shards = split(torch.zeros(4, 2), 2)
-    with pytest.raises(ValueError, match="put it on meta or pin its memory"):
-        PeerShards.of(shards, shape=(4, 2), device=torch.device("meta"))
-    assert PeerShards.of(shards, shape=(4, 2), device=shards[0].device).device == shards[0].device
 
 
 def timed(operator: str, **changes: object) -> Cell:

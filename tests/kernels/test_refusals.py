@@ -68,6 +68,10 @@ TABLES: list[tuple[Callable[..., Any], dict[str, Any], list[tuple[dict[str, Any]
             ({"shards": [zeros(2), zeros(2).half()], "shape": (4,)}, "must agree"),
             ({"shards": [zeros(2, 2).t(), zeros(2, 2)], "shape": (4, 2)}, "contiguous"),
             ({"shards": [zeros(3)[1:], zeros(2)], "shape": (4,)}, "align it"),
+            (
+                {"shards": [zeros(2), zeros(2)], "shape": (4,), "device": torch.device("meta")},
+                "put it on meta or pin its memory",
+            ),
         ],
     ),
     (
