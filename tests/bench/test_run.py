@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -18,11 +15,10 @@ import torch
 from bench.kernels.operators import all_operators  # first: it decides where kernels run  # isort: skip
 
 from bench.kernels.cells import Cell, Report, Target, ratio
-from bench.kernels.problem import TINY, Operator, Prepared, Problem, Results, Work
-from bench.kernels.run import check, run_cells
+from bench.kernels.problem import DEVICE, TINY, Operator, Prepared, Problem, Results, Work
+from bench.kernels.run import check, main, run_cells
 from bench.kernels.timing import Machine, median_interval, quantiles
 from bench.provenance import append_line
-from tests.support.deadlines import LONG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 OPERATORS = all_operators()
@@ -231,22 +227,13 @@ def test_a_run_goes_on_with_what_is_missing(tmp_path: Path) -> None:
     assert names_in(tmp_path, None) == names_in(tmp_path)
 
 
-def bench(*words: str) -> subprocess.CompletedProcess:
-    """The command as it runs on a machine without a GPU."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    # But for what triton 3.6's interpreter does, as in pyproject.toml.
-    allowed = "ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"
-    command = [sys.executable, "-W", "error", "-W", allowed, "-m", "bench.kernels.run", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LONG_S)
-
-
-def test_without_a_gpu_it_checks_and_says_that_it_timed_nothing(tmp_path: Path) -> None:
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="has a GPU")
+def test_without_a_gpu_it_checks_and_says_that_it_timed_nothing(tmp_path: Path, capfd) -> None:
     words = ["--operator", "gather", "--world", "3", "--dtype", "float16"]
-    done = bench(*words, "--seed", "7", "--out", str(tmp_path / "new"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("No GPU: ")
-    assert "5 of 5 cells passed their check, nothing was timed; 0 left out; 0 kept from before; seed 7" in done.stdout
+    assert main([*words, "--seed", "7", "--out", str(tmp_path / "new")]) == 0
+    said = capfd.readouterr().out
+    assert said.startswith("No GPU: ")
+    assert "5 of 5 cells passed their check, nothing was timed; 0 left out; 0 kept from before; seed 7" in said
     data = json.loads((tmp_path / "new" / "kernels.json").read_text())
     assert set(data) == {
         *("rehearsal", "hardware", "gpu", "reached", "timed", "peers", "dtype", "seed", "versions", "commit", "source"),

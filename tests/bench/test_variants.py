@@ -146,11 +146,9 @@ def test_split_samples_train_as_whole_ones(tmp_path: Path) -> None:
     first, second, even = ranks.run(pieces_of, 2, work)[0]
     assert all(len(list(filter(None, packs))) == 2 for packs in (first, second)), "the longest, on two ranks"
     assert not any(even), "nothing to gain"
-    kinds = (OdcSplit, Odc, Fsdp2, Ddp)
-    split, *others = ranks.run(compared, 2, kinds, work)[0]
-    for other in others:
-        # fp32 sums in another order, and AdamW steps of 3e-4
-        assert split.losses == pytest.approx(other.losses, rel=1e-5), other.name
+    split, whole = ranks.run(compared, 2, (OdcSplit, Odc), work)[0]
+    # fp32 sums in another order, and AdamW steps of 3e-4
+    assert split.losses == pytest.approx(whole.losses, rel=1e-5)
 
 
 def test_bootstrap_ratio() -> None:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -245,28 +241,3 @@ def _clipped(rank: int, world: int) -> tuple[float, float]:
 def test_clipping(world: int) -> None:
     for got, want in ranks.run(_clipped, world):
         assert got == pytest.approx(want, rel=1e-4)  # fp32 sums in another order
-
-
-def _killed(rank: int, world: int) -> tuple[list[int], float]:
-    from odc_triton import RankLost, fully_shard, minibatch
-
-    take_gpu(rank)
-    model = fully_shard(Wide(64), backend="cuda")
-    begin_s = time.monotonic()
-    with pytest.raises(RankLost) as caught:  # noqa: PT012 - what raises is the end of the block
-        with minibatch(model, tokens=1):
-            model(torch.randn(4, 64, device="cuda")).sum().backward()
-            if rank == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            begin_s = time.monotonic()
-    return caught.value.ranks, time.monotonic() - begin_s
-
-
-def test_a_killed_rank_is_named() -> None:
-    with ranks.start(_killed, 2) as job:
-        survivor, killed = job.join()
-    assert killed.signal == signal.SIGKILL
-    assert survivor.error is None, survivor.error
-    lost, waited_s = survivor.value
-    assert lost == [1]
-    assert waited_s < 10

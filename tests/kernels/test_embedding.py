@@ -134,16 +134,6 @@ def test_runs_around_the_length_of_a_segment() -> None:
     assert torch.equal(join(shards).double(), want)
 
 
-def test_every_rank_adds_to_the_same_shards() -> None:
-    shards = split(torch.zeros(11, 8), 4)
-    want = torch.zeros(11, 8)
-    for rank in range(4):
-        ids, dy = torch.randint(0, 11, (rank * 5,)), torch.randint(-3, 4, (rank * 5, 8)).float()
-        want.index_add_(0, ids, dy)
-        grad(shards, dy, ids, weight=PeerShards.of(shards, shape=(11, 8), rank=rank))
-    assert torch.equal(join(shards), want)
-
-
 @pytest.mark.parametrize(("repeats", "held"), [(8, 2**24), (64, 2**28)], ids=["one segment", "several segments"])
 def test_an_id_is_added_to_its_owner_once(repeats: int, held: int) -> None:
     # The shard holds so much that 1.0 is lost beside it, and so is a segment of 8 beside 2^28: what arrives, arrived

@@ -145,25 +145,6 @@ def test_a_buffer_serves_one_weight_after_the_other() -> None:
         close(y, linear_ref(x, weight, None), x.dtype)
 
 
-def test_epochs_go_round_without_zero() -> None:
-    weight = split(torch.randn(8, 8), 2)
-    peers = PeerShards.of(weight, shape=(8, 8), near=ALL)
-    last = replace(StagedWeight.of(peers), epoch=2**31 - 1)
-    last.flags.fill_(last.epoch)
-    x, y = torch.randn(3, 8), torch.empty(3, 8)
-    linear_staged(x=x, weight=last, out=y, tile=TILE)
-    check(last)
-    after = pull(peers=peers, staged=last)
-    assert after.epoch == 1
-    linear_staged(x=x, weight=after, out=y, tile=TILE)
-    check(after)
-    close(y, linear_ref(x, weight, None), x.dtype)
-    # Not mistaken for one another: the flags say 1 now.
-    linear_staged(x=x, weight=last, out=y, tile=TILE, spins=3)
-    with pytest.raises(TimeoutError):
-        check(last)
-
-
 SHAPE, WAIT_S = (64, 32), 0.15
 
 
