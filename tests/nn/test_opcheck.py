@@ -131,15 +131,14 @@ def test_embedding(choice: str) -> None:
 def test_qkv(kind: str, choice: str, dtype: torch.dtype) -> None:
     parameters, norms = attention(kind, dtype)
     x = torch.randn(3, 24).to(dtype)
-    rope = (*torch.randn(2, 3, HEAD_DIM), torch.arange(3))
-    norm = list(norms.values()) or [None, None]
+    rope, norm = [*torch.randn(2, 3, HEAD_DIM), torch.arange(3)], list(norms.values())
     with handles(*parameters.values(), by_kernels="direct" in choice) as named:
-        args = (x.requires_grad_(), list(parameters.values()), named, *norm, 1e-6, *rope, HEAD_DIM, choice)
+        args = (x.requires_grad_(), list(parameters.values()), named, norm, 1e-6, rope, HEAD_DIM, choice)
         check(OPS.qkv.default, *args)
         with torch.no_grad():
             *heads, q_pre, k_pre = OPS.qkv(*args)
-            norm = [None if each is None else each.detach() for each in norm]
-        check(OPS.qkv_grad.default, *heads, x.detach(), named, *norm, 1e-6, *rope, q_pre, k_pre, choice)
+            norm = [each.detach() for each in norm]
+        check(OPS.qkv_grad.default, *heads, x.detach(), named, norm, 1e-6, rope, q_pre, k_pre, choice)
 
 
 @pytest.mark.parametrize("choice", ["eager", "triton, bf16", *map(slow, ["triton", "eager, bf16"])])

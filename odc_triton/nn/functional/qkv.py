@@ -75,12 +75,9 @@ def qkv(
         matrix(operand(x, *parameters)),
         list(parameters),
         [parameter._odc_handle for parameter in parameters],
-        None if norm is None else norm.q_weight,
-        None if norm is None else norm.k_weight,
+        [] if norm is None else [norm.q_weight, norm.k_weight],
         1.0 if norm is None else norm.eps,
-        matrix(cos),
-        matrix(sin),
-        places.expand(lead).reshape(-1).contiguous(),
+        [matrix(cos), matrix(sin), places.expand(lead).reshape(-1).contiguous()],
         head_dim,
         choice,
     )
@@ -104,66 +101,61 @@ def _qkv(
     x: torch.Tensor,
     parameters: list[torch.Tensor],
     handles: list[torch.Tensor],
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
+    norms: list[torch.Tensor],
     eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
+    rope: list[torch.Tensor],
     head_dim: int,
     choice: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    from odc_kernels.qkv import QkNorm, Rope
+    """`norms`: weights of q's and k's, or none; `rope`: cos, sin, positions. Also returns q and k before the norms."""
     from odc_kernels.qkv import qkv as by_kernel  # here, as importing triton takes a second
 
     sharded = [resolve(handle) for handle in handles]
-    q, k, v, q_pre, k_pre = _empty(x, parameters, q_norm, head_dim)
-    by_kernel(
-        x=x,
-        weights=_weights(sharded, chosen("qkv", sharded[0], len(x), x.device, choice)),
-        rope=Rope(cos=cos, sin=sin, positions=positions),
-        norm=None if q_norm is None else QkNorm(q_weight=q_norm.detach(), k_weight=k_norm.detach(), eps=eps),
-        q=q,
-        k=k,
-        v=v,
-        q_pre=None if q_norm is None else q_pre,
-        k_pre=None if q_norm is None else k_pre,
-    )
-    return q, k, v, q_pre, k_pre
+    q, k, v, q_pre, k_pre = found = _empty(x, parameters, norms, head_dim)
+    saved = {"q_pre": q_pre, "k_pre": k_pre} if norms else {"q_pre": None, "k_pre": None}
+    how = chosen("qkv", sharded[0], len(x), x.device, choice)
+    by_kernel(x=x, weights=_weights(sharded, how), **_norm_and_rope(norms, eps, rope), q=q, k=k, v=v, **saved)
+    return found
+
+
+def _norm_and_rope(norms: list[torch.Tensor], eps: float, rope: list[torch.Tensor]) -> dict[str, Any]:
+    from odc_kernels.qkv import QkNorm, Rope
+
+    cos, sin, positions = rope
+    norm = QkNorm(q_weight=norms[0].detach(), k_weight=norms[1].detach(), eps=eps) if norms else None
+    return {"norm": norm, "rope": Rope(cos=cos, sin=sin, positions=positions)}
 
 
 def _empty(
-    x: torch.Tensor, parameters: list[torch.Tensor], q_norm: torch.Tensor | None, head_dim: int
-) -> tuple[torch.Tensor, ...]:
+    x: torch.Tensor, parameters: list[torch.Tensor], norms: list[torch.Tensor], head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     heads = [x.new_empty(x.shape[0], parameter.shape[0] // head_dim, head_dim) for parameter in parameters[:3]]
-    saved = [x.new_empty(0) if q_norm is None else torch.empty_like(each) for each in heads[:2]]
-    return *heads, *saved
+    return *heads, *(torch.empty_like(each) if norms else x.new_empty(0) for each in heads[:2])
 
 
 @_qkv.register_fake
-def _(x: torch.Tensor, parameters: list[torch.Tensor], handles: Any, q_norm: torch.Tensor | None, *rest: Any) -> Any:
-    return _empty(x, parameters, q_norm, head_dim=rest[-2])
+def _(x: torch.Tensor, parameters: Any, handles: Any, norms: Any, eps: Any, rope: Any, head_dim: int, *_: Any) -> Any:
+    return _empty(x, parameters, norms, head_dim)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
-    x, _, ctx.handles, q_norm, k_norm, ctx.eps, cos, sin, positions, _, ctx.choice = inputs
+    x, _, ctx.handles, norms, ctx.eps, rope, _, ctx.choice = inputs
     q_pre, k_pre = output[3:]
     ctx.mark_non_differentiable(q_pre, k_pre)
-    ctx.save_for_backward(x, q_norm, k_norm, cos, sin, positions, q_pre, k_pre)
+    ctx.save_for_backward(x, q_pre, k_pre, *rope, *norms)
 
 
 def _backward(
     ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[torch.Tensor | list[torch.Tensor | None] | None, ...]:
     if torch.is_grad_enabled():
         raise RuntimeError("the fused projection of q, k and v has no second derivative: give it choice='qkv=eager'")
-    x, q_norm, k_norm, cos, sin, positions, q_pre, k_pre = ctx.saved_tensors
+    x, q_pre, k_pre, cos, sin, positions, *norms = ctx.saved_tensors
     dx, dq_norm, dk_norm = torch.ops.odc.qkv_grad(
-        dq, dk, dv, x, ctx.handles, q_norm, k_norm, ctx.eps, cos, sin, positions, q_pre, k_pre, ctx.choice
+        dq, dk, dv, x, ctx.handles, norms, ctx.eps, [cos, sin, positions], q_pre, k_pre, ctx.choice
     )
-    norms = (None, None) if q_norm is None else (dq_norm, dk_norm)
     nothing = [None] * len(ctx.handles)
-    return dx, nothing, nothing, *norms, *[None] * 6
+    return dx, nothing, nothing, [dq_norm, dk_norm][: len(norms)], None, [None] * 3, None, None
 
 
 _qkv.register_autograd(_backward, setup_context=_save)
@@ -176,59 +168,51 @@ def _qkv_grad(
     dv: torch.Tensor,
     x: torch.Tensor,
     handles: list[torch.Tensor],
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
+    norms: list[torch.Tensor],
     eps: float,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    positions: torch.Tensor,
+    rope: list[torch.Tensor],
     q_pre: torch.Tensor,
     k_pre: torch.Tensor,
     choice: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from odc_kernels.qkv import QkNorm, Rope
     from odc_kernels.qkv_grad import QkvGradients
     from odc_kernels.qkv_grad import qkv_grad as by_kernel
 
     sharded = [resolve(handle) for handle in handles]
     how = chosen("qkv", sharded[0], len(x), x.device, choice)
-    dx, dq_norm, dk_norm = _empty_gradients(x, q_norm)
+    dx, dq_norm, dk_norm = _empty_gradients(x, norms)
     targets = [_Target(each, how) if each.leaf.requires_grad and each.wants_gradient() else None for each in sharded]
     named = zip(("wq", "wk", "wv", "bq", "bk", "bv"), targets, strict=False)
-    norm = q_norm is not None
+    out = {name: target.peers for name, target in named if target is not None}
+    if norms:
+        out |= {"q_norm": dq_norm, "k_norm": dk_norm}
     by_kernel(
         dq=dq.contiguous(),
         dk=dk.contiguous(),
         dv=dv.contiguous(),
         x=x,
         weights=_weights(sharded, how),
-        rope=Rope(cos=cos, sin=sin, positions=positions),
-        norm=QkNorm(q_weight=q_norm.detach(), k_weight=k_norm.detach(), eps=eps) if norm else None,
-        q_pre=q_pre if norm else None,
-        k_pre=k_pre if norm else None,
-        out=QkvGradients(
-            dx=dx,
-            q_norm=dq_norm if norm else None,
-            k_norm=dk_norm if norm else None,
-            **{name: target.peers for name, target in named if target is not None},
-        ),
+        **_norm_and_rope(norms, eps, rope),
+        q_pre=q_pre if norms else None,
+        k_pre=k_pre if norms else None,
+        out=QkvGradients(dx=dx, **out),
     )
     for target in targets:
         if target is not None:
             target.finish()
-    dtype = q_norm.dtype if norm else x.dtype
+    dtype = norms[0].dtype if norms else x.dtype
     return dx, dq_norm.to(dtype), dk_norm.to(dtype)
 
 
-def _empty_gradients(x: torch.Tensor, q_norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    shape = (0,) if q_norm is None else q_norm.shape
+def _empty_gradients(x: torch.Tensor, norms: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = norms[0].shape if norms else (0,)
     return torch.empty_like(x), *(x.new_empty(shape, dtype=torch.float32) for _ in range(2))
 
 
 @_qkv_grad.register_fake
-def _(dq: Any, dk: Any, dv: Any, x: torch.Tensor, handles: Any, q_norm: torch.Tensor | None, *_: Any) -> Any:
-    dx, dq_norm, dk_norm = _empty_gradients(x, q_norm)
-    dtype = dx.dtype if q_norm is None else q_norm.dtype
+def _(dq: Any, dk: Any, dv: Any, x: torch.Tensor, handles: Any, norms: list[torch.Tensor], *_: Any) -> Any:
+    dx, dq_norm, dk_norm = _empty_gradients(x, norms)
+    dtype = norms[0].dtype if norms else x.dtype
     return dx, dq_norm.to(dtype), dk_norm.to(dtype)
 
 
