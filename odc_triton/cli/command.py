@@ -283,7 +283,6 @@ def _add_data(commands: argparse._SubParsersAction) -> None:
     inspect.add_argument("--tokenizer", help="folder, hub id or tokenizer.json (default: lengths in bytes of UTF-8)")
     inspect.add_argument("--model", help="config.json, folder or hub id of a model: names the token ids that it lacks")
     inspect.add_argument("--token-cap", type=int, default=4096, help="longest sample, in tokens (default: 4096)")
-    inspect.add_argument("--out", type=Path, help="file for a picture of the lengths (.png)")
     inspect.add_argument("--json", action="store_true", help="print everything as JSON")
     inspect.set_defaults(run=_inspect_data)
 
@@ -297,7 +296,6 @@ def _inspect_data(options: argparse.Namespace) -> int:
         tokenizer=options.tokenizer,
         model=options.model,
         token_cap=options.token_cap,
-        picture=options.out,
         as_json=options.json,
     )
     print(text)

@@ -20,7 +20,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
@@ -45,18 +45,9 @@ _COLUMNS = {"tokens": np.dtype("int32"), "offsets": np.dtype("int64"), "spans": 
 class DataOptions:
     """How records become samples."""
 
-    max_tokens: int = field(default=2048, metadata={"help": "longest sample, in tokens, prompt and end token included"})
-    too_long: TooLong = field(
-        default="truncate",
-        metadata={
-            "help": "what to do with a sample longer than max_tokens: stop with an error, cut its end off, "
-            "or leave it out; the summary counts the last two"
-        },
-    )
-    batch_records: int = field(
-        default=1024,
-        metadata={"help": "most records given to the tokenizer at a time; changes speed and memory only"},
-    )
+    max_tokens: int = 2048  # of the longest sample, prompt and end token included
+    too_long: TooLong = "truncate"  # or stop with an error, or leave it out
+    batch_records: int = 1024  # most records given to the tokenizer at a time; changes speed and memory only
 
     def __post_init__(self) -> None:
         # A sample needs a token to predict and one to predict it from.
@@ -68,17 +59,17 @@ class DataOptions:
             raise ValueError(f"batch_records is {self.batch_records}; it must be at least 1")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class DataSummary:
     """Counts of one preparation, in samples unless named otherwise."""
 
-    records: int
-    samples: int
-    truncated: int  # samples kept with their end cut off
-    dropped_too_long: int
-    dropped_no_target: int  # an empty text, no turn of the assistant, or a prompt that fills max_tokens
-    tokens: int
-    target_tokens: int
+    records: int = 0
+    samples: int = 0
+    truncated: int = 0  # samples kept with their end cut off
+    dropped_too_long: int = 0
+    dropped_no_target: int = 0  # an empty text, no turn of the assistant, or a prompt that fills max_tokens
+    tokens: int = 0
+    target_tokens: int = 0
 
     def shapes(self, spans: int) -> dict[str, tuple[int, ...]]:
         """Of the arrays of a data set with so many spans of targets."""
@@ -96,20 +87,9 @@ class DataSummary:
 class Samples(ABC):
     """Samples in a fixed order: what a sampler and a collate function read."""
 
-    @property
-    @abstractmethod
-    def lengths(self) -> np.ndarray:
-        """[samples] int64: tokens of each sample, prompt included."""
-
-    @property
-    @abstractmethod
-    def target_counts(self) -> np.ndarray:
-        """[samples] int64: tokens of each sample that are predicted and learned, so without its first."""
-
-    @property
-    @abstractmethod
-    def largest_token(self) -> int:
-        """The largest token id of all samples; of a subset also of those left out."""
+    lengths: np.ndarray  # [samples] int64: tokens of each sample, prompt included
+    target_counts: np.ndarray  # [samples] int64: tokens of each that are predicted and learned, so without its first
+    largest_token: int  # of all samples; of a subset also of those left out
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -248,60 +228,45 @@ def tokenize_source(
     Raises DataError for unusable records, for too long a sample if the options say so, and if none is left; OSError
     if the file can't be written.
     """
+    options, summary, spans_written = options or DataOptions(), DataSummary(), 0
+    folder = Path(path).parent
     try:
-        return _write_samples(source, encoder, path, options or DataOptions(), progress)
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            # Columns grow in unnamed files, which vanish with the process however it ends.
+            files = {name: stack.enter_context(TemporaryFile(dir=folder)) for name in _COLUMNS}
+
+            def write(column: str, values: Any) -> None:
+                files[column].write(np.asarray(values, _COLUMNS[column]).tobytes())
+
+            write("offsets", 0)
+            for batch in _batches(source, options):
+                encoded = encode_records(batch, encoder, options.max_tokens)
+                for ids, spans in samples_of(zip(batch, encoded, strict=True), options, summary):
+                    write("spans", np.asarray(spans) + (summary.tokens - len(ids)))
+                    write("tokens", ids)
+                    write("offsets", summary.tokens)
+                    spans_written += len(spans)
+                if progress is not None:
+                    progress(summary.records, batch[-1].end / max(source.total(), 1))
+            require_samples(source.name, summary, options)
+            shapes = summary.shapes(spans_written)
+            columns = {name: (file, _COLUMNS[name], shapes[name]) for name, file in files.items()}
+            save_arrays(path, columns, asdict(summary))
     except OSError as error:  # no space, no permission; reading raises DataError instead
         raise OSError(error.errno, f"{error.strerror or error} while the samples were written", str(path)) from error
-
-
-def _write_samples(
-    source: Source,
-    encoder: TextEncoder,
-    path: str | os.PathLike,
-    options: DataOptions,
-    progress: Callable[[int, float], None] | None,
-) -> DataSummary:
-    counts, spans_written = new_counts(), 0
-    folder = Path(path).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        # Columns grow in unnamed files, which vanish with the process however it ends.
-        files = {name: stack.enter_context(TemporaryFile(dir=folder)) for name in _COLUMNS}
-
-        def write(column: str, values: Any) -> None:
-            files[column].write(np.asarray(values, _COLUMNS[column]).tobytes())
-
-        write("offsets", 0)
-        for batch in _batches(source, options):
-            encoded = encode_records(batch, encoder, options.max_tokens)
-            for ids, spans in samples_of(zip(batch, encoded, strict=True), options, counts):
-                write("spans", np.asarray(spans) + (counts["tokens"] - len(ids)))
-                spans_written += len(spans)
-                write("tokens", ids)
-                write("offsets", counts["tokens"])
-            if progress is not None:
-                progress(counts["records"], batch[-1].end / max(source.total(), 1))
-        summary = counted(source.name, counts, options)
-        shapes = summary.shapes(spans_written)
-        columns = {name: (file, _COLUMNS[name], shapes[name]) for name, file in files.items()}
-        save_arrays(path, columns, asdict(summary))
     return summary
 
 
-def new_counts() -> dict[str, int]:
-    """For `samples_of` to count in."""
-    return dict.fromkeys((each.name for each in fields(DataSummary)), 0)
-
-
 def samples_of(
-    encoded: Iterable[tuple[Record, tuple[list[int], Spans]]], options: DataOptions, counts: dict[str, int]
+    encoded: Iterable[tuple[Record, tuple[list[int], Spans]]], options: DataOptions, summary: DataSummary
 ) -> Iterator[tuple[list[int], Spans]]:
     """(token ids, learned spans) of each sample of these records, with what `encode_records` made of each.
 
-    Adds to `counts`. Raises DataError for too long a sample if the options say so.
+    Counts in `summary`. Raises DataError for too long a sample if the options say so.
     """
     for record, (ids, spans) in encoded:
-        counts["records"] += 1
+        summary.records += 1
         too_long = len(ids) > options.max_tokens
         if too_long:
             if options.too_long == "error":
@@ -311,30 +276,29 @@ def samples_of(
                     f"{options.max_tokens}; raise --token-cap, or give --truncate or --drop-long"
                 )
             if options.too_long == "drop":
-                counts["dropped_too_long"] += 1
+                summary.dropped_too_long += 1
                 continue
             ids = ids[: options.max_tokens]
             spans = [(start, min(end, len(ids))) for start, end in spans if start < len(ids)]
         targets = sum(max(end - max(start, 1), 0) for start, end in spans)
         if targets < 1:
-            counts["dropped_no_target"] += 1
+            summary.dropped_no_target += 1
             continue
-        counts["samples"] += 1
-        counts["truncated"] += too_long
-        counts["target_tokens"] += targets
-        counts["tokens"] += len(ids)
+        summary.samples += 1
+        summary.truncated += too_long
+        summary.target_tokens += targets
+        summary.tokens += len(ids)
         yield ids, spans
 
 
-def counted(name: str, counts: dict[str, int], options: DataOptions) -> DataSummary:
-    """The counts of the whole source `name`. Raises DataError if it has no sample."""
-    summary = DataSummary(**counts)
-    if not summary.samples:
-        raise DataError(
-            f"{name} leaves no sample to train on: {summary}; the cap is {options.max_tokens} tokens"
-            f"{_why_nothing_is_left(summary)}"
-        )
-    return summary
+def require_samples(name: str, summary: DataSummary, options: DataOptions) -> None:
+    """Raises DataError if the whole source `name` has no sample."""
+    if summary.samples:
+        return
+    remedy = "; is there a completion, or a turn whose role is 'assistant', and does it begin below the cap?"
+    if summary.dropped_too_long > summary.dropped_no_target:
+        remedy = "; raise --token-cap, or give --truncate"
+    raise DataError(f"{name} leaves no sample to train on: {summary}; the cap is {options.max_tokens} tokens{remedy}")
 
 
 def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> Iterator[tuple[list[int], Spans]]:
@@ -388,12 +352,6 @@ def _batches(records: Iterable[Record], options: DataOptions) -> Iterator[list[R
             batch, characters = [], 0
     if batch:
         yield batch
-
-
-def _why_nothing_is_left(summary: DataSummary) -> str:
-    if summary.dropped_too_long > summary.dropped_no_target:
-        return "; raise --token-cap, or give --truncate"
-    return "; is there a completion, or a turn whose role is 'assistant', and does it begin below the cap?"
 
 
 class SampleSubset(Samples):

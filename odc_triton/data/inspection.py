@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from ..base.files import atomic_file
-from ..base.report import require_matplotlib
 from .chat import ASSISTANT, Conversation, Spans, joined_spans
 from .dataset import DataOptions, TokenizedDataset, encode_records, tokenize_source
 from .order import Mix
@@ -58,8 +54,8 @@ class Inspection:
 
 def inspect_data(
     source: Source, encoder: TextEncoder, *, token_cap: int, vocabulary: int | None = None, unit: str = "tokens"
-) -> tuple[Inspection, np.ndarray]:
-    """(what `source` holds, [samples] lengths). Memory does not grow with it. Raises as `tokenize_source` does."""
+) -> Inspection:
+    """What `source` holds. Memory does not grow with it. Raises as `tokenize_source` does."""
     DataOptions(max_tokens=token_cap)  # raises if the cap is too small
     forms = Counter(record.form for record in source)
     with TemporaryDirectory(prefix="odc-triton-inspect-") as folder:
@@ -68,7 +64,7 @@ def inspect_data(
         data = TokenizedDataset.load(path)
     lengths = data.lengths
     over = lengths > token_cap
-    inspection = Inspection(
+    return Inspection(
         data=source.name,
         unit=unit,
         records=summary.records,
@@ -89,7 +85,6 @@ def inspect_data(
         example=_example(data, encoder),
         warning=_warning(source, encoder) if unit == "tokens" else None,
     )
-    return inspection, lengths
 
 
 def never_ends(
@@ -126,32 +121,22 @@ def main(
     tokenizer: str | None,
     model: str | None,
     token_cap: int,
-    picture: str | os.PathLike | None,
     as_json: bool,
 ) -> tuple[str, bool]:
-    """(what the command prints, whether the model has all tokens); draws the lengths into `picture` if given.
-
-    With several names also what `weights` make of them. Raises ValueError for a picture of several.
-    """
+    """(what the command prints, whether the model has all tokens). With several names also what `weights` make of
+    them."""
     if token_cap < 2:
         raise ValueError(f"--token-cap is {token_cap}; give at least 2: one token to predict and one before it")
-    if picture is not None and len(names) > 1:
-        raise ValueError(f"--out draws the lengths of one file, and {len(names)} are given: give one")
-    if picture is not None and Path(picture).is_dir():
-        raise ValueError(f"--out is {picture}, a folder: give a file, such as lengths.png")
     encoder = _bytes() if tokenizer is None else TextEncoder.of(read_tokenizer(tokenizer))
     vocabulary = None if model is None else read_config(model).get_text_config().vocab_size
     unit = "bytes" if tokenizer is None else "tokens"
-    all_found = []
-    for name in names:
-        source = open_source(name)
-        found, lengths = inspect_data(source, encoder, token_cap=token_cap, vocabulary=vocabulary, unit=unit)
-        all_found.append(found)
-        if picture is not None:
-            draw_lengths(lengths, found, picture)
-            print(f"a picture of the lengths is in {picture}", file=sys.stderr)
+    all_found = [
+        inspect_data(open_source(name), encoder, token_cap=token_cap, vocabulary=vocabulary, unit=unit)
+        for name in names
+    ]
     fits = not any(found.tokens_outside for found in all_found)
     if len(names) == 1 and not weights:
+        (found,) = all_found
         return json.dumps(asdict(found), indent=2) if as_json else describe(found), fits
     parts = shares(all_found, weights)
     if as_json:
@@ -223,31 +208,6 @@ def describe(found: Inspection) -> str:
         lines.append(f"all token ids are within the model's vocabulary of {found.vocabulary:,}")
     text = "".join(f"«{_safe(part)}»" if learned else _safe(part) for learned, part in found.example)
     return "\n".join([*lines, "", "one sample; «…» is learned:", text])
-
-
-def draw_lengths(lengths: np.ndarray, found: Inspection, path: str | os.PathLike) -> None:
-    """Writes a PNG of how long the samples are. Raises ImportError without matplotlib."""
-    figure = require_matplotlib().figure.Figure(figsize=(9, 4.5), dpi=160, layout="constrained")
-    axes = figure.subplots()
-    axes.hist(lengths, bins=min(80, max(int(lengths.max() - lengths.min()), 1)), color="#4c78a8")
-    for value, label, style in (
-        (found.lengths["50"], "median", ":"),
-        (found.lengths["95"], "95%", "-."),
-        (found.token_cap, f"cap {found.token_cap:,}: {found.too_long:,} longer", "--"),
-    ):
-        # A cap far to the right of all samples would squeeze them.
-        if value <= 1.2 * lengths.max():
-            axes.axvline(value, color="#222222", linestyle=style, linewidth=1.2, label=label)
-    axes.set(
-        xlabel=f"length in {found.unit}",
-        ylabel="samples",
-        title=f"{found.samples:,} samples of {Path(found.data).name}",
-    )
-    axes.title.set_parse_math(False)  # a file's name may hold dollar signs
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    with atomic_file(path) as file:
-        figure.savefig(file, format="png")
 
 
 class _PlainChat:

@@ -17,8 +17,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from .forms import record_of
-from .records import DataError, Record
+from .records import DataError
 
 # While a line is tokenised it takes about a hundred times its size in memory.
 LARGEST_LINE_BYTES = 16 * 2**20
@@ -26,11 +25,6 @@ _LARGEST_ARRAY_BYTES = 2 * 2**30
 Value = tuple[str, Any, int]  # how errors name it, itself, the byte of the file where it ends (0: not known)
 _EACH_LINE = 'every line must hold one whole JSON object, as {"text": "…"} for plain text'
 _ARRAY = "a file that begins with '[' must be one JSON array; or write one object a line"
-
-
-def parse_record(where: str, raw: bytes) -> Record:
-    """The record of one line. `where`: how errors name it. Raises DataError."""
-    return record_of(where, _parse(where, raw))
 
 
 def read_json(path: str | os.PathLike) -> Iterator[Value]:
@@ -106,13 +100,13 @@ def _values(path: str, file: BinaryIO, raw: BinaryIO) -> Iterator[Value]:
                     f"{path} is a JSON array of more than {_LARGEST_ARRAY_BYTES / 2**30:g} GiB, which would be read "
                     "whole; write one object a line"
                 )
-            values = _parse(path, content, _ARRAY)
+            values = parse_json(path, content, _ARRAY)
             for row, value in enumerate(values):
                 yield f"{path}, row {row}", value, os.fstat(raw.fileno()).st_size * (row + 1) // len(values)
             return
         require_bounded(where, line)
         try:
-            value = _parse(where, line)
+            value = parse_json(where, line)
         except DataError:
             value = _whole(line + file.read(LARGEST_LINE_BYTES)) if first else None
             if value is None:
@@ -129,7 +123,8 @@ def _whole(content: bytes) -> Any:
         return None
 
 
-def _parse(where: str, raw: bytes, remedy: str = _EACH_LINE) -> Any:
+def parse_json(where: str, raw: bytes, remedy: str = _EACH_LINE) -> Any:
+    """The value of one line. `where`: how errors name it. Raises DataError."""
     try:
         # utf-8-sig: Windows editors put a byte order mark at the start.
         return json.loads(raw.decode("utf-8-sig"))

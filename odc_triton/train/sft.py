@@ -21,12 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..data.dataset import (
     DataOptions,
+    DataSummary,
     SampleSubset,
     TokenizedDataset,
-    counted,
     encode_records,
     held_out,
-    new_counts,
+    require_samples,
     samples_of,
     split_samples,
 )
@@ -137,10 +137,10 @@ def _begin(source: Source, encoder: TextEncoder, wanted: DataOptions, enough: in
             break
     encodes_all = is_whole and number == len(records)
     records = records if encodes_all else records[:_RECORDS]
-    encoded, counts = list(encode_records(records, encoder, wanted.max_tokens)), new_counts()
-    samples = list(samples_of(zip(records, encoded, strict=True), wanted, counts))
+    encoded, summary = list(encode_records(records, encoder, wanted.max_tokens)), DataSummary()
+    samples = list(samples_of(zip(records, encoded, strict=True), wanted, summary))
     if encodes_all:
-        counted(source.name, counts, wanted)
+        require_samples(source.name, summary, wanted)
     return _Beginning(
         name=source.name,
         samples=(len(samples) if encodes_all else number) if is_whole else None,

@@ -327,7 +327,7 @@ def test_write_replaces_the_file_whole_or_not_at_all(tmp_path):
     assert [entry.read_bytes() for entry in path.parent.iterdir()] == [b"old"]
 
 
-def test_options_are_checked_and_explained():
+def test_options_are_checked():
     for wrong, message in (
         ({"max_tokens": 1}, "max_tokens is 1; it must be at least 2"),
         ({"too_long": "cut"}, "too_long is 'cut'; it must be one of error, truncate, drop"),
@@ -335,7 +335,6 @@ def test_options_are_checked_and_explained():
     ):
         with pytest.raises(ValueError, match=message):
             DataOptions(**wrong)
-    assert all(option.metadata["help"] for option in fields(DataOptions))
 
 
 def test_importing_costs_neither_torch_nor_transformers():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from odc_triton.data.dataset import DataOptions, tokenize_file
 from odc_triton.data.inspection import inspect_data
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import Files
-from odc_triton.data.tokenizer import TextEncoder
 from tests.support.chats import CHATML, make_tokenizer
 from tests.support.records import CHARACTERS, RECORDS, write_lines
 
@@ -27,14 +25,17 @@ CHAT = {"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "
 @given(records=RECORDS, cap=st.integers(2, 12))
 def test_counts_are_those_of_the_preparation(tmp_path_factory, records, cap):
     path = write_lines(tmp_path_factory.getbasetemp() / "inspect.jsonl", *records)
-    found, lengths = inspect_data(Files([path]), CHARACTERS, token_cap=cap, vocabulary=100)
+    found = inspect_data(Files([path]), CHARACTERS, token_cap=cap, vocabulary=100)
     data = tokenize_file(path, CHARACTERS)
-    assert lengths.tolist() == data.lengths.tolist()
+    lengths = data.lengths.tolist()
+    assert found.lengths == {
+        **{str(at): np.percentile(lengths, at) for at in (0, 5, 25, 50, 75, 90, 95, 99, 100)},
+        "mean": pytest.approx(sum(lengths) / len(lengths)),
+    }
     assert (found.records, found.samples) == (len(records), len(data))
     assert found.forms.get("text", 0) == sum("text" in record for record in records)
     assert (found.tokens, found.target_tokens) == (data.summary.tokens, data.summary.target_tokens)
     assert found.tokens_outside == sum(int(token) >= 100 for sample in data for token in sample["input_ids"])
-    assert found.lengths["100"] == max(lengths)
     for shortest, longest, count in found.histogram:
         assert count == sum(shortest <= length <= longest for length in lengths)
     assert sum(count for *_, count in found.histogram) == len(data)
@@ -59,8 +60,7 @@ def folder(tmp_path_factory):
 
 
 def test_page(folder, capsys):
-    out = folder / "new" / "lengths.png"
-    command = ["data", "inspect", str(folder / "data$1.jsonl"), "--tokenizer", str(folder / "model"), "--out", str(out)]
+    command = ["data", "inspect", str(folder / "data$1.jsonl"), "--tokenizer", str(folder / "model")]
     assert main([*command, "--token-cap", "30", "--model", str(folder / "model")]) == 1  # one token is outside
     page = capsys.readouterr().out
     for line in (
@@ -74,9 +74,10 @@ def test_page(folder, capsys):
         assert re.search(f"(?m)^.*{line}", page), line
     assert page.endswith("<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n«yes\\x1b[2J<|im_end|>\n»\n")
     assert "\x1b" not in page
-    picture = out.read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert len(picture) > 5_000
+    (folder / "large").mkdir()
+    (folder / "large" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 1000}')
+    assert main([*command, "--model", str(folder / "large")]) == 0
+    assert "all token ids are within the model's vocabulary of 1,000" in capsys.readouterr().out
 
 
 def test_several_files_and_their_weights(folder, capsys):
@@ -99,10 +100,6 @@ def test_several_files_and_their_weights(folder, capsys):
         assert re.search(rf"{numbers}  of .*{re.escape(part['data'])}, weight {part['weight']:g}$", line)
     assert main(["data", "inspect", *files, "--data-weight", "1"]) == 1
     assert "there are 1 weights and 2 data sets: give one for each" in capsys.readouterr().err
-    assert main(["data", "inspect", *files, "--out", str(folder / "two.png")]) == 1
-    assert "--out draws the lengths of one file, and 2 are given: give one" in capsys.readouterr().err
-    assert main(["data", "inspect", files[0], "--out", str(folder)]) == 1
-    assert f"--out is {folder}, a folder: give a file, such as lengths.png" in capsys.readouterr().err
 
 
 def test_json_and_bytes(folder, capsys):
@@ -118,16 +115,6 @@ def test_json_and_bytes(folder, capsys):
     page = capsys.readouterr().out
     assert "give --tokenizer to count tokens" in page
     assert "no sample is longer than the cap of 4,096 bytes" in page
-
-
-def test_agrees_with_training_on_real_tokens(folder):
-    path = folder / "data$1.jsonl"
-    encoder = TextEncoder.of(make_tokenizer(CHATML))
-    found, _ = inspect_data(Files([path]), encoder, token_cap=20)
-    data = tokenize_file(path, encoder)
-    learned = "".join(text for flag, text in found.example if flag)
-    assert learned == "yes\x1b[2J<|im_end|>\n"
-    assert np.sum([found.tokens, found.target_tokens]) == data.summary.tokens + data.summary.target_tokens
 
 
 @pytest.mark.parametrize(
@@ -152,18 +139,3 @@ def test_unusable_data_ends_with_one_line(folder, capsys, monkeypatch, arguments
     printed = capsys.readouterr()
     assert printed.out == ""
     assert re.fullmatch(f"odc-triton: .*{message}.*\n", printed.err)
-
-
-def test_status_says_whether_the_model_has_all_tokens(folder, capsys):
-    (folder / "large").mkdir()
-    (folder / "large" / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 1000}')
-    command = ["data", "inspect", str(folder / "data$1.jsonl"), "--tokenizer", str(folder / "model")]
-    assert main([*command, "--model", str(folder / "large")]) == 0  # and 1 where it has not: `test_page`
-    assert "all token ids are within the model's vocabulary of 1,000" in capsys.readouterr().out
-
-
-def test_picture_needs_matplotlib(folder, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert main(["data", "inspect", str(folder / "data$1.jsonl"), "--out", str(folder / "no.png")]) == 1
-    assert 'pip install "odc-triton[plot]"' in capsys.readouterr().err
-    assert not (folder / "no.png").exists()
