@@ -80,16 +80,16 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
         raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
 
 
-def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def to_transformers(tokenizer: Tokenizer, name: str = "the tokenizer") -> PreTrainedTokenizerFast:
     """A tokenizer from `train_tokenizer` as transformers' class, with its end and pad tokens named.
 
-    Raises ValueError if it has no such end token.
+    Raises ValueError, which calls it by its `name`, if it has no such end token.
     """
     from transformers import PreTrainedTokenizerFast
 
     if tokenizer.token_to_id(END) is None:
         raise ValueError(
-            f"the tokenizer has no {END} token, so odc-triton did not make it: give the folder of its model, where "
+            f"{name} has no {END} token, so odc-triton did not make it: give the folder of its model, where "
             f"tokenizer_config.json names the special tokens"
         )
     return PreTrainedTokenizerFast(
@@ -110,7 +110,7 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
 
     with reading(str(source)):
         if Path(source).suffix == ".json":
-            return to_transformers(load_tokenizer(source))
+            return to_transformers(load_tokenizer(source), str(source))
         try:
             return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except ValueError as error:

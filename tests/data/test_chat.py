@@ -16,7 +16,7 @@ from odc_triton.data.records import DataError
 from odc_triton.data.sources import open_source
 from odc_triton.data.tokenizer import TextEncoder
 from tests.support.chats import CHATML, MARKED, MARKED_WORDS, SPACED, THINKING, WRITERS, Pieces, chatml, make_tokenizer
-from tests.support.records import samples_of, write_lines
+from tests.support.records import samples_of, tokenized, write_lines
 
 processors = pytest.importorskip("tokenizers").processors
 
@@ -53,8 +53,7 @@ def test_samples_by_template(tokenizers, tmp_path, name):
         said("", ""),
         [*said("two", "in a"), {"role": "assistant", "content": "row"}],
     ]
-    path = write_lines(tmp_path / "data.jsonl", *({"messages": each} for each in conversations))
-    data = tokenize_file(path, TextEncoder.of(tokenizer))
+    data = tokenized(tmp_path, *({"messages": each} for each in conversations), encoder=TextEncoder.of(tokenizer))
     wanted = [expected(tokenizer, write(each)) for each in conversations]
     if name == "marked words":  # an empty answer leaves nothing to learn
         del wanted[2]
@@ -95,13 +94,6 @@ def test_offsets_without_white_space(tmp_path):
         first[learned.argmax() + int(np.argmin(learned[learned.argmax() :])) :] = False
         assert tokenizer.decode(np.array(labels)[first]) == each
         assert tokenizer.decode(np.array(labels)[learned & ~first]) == "x"
-
-
-def test_learned_text_is_what_the_assistant_said(tokenizers, tmp_path):
-    path = write_lines(tmp_path / "data.jsonl", {"messages": said("hello", "yes", "why", "no")})
-    for name, text in (("chatml", "yes<|im_end|>\nno<|im_end|>\n"), ("llama", "yes<|eot|>no<|eot|>")):
-        ((_, labels),) = samples_of(tokenize_file(path, TextEncoder.of(tokenizers[name])))
-        assert tokenizers[name].decode([label for label in labels if label != -100]) == text
 
 
 CONTENTS = st.text(st.sampled_from("ab \n\0é😀\u2028"), max_size=6) | st.sampled_from(
@@ -151,10 +143,9 @@ def test_forms_may_be_mixed_and_long_files_come_in_batches(tokenizers, tmp_path)
         {"prompt": "again", "completion": "no"},
         {"messages": said("again", "no", "and", "yes"), "prompt": "again"},
     ] * 3
-    path = write_lines(tmp_path / "data.jsonl", *records)
-    data = tokenize_file(path, TextEncoder.of(tokenizer))
+    data = tokenized(tmp_path, *records, encoder=TextEncoder.of(tokenizer))
     for batch_records in (1, 5):
-        again = tokenize_file(path, TextEncoder.of(tokenizer), DataOptions(batch_records=batch_records))
+        again = tokenized(tmp_path, *records, encoder=TextEncoder.of(tokenizer), batch_records=batch_records)
         assert samples_of(again) == samples_of(data)
     ids, labels, _ = expected(tokenizer, WRITERS["chatml"][1](records[3]["messages"]))
     assert samples_of(data)[3] == (ids, labels)
@@ -191,9 +182,8 @@ SPACE_AFTER = (
 def test_unusable_conversation_is_named(tmp_path, template, messages, message):
     tokenizer = make_tokenizer(template)
     records = [{"text": "fine"}, {"messages": messages}]
-    path = write_lines(tmp_path / "data.jsonl", *records)
     with pytest.raises(DataError, match=f"(?s)data.jsonl, line 2: .*{message}"):
-        tokenize_file(path, TextEncoder.of(tokenizer))
+        tokenized(tmp_path, *records, encoder=TextEncoder.of(tokenizer))
 
 
 def test_the_right_line_of_a_batch_is_named(tmp_path):
@@ -230,8 +220,7 @@ def test_prefixes_end_where_samples_are_cut(tokenizers, tmp_path):
     tokenizer.apply_chat_template = lambda messages, **options: (
         rendered.append(len(messages)) or tokenizers["chatml"].apply_chat_template(messages, **options)
     )
-    path = write_lines(tmp_path / "data.jsonl", {"messages": said(*["why", "yes"] * 500)})
-    tokenize_file(path, TextEncoder.of(tokenizer), DataOptions(max_tokens=40))
+    tokenized(tmp_path, {"messages": said(*["why", "yes"] * 500)}, encoder=TextEncoder.of(tokenizer), max_tokens=40)
     assert len(rendered) <= 1 + 40
     assert max(rendered[1:]) <= 40
 

@@ -6,13 +6,12 @@ import json
 
 import pytest
 
-from odc_triton.data.dataset import tokenize_file
 from odc_triton.data.forms import record_of
 from odc_triton.data.records import DataError
 from odc_triton.data.tokenizer import TextEncoder
 from tests.data.test_chat import expected
 from tests.support.chats import LLAMA, THINKING, WRITERS, make_tokenizer
-from tests.support.records import samples_of, write_lines
+from tests.support.records import samples_of, tokenized
 
 ASK, SAY = {"role": "user", "content": "why"}, {"role": "assistant", "content": "yes"}
 SYSTEM = {"role": "system", "content": "be kind"}
@@ -146,7 +145,7 @@ def test_of_a_prompt_and_completion_the_completions_turns_are_learned(tmp_path, 
         known = len(write(record["prompt"]))
         pieces = [(text, learned and at >= known) for at, (text, learned) in enumerate(write(talk))]
         wanted.append(expected(tokenizer, pieces)[:2])
-    found = samples_of(tokenize_file(write_lines(tmp_path / "data.jsonl", *records), TextEncoder.of(tokenizer)))
+    found = samples_of(tokenized(tmp_path, *records, encoder=TextEncoder.of(tokenizer)))
     assert found == wanted
     assert len({tuple(labels) for _, labels in found}) == 3  # (2, 3): only a turn of the user is between them
 
@@ -156,14 +155,14 @@ def test_turns_before_the_completion_need_not_be_learnable(tmp_path):
     tokenizer = make_tokenizer(THINKING)
     said = {"role": "assistant", "content": "hm</think>yes"}
     talk = {"prompt": [said, ASK], "completion": [said]}
-    path = write_lines(tmp_path / "data.jsonl", talk)
-    (sample,) = samples_of(tokenize_file(path, TextEncoder.of(tokenizer)))
+    encoder = TextEncoder.of(tokenizer)
+    (sample,) = samples_of(tokenized(tmp_path, talk, encoder=encoder))
     assert tokenizer.decode([label for label in sample[1] if label != -100]) == "hm</think>yes<|im_end|>"
     with pytest.raises(DataError, match="line 1: the conversation begins with the assistant"):
-        tokenize_file(write_lines(path, {"messages": [said, ASK, said]}), TextEncoder.of(tokenizer))
+        tokenized(tmp_path, {"messages": [said, ASK, said]}, encoder=encoder)
 
 
 def test_a_completion_without_the_assistant_has_nothing_to_learn(tmp_path):
-    path = write_lines(tmp_path / "data.jsonl", {"prompt": [ASK, SAY], "completion": [ASK]}, {"text": "fine"})
-    summary = tokenize_file(path, TextEncoder.of(make_tokenizer(LLAMA))).summary
+    records = [{"prompt": [ASK, SAY], "completion": [ASK]}, {"text": "fine"}]
+    summary = tokenized(tmp_path, *records, encoder=TextEncoder.of(make_tokenizer(LLAMA))).summary
     assert (summary.samples, summary.dropped_no_target) == (1, 1)

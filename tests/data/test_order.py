@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.data.dataset import split_samples, tokenize_file
+from odc_triton.data.dataset import split_samples
 from odc_triton.data.mixture import Mixture
 from odc_triton.data.order import Mix, shuffled
-from tests.support.records import CHARACTERS, samples_of, write_lines
+from tests.support.records import samples_of, tokenized
 
 
 def taken(mix: Mix, epoch: int, seed: str = "5") -> list[Counter[int]]:
@@ -101,10 +101,7 @@ def test_weights_that_are_refused(weights, message):
 
 
 def test_a_mixture_reads_like_one_data_set(tmp_path):
-    sets = [
-        tokenize_file(write_lines(tmp_path / "data.jsonl", *({"text": word * n} for n in range(1, many))), CHARACTERS)
-        for word, many in (("a", 4), ("b", 9))
-    ]
+    sets = [tokenized(tmp_path, *({"text": word * n} for n in range(1, many))) for word, many in (("a", 4), ("b", 9))]
     train, held_out = split_samples(sets[1], 3)
     whole = Mixture([sets[0], train], [3, 1])
     wanted = samples_of(sets[0]) * 3 + samples_of(train)

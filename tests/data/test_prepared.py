@@ -12,7 +12,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from odc_triton.balance import MinibatchSampler
 from odc_triton.data.dataset import DataOptions, TokenizedDataset, split_samples, tokenize_file
 from odc_triton.data.prepared import prepare_data
 from odc_triton.data.records import DataError
@@ -243,24 +242,3 @@ def test_subset_reads_like_a_data_set(many):
 def test_split_that_leaves_nothing_is_refused(many, wrong):
     with pytest.raises(ValueError, match=r"evaluation split .*(give a number|would take 5\d of 50 samples)"):
         split_samples(many, wrong)
-
-
-def test_order_is_the_same_on_every_world_size_and_another_every_epoch(many):
-    train, _ = split_samples(many, 2)
-    orders = []
-    for world in (1, 3, 4):
-        samplers = [
-            MinibatchSampler(train.lengths.tolist(), 12 // world, 64, seed=5, rank=rank, world=world)
-            for rank in range(world)
-        ]
-        epochs = []
-        for _ in range(3):
-            ranks = [list(sampler) for sampler in samplers]
-            epochs.append(
-                [sorted(i for packs in step for pack in packs for i in pack) for step in zip(*ranks, strict=True)]
-            )
-        orders.append(epochs)
-    assert orders[0] == orders[1] == orders[2]
-    for epoch in orders[0]:
-        assert sorted(index for step in epoch for index in step) == list(range(48))
-    assert orders[0][0] != orders[0][1] != orders[0][2]

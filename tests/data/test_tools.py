@@ -6,13 +6,12 @@ import json
 
 import pytest
 
-from odc_triton.data.dataset import tokenize_file
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import Files
 from odc_triton.data.tokenizer import TextEncoder
 from tests.data.test_chat import expected
 from tests.support.chats import CHATML, MARKED, Pieces, make_tokenizer
-from tests.support.records import samples_of, write_lines
+from tests.support.records import samples_of, tokenized, write_lines
 
 # As Qwen 2.5 writes them: tools in a message of the system, answers of tools in one of the user, neighbours together.
 QWEN = (
@@ -76,7 +75,7 @@ def test_calls_and_tools_are_rendered_and_calls_are_learned(tmp_path, way):
         {"messages": without_content, "tools": None},
         {"messages": [MESSAGES[0], MESSAGES[-1]], "tools": [TOOL]},
     ]
-    data = tokenize_file(write_lines(tmp_path / "data.jsonl", *records), TextEncoder.of(tokenizer))
+    data = tokenized(tmp_path, *records, encoder=TextEncoder.of(tokenizer))
     wanted = [expected(tokenizer, qwen(each["messages"], each["tools"] or [])) for each in records]
     assert not any(across for *_, across in wanted)
     assert samples_of(data) == [(ids, labels) for ids, labels, _ in wanted]
@@ -90,9 +89,9 @@ def test_a_template_of_its_own_for_tools(tmp_path):
     tokenizer = make_tokenizer(CHATML)
     tokenizer.chat_template = {"default": CHATML, "tool_use": TEMPLATES["by marks"]}
     talk = [MESSAGES[0], MESSAGES[-1]]
-    path = write_lines(tmp_path / "data.jsonl", {"messages": talk, "tools": [TOOL]}, {"messages": talk})
+    records = [{"messages": talk, "tools": [TOOL]}, {"messages": talk}]
     wanted = [expected(tokenizer, qwen(talk, tools))[:2] for tools in ([TOOL], [])]
-    assert samples_of(tokenize_file(path, TextEncoder.of(tokenizer))) == wanted
+    assert samples_of(tokenized(tmp_path, *records, encoder=TextEncoder.of(tokenizer))) == wanted
 
 
 @pytest.mark.parametrize(
@@ -105,9 +104,8 @@ def test_a_template_of_its_own_for_tools(tmp_path):
     ],
 )
 def test_what_a_template_leaves_out_is_named(tmp_path, template, record, message):
-    path = write_lines(tmp_path / "data.jsonl", {"text": "fine"}, record)
     with pytest.raises(DataError, match=f"data.jsonl, line 2: the chat template {message}"):
-        tokenize_file(path, TextEncoder.of(make_tokenizer(template)))
+        tokenized(tmp_path, {"text": "fine"}, record, encoder=TextEncoder.of(make_tokenizer(template)))
 
 
 def test_arguments_may_be_a_string_of_json(tmp_path):

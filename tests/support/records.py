@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from odc_triton.data.dataset import TokenizedDataset
+from odc_triton.data.dataset import DataOptions, TokenizedDataset, tokenize_file
 from odc_triton.data.tokenizer import TextEncoder
 
 # One id per character, so that samples can be written down by hand. 1 ends a sample, 2 to 4 begin its parts.
@@ -24,6 +24,11 @@ CHARACTERS = TextEncoder(
 def write_lines(path: Path, *records: object) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+def tokenized(folder: Path, *records: object, encoder: TextEncoder = CHARACTERS, **options: object) -> TokenizedDataset:
+    """Samples of records that are written into a file in `folder`."""
+    return tokenize_file(write_lines(folder / "data.jsonl", *records), encoder, DataOptions(**options))
 
 
 def samples_of(data: TokenizedDataset) -> list[tuple[list[int], list[int]]]:
