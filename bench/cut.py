@@ -22,17 +22,10 @@ def cut(text: np.ndarray, lengths: Sequence[int]) -> TokenizedDataset:
     total = int(offsets[-1])
     if total > len(text):
         raise ValueError(f"the samples have {total} tokens, the text {len(text)}: give a longer text or fewer samples")
-    summary = DataSummary(
-        records=len(lengths),
-        samples=len(lengths),
-        truncated=0,
-        dropped_too_long=0,
-        dropped_no_target=0,
-        tokens=total,
-        target_tokens=total - len(lengths),
-    )
-    prompts = np.zeros(len(lengths), dtype=np.int32)
-    return TokenizedDataset.of_prompts(text[:total].astype(np.int32), offsets, prompts, summary)
+    count = len(lengths)
+    summary = DataSummary(records=count, samples=count, tokens=total, target_tokens=total - count)
+    spans = np.stack([offsets[:-1], offsets[1:]], axis=1)
+    return TokenizedDataset(text[:total].astype(np.int32), offsets, spans, summary)
 
 
 def scaled_minibatches(

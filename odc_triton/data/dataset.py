@@ -126,14 +126,6 @@ class TokenizedDataset(Samples):
         self.summary = summary
         self.path = None if path is None else Path(path)
 
-    @classmethod
-    def of_prompts(
-        cls, tokens: np.ndarray, offsets: np.ndarray, prompt_lengths: np.ndarray, summary: DataSummary
-    ) -> TokenizedDataset:
-        """Samples whose leading `prompt_lengths` [samples] tokens are not targets; all others are."""
-        spans = np.stack([offsets[:-1] + prompt_lengths, offsets[1:]], axis=1).astype(np.int64)
-        return cls(tokens, offsets, spans, summary)
-
     @property
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)

@@ -56,12 +56,9 @@ def unpacked(raw: BinaryIO, path: str | os.PathLike) -> BinaryIO:
     """
     magic = raw.read(6)
     raw.seek(0)
-    if magic.startswith(b"\x1f\x8b"):
-        return gzip.open(raw)
-    if magic.startswith(b"BZh"):
-        return bz2.open(raw)
-    if magic.startswith(b"\xfd7zXZ"):
-        return lzma.open(raw)
+    for begin, unpack in ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ", lzma.open)):
+        if magic.startswith(begin):
+            return unpack(raw)
     if magic.startswith(b"\x28\xb5\x2f\xfd"):
         pyarrow = library("pyarrow", f"{path} is packed by zstd")
         return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"))

@@ -200,22 +200,14 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         if tokenizer.is_fast
         else repr((type(tokenizer).__qualname__, sorted(tokenizer.get_vocab().items()), tokenizer.init_kwargs))
     )
-    return _hash(
-        "transformers",
+    parts = (
         transformers.__version__,  # it renders the chat template
         rules,
-        repr(tokenizer.chat_template),
-        repr(sorted(tokenizer.special_tokens_map.items())),
-        repr((tokenizer.bos_token_id, tokenizer.eos_token_id)),
+        tokenizer.chat_template,
+        sorted(tokenizer.special_tokens_map.items()),
+        (tokenizer.bos_token_id, tokenizer.eos_token_id),
     )
-
-
-def _hash(*parts: str) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        raw = part.encode("utf-8", "surrogatepass")
-        digest.update(b"%d " % len(raw) + raw)
-    return digest.hexdigest()
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _head(texts: Iterable[str], limit_bytes: int) -> Iterator[str]:

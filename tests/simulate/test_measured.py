@@ -67,15 +67,10 @@ def test_what_is_refused() -> None:
 @pytest.mark.slow
 def test_the_measurement_and_its_prediction_run(tmp_path: Path) -> None:
     """On a tiny model: every variant is measured and predicted. How close the two are is the slow test's affair."""
-    arrays = (
-        np.arange(3000, dtype=np.int32) % 97,
-        np.array([0, 500, 700, 1000, 1900, 2000, 3000]),
-        np.zeros(6, np.int32),
-    )
-    summary = DataSummary(
-        records=6, samples=6, truncated=0, dropped_too_long=0, dropped_no_target=0, tokens=3000, target_tokens=2994
-    )
-    TokenizedDataset.of_prompts(*arrays, summary).save(tmp_path / "data.npz")
+    offsets = np.array([0, 500, 700, 1000, 1900, 2000, 3000])
+    spans = np.stack([offsets[:-1], offsets[1:]], axis=1)
+    summary = DataSummary(records=6, samples=6, tokens=3000, target_tokens=2994)
+    TokenizedDataset(np.arange(3000, dtype=np.int32) % 97, offsets, spans, summary).save(tmp_path / "data.npz")
     work = Work(dataset=str(tmp_path / "data.npz"), config=CONFIG, minibatches=[[0, 1, 2, 3, 4, 5]], token_cap=1024)
     points = [(32, 1), (256, 1), (1000, 1), (32, 2)]
     singles, measured = launch(measure, work, points, ranks=2)[0]
