@@ -21,7 +21,7 @@ PUBLIC = {
     "odc_triton.nn": "Attention Embedding LMHead Linear",
     "odc_triton.optim": "Muon Together",
     "odc_triton.sharding": "fully_shard memory_plan",
-    "odc_triton.simulate": "DEVICES Job Links MODELS Model Outcome SETTINGS SequenceTime draw from_measured "
+    "odc_triton.simulate": "DEVICES Job Links MODELS Model Outcome SETTINGS draw "
     "lengths_of_file named_lengths rank_settings simulate",
 }
 

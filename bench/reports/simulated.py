@@ -23,7 +23,6 @@ from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import TokenizedDataset
 from odc_triton.data.records import IGNORED
 from odc_triton.simulate.job import deal, simulate
-from odc_triton.simulate.study import SequenceTime, from_measured
 
 from ..demo import RANKS, VARIANTS, prepare
 from ..harness import (
@@ -37,6 +36,7 @@ from ..harness import (
     train_minibatch,
 )
 from ..provenance import about, save_json
+from .fitted import SequenceTime, from_measured
 
 # Tokens of a sequence, and how often a minibatch has it: once to fit the cost of lengths, twice that of a microbatch.
 POINTS = ((128, 1), (256, 1), (512, 1), (1024, 1), (2048, 1), (128, 2), (512, 2))

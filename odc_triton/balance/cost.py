@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-
-import numpy as np
 
 from .decoder import Decoder
 
@@ -81,17 +78,3 @@ class CostModel:
         return cls(
             quadratic=3 * decoder.layers * decoder.heads * widths, linear=3 * 2 * (decoder.active + decoder.table)
         )
-
-
-def nonnegative_least_squares(table: np.ndarray, target: Sequence[float]) -> np.ndarray:
-    """argmin |table x - target| over x >= 0. Few columns: trying each support is exact."""
-    target = np.asarray(target, dtype=np.float64)
-    best, best_error = np.zeros(table.shape[1]), math.inf
-    for size in range(1, table.shape[1] + 1):
-        for support in map(list, itertools.combinations(range(table.shape[1]), size)):
-            x = np.zeros(table.shape[1])
-            x[support] = np.linalg.lstsq(table[:, support], target, rcond=None)[0]
-            error = float(np.square(table @ x - target).sum())
-            if (x >= 0).all() and error < best_error:
-                best, best_error = x, error
-    return best

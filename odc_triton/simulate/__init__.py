@@ -15,8 +15,6 @@ _HOME = {
     "SETTINGS": "study",
     "draw": "study",
     "lengths_of_file": "study",
-    "SequenceTime": "study",
-    "from_measured": "study",
     "named_lengths": "study",
     "rank_settings": "study",
     "simulate": "job",

@@ -1,7 +1,6 @@
 """All settings over the same minibatches, ranked, and the table and verdict that `odc-triton simulate` prints.
 
-`from_measured` makes a job from measured times of single sequences, so that a prediction can be compared with a
-measured run. Sequence lengths are read from a file, or drawn from a distribution that models a published data set.
+Sequence lengths are read from a file, or drawn from a distribution that models a published data set.
 """
 
 from __future__ import annotations
@@ -13,9 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
-import numpy as np
-
-from ..balance.cost import CostModel, nonnegative_least_squares
 from ..balance.split import readable_tokens
 from ..data.lengths import LEAST, read_lengths
 from ..data.records import Record, message_text
@@ -196,67 +192,6 @@ def verdict(rows: Sequence[Row]) -> str:
             word = f"{ratio:.2f}x as fast as" if abs(ratio - 1) >= 0.02 else "as fast as"
             lines.append(head + f"{odc.name} is {word} the fastest FSDP2 that fits, {fsdp.name}")
     return "\n".join(lines)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceTime:
-    """`seconds` of a minibatch in which every rank ran one sequence of `tokens` tokens `microbatches` times."""
-
-    tokens: int
-    microbatches: int
-    seconds: float
-
-    def __post_init__(self) -> None:
-        for name in ("tokens", "microbatches"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"SequenceTime.{name} is {getattr(self, name)}: give 1 or more")
-        if not 0 < self.seconds < float("inf"):
-            raise ValueError(f"SequenceTime.seconds is {self.seconds}: drop measurements that failed")
-
-
-def from_measured(
-    sequence_seconds: Sequence[SequenceTime],
-    *,
-    ranks: int,
-    layers: int,
-    cost: CostModel | None = None,
-    slow: Mapping[int, float] | None = None,
-) -> Job:
-    """A job whose times are `step + microbatches (launch + linear s + quadratic s²)`, fitted to the measured ones.
-
-    All ranks ran the same, so none waited, and these numbers include all communication: links add no time.
-    Transfers block, as on the CPU. `cost`: what balancing assumes; by default the fitted cost. Measurements of one
-    transport predict only that transport's schedules.
-
-    Raises ValueError for fewer than three lengths, for a single number of microbatches (step and launch can't be told
-    apart then), and if times don't grow with lengths.
-    """
-    lengths = {each.tokens for each in sequence_seconds}
-    repeats = {each.microbatches for each in sequence_seconds}
-    if len(lengths) < 3 or len(repeats) < 2:
-        raise ValueError(
-            f"from_measured: {len(lengths)} lengths and {len(repeats)} numbers of microbatches: measure at least three "
-            "lengths, each in minibatches of one and of more microbatches"
-        )
-    table = np.array(
-        [[1, m.microbatches, m.microbatches * m.tokens, m.microbatches * m.tokens**2] for m in sequence_seconds]
-    )
-    seconds = np.array([m.seconds for m in sequence_seconds])
-    # Times differ by much, so fit the relative error.
-    weighted = table / seconds[:, None]
-    scale = weighted.max(axis=0)
-    step, launch, linear, quadratic = nonnegative_least_squares(weighted / scale, np.ones(len(seconds))) / scale
-    fitted = CostModel(quadratic=float(quadratic), linear=float(linear), microbatch=float(launch))
-    return Job(
-        links=Links.none(ranks),
-        seconds=fitted.pack,
-        cost=cost or fitted,
-        layers=layers,
-        prefetch=False,
-        overlap=False,
-        step_s=float(step),
-        slow=slow or {},
-    )
 
 
 _OVER = 0.01  # the share of an untruncated distribution beyond its longest sequence: an assumption, see `Lengths`

@@ -1,16 +1,12 @@
-"""CostModel: its formula against a count over a real model's weights; least squares without negative coefficients."""
+"""CostModel: its formula against a count over a real model's weights."""
 
 from __future__ import annotations
 
-import itertools
-import random
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from odc_triton.balance import CostModel
-from odc_triton.balance.cost import nonnegative_least_squares
 
 
 def test_a_pack_costs_the_sum_of_its_documents_and_not_the_square_of_its_tokens():
@@ -74,25 +70,6 @@ def test_a_config_without_sizes_is_refused_by_the_attributes_name():
         ValueError, match="config has hidden_size=None, which its cost depends on: give the config of a text"
     ):
         CostModel.from_config(SimpleNamespace(text_config=SimpleNamespace(hidden_size=8)))
-
-
-def test_the_least_error_among_nonnegative_coefficients():
-    """Noisy times whose free least squares has a negative coefficient; the oracle is a grid."""
-    rng = random.Random(3)
-    lengths = [50 * (i + 1) for i in range(12)]
-    seconds = [s * (1 - 2e-4 * s) + rng.uniform(0, 20) for s in lengths]
-    table = np.array([[s * s, s] for s in lengths], float)
-    assert np.linalg.lstsq(table, np.array(seconds), rcond=None)[0].min() < 0
-
-    def error(*coefficients: float) -> float:
-        return float(np.square(table @ coefficients - seconds).sum())
-
-    fit = nonnegative_least_squares(table, seconds)
-    assert fit[0] == 0
-    grid = itertools.product(np.linspace(0, 1e-3, 21), np.linspace(0, 2 * fit[1], 42))
-    assert error(*fit) <= min(error(*point) for point in grid)
-    exact = np.array([3e-10, 2e-6])
-    assert nonnegative_least_squares(table, table @ exact) == pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.parametrize(

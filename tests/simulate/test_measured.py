@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +11,11 @@ import pytest
 
 from bench.demo import VARIANTS
 from bench.harness import Work
+from bench.reports.fitted import SequenceTime, from_measured, nonnegative_least_squares
 from bench.reports.simulated import measure, predict
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import DataSummary, TokenizedDataset
 from odc_triton.simulate.job import simulate
-from odc_triton.simulate.study import SequenceTime, from_measured
 from tests.support.models import SIZES
 
 CONFIG = SIZES | {"max_position_embeddings": 1024}
@@ -34,6 +36,25 @@ def test_exact_times_are_found_again(step: float, launch: float) -> None:
     # least squares in fp64 over columns that are scaled to each other
     assert job.step_s == pytest.approx(step, rel=1e-6, abs=1e-9)
     assert job.seconds([300, 50]) == pytest.approx(launch + LINEAR * 350 + QUADRATIC * (300**2 + 50**2), rel=1e-6)
+
+
+def test_the_least_error_among_nonnegative_coefficients() -> None:
+    """Noisy times whose free least squares has a negative coefficient; the oracle is a grid."""
+    rng = random.Random(3)
+    lengths = [50 * (i + 1) for i in range(12)]
+    seconds = [s * (1 - 2e-4 * s) + rng.uniform(0, 20) for s in lengths]
+    table = np.array([[s * s, s] for s in lengths], float)
+    assert np.linalg.lstsq(table, np.array(seconds), rcond=None)[0].min() < 0
+
+    def error(*coefficients: float) -> float:
+        return float(np.square(table @ coefficients - seconds).sum())
+
+    fit = nonnegative_least_squares(table, seconds)
+    assert fit[0] == 0
+    grid = itertools.product(np.linspace(0, 1e-3, 21), np.linspace(0, 2 * fit[1], 42))
+    assert error(*fit) <= min(error(*point) for point in grid)
+    exact = np.array([3e-10, 2e-6])
+    assert nonnegative_least_squares(table, table @ exact) == pytest.approx(exact, rel=1e-6)
 
 
 def test_a_prediction_in_closed_form() -> None:
