@@ -11,7 +11,7 @@ import base64
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -53,15 +53,6 @@ class Rollout:
     scoring_s: float
 
 
-@dataclass
-class _Own:
-    """What this rank sampled, as it tells the others."""
-
-    made: list[dict[str, Any]] = field(default_factory=list)
-    rollout_s: float = 0.0
-    scoring_s: float = 0.0
-
-
 class Sampler:
     """Samples and scores, with the other ranks."""
 
@@ -89,7 +80,7 @@ class Sampler:
         """
         key = f"rollout/{self._rollouts}"
         self._rollouts += 1
-        own, error = _Own(), None
+        own, error = {"made": [], "rollout_s": 0.0, "scoring_s": 0.0}, None  # what this rank tells the others
         events = self._drained()
         together = max(1, min(decode // len(slots[0].seeds), math.ceil(len(slots) / self.engine.world)))
         try:
@@ -101,7 +92,7 @@ class Sampler:
             self._counter.add(key, _EMPTY)
         for kind, start_s, end_s, label in events:
             self.engine.events.add(kind, start_s, end_s, label=label, microbatch=-1)
-        message = vars(own) | {"stop": stop(), "failed": None if error is None else _told(error)}
+        message = own | {"stop": stop(), "failed": None if error is None else _told(error)}
         messages = self.engine.meet("exchange the completions", message)
         if self.engine.rank == 0:
             self._counter.delete_key(key)
@@ -123,7 +114,7 @@ class Sampler:
         taken: range,
         slots: list[Slot],
         options: SamplingOptions,
-        own: _Own,
+        own: dict[str, Any],
         stop: Callable[[], int | None],
     ) -> list[Span]:
         """Adds the completions of `taken` to `own`, unless told to stop; what is to be recorded of it."""
@@ -131,7 +122,7 @@ class Sampler:
         start_s = time.monotonic()
         sampled = self.completions.generate([Request(ids=s.prompt.ids, seeds=s.seeds) for s in chosen], options)
         sampled_s = time.monotonic()
-        own.rollout_s += sampled_s - start_s
+        own["rollout_s"] += sampled_s - start_s
         spans = [*self._drained(), ("rollout", start_s, sampled_s, f"{len(taken)} prompts")]
         if stop() is not None:
             return spans
@@ -143,12 +134,12 @@ class Sampler:
             {name: [slot.prompt.columns.get(name) for slot, _ in flat] for name in self._columns},
         )
         scored_s = time.monotonic()
-        own.scoring_s += scored_s - sampled_s
+        own["scoring_s"] += scored_s - sampled_s
         at = 0
         for place, group in zip(taken, sampled, strict=True):
             rewards = [of_function[at : at + len(group)] for of_function in scores]
             at += len(group)
-            own.made.append({"slot": place, "rewards": rewards, "sampled": [_packed(one) for one in group]})
+            own["made"].append({"slot": place, "rewards": rewards, "sampled": [_packed(one) for one in group]})
         return [*spans, ("scoring", sampled_s, scored_s, "")]
 
     def _completion(self, slot: Slot, one: Sampled) -> Any:

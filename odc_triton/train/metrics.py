@@ -8,6 +8,7 @@ import os
 import stat
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -84,9 +85,13 @@ class MetricsFile:
         os.close(self._fd)
 
 
+def without_nan(line: Mapping[str, Any]) -> Metrics:
+    """The line with None for numbers that are not finite."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+
+
 def _line(metrics: Metrics) -> bytes:
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in metrics.items()}
-    return json.dumps(finite, allow_nan=False).encode() + b"\n"
+    return json.dumps(without_nan(metrics), allow_nan=False).encode() + b"\n"
 
 
 _LOG_S = 60.0

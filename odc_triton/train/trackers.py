@@ -32,7 +32,7 @@ from typing import Any
 
 from ..base.errors import in_a_line
 from ..base.report import table
-from .metrics import read_metrics
+from .metrics import read_metrics, without_nan
 from .run_options import RunOptions
 
 END_S = 6.0  # how long the end of a run waits for its trackers; `end_process` bounds their exit functions
@@ -74,7 +74,7 @@ class Trackers:
 
     def log_samples(self, samples: Sequence[Mapping[str, Any]]) -> None:
         """Logs an evaluation's samples: lines of samples.jsonl, all of one step."""
-        self._call(samples[0]["step"], "log_samples", [_without_nan(each) for each in samples])
+        self._call(samples[0]["step"], "log_samples", [without_nan(each) for each in samples])
 
     def finish(self, metrics: Mapping[str, Any], words: str) -> None:
         """Logs the final numbers, and the outcome of the run in `words`. Only `close` may follow."""
@@ -151,10 +151,6 @@ class _Tracker:
 def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
     numbers = {name: value for name, value in metrics.items() if isinstance(value, (int, float)) and name != "step"}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
-
-
-def _without_nan(line: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
 
 
 # Each kind has the calls of `Trackers`, in a thread: `log` and `log_samples` in the order of steps, then `finish`, or
