@@ -84,8 +84,7 @@ def of_plain_torch(folder: Path) -> tuple[list[float], dict]:
     sampler = MinibatchSampler(data.lengths.tolist(), 8, 256, rank=0, world=1, drop_last=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=wanted.lr, weight_decay=0.0)
     losses = []
-    for step in range(wanted.steps):
-        (packs,) = sampler.assignment(0, step)
+    for step, packs in zip(range(wanted.steps), sampler, strict=False):
         samples = pack_collate([[data[index]] for pack in packs for index in pack])
         total = count_target_tokens(samples)
         for group in optimizer.param_groups:
