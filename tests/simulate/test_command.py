@@ -157,7 +157,7 @@ def test_files_that_are_refused(say: Say, tmp_path: Path) -> None:
     assert "minibatches of more than 2 per GPU are left out: the 21 sequences can't fill one\n" in out
     (tmp_path / "empty.txt").write_text("")
     assert "has no lengths" in say("--lengths", tmp_path / "empty.txt")[2]
-    for content in ("{", "[]", "{}"):
+    for content in ("{", "[]", "{}", '{"devices": [{"index": 0}]}', '{"devices": 3}'):
         (tmp_path / "snap.json").write_text(content)
         status, _, err = say("--lengths", "aime", "--topology", tmp_path / "snap.json")
         assert status == 1
