@@ -22,7 +22,7 @@ from .records import DataError
 # While a line is tokenised it takes about a hundred times its size in memory.
 LARGEST_LINE_BYTES = 16 * 2**20
 _LARGEST_ARRAY_BYTES = 2 * 2**30
-Value = tuple[str, Any, int]  # how errors name it, itself, the byte of the file where it ends (0: not known)
+Value = tuple[str, Any, int]  # how errors name it, itself, the byte of the file where it ends
 _EACH_LINE = 'every line must hold one whole JSON object, as {"text": "…"} for plain text'
 _ARRAY = "a file that begins with '[' must be one JSON array; or write one object a line"
 

@@ -30,7 +30,7 @@ class Record:
     learned_from: int = 0  # the first message that may be learned
     tools: list[dict[str, Any]] | None = None
     where: str  # how errors name it
-    end: int  # where it ends in its source: in bytes of a file, in rows of a table; 0: not known
+    end: int  # where it ends in its source: in bytes of a file, in rows of a table
     characters: int  # in all its texts
 
 

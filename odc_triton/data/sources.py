@@ -156,7 +156,8 @@ def _from_folder(folder: str, split: str | None) -> Source:
     if len(kinds) > 1:
         mixed = " and ".join(f"{kind} ({path})" for kind, path in sorted(kinds.items()))
         raise DataError(f"{folder} mixes {mixed}; keep files of one kind in a folder")
-    return Files(paths, name, *kinds)
+    (kind,) = kinds
+    return Files(paths, name, kind)
 
 
 def _splits_of(folder: str) -> dict[str, list[str]]:

@@ -1,23 +1,22 @@
-"""Rows of tables, a part at a time: Parquet and Arrow by the library `datasets`, CSV by Python's own reader.
+"""Rows of tables, a part at a time: Parquet and Arrow by the library `datasets` and its pyarrow, CSV by Python's own.
 
 Each file has its own columns, so a folder's files need not agree. The nulls that structs get from each other's fields
 in one column are left out.
 
-All cells of a CSV file are text: "007" and "NA" are what they look like, and an empty cell is an empty text. Not by
-`datasets`, whose pandas fills a row that is too short with empty cells and drops those that are too many, so that what
-a missing quotation mark makes of a text would be learned.
+Not by the readers of `datasets`, for two reasons. What it streams of a Parquet file comes from threads of arrow: if it
+isn't read to its end, as before a run, they may abort the process at its exit (apache/arrow#45214). For CSV it has
+pandas, which fills a row that is too short with empty cells and drops those that are too many, so that what a missing
+quotation mark makes of a text would be learned. All cells of a CSV file are text: "007" and "NA" are what they look
+like, and an empty cell is an empty text.
 """
 
 from __future__ import annotations
 
 import csv
-import glob
 import io
-import logging
 import os
 from collections.abc import Iterator
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, BinaryIO
 
 from .json_files import LARGEST_LINE_BYTES, Value, library, opened, require_bounded, unpacked
 from .records import DataError
@@ -25,7 +24,6 @@ from .records import DataError
 _ROWS = 1024  # that are decoded at a time
 _NESTED = ("messages", "conversations", "prompt", "completion", "tools")
 _DELIMITERS = {"CSV": ",", "TSV": "\t"}
-LOADED = {"Parquet": "parquet", "Arrow": "arrow"}  # by the `datasets` library's module of this name
 
 
 def read_table(path: str | os.PathLike, kind: str) -> Iterator[Value]:
@@ -57,20 +55,32 @@ def _without_none(value: Any) -> Any:
 
 
 def _loaded(path: str | os.PathLike, kind: str) -> Iterator[tuple[dict, int]]:
-    opened(path).close()  # raises for what is not a file
-    name = LOADED[kind]
-    module = library(f"datasets.packaged_modules.{name}.{name}", f"{path} is a table ({kind})")
-    logging.getLogger(module.__name__).setLevel(logging.CRITICAL)  # what it logs it also raises
-    options = {"batch_size": _ROWS} if kind == "Parquet" else {}
-    # Its builder, as `load_dataset` would report to the hub which formats are read.
-    with TemporaryDirectory(prefix="odc-triton-data-") as scratch:  # for its lock
-        builder = getattr(module, kind)(
-            cache_dir=scratch, data_files={"train": [glob.escape(os.path.abspath(path))]}, **options
-        )
-        table = builder.as_streaming_dataset("train")
-    if "Json(" not in repr(table.features):  # which is how it keeps unlike structs
-        table = table.decode(False)  # pictures and sounds stay bytes
-    return ((without_nulls(fields), 0) for fields in table)
+    why = f"{path} is a table ({kind})"
+    with opened(path) as file:
+        for batch in LOADED[kind](file, why):
+            decode = dict
+            if b'"Json"' in (batch.schema.metadata or {}).get(b"huggingface", b""):  # its way to keep unlike structs
+                decode = library("datasets", why).Features.from_arrow_schema(batch.schema).decode_example
+            for start in range(0, batch.num_rows, _ROWS):
+                for fields in batch.slice(start, _ROWS).to_pylist():
+                    yield without_nulls(decode(fields)), file.tell()
+
+
+def _parquet(file: BinaryIO, why: str) -> Iterator[Any]:
+    return library("pyarrow.parquet", why).ParquetFile(file).iter_batches(batch_size=_ROWS)
+
+
+def _arrow(file: BinaryIO, why: str) -> Iterator[Any]:
+    ipc = library("pyarrow.ipc", why)
+    is_whole = file.read(6) == b"ARROW1"
+    file.seek(0)
+    if not is_whole:
+        return iter(ipc.open_stream(file))
+    whole = ipc.open_file(file)
+    return map(whole.get_batch, range(whole.num_record_batches))
+
+
+LOADED = {"Parquet": _parquet, "Arrow": _arrow}
 
 
 def _cells(path: str | os.PathLike, delimiter: str) -> Iterator[tuple[dict, int]]:
