@@ -138,10 +138,10 @@ def test_lengths_from_files(tmp_path: Path) -> None:
     lines = ['{"text": "twelve bytes"}', '{"prompt": "four", "completion": "five!"}']
     assert read("b.jsonl", "\n".join(lines)) == [3, 3]
     assert "estimated at 4 bytes per token" in lengths_of_file(tmp_path / "b.jsonl")[1]
-    counts = {"records": 2, "samples": 2, "truncated": 0, "dropped_too_long": 0, "dropped_no_target": 0}
-    summary = DataSummary(**counts, tokens=10, target_tokens=8)
-    columns = np.arange(10, dtype=np.int32), np.array([0, 3, 10]), np.zeros(2, np.int32)
-    TokenizedDataset.of_prompts(*columns, summary).save(tmp_path / "c.npz")
+    offsets = np.array([0, 3, 10])
+    spans = np.stack([offsets[:-1], offsets[1:]], axis=1)
+    summary = DataSummary(records=2, samples=2, tokens=10, target_tokens=8)
+    TokenizedDataset(np.arange(10, dtype=np.int32), offsets, spans, summary).save(tmp_path / "c.npz")
     assert lengths_of_file(tmp_path / "c.npz")[0] == [3, 7]
 
 
@@ -155,8 +155,8 @@ def test_lengths_from_files(tmp_path: Path) -> None:
         ("a.txt", "5 inf", "'inf' is not a length"),
         ("a.txt", "5 2.5", "'2.5' is not a length"),
         ("a.txt", "five", "line 1: 'five' is not a length"),
-        ("a.json", '{"a": 1}', "holds a dict; give a list"),
-        ("a.json", "[5, true]", "element 1: True is not a length"),
+        ("a.json", '{"a": 1}', "{'a': 1} is not a length"),
+        ("a.json", "[5, true]", "row 1: True is not a length"),
         ("a.json", "[5", "a.json: not valid JSON"),
         ("a.jsonl", '{"length": 5}\n{"length": ', "line 2: not valid JSON"),
         ("a.jsonl", '{"words": 5}', "line 1: needs 'text', .* it has 'words'"),
