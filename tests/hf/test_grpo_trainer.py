@@ -98,7 +98,7 @@ def _assert_as_trl(loss_type: str, changes: dict[str, Any], results: list[dict],
     assert all(sum(rows) == ROWS * batches for rows in zip(*(result["rows"] for result in results), strict=True))
     if "mask_truncated_completions" in changes or "exact" in changes:
         return  # a pack may have nothing to compute, or be computed once more
-    if len(results) == 2:  # else rows would not be dealt by their lengths
+    if len(results) == 2 and batches == 1:  # else rows would not be dealt by their lengths; of 16 each may get 8
         assert any(mine != others for mine, others in zip(*(result["rows"] for result in results), strict=True))
     for result in results:
         assert result["forwards"] == sum(result["packs"])
