@@ -128,8 +128,8 @@ class Unit:
         self.reshard_after_forward = reshard_after_forward
         storages = [slot.parameter.gathered for slot in slots if slot.parameter.gathered is not None]
         self.gathered: list[GatheredParameters] = list(dict.fromkeys(storages))
-        # Not that of nn.Embedding(max_norm=…), whose forward shortens rows in place, on each rank to the same.
-        self._only_read = [slot for slot in slots if getattr(slot.module, "max_norm", None) is None]
+        written = _written_in_forward(module)
+        self._only_read = [slot for slot in slots if (id(slot.module), slot.attribute) not in written]
         self._uses = 0  # forwards of this unit that are running
         self._held = False  # by unshard()
         self._whole = False
@@ -289,3 +289,13 @@ class Unit:
             return self.run(method, args, kwargs)
 
         return as_forward
+
+
+def _written_in_forward(root: nn.Module) -> set[tuple[int, str]]:
+    """(id of the module, attribute) of parameters that a forward writes, alike on all ranks: nn.Embedding(max_norm=…)
+    shortens rows in place. PEFT's wrapper of a bare parameter, as routers and experts have, registers a
+    parametrization, which sets the parameter to the storage that it has."""
+    modules = list(root.modules())
+    shortened = {(id(each), "weight") for each in modules if getattr(each, "max_norm", None) is not None}
+    wrappers = [each for each in modules if hasattr(each, "parameter_name") and hasattr(each, "get_base_layer")]
+    return shortened | {(id(each.get_base_layer()), each.parameter_name) for each in wrappers}
