@@ -13,14 +13,16 @@ from unittest import mock
 
 from odc_triton.train.sft_options import SftOptions
 
-PHASES = ("forward", "backward", "lock", "step", "after step", "metrics", "save", "background", "load", "export")
 # Events that the interpreter reports (PEP 578) while a checkpoint is written or read: each is a moment to die.
 _FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.rmdir", "shutil.rmtree")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """`signal` to `rank` in `phase` of minibatch `minibatch`, at the `moment`-th opportunity there."""
+    """`signal` to `rank` in `phase` of minibatch `minibatch`, at the `moment`-th opportunity there.
+
+    `phase`: lock, step, save, background, load or export.
+    """
 
     rank: int
     phase: str
@@ -60,7 +62,6 @@ def _arm(fault: Fault) -> None:
     from odc_triton.checkpoint.background import BackgroundCheckpoints
     from odc_triton.checkpoint.steps import Checkpoints
     from odc_triton.train import loop, sft
-    from odc_triton.train.metrics import MetricsFile
     from odc_triton.train.sft_run import SftRun
 
     trigger, in_background = _Trigger(fault), _Trigger(fault)  # the latter stays armed while steps are taken
@@ -68,26 +69,13 @@ def _arm(fault: Fault) -> None:
     class FaultyRun(SftRun):
         def __init__(self, **given: Any) -> None:
             super().__init__(**given)
-            if fault.phase in ("forward", "backward"):
-                for module in self.model.modules():
-                    if not list(module.children()):
-                        module.register_forward_hook(self._at_layer)
-            elif fault.phase == "lock":
+            if fault.phase == "lock":
                 self.engine.heap.try_lock = _then(self.engine.heap.try_lock, trigger)
             elif fault.phase == "step":
                 self.optimizer.register_step_pre_hook(trigger)
-            elif fault.phase == "after step":
-                self.optimizer.register_step_post_hook(trigger)
-
-        def _at_layer(self, module: Any, given: Any, output: Any) -> None:
-            if fault.phase == "forward":
-                trigger()
-            elif getattr(output, "requires_grad", False):
-                output.register_hook(trigger)
 
         def train_step(self, **given: Any) -> dict:
-            in_step = fault.phase in ("forward", "backward", "lock", "step", "after step")
-            trigger.armed = in_step and self.state.step == fault.minibatch
+            trigger.armed = fault.phase in ("lock", "step") and self.state.step == fault.minibatch
             metrics = super().train_step(**given)
             trigger.armed = False
             return metrics
@@ -111,14 +99,6 @@ def _arm(fault: Fault) -> None:
             in_background.armed = fault.phase == "background" and given["step"] >= fault.minibatch
             super().save(**given)
 
-    class FaultyMetrics(MetricsFile):
-        def write(self, metrics: dict) -> None:
-            trigger.armed = fault.phase == "metrics" and metrics["step"] > fault.minibatch
-            trigger()
-            super().write(metrics)
-            trigger()
-            trigger.armed = False
-
     def save_model(*given: Any) -> Any:
         trigger.armed = fault.phase == "export"
         return real_save_model(*given)
@@ -126,7 +106,7 @@ def _arm(fault: Fault) -> None:
     real_save_model = loop.save_model
     sft.SftRun = FaultyRun
     loop.Checkpoints, loop.BackgroundCheckpoints = FaultyCheckpoints, FaultyBackground
-    loop.save_model, loop.MetricsFile = save_model, FaultyMetrics
+    loop.save_model = save_model
     if fault.phase in ("save", "background", "load", "export"):
         sys.addaudithook(lambda event, _: (trigger(), in_background()) if event in _FILE_EVENTS else None)
 

@@ -25,8 +25,7 @@ from odc_triton.comm.launch import Interrupted
 from odc_triton.train import outcome
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
-from tests.faults import campaign
-from tests.faults.inject import Fault
+from tests.faults.inject import Fault, run_with
 from tests.faults.trial import run_trial
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
@@ -35,45 +34,36 @@ from tests.support.sft_case import case, write_case
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("faults")
-
-
-@pytest.fixture(scope="module")
-def whole(folder: Path) -> tuple[SftOptions, list[float]]:
-    return campaign.baseline(folder)
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[SftOptions, list[float]]:
+    """Options of a run, and its losses without a fault."""
+    folder = tmp_path_factory.mktemp("faults")
+    write_case(folder / "case")
+    how = {"steps": 5, "samples_per_rank": 6, "checkpoint_every": 2, "checkpoint_background": True}
+    wanted = case(folder / "case", out=str(folder / "whole"), **how)
+    (folder / "tmp").mkdir()
+    ranks.run(run_with, 1, wanted, None, str(folder / "tmp"))
+    return wanted, [line["loss"] for line in read_metrics(folder / "whole" / "metrics.jsonl")]
 
 
 # ---------------------------------------------------------------------- killed and stopped
 
 
 @pytest.mark.parametrize(
-    ("world", "told", "fault"),
+    ("told", "fault"),
     [
-        (2, True, Fault(rank=0, phase="save", moment=9)),
-        slow(2, False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
-        slow(2, False, Fault(rank=1, phase="load", moment=4)),
-        slow(2, False, Fault(rank=1, phase="step", minibatch=4, signal=signal.SIGSTOP)),
+        (True, Fault(rank=0, phase="save", moment=9)),
+        slow(False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
+        slow(False, Fault(rank=1, phase="load", moment=4)),
+        slow(False, Fault(rank=1, phase="step", minibatch=4, signal=signal.SIGSTOP)),
     ],
     ids=lambda value: value.phase if isinstance(value, Fault) else None,
 )
-def test_fixed_faults(
-    tmp_path: Path, whole: tuple[SftOptions, list[float]], world: int, told: bool, fault: Fault
-) -> None:
+def test_fixed_faults(tmp_path: Path, whole: tuple[SftOptions, list[float]], told: bool, fault: Fault) -> None:
     wanted, losses = whole
-    wanted = replace(wanted, samples_per_rank=6 // world)
-    result = run_trial(wanted, fault, world=world, told=told, folder=tmp_path / "trial", losses=losses)
-    assert result.struck
+    wanted = replace(wanted, samples_per_rank=3)
+    resumed_at = run_trial(wanted, fault, told=told, folder=tmp_path / "trial", losses=losses)
     # The save of step 4 waits for that of step 2; where the fault comes late it is finished before.
-    assert result.resumed_at == 2 or (result.resumed_at == 4 and fault.phase in ("save", "background", "step"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_campaign(tmp_path: Path) -> None:
-    results = campaign.run(12, 0, tmp_path)
-    assert len(results) == 12
-    assert sum(result.struck for result in results) >= 7, "most trials must meet their fault"
+    assert resumed_at == 2 or (resumed_at == 4 and fault.phase in ("save", "background", "step"))
 
 
 # ---------------------------------------------------------------------- a microbatch raises, a number is not finite
@@ -202,19 +192,6 @@ def test_the_folder_vanishes(tmp_path: Path) -> None:
     assert "rank 0 gave up (OSError: " in second
 
 
-def test_no_space_for_metrics(tmp_path: Path) -> None:
-    from odc_triton.train.metrics import MetricsFile
-
-    file = MetricsFile(tmp_path / "metrics.jsonl", step=0)
-    os.close(file._fd)
-    (tmp_path / "metrics.jsonl").unlink()
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    file._fd = os.open("/dev/full", os.O_WRONLY)
-    with pytest.raises(OSError, match=r"No space left on device.*--resume auto"):
-        file.write({"step": 1})
-    file.close()
-
-
 # ---------------------------------------------------------------------- told to stop
 
 
@@ -265,24 +242,18 @@ def _wait_for_steps(process: subprocess.Popen, out: Path, steps: int) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
-def test_the_command_is_told_to_stop(tmp_path: Path, number: int) -> None:
-    """SIGTERM goes to the launcher only, Ctrl-C to the ranks as well, as a terminal sends it."""
+def test_the_command_is_told_to_stop(tmp_path: Path) -> None:
+    """SIGTERM goes to the launcher only."""
     wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)
     command = _command(wanted, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2")
-    process = subprocess.Popen(
-        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         _wait_for_steps(process, tmp_path / "out", 3)
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
+        process.terminate()
         text, problems = process.communicate(timeout=LONG_S)
     finally:
         process.kill()
-    assert process.returncode == 128 + number, problems
+    assert process.returncode == 128 + signal.SIGTERM, problems
     step = len(read_metrics(tmp_path / "out" / "metrics.jsonl"))
     path = tmp_path / "out" / "checkpoints" / f"step-{step:08d}"
     assert f"stopped after step {step} of 100000, saved in {path}; continue with --resume auto" in text
@@ -290,11 +261,9 @@ def test_the_command_is_told_to_stop(tmp_path: Path, number: int) -> None:
     assert "Traceback" not in problems
 
 
-def _has_come_to(moment: str, process: subprocess.Popen, out: Path) -> bool:
+def _has_come_to(moment: str, process: subprocess.Popen) -> bool:
     if moment == "importing":
         return "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
-    if moment == "preparing":
-        return (out / "run.json").exists()
     children = psutil.Process(process.pid).children()
     return len(children) == {"checking": 1, "starting ranks": 2}[moment]
 
@@ -303,7 +272,6 @@ _AT_FIRST = [
     ("importing", signal.SIGINT),
     slow("checking", signal.SIGTERM),
     slow("starting ranks", signal.SIGKILL),
-    slow("preparing", signal.SIGINT),
 ]
 
 
@@ -313,7 +281,7 @@ def test_stopped_in_the_first_seconds(tmp_path: Path, moment: str, number: int) 
     wanted = case(write_case(tmp_path), steps=100_000, samples_per_rank=2)
     command = _command(wanted, "-m", "odc_triton.cli", "train", "sft", "--ranks", "2")
     how = ctrl_c if number == signal.SIGINT else lambda process: process.send_signal(number)
-    status, problems = interrupted(command, lambda process: _has_come_to(moment, process, tmp_path / "out"), how)
+    status, problems = interrupted(command, lambda process: _has_come_to(moment, process), how)
     if number == signal.SIGKILL:
         assert (status, problems) == (-signal.SIGKILL, "")
     else:

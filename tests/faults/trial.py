@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -24,22 +24,10 @@ DEADLINE_S = 8.0  # for trials in which a rank is stopped; a busy machine could 
 RELATIVE = 1e-5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What happened in one trial."""
+def run_trial(wanted: SftOptions, fault: Fault, *, told: bool, folder: Path, losses: list[float]) -> int:
+    """Runs it on two ranks; the step from which the next run goes on.
 
-    fault: Fault
-    world: int
-    struck: bool  # whether the run reached that moment, or ended before it
-    ended_s: float  # from the fault to the end of the last other rank
-    error: str  # what the others said
-    resumed_at: int  # the step from which the next run continued
-
-
-def run_trial(wanted: SftOptions, fault: Fault, *, world: int, told: bool, folder: Path, losses: list[float]) -> Result:
-    """Runs it. `told`: survivors get SIGTERM, as torchrun sends it; `losses`: those of the run without a fault.
-
-    A broken promise raises an AssertionError.
+    `told`: the survivor gets SIGTERM, as torchrun sends it; `losses`: those of the run without a fault.
     """
     folder.mkdir(parents=True)
     scratch = folder / "tmp"
@@ -48,56 +36,44 @@ def run_trial(wanted: SftOptions, fault: Fault, *, world: int, told: bool, folde
     out = folder / "out"
     wanted = replace(wanted, out=str(out), resume="auto", timeout_minutes=(DEADLINE_S if stops else LONG_S) / 60)
     if fault.phase == "load":
-        ranks.run(run_with, world, replace(wanted, timeout_minutes=LONG_S / 60, keep=9), None, str(scratch))
+        ranks.run(run_with, 2, replace(wanted, timeout_minutes=LONG_S / 60, keep=9), None, str(scratch))
         for path in (out / "checkpoints").glob("step-*"):
             if path.name != "step-00000002":
                 shutil.rmtree(path)
-    with ranks.start(run_with, world, wanted, fault, str(scratch)) as job:
-        struck, ended_s, errors = _watch(job, fault, told)
+    with ranks.start(run_with, 2, wanted, fault, str(scratch)) as job:
+        ended_s, error = _watch(job, fault, told)
         pids = [process.pid for process in job.processes]
-    if struck:
-        for error in errors:
-            assert f"rank {fault.rank}" in error, f"the error does not name rank {fault.rank}: {error}"
-            assert ("DeadlineExceeded" if stops else "RankLost") in error, error
-        assert ended_s < WITHIN_S + (DEADLINE_S if stops else 0), f"the others took {ended_s:.1f} s to end"
+    if error is not None:
+        assert f"rank {fault.rank}" in error, f"the error does not name rank {fault.rank}: {error}"
+        assert ("DeadlineExceeded" if stops else "RankLost") in error, error
+    assert ended_s < WITHIN_S + (DEADLINE_S if stops else 0), f"the other took {ended_s:.1f} s to end"
     _nothing_stays(pids, scratch)
     resumed_at = _checkpoints_are_whole(out)
-    ends = ranks.run(run_with, world, replace(wanted, timeout_minutes=LONG_S / 60), None, str(scratch))
-    assert ends == ["ended"] * world
+    ends = ranks.run(run_with, 2, replace(wanted, timeout_minutes=LONG_S / 60), None, str(scratch))
+    assert ends == ["ended"] * 2
     _is_as_if_nothing_had_been(out, losses)
     _nothing_stays([], scratch)
-    return Result(
-        fault=fault,
-        world=world,
-        struck=struck,
-        ended_s=ended_s,
-        error=errors[0] if errors else "",
-        resumed_at=resumed_at,
-    )
+    return resumed_at
 
 
-def _watch(job: ranks.Job, fault: Fault, told: bool) -> tuple[bool, float, list[str]]:
-    """(whether the fault struck, how long the others took from then on, the last lines of their errors)."""
-    victim = job.processes[fault.rank]
-    others = [rank for rank in range(len(job.processes)) if rank != fault.rank]
+def _watch(job: ranks.Job, fault: Fault, told: bool) -> tuple[float, str | None]:
+    """(how long the other rank took from the fault on, the last line of its error)."""
+    victim, other = job.processes[fault.rank], 1 - fault.rank
     deadline_s = time.monotonic() + LONG_S
     while victim.is_alive() and not is_stopped(victim.pid):
         wait([victim.sentinel], timeout=0.02)
         assert time.monotonic() < deadline_s, "the run neither ended nor met its fault"
     start_s = time.monotonic()
-    struck = victim.is_alive() or victim.exitcode == -signal.SIGKILL
-    if struck and told:
-        for rank in others:
-            os.kill(job.processes[rank].pid, signal.SIGTERM)
-    outcomes = job.wait_for(others)
+    assert victim.is_alive() or victim.exitcode == -signal.SIGKILL, "the run ended before its fault"
+    if told:
+        os.kill(job.processes[other].pid, signal.SIGTERM)
+    (outcome,) = job.wait_for([other])
     ended_s = time.monotonic() - start_s
-    if not struck:
-        assert all(outcome.value == "ended" for outcome in outcomes), outcomes
-        return False, ended_s, []
     # One that was told to stop when its training had already ended by the loss dies of the signal.
-    errors = [outcome.error for outcome in outcomes if not (told and outcome.signal == signal.SIGTERM)]
-    assert None not in errors, f"a survivor ended without an error: {outcomes}"
-    return True, ended_s, [error.strip().splitlines()[-1] for error in errors]
+    if told and outcome.signal == signal.SIGTERM:
+        return ended_s, None
+    assert outcome.error is not None, f"the survivor ended without an error: {outcome}"
+    return ended_s, outcome.error.strip().splitlines()[-1]
 
 
 def _nothing_stays(pids: list[int], scratch: Path) -> None:
