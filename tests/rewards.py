@@ -16,5 +16,9 @@ def all_alike(completions: list[str], **_: object) -> list[float | None]:
     return [0.1] * (len(completions) - 1) + [None]  # None: nothing is said of it
 
 
+def second_token(completion_ids: list[list[int]], **_: object) -> list[float]:
+    return [float(ids[1]) for ids in completion_ids]
+
+
 def raising(prompts: list[str], completions: list[str], **_: object) -> list[float]:
     raise KeyError(f"nothing known of {len(completions)}")

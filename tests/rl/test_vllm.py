@@ -1,11 +1,10 @@
-"""vLLM's server and vLLM in the rank's process, against a stand-in of its interface (it can't run here)."""
+"""vLLM's server and vLLM in the rank's process: what they are asked for, and what can go wrong with them."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -15,23 +14,30 @@ from odc_triton.rl.vllm_sampling import sampled
 from odc_triton.rl.vllm_server import VllmServer
 from tests.support import ranks
 from tests.support.models import CASES, build, microbatches
-from tests.support.vllm_stand_in import FOLDER, Serving, stand_in, vllm_serve
+from tests.support.vllm_stand_in import Serving, completion, vllm_library, vllm_serve
 
 OPTIONS = SamplingOptions(temperature=0.7, max_new_tokens=6, end_tokens=(2, 5, 11))
 REQUESTS = [Request(ids=[3, 9, 14], seeds=[2**63 - 1, 7, 8]), Request(ids=[30], seeds=[]), Request(ids=[4], seeds=[7])]
+# What could cut the distribution is off, whatever the model's own generation config says.
+ASKED = {
+    "n": 1,
+    "temperature": 0.7,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "max_tokens": 6,
+    "stop_token_ids": [2, 5, 11],
+    "ignore_eos": True,
+    "logprobs": 0,
+}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the policy that the servers start from, by its config alone."""
-    path = tmp_path_factory.mktemp("policy")
-    build("qwen2").config.save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Serving]:
-    with vllm_serve(folder) as serving:
+def server() -> Iterator[Serving]:
+    with vllm_serve() as serving:
         yield serving
 
 
@@ -47,57 +53,59 @@ def with_faults(server: Serving) -> Iterator[Callable[..., str]]:
     server.faults = {}
 
 
-def assert_policys(model: torch.nn.Module, requests: list[Request], made: list[list[Sampled]]) -> None:
-    """Each completion has the log-probabilities of the policy as it is, and ends as it was asked to."""
-    assert [len(each) for each in made] == [len(each.seeds) for each in requests]
-    for request, completions in zip(requests, made, strict=True):
-        for one in completions:
-            with torch.no_grad():
-                logits = model(input_ids=torch.tensor([request.ids + one.ids]), use_cache=False).logits[0]
-            want = (logits[len(request.ids) - 1 : -1].float() / OPTIONS.temperature).log_softmax(-1)
-            want = want[torch.arange(len(one.ids)), torch.tensor(one.ids)]
-            # The same fp32 sums over sequences of other lengths.
-            torch.testing.assert_close(torch.tensor(one.logps), want, rtol=1e-4, atol=1e-5)
-            assert one.ended == (one.ids[-1] in OPTIONS.end_tokens)
-            assert one.ended or len(one.ids) == OPTIONS.max_new_tokens
+def assert_as_asked(requests: list[Request], made: list[list[Sampled]]) -> None:
+    ids = [[one.ids for one in each] for each in made]
+    assert ids == [[completion(request.ids, seed, 2) for seed in request.seeds] for request in requests]
+    for one in (one for each in made for one in each):
+        first, unknown, last = one.logps
+        assert (first, last, one.ended) == (-0.5, -1.5, True)
+        assert unknown != unknown
 
 
-def _rolls_out(rank: int, world: int, address: str) -> list:
-    sys.path.insert(0, FOLDER)
-    from odc_triton import fully_shard, minibatch
+def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, torch.Tensor]:
+    """The weights after it."""
+    from odc_triton import full_parameters, minibatch
+
+    with minibatch(model, tokens=1):
+        CASES["qwen2"].loss(model, microbatches("qwen2", [9], seed=step)[0]).backward()
+    optimizer.step()
+    return dict(full_parameters(model))
+
+
+def assert_are(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in found.items())
+
+
+@vllm_library()
+def _rolls_out(rank: int, world: int, address: str) -> None:
+    from odc_triton import fully_shard
 
     model = fully_shard(build("qwen2"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     engine = VllmServer(address, rank=rank)
-    rollouts = []
     for step in range(2):
-        with minibatch(model, tokens=1):
-            CASES["qwen2"].loss(model, microbatches("qwen2", [9], seed=step)[0]).backward()
-        optimizer.step()
+        weights = _step(model, optimizer, step)
         engine.sync(model)
-        made = engine.generate(REQUESTS[rank:], OPTIONS)
-        assert_policys(model, REQUESTS[rank:], made)
-        rollouts.append([[one.ids for one in each] for each in made])
+        if rank == 0:
+            assert_are(engine._sending[1].sent, weights)
+        assert_as_asked(REQUESTS[rank:], engine.generate(REQUESTS[rank:], OPTIONS))
+    transfer = engine._sending[1] if rank == 0 else None
     engine.close()
-    return rollouts
+    assert transfer is None or not transfer.is_open
 
 
-def test_ranks_sample_from_the_servers_copy_of_their_policy(folder: Path) -> None:
-    with vllm_serve(folder) as serving:
-        first, second = ranks.run(_rolls_out, 2, serving.address)
-    for mine, theirs in zip(first, second, strict=True):
-        assert mine[1:] == theirs  # a seed makes the completion, not who asks
-    assert first[0] != first[1]
-    names = [name for name, _ in build("qwen2").named_parameters()]
-    assert sorted(serving.received) == sorted(names)
+def test_weights_and_requests_of_ranks() -> None:
+    with vllm_serve() as serving:
+        ranks.run(_rolls_out, 2, serving.address)
     update = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/reset_prefix_cache"]
-    control = [path for path in serving.asked if not path.startswith("/v1/")]
+    control = [path for path, _ in serving.asked if not path.startswith("/v1/")]
     assert control == ["/get_world_size", "/init_weight_transfer_engine", *update, *update]
-    asked = serving.completions[0]
-    # What could cut the distribution is off, whatever the model's own generation config says.
-    assert (asked["top_p"], asked["top_k"], asked["min_p"], asked["repetition_penalty"]) == (1.0, 0, 0.0, 1.0)
-    assert asked["stop_token_ids"] == [2, 5, 11]
-    assert {each["seed"] for each in serving.completions} == {2**63 - 1, 7, 8}
+    completions = [content for path, content in serving.asked if path == "/v1/completions"]
+    assert {each.pop("seed") for each in completions} == {2**63 - 1, 7, 8}
+    prompts = [each.pop("prompt") for each in completions]
+    assert sorted(prompts) == [[3, 9, 14]] * 6 + [[4]] * 4
+    assert completions == [{"model": "the-policy", "return_token_ids": True, **ASKED}] * 10
 
 
 @pytest.mark.parametrize(
@@ -140,15 +148,8 @@ def test_what_vllm_can_not_have_sampled(ids: list, logps: list, reason: str, wor
         sampled(ids, logps, reason, OPTIONS)
 
 
-def test_an_unknown_log_probability_is_nan() -> None:
-    one = sampled([3, 5], [None, -1], "stop", OPTIONS)
-    assert one.logps[0] != one.logps[0]
-    assert one.logps[1] == -1
-    assert one.ended
-
-
-def test_a_server_that_is_gone(folder: Path) -> None:
-    with vllm_serve(folder) as serving:
+def test_a_server_that_is_gone() -> None:
+    with vllm_serve() as serving:
         engine = VllmServer(serving.address, rank=0)
         engine.check()
         assert len(engine.generate(REQUESTS, OPTIONS)[0]) == 3
@@ -178,36 +179,42 @@ def test_check_warns_of_what_the_server_does_not_say(with_faults: Callable[..., 
         VllmServer(with_faults(mode=None), rank=0).check()
 
 
-def _does_not_send(rank: int, world: int, address: str, timeout_s: float) -> str:
-    sys.path.insert(0, FOLDER)
+# What the server does wrong with weights, and what is said.
+LOST = [
+    # The rank that sends still waits then for a connection that the server does not make.
+    ({"refuse": "/init_weight_transfer_engine"}, "refused POST /init_weight_transfer_engine with status 500: "),
+    ({"refuse": "/update_weights"}, """refused POST /update_weights with status 500: '{"error": "the weights do"""),
+    ({"keeps": True}, "keeps its prefix cache, as others use it"),
+    ({"slow_update_s": 60}, "the weights did not reach the server at http://127.0.0.1"),
+]
+
+
+@vllm_library()
+def _does_not_send(rank: int, world: int, addresses: list[str]) -> list[str]:
     from odc_triton import fully_shard
 
-    engine = VllmServer(address, rank=rank, sync_timeout_s=timeout_s)
-    begin_s = time.monotonic()
-    with pytest.raises(GenerationFailed) as raised:
-        engine.sync(fully_shard(build("qwen2")))
-    assert time.monotonic() - begin_s < 40
-    return f"{type(raised.value).__name__}: {raised.value}"
+    model, found = fully_shard(build("qwen2")), []
+    for address in addresses:
+        engine = VllmServer(address, rank=rank, sync_timeout_s=1.0 if address == addresses[-1] else 60.0)
+        begin_s = time.monotonic()
+        with pytest.raises(GenerationFailed) as raised:
+            engine.sync(model)
+        assert time.monotonic() - begin_s < 40
+        found.append(f"{type(raised.value).__name__}: {raised.value}")
+    return found
 
 
-@pytest.mark.parametrize(
-    ("faults", "words"),
-    [
-        # The rank that sends still waits then for a connection that the server does not make.
-        ({"refuse": "/init_weight_transfer_engine"}, "refused POST /init_weight_transfer_engine with status 500: "),
-        ({"refuse": "/update_weights"}, """refused POST /update_weights with status 500: '{"error": "the weights do"""),
-        ({"keeps": True}, "keeps its prefix cache, as others use it"),
-        ({"slow_update_s": 60}, "the weights did not reach the server at http://127.0.0.1"),
-    ],
-)
-def test_weights_that_do_not_arrive(folder: Path, faults: dict, words: str) -> None:
-    with vllm_serve(folder) as serving:
-        serving.faults = faults
-        first, second = ranks.run(_does_not_send, 2, serving.address, 1.0 if "slow_update_s" in faults else 60.0)
-    assert first.startswith(("Refused: ", "GenerationFailed: "))
-    assert words in first
-    assert second.startswith("WeightsNotSent: rank 0 did not send the weights for the vLLM server: ")
-    assert words in second
+def test_weights_that_do_not_arrive() -> None:
+    with ExitStack() as servers:
+        serving = [servers.enter_context(vllm_serve()) for _ in LOST]
+        for each, (faults, _) in zip(serving, LOST, strict=True):
+            each.faults = faults
+        both = ranks.run(_does_not_send, 2, [each.address for each in serving])
+    for first, second, (_, words) in zip(*both, LOST, strict=True):
+        assert first.startswith(("Refused: ", "GenerationFailed: "))
+        assert words in first
+        assert second.startswith("WeightsNotSent: rank 0 did not send the weights for the vLLM server: ")
+        assert words in second
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://a:b@127.0.0.1"])
@@ -216,29 +223,23 @@ def test_addresses(address: str) -> None:
         VllmServer(address, rank=0)
 
 
-def test_colocate(folder: Path) -> None:
+@vllm_library()
+def test_colocate() -> None:
     from odc_triton import fully_shard
+    from odc_triton.rl.vllm_colocate import VllmColocate
 
     model = fully_shard(build("qwen2"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with stand_in():
-        _samples_the_policy(folder, model, optimizer)
-
-
-def _samples_the_policy(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    from odc_triton import minibatch
-    from odc_triton.rl.vllm_colocate import VllmColocate
-
-    engine = VllmColocate(folder, rank=3, max_tokens=64)
-    wanted = {"seed": 3, "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
+    engine = VllmColocate("folder", rank=3, max_tokens=64)
+    wanted = {"model": "folder", "seed": 3, "max_model_len": 64, "logprobs_mode": "processed_logprobs"}
     assert engine._llm.options.items() >= wanted.items()
     for step in range(2):
+        weights = _step(model, optimizer, step)
         engine.sync(model)
-        assert_policys(model, REQUESTS, engine.generate(REQUESTS, OPTIONS))
+        assert_are(engine._llm.weights, weights)
         assert engine._llm.resets == step + 1
-        with minibatch(model, tokens=1):
-            CASES["qwen2"].loss(model, microbatches("qwen2", [9], seed=step)[0]).backward()
-        optimizer.step()
+    assert_as_asked(REQUESTS, engine.generate(REQUESTS, OPTIONS))
+    assert engine._llm.asked == [{"seed": seed, **ASKED} for each in REQUESTS for seed in each.seeds]
     assert engine.generate([], OPTIONS) == []
     engine._llm.reset_prefix_cache = lambda: False
     with pytest.raises(GenerationFailed, match="keeps its prefix cache"):
@@ -249,8 +250,8 @@ def _samples_the_policy(folder: Path, model: torch.nn.Module, optimizer: torch.o
     engine.close()
 
 
-def test_vllm_is_named_where_it_is_missing(folder: Path) -> None:
+def test_vllm_is_named_where_it_is_missing() -> None:
     from odc_triton.rl.vllm_colocate import VllmColocate
 
     with pytest.raises(GenerationFailed, match=r"vLLM can't be imported here .* install it, 0.28 or newer"):
-        VllmColocate(folder, rank=0)
+        VllmColocate("folder", rank=0)

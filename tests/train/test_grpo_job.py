@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from tests.support import jobs, ranks
 from tests.support.grpo_case import case, write_prompts
 from tests.support.jobs import ENDED, STOPPED, lines
 from tests.support.logged import in_tensorboard
-from tests.support.vllm_stand_in import FOLDER, vllm_serve
+from tests.support.vllm_stand_in import vllm_library, vllm_serve
 
 STEPS = 4
 
@@ -168,17 +167,25 @@ def test_stopped_and_killed_a_run_goes_on_as_if_it_never_was(folder: Path, tmp_p
     same(lines(out), whole)
 
 
-def test_nothing_to_learn_adapters_and_a_reward_that_fails(folder: Path, tmp_path: Path) -> None:
+@vllm_library()
+def _with_vllm(rank: int, world: int, wanted: list[GrpoOptions]) -> list[str]:
+    return jobs.train(rank, world, wanted)
+
+
+def test_nothing_to_learn_adapters_vllm_and_a_reward_that_fails(folder: Path, tmp_path: Path) -> None:
     """In one launch."""
     start = {"init": None, "model": str(folder / "start"), "steps": 2}
     alike = {"reward": ("tests.rewards:all_alike",), "split_sequences": True}
+    engine = {"engine": "vllm-server", "reward": ("tests.rewards:second_token",), "importance": "token_truncate"}
     equal, adapters, failing = (
         options(folder, tmp_path / "equal", **start, **alike),
         options(folder, tmp_path / "adapters", lora_rank=4, kl=0.05, **start | {"lr": 1e-2}),
         options(folder, tmp_path / "failing", reward=("tests.rewards:raising",)),
     )
-    *ends, problem = jobs.run(2, equal, adapters, failing)
-    assert ends == [ENDED] * 2
+    with vllm_serve() as server:
+        served = options(folder, tmp_path / "served", **start, **engine, vllm_server=server.address)
+        (*ends, problem), _ = ranks.run(_with_vllm, 2, [equal, adapters, served, failing])
+    assert ends == [ENDED] * 3
 
     for line in lines(equal.out):
         assert (line["loss"], line["grad_norm"], line["skipped"]) == (0.0, 0.0, 0)
@@ -191,6 +198,12 @@ def test_nothing_to_learn_adapters_and_a_reward_that_fails(folder: Path, tmp_pat
     assert found[0]["kl"] == pytest.approx(0.0, abs=1e-6), "adapters start as the reference"
     assert found[1]["kl"] > 1e-6
     assert (tmp_path / "adapters" / "adapter" / "adapter_model.safetensors").exists()
+
+    assert [path for path, _ in server.asked].count("/finish_weight_update") == 2, "before each rollout"
+    for line in lines(served.out):
+        assert (line["length"], line["truncated"]) == (3, 0)
+        # 1 of the token whose probability it does not give; it is far surer of the others than the policy is.
+        assert line["mismatch"] == pytest.approx(0.34, abs=0.02)
 
     assert problem.startswith("RolloutFailed: ")
     assert "reward tests.rewards:raising raised KeyError: 'nothing known of" in problem
@@ -211,24 +224,6 @@ def test_before_the_ranks_start(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "no.jsonl").write_text(json.dumps({"question": "why"}) + "\n")
     with pytest.raises(ValueError, match="needs 'prompt', text or messages; it has 'question'"):
         check_before_start(options(folder, tmp_path / "out", data=str(tmp_path / "no.jsonl")), 1)
-
-
-def _with_vllm(rank: int, world: int, wanted: GrpoOptions) -> list[str]:
-    sys.path.insert(0, FOLDER)
-    return jobs.train(rank, world, [wanted])
-
-
-@pytest.mark.slow
-def test_vllms_server_samples(folder: Path, tmp_path: Path) -> None:
-    """A stand-in of it, which gets the weights before each rollout and samples in another way."""
-    start = {"init": None, "model": str(folder / "start")}
-    with vllm_serve(folder / "start") as server:
-        engine = {"engine": "vllm-server", "vllm_server": server.address, "importance": "token_truncate"}
-        wanted = options(folder, tmp_path / "out", **start, **engine)
-        assert ranks.run(_with_vllm, 2, wanted) == [[ENDED]] * 2
-    found = lines(tmp_path / "out")
-    assert all(line["mismatch"] == pytest.approx(1.0, abs=1e-3) for line in found), "it has the policy's weights"
-    assert all(line["sync_s"] > 1e-4 for line in found)
 
 
 def test_a_model_without_an_end_token(folder: Path) -> None:
