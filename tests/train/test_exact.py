@@ -11,7 +11,7 @@ import pytest
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
 from tests.faults.inject import Fault, run_with
-from tests.support import jobs, ranks, slow
+from tests.support import jobs, ranks
 from tests.support.jobs import ENDED, STOPPED
 from tests.support.sft_case import case, write_case
 
@@ -60,7 +60,7 @@ def test_the_same_bits_after_a_stop(folder: Path, tmp_path: Path, whole: tuple) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rank", "phase", "moment"), [(0, "lock", 2), (1, "save", 1), (0, "export", 1)])
+@pytest.mark.parametrize(("rank", "phase", "moment"), [(0, "lock", 2), (0, "export", 1)])
 def test_the_same_bits_after_a_kill(
     folder: Path, tmp_path: Path, whole: tuple, rank: int, phase: str, moment: int
 ) -> None:
@@ -73,16 +73,9 @@ def test_the_same_bits_after_a_kill(
     assert left(tmp_path / "out") == whole
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"split_sequences": True, "token_cap": 128, "truncate": True, "gradient_checkpointing": True},
-        slow({"replace_layers": True, "fused_head": True, "lora_rank": 2}),
-    ],
-    ids=lambda changes: "-".join(changes),
-)
-def test_two_runs_have_the_same_bits(folder: Path, tmp_path: Path, changes: dict) -> None:
-    how = {"steps": 3, "samples_per_rank": 1, **changes}
+def test_two_runs_have_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    split = {"split_sequences": True, "token_cap": 128, "truncate": True, "gradient_checkpointing": True}
+    how = {"steps": 3, "samples_per_rank": 1, "replace_layers": True, "fused_head": True, **split}
     wanted = [options(folder, tmp_path / name, **how) for name in ("one", "other")]
     assert jobs.run(3, *wanted) == [ENDED] * 2
     assert left(tmp_path / "one") == left(tmp_path / "other")

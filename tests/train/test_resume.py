@@ -21,7 +21,7 @@ from tests.support import jobs, ranks
 from tests.support.jobs import ENDED, STOPPED, losses
 from tests.support.sft_case import case, write_case
 
-STEPS, STOP = 7, 3
+STEPS = 7
 ACROSS_RANKS = 1e-5  # gradients are added in the order of their arrival
 
 
@@ -31,40 +31,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_case(tmp_path_factory.mktemp("resume"), config={"model_type": "gpt2", "resid_pdrop": 0.1})
 
 
-def options(folder: Path, out: Path, *, dropout: bool, **changes: object) -> SftOptions:
-    """On two ranks. Another number of ranks deals dropout's random numbers otherwise: there without dropout."""
-    init = folder / ("config.json" if dropout else "without-dropout.json")
-    return case(folder, init=str(init), out=str(out), **{"steps": STEPS, "samples_per_rank": 2} | changes)
+def options(folder: Path, out: Path, **changes: object) -> SftOptions:
+    """Without dropout, whose random numbers another number of ranks deals otherwise."""
+    init = folder / "without-dropout.json"
+    return case(folder, **{"init": str(init), "out": str(out), "steps": STEPS, "samples_per_rank": 2} | changes)
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path) -> dict[bool, Path]:
-    """Runs on two ranks that nothing stopped, by whether they have dropout."""
-    outs = {dropout: folder / f"whole-{dropout}" for dropout in (True, False)}
-    assert jobs.run(2, *(options(folder, out, dropout=dropout) for dropout, out in outs.items())) == [ENDED] * 2
-    assert losses(outs[True]) != pytest.approx(losses(outs[False]), rel=1e-4), "dropout is in the losses"
-    return outs
+def whole(folder: Path) -> Path:
+    """A run on two ranks that nothing stopped."""
+    assert jobs.run(2, options(folder, folder / "whole")) == [ENDED]
+    return folder / "whole"
 
 
-def test_goes_on_as_if_never_stopped(folder: Path, tmp_path: Path, whole: dict[bool, Path]) -> None:
-    out = tmp_path / "out"
-    wanted = options(folder, out, dropout=True, resume="auto")
-    assert jobs.run(2, wanted, stop_after=STOP) == [STOPPED]
-    assert len(losses(out)) == STOP + 1
-    assert [path.name for path in (out / "checkpoints").glob("step-*")] == [f"step-{STOP + 1:08d}"]
-    assert jobs.run(2, wanted) == [ENDED]
-    torch.testing.assert_close(losses(out), losses(whole[True]), rtol=ACROSS_RANKS, atol=0)
-    assert (out / "model" / "model.safetensors").exists()
-
-
-def test_goes_on_with_other_replicas(folder: Path, tmp_path: Path, whole: dict[bool, Path]) -> None:
+def test_goes_on_with_other_replicas(folder: Path, tmp_path: Path, whole: Path) -> None:
     """Four ranks in two replicas, then two ranks, each of which has the whole model."""
     out = tmp_path / "out"
-    wanted = options(folder, out, dropout=False, resume="auto", replicas=2)
+    wanted = options(folder, out, resume="auto", replicas=2)
     assert jobs.run(4, replace(wanted, samples_per_rank=1), stop_after=1) == [STOPPED]
+    assert len(losses(out)) == 2
+    assert [path.name for path in (out / "checkpoints").glob("step-*")] == ["step-00000002"]
     assert jobs.run(2, wanted) == [ENDED]
-    torch.testing.assert_close(losses(out), losses(whole[False]), rtol=ACROSS_RANKS, atol=0)
-    got, want = (load_file(each / "model" / "model.safetensors") for each in (out, whole[False]))
+    torch.testing.assert_close(losses(out), losses(whole), rtol=ACROSS_RANKS, atol=0)
+    got, want = (load_file(each / "model" / "model.safetensors") for each in (out, whole))
     for name, value in want.items():
         torch.testing.assert_close(got[name], value, rtol=0, atol=1e-5)
 
@@ -94,12 +83,10 @@ def _goes_on_and_starts_again(rank: int, world: int, wanted: SftOptions) -> None
     assert report.exists()
 
 
-def test_goes_on_from_a_checkpoint_written_in_the_background(
-    folder: Path, tmp_path: Path, whole: dict[bool, Path]
-) -> None:
+def test_goes_on_from_a_checkpoint_written_in_the_background(folder: Path, tmp_path: Path, whole: Path) -> None:
     """Rank 0 is killed after the last step: nothing was saved but in the background."""
     out = tmp_path / "out"
-    wanted = options(folder, out, dropout=False, resume="auto", checkpoint_every=2, checkpoint_background=True)
+    wanted = options(folder, out, resume="auto", checkpoint_every=2, checkpoint_background=True)
     with ranks.start(_until_killed, 2, wanted) as job:
         first, second = job.join()
     assert (first.signal, second.error_type) == (signal.SIGKILL, "RankLost")
@@ -108,7 +95,7 @@ def test_goes_on_from_a_checkpoint_written_in_the_background(
     for path in saved:
         verify(path)
     ranks.run(_goes_on_and_starts_again, 1, replace(wanted, samples_per_rank=4))
-    torch.testing.assert_close(losses(out), losses(whole[False]), rtol=ACROSS_RANKS, atol=0)
+    torch.testing.assert_close(losses(out), losses(whole), rtol=ACROSS_RANKS, atol=0)
     assert not [path.name for path in (out / "checkpoints").iterdir() if path.name.startswith(".step")]
 
 
@@ -123,8 +110,9 @@ def test_what_saves_in_the_background(wanted: bool | None, device: str, found: b
 
 
 def test_resume_from_a_folder_into_another(folder: Path, tmp_path: Path) -> None:
-    """On one rank, so to the bit."""
-    one = options(folder, tmp_path / "a", dropout=True, samples_per_rank=4, checkpoint_every=4)
+    """On one rank, so to the bit, with dropout."""
+    init = str(folder / "config.json")
+    one = options(folder, tmp_path / "a", init=init, samples_per_rank=4, checkpoint_every=4)
     other = replace(one, out=str(tmp_path / "b"), resume=str(tmp_path / "a" / "checkpoints" / "step-00000004"))
     assert jobs.run(1, one, other) == [ENDED] * 2
     lines = read_metrics(tmp_path / "b" / "metrics.jsonl")
@@ -133,7 +121,7 @@ def test_resume_from_a_folder_into_another(folder: Path, tmp_path: Path) -> None
 
 
 def test_other_options_are_named(folder: Path, tmp_path: Path) -> None:
-    wanted = options(folder, tmp_path / "out", dropout=True, steps=2)
+    wanted = options(folder, tmp_path / "out", steps=2)
     other = replace(wanted, resume="auto", lr=2e-3, samples_per_rank=4)
     three = replace(wanted, out=str(tmp_path / "three"), replicas=3)
     ended, started_anew, differs, not_split = jobs.run(2, wanted, wanted, other, three)
