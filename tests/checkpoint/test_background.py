@@ -103,28 +103,26 @@ def _read(rank: int, world: int, path: Path, bf16: bool) -> tuple[dict, dict, li
     return state, values, train(model, optimizer, MODEL, range(2, STEPS), noise=True)
 
 
-@pytest.mark.parametrize(("saving", "loading", "bf16"), [(1, 1, False), (2, 2, True), (2, 3, False)])
-def test_it_is_what_a_step_that_waits_would_have_saved(tmp_path: Path, saving: int, loading: int, bf16: bool) -> None:
+@pytest.mark.parametrize(("world", "bf16"), [(1, False), (2, True)])
+def test_it_is_what_a_step_that_waits_would_have_saved(tmp_path: Path, world: int, bf16: bool) -> None:
     """Bit for bit, though the masters and the optimizer's states have changed before it is written."""
     from odc_triton import MixedPrecisionPolicy, memory_plan
 
-    ((losses, host_bytes), *_) = ranks.run(_saved_both_ways, saving, tmp_path, bf16)
+    ((losses, host_bytes), *_) = ranks.run(_saved_both_ways, world, tmp_path, bf16)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
-    plan = memory_plan(build(MODEL), saving, mp_policy=policy, checkpoint_background=True)
+    plan = memory_plan(build(MODEL), world, mp_policy=policy, checkpoint_background=True)
     # The model's buffers are those of RoPE, which no checkpoint has.
     assert host_bytes == plan.checkpoint_host_bytes - plan.buffer_bytes
     for name in ("at once", "later"):
         verify(tmp_path / name / "step-00000002")
-    at_once = ranks.run(_read, loading, tmp_path / "at once" / "step-00000002", bf16)
-    later = ranks.run(_read, loading, tmp_path / "later" / "step-00000002", bf16)
+    at_once = ranks.run(_read, world, tmp_path / "at once" / "step-00000002", bf16)
+    later = ranks.run(_read, world, tmp_path / "later" / "step-00000002", bf16)
     for (state, values, _), (its_state, its_values, went_on) in zip(at_once, later, strict=True):
         assert its_state == state == {"step": 2, "seed": 7}
         assert its_values.keys() == values.keys()
         for name, value in values.items():
-            if name == "random" and loading > saving:
-                continue
             assert torch.equal(its_values[name], value), name
-        if saving == loading == 1:
+        if world == 1:
             assert went_on == losses[2:]  # dropout and all
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import pickle
 import re
@@ -60,9 +58,6 @@ def test_the_last_few_stay(tmp_path: Path) -> None:
     assert [path.name for path in checkpoints.all()] == ["step-00000003", "step-00000001"]
     assert checkpoints.load(checkpoints.newest(), model=model, optimizer=None) == {"step": 1}
     assert unfinished(tmp_path) == []
-
-
-def test_keep_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep is 0"):
         Checkpoints(tmp_path, keep=0)
 
@@ -70,9 +65,7 @@ def test_keep_is_checked(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ damage
 
 
-@pytest.mark.parametrize(
-    "damage", ["truncated", "one bit", "missing", "no manifest", "manifest cut", "manifest edited"]
-)
+@pytest.mark.parametrize("damage", ["truncated", "one bit", "missing", "no manifest", "manifest edited"])
 def test_damage_is_named_and_an_older_one_used_where_asked_for(tmp_path: Path, damage: str) -> None:
     model, optimizer, checkpoints = saved_twice(tmp_path)
     newest = checkpoints.newest()
@@ -88,8 +81,6 @@ def test_damage_is_named_and_an_older_one_used_where_asked_for(tmp_path: Path, d
         shard.unlink()
     elif damage == "no manifest":
         manifest.unlink()
-    elif damage == "manifest cut":
-        os.truncate(manifest, manifest.stat().st_size - 20)
     else:
         manifest.write_text(manifest.read_text().replace('"step": 2', '"step": 3'))
     name = "manifest.json" if "manifest" in damage else "__0_0.distcp"
@@ -336,14 +327,9 @@ def _failing(rank: int, world: int, folder: Path, way: str, in_background: bool)
 
     save(1, {})
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    filler = folder / "filler"
     if rank == 1 and way == "file too large":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limit[1]))
-    elif rank == 0 and way == "no space":
-        with open(filler, "wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(b"x" * 4096)
     elif rank == 0 and way == "vanished":
         folder.rename(folder.with_name("away"))
     dist.barrier()
@@ -354,7 +340,6 @@ def _failing(rank: int, world: int, folder: Path, way: str, in_background: bool)
     if rank == 0 and way == "vanished":
         folder.with_name("away").rename(folder)
     if rank == 0:
-        filler.unlink(missing_ok=True)
         assert [path.name for path in checkpoints.all()] == ["step-00000001"]
         assert unfinished(folder) == []
     assert background.is_idle
@@ -371,6 +356,7 @@ def _failing(rank: int, world: int, folder: Path, way: str, in_background: bool)
         ("file too large", True, r"rank 1: File too large: .*/\.step-00000002\.\w+\.saving/__1_0\.distcp", [1]),
         ("vanished", False, "rank 0: .* has vanished", [0]),
         ("vanished", True, "rank 0: .* has vanished; rank 1: No such file or directory: ", [0, 1]),
+        ("not JSON", False, "rank 0: TypeError: Object of type set is not JSON serializable", [0]),
         ("not JSON", True, "rank 0: TypeError: Object of type set is not JSON serializable", [0]),
     ],
 )
@@ -384,15 +370,6 @@ def test_a_rank_that_can_not_write(
         assert named == at_fault
     assert [path.name for path in Checkpoints(folder, keep=3).all()] == ["step-00000001", "step-00000003"]
     for path in Checkpoints(folder, keep=3).all():
-        verify(path)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system is mounted by root only; EFBIG is tested without")
-def test_no_space_left(small_disk: Path) -> None:
-    first, second = ranks.run(_failing, 2, small_disk, "no space", False)
-    assert first == second  # the same error on both
-    assert "No space left on device" in first[0]
-    for path in Checkpoints(small_disk, keep=3).all():
         verify(path)
 
 
@@ -436,10 +413,3 @@ def test_two_runs_in_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         job.processes[0].join()
         mine.save(model=model, optimizer=optimizer, state={}, step=9)
         assert not running.exists()  # its owner was gone
-
-
-def test_state_must_be_json(tmp_path: Path) -> None:
-    model, optimizer, checkpoints = saved_twice(tmp_path)
-    with pytest.raises(CheckpointFailed, match="set is not JSON serializable"):
-        checkpoints.save(model=model, optimizer=optimizer, state={"x": {1}}, step=3)
-    assert json.loads((checkpoints.newest() / "state.json").read_text()) == {"step": 2}
