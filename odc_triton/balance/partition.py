@@ -20,12 +20,15 @@ def balanced_partition(costs: Sequence[float], groups: int, *, equal_sizes: bool
     """Indices of `costs` split into `groups` lists, the largest sum small: `longest_first`, then `refine`.
 
     With `equal_sizes` the lists' sizes differ by at most one; otherwise lists may be empty. Every index is in
-    exactly one list. The same costs give the same lists on every rank. (Karmarkar and Karp's differencing is closer
+    exactly one list. The same costs give the same lists on every rank, and in any order the same sums. (Karmarkar and Karp's differencing is closer
     before the refinement, and no closer after it.)
 
     Raises ValueError for empty `costs`, a cost that is negative or not finite, `groups` below 1.
     """
-    return refine(longest_first(costs, groups, equal_sizes=equal_sizes), costs, equal_sizes=equal_sizes)
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    costs = [costs[i] for i in order]
+    split = refine(longest_first(costs, groups, equal_sizes=equal_sizes), costs, equal_sizes=equal_sizes)
+    return [sorted(order[i] for i in group) for group in split]
 
 
 def longest_first(costs: Sequence[float], groups: int, *, equal_sizes: bool = False) -> list[list[int]]:

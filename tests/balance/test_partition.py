@@ -180,3 +180,12 @@ def test_refine_keeps_the_cap_on_tokens():
 def test_refused(costs, groups, message):
     with pytest.raises(ValueError, match=message):
         balanced_partition(costs, groups)
+
+
+def test_sums_do_not_depend_on_the_order_of_costs():
+    """Where LB-Split splits nothing, it is LB-Mini, and so never dearer."""
+    costs = [n * n for n in (45, 45, 45, 48, 48, 48, 50, 52, 52, 67, 67, 69, 69, 69, 69, 85, 86)]
+    found = [
+        sorted(sum(given[i] for i in part) for part in balanced_partition(given, 6)) for given in (costs, costs[::-1])
+    ]
+    assert found[0] == found[1]

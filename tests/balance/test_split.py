@@ -108,7 +108,10 @@ def check(given: dict, dealt: list[list[list[Entry]]], planned: SplitPlan | None
     plan = SplitPlan.of(dealt)
     assert (plan is None) == (planned is None)
     if plan is not None:
-        assert plan.digest == planned.digest
+        # Waves that share no rank may be numbered either way.
+        assert {sample: each.pieces for sample, each in plan.sequences.items()} == {
+            sample: each.pieces for sample, each in planned.sequences.items()
+        }
         assert plan.tokens == read
         wait_graph(dealt).prepare()
         for sequence in plan.sequences.values():  # rows that others read do not overlap
