@@ -20,8 +20,8 @@ def balanced_partition(costs: Sequence[float], groups: int, *, equal_sizes: bool
     """Indices of `costs` split into `groups` lists, the largest sum small: `longest_first`, then `refine`.
 
     With `equal_sizes` the lists' sizes differ by at most one; otherwise lists may be empty. Every index is in
-    exactly one list. The same costs give the same lists on every rank, and in any order the same sums. (Karmarkar and Karp's differencing is closer
-    before the refinement, and no closer after it.)
+    exactly one list. The same costs give the same lists on every rank, and in any order the same sums. (Karmarkar and
+    Karp's differencing is closer before the refinement, and no closer after it.)
 
     Raises ValueError for empty `costs`, a cost that is negative or not finite, `groups` below 1.
     """

@@ -311,14 +311,17 @@ def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: s
     ],
 )
 def test_killed_at_the_start(call: str, victim: int, where: str) -> None:
-    """Before ranks share memory, in which they see who is alive."""
+    """Before ranks share memory, in which they see who is alive. A rank that looks late may see that others ended too."""
     with ranks.start(_killed_at_the_start, 3, call, victim, where) as job:
-        for outcome in job.wait_for([rank for rank in range(3) if rank != victim]):
-            assert outcome.error is None, outcome.error
-            kind, named, text, waited_s = outcome.value
-            assert (kind, named) == ("RankLost", [victim]), text
-            assert f"rank {victim} died" in text
-            assert waited_s < LONG_S / 2, "not at the deadline"
+        outcomes = job.wait_for([rank for rank in range(3) if rank != victim])
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.error
+        kind, named, text, waited_s = outcome.value
+        assert kind == "RankLost", text
+        assert victim in named
+        assert f"rank {victim} died" in text
+        assert waited_s < LONG_S / 2, "not at the deadline"
+    assert [victim] in [outcome.value[1] for outcome in outcomes]
 
 
 MANY = 2_000
