@@ -18,30 +18,11 @@ import bench.suites.gpu as suite
 from bench.device import Gpu, Rehearsal
 from bench.provenance import RESULTS, ROOT, WARNING, append_line, read_lines
 from bench.suites.gpu.__main__ import main, parsed
-from bench.suites.gpu.inputs import long_lengths
-from bench.suites.gpu.plan import FIRST, STAGES, TESTS, Run, _learned, _passed
+from bench.suites.gpu.plan import FIRST, STAGES, Run, _learned
 from tests.support import ranks
 from tests.support.deadlines import LONG_S
 
 SUITE_S = 200  # of all runs of a test here, most of which end in a second
-
-# The tests that the suite's pytest is given: what each does, and what must be known of it although it ran beside tests
-# that die and break what they share a process with.
-GIVEN = {
-    "test_good": ("pass", "passed"),
-    "test_bad": ("assert 1 == 2, 'no luck'", "failed"),
-    # A wrong address on a GPU: every later call in this process fails, so the next test must have another process.
-    "test_breaks_its_context": ("sys.modules['torch'] = LOST; LOST.cuda.synchronize()", "failed"),
-    "test_after_it": ("assert sys.modules.get('torch') is not LOST", "passed"),
-    "test_dies": ("os._exit(3)", "failed"),
-}
-HEAD = """import os, sys, types
-
-def lost():
-    raise RuntimeError("an illegal memory access")
-
-LOST = types.SimpleNamespace(cuda=types.SimpleNamespace(is_initialized=lambda: True, synchronize=lost))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -71,28 +52,6 @@ def ran(folder: Path, *names: str, stages: dict[str, dict[str, Run]], seconds: i
     """The exit code, and gpu_suite.json's runs."""
     code = main(["--rehearse", "--out", str(folder / "out"), "--seconds", str(seconds), *names], stages)
     return code, json.loads((folder / "out" / "gpu_suite.json").read_text())["runs"]
-
-
-@pytest.mark.slow
-def test_every_outcome_is_kept_whatever_ends_the_run(tmp_path: Path) -> None:
-    """One worker runs all, so each test begins in the process that the one before it left, or in a new one."""
-    bodies = [f"def {name}():\n    {body}\n" for name, (body, _) in GIVEN.items()]
-    (tmp_path / "test_given.py").write_text("\n\n".join([HEAD, *bodies]))
-    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
-    files = [str(tmp_path / f"test_{name}.py") for name in ("broken", "given")]
-    given = (*TESTS, "-n", "1", *files)
-    stages = {"s": {"tests": Run(words=given, rehearsal=given, seconds=SUITE_S, found="tests.jsonl", passes=_passed)}}
-    code, runs = ran(tmp_path, "s", stages=stages)
-    assert (code, runs["s/tests"]["verdict"]) == (1, "FAILED")
-    found: dict[str, list] = {}
-    for test in runs["s/tests"]["found"]:
-        found.setdefault(test["test"].rpartition("::")[2], []).append((test["outcome"], test.get("text", "")))
-    for name, (_, outcome) in GIVEN.items():
-        assert {each for each, _ in found[name]} == {outcome}, name
-    words = {"bad": "no luck", "dies": "crashed", "breaks_its_context": "illegal"}
-    for name, word in words.items():
-        assert any(word in text for _, text in found[f"test_{name}"]), name
-    assert any("no_such_module" in text for of in found.values() for _, text in of)
 
 
 # By name of a run: its program, other options than the usual, its verdict and what it found.
@@ -248,14 +207,6 @@ def test_a_torn_line_costs_itself_only(tmp_path: Path) -> None:
     assert read_lines(path) == [{"a": 1}]
     append_line(path, {"c": 3})
     assert read_lines(path) == [{"a": 1}, {"c": 3}]
-
-
-def test_long_lengths() -> None:
-    lengths = long_lengths(5000, 8192)
-    assert max(lengths) == 8192
-    assert min(lengths) >= 16
-    # LongAlign: 16.5 K tokens on average, at most 64 K.
-    assert sum(lengths) / len(lengths) / 8192 == pytest.approx(16.5 / 64, rel=0.1)
 
 
 @pytest.mark.slow

@@ -9,10 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from bench.harness import Minibatch
-from bench.suites.alone import LengthsWork, RandomTokens, Turn, computing_seconds, idle_of_devices, take_turn
+from bench.suites.alone import LengthsWork, Turn, computing_seconds, idle_of_devices, take_turn
 from bench.suites.lengths import BASELINES, VARIANTS, chosen, setting_of, take_turns, verdict, work_of
 from bench.suites.lengths_report import (
     Amounts,
@@ -155,14 +154,6 @@ def test_work(config: str, lengths: str) -> None:
     assert work.lengths[:6] != work.lengths[6:12]
     assert work_of(options, 3)[0].lengths == work.lengths
     assert work_of(replace(options, seed=1), 3)[0].lengths != work.lengths
-
-
-def test_random_tokens() -> None:
-    data = RandomTokens([5, 9], 97, seed=3)
-    assert [len(data[index]["input_ids"]) for index in range(2)] == [5, 9]
-    assert torch.equal(data[1]["input_ids"], RandomTokens([5, 9], 97, seed=3)[1]["input_ids"])
-    assert not torch.equal(data[1]["input_ids"], RandomTokens([5, 9], 97, seed=4)[1]["input_ids"])
-    assert int(max(data[index]["input_ids"].max() for index in range(2))) < 97
 
 
 def _turn(

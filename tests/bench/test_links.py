@@ -15,7 +15,7 @@ from tests.support import place  # isort: skip
 
 from bench.provenance import read_lines
 from bench.suites.links import LINES, Layer, by_kernels, main, measure_place, peers_of, wrong_results
-from bench.suites.links_places import ON_CPU, Place, places_of
+from bench.suites.links_places import ON_CPU, places_of
 from bench.suites.links_report import text_of
 from odc_triton.comm.memory import ApartHeap
 from tests.support import ranks
@@ -128,25 +128,3 @@ def test_kernels_in_the_interpreter() -> None:
         names = ["gather", "linear direct", "linear staged", "scatter", "wgrad", "wgrad in bulk", "both at once"]
         assert wrong == {name: [] for name in names}
         assert far == [[1 - rank]] * 2
-
-
-def test_a_place_that_fails_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    import bench.suites.links as links
-
-    def place(*names: str, refused: str | None = None) -> Place:
-        return Place(names=names, devices=(0, 1), kind=names[0], gb_s=1.0, refused=refused)
-
-    asked = []
-
-    def launch(function: Any, place: Place, *given: Any, ranks: int) -> None:
-        asked.append(place.names)
-        if place.names[0] == "a":
-            raise RuntimeError("rank 1 failed\nfirst")
-
-    monkeypatch.setattr(
-        links, "places_of", lambda _, every_pair: [place("a", "b"), place("c", "d", refused="no"), place("e", "f")]
-    )
-    monkeypatch.setattr(links, "launch", launch)
-    assert main(["--out", str(tmp_path)]) == 1
-    assert asked == [("a", "b"), ("e", "f")]
-    assert [line.get("failure") for line in read_lines(tmp_path / LINES)[1:]] == ["rank 1 failed first", "no"]

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from itertools import pairwise
 
 import pytest
-import torch.distributed as dist
 
-from bench.suites import protocol_scale, sleeping
+from bench.suites import protocol_scale
 from bench.suites.protocol_scale import BASELINE, OURS, WAYS, in_words, rows_of
-from bench.suites.sleeping import Cell, Costs, Gate, Ran, Sleeper, Way, run_cells, together
+from bench.suites.sleeping import Cell, Costs, Ran, Way, run_cells, together
 from odc_triton.balance import CostModel
 from tests.support import ranks
 
@@ -31,60 +29,6 @@ def cell(ways: tuple[Way, ...] = WAYS, **change: object) -> Cell:
         "layers": 2,
     }
     return Cell(**{**settings, **change})
-
-
-# ---------------------------------------------------------------------- sleeping and meeting
-
-
-class Clock:
-    """Time passes only in sleeps, each of which lasts `late` too long."""
-
-    def __init__(self, late: float) -> None:
-        self.now, self.late = 0.0, late
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds + self.late
-
-
-def test_sleeps_that_last_too_long_are_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(late=0.03)
-    monkeypatch.setattr(sleeping, "time", clock)
-    sleeper = Sleeper()
-    for told in [0.1, 0.01, 0.01, 0.01, 0.05] * 20:
-        sleeper.sleep(told)
-    assert 0.18 * 20 <= clock.now <= 0.18 * 20 + clock.late + 1e-9
-
-
-def _through_the_gate(rank: int, world: int, name: str) -> tuple[list[int], str]:
-    """How many had come when it opened, five times; then rank 1 leaves, and what the others see."""
-    gate, store, seen = Gate(name), dist.distributed_c10d._get_default_store(), []
-    for _ in range(5):
-        time.sleep(0.02 * (rank == 1))
-        store.add("came", 1)
-        gate.meet()
-        seen.append(store.add("came", 0))
-    if rank != 1:
-        try:
-            gate.meet()
-        except ConnectionError as error:
-            return seen, f"{type(error).__name__}: {error}"
-    gate.close()
-    return seen, "left"
-
-
-@pytest.mark.slow
-def test_nobody_passes_the_gate_before_all_have_come_and_it_holds_nobody_when_one_has_left() -> None:
-    came, ended = zip(*ranks.run(_through_the_gate, 3, uuid.uuid4().hex), strict=True)
-    assert all(count >= 3 * (turn + 1) for seen in came for turn, count in enumerate(seen))
-    assert ended[1] == "left"
-    assert "a peer has left" in ended[0]
-    assert ended[2] != "left"  # a closed connection, whether it read or wrote
-
-
-# ---------------------------------------------------------------------- a real run
 
 
 def _tiny(rank: int, world: int, cells: list[Cell], name: str) -> tuple[list[Ran], Costs]:
@@ -118,9 +62,6 @@ def test_a_real_run_sleeps_every_sample_once_in_every_way() -> None:
     # Ranks are in turn: no two minibatches overlap.
     for ran, _ in of_ranks:
         assert all(a.end_s <= b.start_s for a, b in pairwise(ran))
-
-
-# ---------------------------------------------------------------------- what is made of it
 
 
 def test_the_simulator_and_the_bounds_of_a_case_done_by_hand() -> None:

@@ -311,7 +311,7 @@ def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: s
     ],
 )
 def test_killed_at_the_start(call: str, victim: int, where: str) -> None:
-    """Before ranks share memory, in which they see who is alive. A rank that looks late may see that others ended too."""
+    """Before ranks share memory, in which they see who is alive. A late rank may see that others ended too."""
     with ranks.start(_killed_at_the_start, 3, call, victim, where) as job:
         outcomes = job.wait_for([rank for rank in range(3) if rank != victim])
     for outcome in outcomes:

@@ -71,11 +71,6 @@ def test_candidates_fit(operator: str, element_bytes: int, arch: int) -> None:
             assert getattr(tile, DIMENSIONS[operator][0]) >= 64
 
 
-def test_candidates_of_an_unknown_operator() -> None:
-    with pytest.raises(ValueError, match="known are linear, linear_dx"):
-        candidates("conv", element_bytes=2, arch=90)
-
-
 # What triton 3.7.1 allots, in bytes, and whether the code had spills or too much shared memory.
 COMPILED = [
     ("linear", LinearTile(), 2, {80: 32768, 90: 49152, 100: 49168, 120: 32768}),
@@ -221,28 +216,6 @@ def test_more_bytes_are_never_faster(operator: str, problem: Problem, chip: Chip
     assert before.hbm_bytes <= after.hbm_bytes
     assert before.link_bytes <= after.link_bytes
     assert before.seconds <= after.seconds
-
-
-@given(operators, problems, chips, st.integers(1, 200))
-def test_more_multiprocessors_are_never_slower(operator: str, problem: Problem, chip: Chip, more: int) -> None:
-    tile = some_tile(operator)
-    larger = replace(chip, sms=chip.sms + more)
-    assert predict(operator, tile, problem, larger).seconds <= predict(operator, tile, problem, chip).seconds
-
-
-@given(problems, st.integers(1, 20))
-def test_direct_reads_the_link_once_per_block_of_tokens(problem: Problem, blocks: int) -> None:
-    problem = replace(problem, tokens=blocks * LINEAR.t)
-    once = predict("linear_staged", LINEAR, problem, H200).link_bytes
-    for operator in ("linear", "linear_dx"):
-        assert predict(operator, LINEAR, problem, H200).link_bytes == blocks * once
-
-
-@given(problems)
-def test_rows_are_owned_once(problem: Problem) -> None:
-    assert sum(problem.owned_rows) == problem.rows
-    assert len(problem.owned_rows) == problem.world
-    assert problem.owned_rows[0] == problem.own_rows
 
 
 def test_staged_wins_where_there_are_many_tokens() -> None:
