@@ -16,8 +16,7 @@ from odc_triton import MinibatchFailed, fully_shard, minibatch, replace_layers
 from tests.support import ranks
 from tests.support.models import build
 
-BACKENDS = pytest.mark.parametrize("backend", ["cpu", "cpu-apart"])
-CHOICES = pytest.mark.parametrize("choice", ["auto", "eager/direct/fused"])
+PLACES = pytest.mark.parametrize(("choice", "backend"), [("auto", "cpu"), ("eager/direct/fused", "cpu-apart")])
 
 
 @dataclass
@@ -85,8 +84,7 @@ def _same(got: dict[str, torch.Tensor | None], want: dict[str, torch.Tensor | No
             torch.testing.assert_close(got[name], gradient, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@BACKENDS
-@CHOICES
+@PLACES
 @pytest.mark.parametrize("use", USES)
 def test_weights_that_are_read_elsewhere_too(use: str, choice: str, backend: str) -> None:
     ids, models = torch.tensor([[1, 4, 4, 9]]), []
@@ -115,8 +113,7 @@ def test_what_is_known_without_reading(monkeypatch: pytest.MonkeyPatch) -> None:
         assert reads == expected
 
 
-@BACKENDS
-@CHOICES
+@PLACES
 def test_unshard_gives_them_memory(choice: str, backend: str) -> None:
     model = Model(USES["shape"])
     want = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -129,8 +126,7 @@ def test_unshard_gives_them_memory(choice: str, backend: str) -> None:
     assert all(torch.equal(value, want[name]) for name, value in got.items())
 
 
-@BACKENDS
-@CHOICES
+@PLACES
 @pytest.mark.parametrize("wrap", [parametrizations.weight_norm, parametrizations.spectral_norm, nn.utils.weight_norm])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 def test_weights_that_are_computed(wrap: Callable, choice: str, backend: str) -> None:
@@ -162,8 +158,7 @@ class Hiding(nn.Module):
         return [second.sum() + self.blocks[0].inner + self.blocks[1].inner]
 
 
-@BACKENDS
-@CHOICES
+@PLACES
 def test_a_backward_that_the_unit_does_not_hear_of(choice: str, backend: str) -> None:
     """Blocks whose outputs nobody can watch: their weights may have been let go of when their backward comes."""
     models = []

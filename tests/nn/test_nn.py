@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from odc_triton import OdcError, fully_shard, minibatch, replace_layers, verify
 from odc_triton.nn import Attention, Embedding, Linear, LMHead
-from tests.support import ranks, slow
+from tests.support import ranks
 from tests.support.peak_memory import peak_bytes
 
 DIRECT = "eager/direct/fused"
@@ -96,8 +96,6 @@ def _own_model(rank: int, world: int, backend: str, choice: str) -> None:
     [
         (2, "cpu-apart", CHOICES),
         (3, "cpu", ("auto", DIRECT)),
-        (3, "cpu-interpreter", ("auto",)),
-        slow(3, "cpu-interpreter", ("triton/direct/fused",)),
     ],
 )
 def test_ones_own_model(world: int, backend: str, choices: tuple[str, ...]) -> None:
