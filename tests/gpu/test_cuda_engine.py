@@ -8,82 +8,27 @@ from torch import nn
 
 from tests.gpu.marks import MARKS, ONE_GPU, take_gpu
 from tests.support import ranks
-from tests.support.models import CASES, build, microbatches
-from tests.support.parity import DEALS, REPLACING, SIZES, TRANSFORMS, relative, whole_model_error
+from tests.support.parity import REPLACING, SIZES, relative, sharded, unsharded_as, whole_model_error
 
 pytestmark = MARKS
 STEPS = 10
 STEADY = 3  # minibatches after which memory stays as it is: libraries make workspaces in the first ones
 
 
-def _batches(name: str, step: int) -> list[tuple]:
-    return [tuple(value.cuda() for value in batch) for batch in microbatches(name, SIZES, seed=step)]
-
-
-def _unsharded(name: str, transform: str) -> tuple[dict, dict, list[float]]:
-    case, model = CASES[name], build(name)
-    if transform not in REPLACING:
-        TRANSFORMS[transform](model)
-    model.cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first, losses = {}, []
-    for step in range(STEPS):
-        batches = _batches(name, step)
-        total = sum(case.count(batch) for batch in batches)
-        losses.append(0.0)
-        for batch in batches:
-            loss = case.loss(model, batch) / total
-            loss.backward()
-            losses[-1] += loss.item()
-        if step == 0:
-            first = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
-    return first, {key: p.detach().clone() for key, p in model.named_parameters()}, losses
-
-
-def _sharded(rank: int, world: int, name: str, transform: str, style: str) -> tuple[dict, dict, list[float]]:
-    """Gradient shards of the first minibatch, whole weights at the end, this rank's share of the losses."""
-    from odc_triton import full_parameters, fully_shard, minibatch
-
-    case, model = CASES[name], build(name)
-    TRANSFORMS[transform](model)
-    if style == "bottom-up":
-        for block in model.model.layers:
-            fully_shard(block, backend="cuda")
-    model = fully_shard(model, backend="cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    first, losses = {}, []
-    for step in range(STEPS):
-        batches = _batches(name, step)
-        mine = [batches[index] for index in DEALS[world][rank]]
-        losses.append(0.0)
-        with minibatch(model, tokens=sum(case.count(batch) for batch in mine)) as mb:
-            for batch in mine:
-                loss = case.loss(model, batch) / mb.tokens
-                loss.backward()
-                losses[-1] += loss.item()
-        if step == 0:
-            first = {key: p.grad.to_local().clone() for key, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-    return first, dict(full_parameters(model)), losses
-
-
 def _differences(
     rank: int, world: int, name: str, transform: str, style: str, one_gpu: bool
 ) -> tuple[dict, dict, list[float], list[float]]:
-    from odc_triton.comm.layout import shard_rows
-
+    """Of the first gradients and of the weights at the end; this rank's share of the losses, and all of them."""
     take_gpu(rank, one_gpu=one_gpu)
-    want_first, want, want_losses = _unsharded(name, transform)
-    first, weights, losses = _sharded(rank, world, name, transform, style)
+    kept = () if transform in REPLACING else (transform,)
+    want_first, want, _, want_losses = unsharded_as(name, STEPS, kept, tuple(SIZES), "cuda")
+    run = [(name, transform)]
+    ((first, weights, _, losses),) = sharded(
+        rank, world, run, STEPS, "plain", style, "cuda", False, tuple(SIZES), device="cuda"
+    )
     assert first.keys() == want_first.keys()
     assert weights.keys() == want.keys()
-    gradients = {}
-    for key, gradient in want_first.items():
-        rows = slice(*shard_rows(gradient.shape[0], world, rank)) if gradient.ndim else ...
-        if gradient[rows].numel():
-            gradients[key] = relative(first[key], gradient[rows])
+    gradients = {key: relative(first[key], gradient) for key, gradient in want_first.items() if gradient.numel()}
     of_weights = {key: relative(weights[key], want[key]) for key in want if want[key].numel()}
     of_weights["all together"] = whole_model_error(weights, want)
     return gradients, of_weights, losses, want_losses

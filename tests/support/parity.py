@@ -54,18 +54,20 @@ Trained = tuple[dict, dict, list[float], list[float]]
 
 def unsharded(name: str, steps: int) -> tuple[dict, dict, list[float]]:
     """By plain torch in this process: `Trained` without losses."""
-    return _unsharded(name, steps, (), tuple(SIZES))[:3]
+    return unsharded_as(name, steps, (), tuple(SIZES))[:3]
 
 
 @functools.cache
-def _unsharded(name: str, steps: int, transforms: tuple[str, ...], sizes: tuple[int, ...]) -> Trained:
+def unsharded_as(
+    name: str, steps: int, transforms: tuple[str, ...], sizes: tuple[int, ...], device: str = "cpu"
+) -> Trained:
     torch.set_num_threads(1)
     case = ALL_CASES[name]
-    model = transformed(name, transforms)
+    model = transformed(name, transforms).to(device)
     optimizer = _optimizer(model, "plain")
     first, norms, losses = {}, [], []
     for step in range(steps):
-        batches = microbatches(name, sizes, seed=step)
+        batches = _batches(name, sizes, step, device)
         total = sum(case.count(batch) for batch in batches)
         losses.append(0.0)
         for batch in batches:
@@ -80,7 +82,11 @@ def _unsharded(name: str, steps: int, transforms: tuple[str, ...], sizes: tuple[
     return first, {key: p.detach().clone() for key, p in model.named_parameters()}, norms, losses
 
 
-def _sharded(
+def _batches(name: str, sizes: Sequence[int], step: int, device: str) -> list[tuple]:
+    return [tuple(value.to(device) for value in batch) for batch in microbatches(name, sizes, seed=step)]
+
+
+def sharded(
     rank: int,
     world: int,
     runs: Sequence[tuple[str, str]],
@@ -90,7 +96,8 @@ def _sharded(
     backend: str,
     exact: bool,
     sizes: tuple[int, ...],
-    shape: tuple[int, ...],
+    shape: tuple[int, ...] = (),
+    device: str = "cpu",
 ) -> list[Trained]:
     """Each run's. Rank 1 alone evaluates after the fifth step."""
     found, mesh = [], mesh_of(shape) if shape else None
@@ -103,7 +110,7 @@ def _sharded(
         optimizer = _optimizer(model, kind)
         first, norms, losses = {}, [], []
         for step in range(steps):
-            batches = microbatches(name, sizes, seed=step)
+            batches = _batches(name, sizes, step, device)
             mine = [batches[index] for index in DEALS[world][rank] if index < len(batches)]
             optimizer.zero_grad()
 
@@ -245,10 +252,10 @@ def compare_each(
 ) -> None:
     """As `compare`, of many (name, transform) in one launch of ranks."""
     sizes = tuple(sizes)
-    trained = ranks.run(_sharded, world, runs, steps, kind, style, backend, exact, sizes, shape)
+    trained = ranks.run(sharded, world, runs, steps, kind, style, backend, exact, sizes, shape)
     for (name, transform), *of_ranks in zip(runs, *trained, strict=True):
         kept = tuple(each for each in transform.split("+") if each not in REPLACING)
-        _assert_alike(f"{name}, {transform}", of_ranks, _unsharded(name, steps, kept, sizes))
+        _assert_alike(f"{name}, {transform}", of_ranks, unsharded_as(name, steps, kept, sizes))
 
 
 def _assert_alike(run: str, of_ranks: list[Trained], plain: Trained) -> None:

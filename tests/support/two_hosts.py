@@ -80,7 +80,7 @@ def be_rank(folder: str) -> None:
 
     from odc_triton import OdcError, fully_shard, minibatch
     from odc_triton.engine.api import engine_of
-    from tests.support.parity import SIZES, _sharded
+    from tests.support.parity import SIZES, sharded
     from tests.support.replicas import Rows, mesh_of
 
     torch.set_num_threads(1)
@@ -93,7 +93,7 @@ def be_rank(folder: str) -> None:
         seen["one dimension"] = str(error)
     grid = engine_of(fully_shard(Rows(), timeout=timedelta(seconds=LONG_S))).grid
     seen["without a mesh"] = grid.replicas, grid.twins
-    (seen["trained"],) = _sharded(
+    (seen["trained"],) = sharded(
         rank, 4, [("conv", "none")], STEPS, "fused", "root", "cpu", False, tuple(SIZES), (2, 2)
     )
     model = fully_shard(Rows(), mesh=mesh_of((2, 2)), timeout=timedelta(seconds=LONG_S))
