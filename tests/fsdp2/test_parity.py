@@ -45,15 +45,10 @@ CASES = [
     Case(name="branches", backend="cpu-interpreter", world=2),
     Case(name="branches", world=4, options={"reshard_after_forward": 2}),
     # The rest of the matrix.
-    Case(name="qwen2", layout="titan", world=1, evaluates=True, slow=True),
-    Case(name="qwen2", transform="frozen", layout="titan", kind="adamw", slow=True),
     Case(name="qwen2", layout="titan", options=KEEP, evaluates=True, slow=True),
-    Case(name="qwen2", layout="columns", world=2, slow=True),
     Case(name="qwen2", layout="columns", world=4, replicas=2, kind="adamw", slow=True),
     Case(name="branches", world=1, slow=True),
     Case(name="qwen3-moe", kind="adamw", backend="cpu-apart", slow=True),
-    Case(name="qwen2", transform="lora", kind="adamw", backend="cpu-apart", slow=True),
-    Case(name="branches", world=4, replicas=2, backend="cpu-apart", evaluates=True, slow=True),
 ]
 
 

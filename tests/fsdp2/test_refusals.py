@@ -20,21 +20,8 @@ from tests.support.deadlines import LONG_S
 from tests.support.refusals import caught
 
 
-def _hooked() -> nn.Module:
-    model = sharded()
-    model.blocks[0].set_all_reduce_hook(lambda gradient: None)
-    return model
-
-
-def _with_own_comm() -> nn.Module:
-    model = sharded()
-    model.blocks[1].set_custom_all_gather(object())
-    return model
-
-
-def _accumulating() -> nn.Module:
-    model = sharded()
-    model.set_requires_gradient_sync(False)
+def _changed(change: Callable[[nn.Module], object]) -> nn.Module:
+    change(model := sharded())
     return model
 
 
@@ -43,16 +30,6 @@ def _on_meta() -> nn.Module:
         model = Branches()
     LAYOUTS["blocks"](model)
     return model
-
-
-def _two_factors() -> nn.Module:
-    model = sharded()
-    model.set_gradient_divide_factor(3.0)
-    return model
-
-
-def _offloaded() -> nn.Module:
-    return sharded(offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def _float8() -> nn.Module:
@@ -77,16 +54,6 @@ def _two_meshes() -> nn.Module:
     return model
 
 
-def _own_allocator() -> nn.Module:
-    model = sharded()
-    model.set_allocate_memory_from_process_group_for_comm(True)
-    return model
-
-
-def _replicated_only() -> nn.Module:
-    return sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
-
-
 def _tensor_parallel() -> nn.Module:
     mesh, model = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), Branches()
     parallelize_module(model.blocks[0].ways["odd"], mesh["tp"], ColwiseParallel())
@@ -97,19 +64,37 @@ def _tensor_parallel() -> nn.Module:
 REFUSED = [
     (lambda: nn.Linear(2, 2), "TypeError: Linear is not sharded by torch's fully_shard: call it on the model"),
     (lambda: "model", "TypeError: use_odc takes an nn.Module, not a str"),
-    (_hooked, "NotImplementedError: unit blocks.0 has an all-reduce hook"),
-    (_with_own_comm, "NotImplementedError: unit blocks.1 communicates by object: leave out set_custom_all_gather"),
-    (_accumulating, "NotImplementedError: set_requires_gradient_sync(False) on unit the root"),
+    (
+        lambda: _changed(lambda model: model.blocks[0].set_all_reduce_hook(lambda gradient: None)),
+        "NotImplementedError: unit blocks.0 has an all-reduce hook",
+    ),
+    (
+        lambda: _changed(lambda model: model.blocks[1].set_custom_all_gather(object())),
+        "NotImplementedError: unit blocks.1 communicates by object: leave out set_custom_all_gather",
+    ),
+    (
+        lambda: _changed(lambda model: model.set_requires_gradient_sync(False)),
+        "NotImplementedError: set_requires_gradient_sync(False) on unit the root",
+    ),
     (_on_meta, "ValueError: head.weight is on the meta device: call to_empty"),
-    (_two_factors, "ValueError: units have different gradient divide factors, ['3.0', 'None']: give divide_factor"),
-    (_offloaded, "NotImplementedError: head.weight is offloaded to the CPU: leave out offload_policy"),
+    (
+        lambda: _changed(lambda model: model.set_gradient_divide_factor(3.0)),
+        "ValueError: units have different gradient divide factors, ['3.0', 'None']: give divide_factor",
+    ),
+    (
+        lambda: sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
+        "NotImplementedError: head.weight is offloaded to the CPU: leave out offload_policy",
+    ),
     (_float8, "NotImplementedError: head.weight can't be gathered without the other ranks: its fsdp_pre_all_gather"),
     (_two_meshes, "on 2 meshes"),
     (
-        _own_allocator,
+        lambda: _changed(lambda model: model.set_allocate_memory_from_process_group_for_comm(True)),
         "leave out set_custom_all_gather, set_custom_reduce_scatter, set_allocate_memory_from_process_group",
     ),
-    (_replicated_only, "is replicated over 2 ranks and split over one: shard over at least two ranks"),
+    (
+        lambda: sharded(mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))),
+        "is replicated over 2 ranks and split over one: shard over at least two ranks",
+    ),
     (_tensor_parallel, "Tensor and expert parallelism can't be combined with on-demand communication"),
 ]
 
@@ -122,6 +107,14 @@ def test_refused_by_name() -> None:
     for messages in ranks.run(_refusals, 2):
         for message, (_, wanted) in zip(messages, REFUSED, strict=True):
             assert wanted in message
+
+
+def _then_trained(change: Callable[[nn.Module], object]) -> Callable[[nn.Module], None]:
+    def misuse(model: nn.Module) -> None:
+        change(model)
+        train(model, [])
+
+    return misuse
 
 
 def _step_inside(model: nn.Module) -> None:
@@ -148,11 +141,6 @@ def _no_sync_in_the_backward(model: nn.Module) -> None:
         loss.backward()
 
 
-def _freeze(model: nn.Module) -> None:
-    model.head.weight.requires_grad_(False)
-    train(model, [])
-
-
 def _written_inside(write: Callable[[nn.Parameter], object], model: nn.Module) -> None:
     """Between two microbatches. FSDP2's ranks are at the same microbatch then; here a peer may be at another."""
     weight = model.head.weight
@@ -161,12 +149,6 @@ def _written_inside(write: Callable[[nn.Parameter], object], model: nn.Module) -
         with torch.no_grad():
             write(weight)
         model(torch.ones(3, 6)).sum().backward()
-
-
-def _converted_late(model: nn.Module) -> None:
-    rows = model.head.weight._local_tensor
-    rows.fsdp_pre_all_gather = rows.fsdp_post_all_gather = None
-    train(model, [])
 
 
 def _steps_on_one(model: nn.Module) -> None:
@@ -183,11 +165,6 @@ def _replaced(model: nn.Module) -> None:
     train(model, [])
 
 
-def _other_factor(model: nn.Module) -> None:
-    model.set_gradient_divide_factor(2.0)
-    train(model, [])
-
-
 def _deterministic(model: nn.Module) -> None:
     torch.use_deterministic_algorithms(True)
     try:
@@ -196,26 +173,16 @@ def _deterministic(model: nn.Module) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-def _split(model: nn.Module) -> None:
-    with minibatch(model, split=object()):
-        pass
-
-
-def _enable_split(model: nn.Module) -> None:
-    enable_split(model, tokens=64)
-
-
-def _again(model: nn.Module) -> None:
-    use_odc(model)
-
-
 MISUSED = [
     (_step_inside, "optimizer step inside a minibatch"),
     (_clip_inside, "p.grad inside a minibatch"),
     (lambda model: model(torch.ones(3, 6)).sum().backward(), "backward outside of a minibatch: put it into `with"),
     (_no_sync, "Inside a minibatch every backward adds to the owners' shards"),
     (_no_sync_in_the_backward, "set_requires_gradient_sync(False) on unit"),
-    (_freeze, "head.weight was frozen after use_odc: choose what trains before use_odc"),
+    (
+        _then_trained(lambda model: model.head.weight.requires_grad_(False)),
+        "head.weight was frozen after use_odc: choose what trains before use_odc",
+    ),
     *[
         (partial(_written_inside, write), "RuntimeError: head.weight was written inside a minibatch, while peers")
         for write in (
@@ -227,12 +194,21 @@ MISUSED = [
     ],
     (_replaced, "head.weight was replaced after use_odc by a DTensor of [5, 6] in torch.float32: assign a DTensor of"),
     (_steps_on_one, "RanksDiffer: "),
-    (_converted_late, "fsdp_pre_all_gather of head.weight came or went after use_odc: define it before"),
-    (_other_factor, "set_gradient_divide_factor(2.0) came after use_odc: give it to use_odc"),
+    (
+        _then_trained(lambda model: setattr(model.head.weight._local_tensor, "fsdp_pre_all_gather", None)),
+        "fsdp_pre_all_gather of head.weight came or went after use_odc: define it before",
+    ),
+    (
+        _then_trained(lambda model: model.set_gradient_divide_factor(2.0)),
+        "set_gradient_divide_factor(2.0) came after use_odc: give it to use_odc",
+    ),
     (_deterministic, "for exact sums shard it by odc_triton.fully_shard(model, exact=True)"),
-    (_split, "this minibatch splits sequences, and the model is one of torch's fully_shard"),
-    (_enable_split, "needs a model of odc_triton.fully_shard"),
-    (_again, "ValueError: FSDPBranches trains by on-demand communication already: call use_odc once"),
+    (
+        lambda model: minibatch(model, split=object()).__enter__(),
+        "this minibatch splits sequences, and the model is one of torch's fully_shard",
+    ),
+    (partial(enable_split, tokens=64), "needs a model of odc_triton.fully_shard"),
+    (use_odc, "ValueError: FSDPBranches trains by on-demand communication already: call use_odc once"),
 ]
 
 

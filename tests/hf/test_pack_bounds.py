@@ -11,7 +11,7 @@ from torch import nn
 
 from odc_triton import hf
 from odc_triton.balance.collate import pack_collate, to_device
-from tests.hf.test_attention import LENGTHS, MODELS, build, grads
+from tests.hf.test_attention import LENGTHS, build, grads
 
 SHAPES = [LENGTHS, (24,), (1, 1, 1), (1, 30, 1)]
 
@@ -42,7 +42,7 @@ def _assert_same(model: nn.Module, pack: dict[str, Any], other: dict[str, Any]) 
         assert torch.equal(gradients[name], gradient), name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["Qwen2", "Qwen2, windows", "Gemma3", "GPT2", "GptOss"])
 def test_bitwise_the_same_with_and_without_bounds(name: str) -> None:
     model, pack = build(name), _pack((13,))
     assert "attention_mask" not in hf.model_inputs(pack, model)  # a single document needs no packing

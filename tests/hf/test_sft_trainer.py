@@ -60,7 +60,7 @@ def _train(rank: int, world: int, folder: str, changes: dict[str, Any], plain: b
     return {"logs": trainer.state.log_history, "weights": {name: value.detach() for name, value in weights.items()}}
 
 
-@pytest.mark.parametrize("changes", [{}, slow({"loss_type": "dft"}), slow({"label_smoothing_factor": 0.1})], ids=str)
+@pytest.mark.parametrize("changes", [{}, slow({"loss_type": "dft"})], ids=str)
 def test_as_trl(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Losses, metrics and weights."""
     results = ranks.run(_train, 2, str(tmp_path / "odc"), changes)

@@ -133,15 +133,6 @@ def test_argument_over_variable_over_table(argument: tuple, variable: tuple) -> 
         assert got == (want[0] == "triton")
 
 
-def test_the_variable_is_read_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for words in ("direct", "staged", "linear=triton/direct", ""):
-        monkeypatch.setenv("ODC_OPERATORS", words)
-        found.append(choose("linear", **PLACE))
-    wanted = ["eager/direct/split", "eager/staged/split", "triton/direct/split", "eager/gathered/split"]
-    assert found == [_choice(words) for words in wanted]
-
-
 OWN = _entry("linear", "triton/direct/fused", device_type="cuda", shape=(8, 4), tokens=16)
 
 
