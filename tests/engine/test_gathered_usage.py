@@ -43,8 +43,8 @@ class Net(nn.Module):
         return self.head(self.body(self.stem(x)))
 
 
-def _data(number: int, rank: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(number + 1000 * rank)
+def _data(number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(number)
     return torch.randn(5, 6, generator=generator).to(DEVICE)
 
 
@@ -52,17 +52,17 @@ def _loss(y: torch.Tensor) -> torch.Tensor:
     return y.square().sum() / 10
 
 
-def _simple(model: nn.Module, number: int, rank: int) -> torch.Tensor:
-    _loss(y := model(_data(number, rank))).backward()
+def _simple(model: nn.Module, number: int) -> torch.Tensor:
+    _loss(y := model(_data(number))).backward()
     return y
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`microbatch(model, number, rank)` runs forward and backward; `inner(model)` are units sharded before the root."""
+    """`microbatch(model, number)` runs forward and backward; `inner(model)` are units sharded before the root."""
 
     build: Callable[[], nn.Module] = Net
-    microbatch: Callable[[nn.Module, int, int], torch.Tensor] = _simple
+    microbatch: Callable[[nn.Module, int], torch.Tensor] = _simple
     inner: Callable[[nn.Module], list[nn.Module]] = lambda model: []
     prepare: Callable[[nn.Module], None] = lambda model: None
 
@@ -76,18 +76,16 @@ def _shard(case: Case) -> nn.Module:
     return model
 
 
-def _train(model: nn.Module, case: Case, of_ranks: list[int]) -> tuple[list, list[dict], list[list[str]]]:
-    """Outputs, gradients per step, and what was left filled after a step."""
+def _train(model: nn.Module, case: Case) -> tuple[list, list[dict], list[list[str]]]:
+    """Outputs, gradients per step, and what was left filled after a microbatch."""
     sharded = is_sharded(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     outputs, gradients, left = [], [], []
     for step in range(STEPS):
         with minibatch(model, tokens=1) if sharded else contextlib.nullcontext():
-            for rank in of_ranks:
-                for micro in range(MICROBATCHES):
-                    y = case.microbatch(model, MICROBATCHES * step + micro, rank)
-                    outputs.append((rank, y.detach().clone().cpu()))
-                    left.append(filled(model) if sharded else [])
+            for micro in range(MICROBATCHES):
+                outputs.append(case.microbatch(model, MICROBATCHES * step + micro).detach().clone())
+                left.append(filled(model) if sharded else [])
         found = {name: p.grad for name, p in model.named_parameters()}
         if sharded:
             found = {name: None if grad is None else grad.full_tensor() for name, grad in found.items()}
@@ -97,24 +95,16 @@ def _train(model: nn.Module, case: Case, of_ranks: list[int]) -> tuple[list, lis
     return outputs, gradients, left
 
 
-def _train_rank(rank: int, world: int, name: str) -> tuple:
-    return _train(_shard(CASES[name]), CASES[name], [rank])
-
-
-def _compare(case: Case, results: list[tuple]) -> None:
-    want_outputs, want_gradients, _ = _train(case.build().to(DEVICE), case, list(range(len(results))))
-    for rank, (outputs, gradients, left) in enumerate(results):
-        assert not any(left), f"rank {rank} left whole parameters behind: {left}"
-        # The same operations in fp32; gradients of several microbatches and ranks are summed in another order.
-        for (_, got), want in zip(outputs, [y for of, y in want_outputs if of == rank], strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-        for got_step, want_step in zip(gradients, want_gradients, strict=True):
-            for name, want in want_step.items():
-                assert (got_step[name] is None) == (want is None), name
-                if want is not None:
-                    torch.testing.assert_close(
-                        got_step[name], want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
-                    )
+def _compare(case: Case, outputs: list, gradients: list[dict], left: list[list[str]]) -> None:
+    want_outputs, want_gradients, _ = _train(case.build().to(DEVICE), case)
+    assert not any(left), f"whole parameters were left behind: {left}"
+    # The same operations in fp32; gradients of several microbatches are summed in another order.
+    torch.testing.assert_close(outputs, want_outputs, rtol=1e-4, atol=1e-5)
+    for got, wanted in zip(gradients, want_gradients, strict=True):
+        for name, want in wanted.items():
+            assert (got[name] is None) == (want is None), name
+            if want is not None:
+                torch.testing.assert_close(got[name], want, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 class Outer(nn.Module):
@@ -132,9 +122,9 @@ def _outer_and_inner(model: nn.Module) -> list[nn.Module]:
     return [unit for block in model.blocks for unit in (block.inner, block)]
 
 
-def _later_inner(model: nn.Module, number: int, rank: int) -> torch.Tensor:
+def _later_inner(model: nn.Module, number: int) -> torch.Tensor:
     model.blocks[0].skip = number == 0
-    return _simple(model, number, rank)
+    return _simple(model, number)
 
 
 class Low(nn.Module):
@@ -156,19 +146,19 @@ def _lora() -> nn.Module:
     return model
 
 
-def _evaluations_between(model: nn.Module, number: int, rank: int) -> torch.Tensor:
-    y = model(_data(number, rank))
+def _evaluations_between(model: nn.Module, number: int) -> torch.Tensor:
+    y = model(_data(number))
     with torch.no_grad():
-        reference = model(_data(number + 50, rank))
+        reference = model(_data(number + 50))
     with torch.inference_mode():
-        model(_data(number, rank))
+        model(_data(number))
     _loss(y - reference).backward()
     return y
 
 
-def _checkpointed(model: nn.Module, number: int, rank: int, *, how: str, **kind: bool) -> torch.Tensor:
+def _checkpointed(model: nn.Module, number: int, *, how: str, **kind: bool) -> torch.Tensor:
     if how == "model":
-        _loss(y := checkpoint(model, _data(number, rank).requires_grad_(), **kind)).backward()
+        _loss(y := checkpoint(model, _data(number).requires_grad_(), **kind)).backward()
         return y
     first = 1 if how == "blocks" else 2  # how many blocks in the first part
 
@@ -176,7 +166,7 @@ def _checkpointed(model: nn.Module, number: int, rank: int, *, how: str, **kind:
         return part(start + 1, stop, model.blocks[start](x)) if start < stop else x
 
     model.body = lambda x: checkpoint(partial(part, first, 3), checkpoint(partial(part, 0, first), x, **kind), **kind)
-    return _simple(model, number, rank)
+    return _simple(model, number)
 
 
 def _compile(model: nn.Module) -> None:
@@ -202,8 +192,8 @@ CASES = {
 }
 
 
-def _two_forwards(model: nn.Module, number: int, rank: int) -> torch.Tensor:
-    chosen, rejected = model(_data(number, rank)), model(_data(number + 50, rank))
+def _two_forwards(model: nn.Module, number: int) -> torch.Tensor:
+    chosen, rejected = model(_data(number)), model(_data(number + 50))
     _loss(chosen * rejected).backward()
     return chosen
 
@@ -215,8 +205,8 @@ class Method(Net):
         return _loss(self(x))
 
 
-def _method(model: nn.Module, number: int, rank: int) -> torch.Tensor:
-    (loss := model.loss(_data(number, rank))).backward()
+def _method(model: nn.Module, number: int) -> torch.Tensor:
+    (loss := model.loss(_data(number))).backward()
     return loss
 
 
@@ -267,12 +257,7 @@ CASES |= {
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("name", CASES)
 def test_as_plain_torch(name: str) -> None:
-    _compare(CASES[name], [_train(_shard(CASES[name]), CASES[name], [0])])
-
-
-@pytest.mark.parametrize("name", ["nested", "lora", "checkpoint segment reentrant"])
-def test_as_plain_torch_on_two_ranks(name: str) -> None:
-    _compare(CASES[name], ranks.run(_train_rank, 2, name))
+    _compare(CASES[name], *_train(_shard(CASES[name]), CASES[name]))
 
 
 @pytest.mark.parametrize("how", ["forward", "backward", "caught"])
@@ -289,15 +274,15 @@ def test_an_exception_leaves_nothing_whole(how: str) -> None:
     def failing() -> None:
         with minibatch(model, tokens=1):
             with contextlib.suppress(ArithmeticError) if how == "caught" else contextlib.nullcontext():
-                _simple(model, 0, 0)
+                _simple(model, 0)
             hook.remove()
-            _simple(model, 0, 0)
+            _simple(model, 0)
 
     with pytest.raises(RuntimeError, match="minibatch 0 failed"):
         failing()
     hook.remove()
     assert filled(model) == []
-    _compare(case, [_train(model, case, [0])])
+    _compare(case, *_train(model, case))
 
 
 def test_values_written_before_a_minibatch_are_read() -> None:
@@ -340,7 +325,7 @@ def test_one_unit_and_the_next_are_whole_in_a_backward(build: Callable[[], nn.Mo
         block.up.register_full_backward_pre_hook(lambda *_: seen.append(filled(model)))
     with minibatch(model):
         for number in range(2):
-            _simple(model, number, 0)
+            _simple(model, number)
     assert max(map(len, seen)) == 3, seen
 
 
@@ -372,8 +357,8 @@ class Prompted(Net):
 
 def _prompted(rank: int, world: int) -> tuple:
     case = Case(build=Prompted, inner=lambda model: [model.prompt, *model.blocks])
-    return _train(_shard(case), case, [rank])
+    return _train(_shard(case), case)
 
 
 def test_a_view_of_a_parameter_as_output() -> None:
-    _compare(Case(build=Prompted), ranks.run(_prompted, 1))  # in a process of its own: it may die
+    _compare(Case(build=Prompted), *ranks.run(_prompted, 1)[0])  # in a process of its own: it may die

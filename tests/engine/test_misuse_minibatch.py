@@ -29,63 +29,53 @@ def _calls(rank: int, world: int) -> dict[str, str]:
         model = fully_shard(net(), **options)
         return model, torch.optim.AdamW(model.parameters(), lr=0.1)
 
-    def step_inside() -> None:
-        model, optimizer = fresh()
-        with minibatch(model):
-            model(x).sum().backward()
-            optimizer.step()
+    def inside(action: Callable[[nn.Module, torch.optim.Optimizer], object]) -> Callable[[], None]:
+        """`action` in a minibatch of a new model."""
 
-    def step_of_a_part_inside() -> None:
-        model, _ = fresh()
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-        with minibatch(model):
-            optimizer.step()  # nothing of ours: fine
-            optimizer.add_param_group({"params": list(model[2].parameters())})
-            optimizer.step()
-
-    def backward_outside() -> None:
-        model, _ = fresh()
-        model(x).sum().backward()
-
-    def backward_after() -> None:
-        model, _ = fresh()
-        with minibatch(model):
-            loss = model(x).sum()
-        loss.backward()
-
-    def backward_of_an_earlier_one() -> None:
-        model, optimizer = fresh()
-        with minibatch(model):
-            loss = model(x).sum()
-        optimizer.step()
-        with minibatch(model):
-            loss.backward()
-
-    def nested() -> None:
-        model, _ = fresh()
-        with minibatch(model):
+        def act() -> None:
+            model, optimizer = fresh()
             with minibatch(model):
-                pass
+                action(model, optimizer)
 
-    def publish_inside() -> None:
-        model, _ = fresh()
-        with minibatch(model):
-            publish(model)
+        return act
+
+    def begun_after(change: Callable[[nn.Module], object]) -> Callable[[], None]:
+        """A minibatch begins after `change` of a new model."""
+
+        def begin() -> None:
+            model, _ = fresh()
+            change(model)
+            begin_minibatch(model)
+
+        return begin
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    def step_of_a_part(model: nn.Module, _: torch.optim.Optimizer) -> None:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        optimizer.step()  # nothing of ours: fine
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        optimizer.step()
+
+    def backward_after(*, in_the_next: bool) -> Callable[[], None]:
+        def act() -> None:
+            model, optimizer = fresh()
+            with minibatch(model):
+                loss = model(x).sum()
+            if not in_the_next:
+                loss.backward()
+            optimizer.step()
+            with minibatch(model):
+                loss.backward()
+
+        return act
 
     def inside_a_forward() -> None:
         model, _ = fresh()
         model[1].register_forward_pre_hook(lambda *_: begin_minibatch(model))
         model(x)
-
-    def hook_later() -> None:
-        model, _ = fresh()
-        model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
-        begin_minibatch(model)
-
-    def optimizer_in_backward_later() -> None:
-        model, _ = fresh()
-        _apply_optimizer_in_backward(torch.optim.SGD, list(model.parameters()), {"lr": 0.1})
-        begin_minibatch(model)
 
     def thawed() -> None:
         model = net()
@@ -94,20 +84,17 @@ def _calls(rank: int, world: int) -> dict[str, str]:
         model[0].weight.requires_grad_(True)
         begin_minibatch(model)
 
-    def data_replaced() -> None:
-        model, _ = fresh()
+    def optimize_in_backward(model: nn.Module) -> None:
+        _apply_optimizer_in_backward(torch.optim.SGD, list(model.parameters()), {"lr": 0.1})
+
+    def replace_data(model: nn.Module) -> None:
         model[0].weight.data = model[0].weight.data.clone()
-        begin_minibatch(model)
 
-    def local_data_replaced() -> None:
-        model, _ = fresh()
+    def replace_local_data(model: nn.Module) -> None:
         model[0].weight._local_tensor.data = torch.zeros(6, 4)
-        begin_minibatch(model)
 
-    def parameter_replaced() -> None:
-        model, _ = fresh()
+    def replace_parameter(model: nn.Module) -> None:
         model[0].weight = nn.Parameter(torch.zeros(6, 4))
-        begin_minibatch(model)
 
     def functional_call() -> None:
         model, _ = fresh()
@@ -132,42 +119,35 @@ def _calls(rank: int, world: int) -> dict[str, str]:
         with minibatch(model):
             model(x).sum().backward()
 
-    def submodule_double() -> None:
-        model, _ = fresh()
-        model[0].double()
-        begin_minibatch(model)
-
-    def not_sharded() -> None:
-        begin_minibatch(net())
-
     model, _ = fresh()
-    return {
-        "step inside": caught(step_inside),
-        "step of a part inside": caught(step_of_a_part_inside),
-        "backward outside": caught(backward_outside),
-        "backward after": caught(backward_after),
-        "backward of an earlier one": caught(backward_of_an_earlier_one),
-        "nested": caught(nested),
-        "end without begin": caught(lambda: end_minibatch(model)),
-        "publish inside": caught(publish_inside),
-        "inside a forward": caught(inside_a_forward),
-        "hook later": caught(hook_later),
-        "optimizer in backward later": caught(optimizer_in_backward_later),
-        "thawed": caught(thawed),
-        "data replaced": caught(data_replaced),
-        "local data replaced": caught(local_data_replaced),
-        "parameter replaced": caught(parameter_replaced),
-        "functional_call": caught(functional_call),
-        "edited": caught(edited(lambda model: model[0].weight.mul_(2), then_forward=True)),
-        "local edited": caught(edited(lambda model: model[0].weight.to_local().mul_(2), then_forward=True)),
-        "edited last": caught(edited(lambda model: model[2].bias.zero_(), then_forward=False)),
-        "edited in a forward": caught(edited_in_a_forward),
-        "submodule.double": caught(submodule_double),
-        "deepcopy": caught(lambda: copy.deepcopy(nn.Sequential(model))),
-        "pickle": caught(lambda: torch.save(model, io.BytesIO())),
-        "divide factor": caught(lambda: model.set_gradient_divide_factor(0)),
-        "not sharded": caught(not_sharded),
+    actions = {
+        "step inside": inside(step),
+        "step of a part inside": inside(step_of_a_part),
+        "backward outside": lambda: model(x).sum().backward(),
+        "backward after": backward_after(in_the_next=False),
+        "backward of an earlier one": backward_after(in_the_next=True),
+        "nested": inside(lambda model, _: minibatch(model).__enter__()),
+        "end without begin": lambda: end_minibatch(model),
+        "publish inside": inside(lambda model, _: publish(model)),
+        "inside a forward": inside_a_forward,
+        "hook later": begun_after(lambda model: model[0].weight.register_post_accumulate_grad_hook(lambda _: None)),
+        "optimizer in backward later": begun_after(optimize_in_backward),
+        "thawed": thawed,
+        "data replaced": begun_after(replace_data),
+        "local data replaced": begun_after(replace_local_data),
+        "parameter replaced": begun_after(replace_parameter),
+        "functional_call": functional_call,
+        "edited": edited(lambda model: model[0].weight.mul_(2), then_forward=True),
+        "local edited": edited(lambda model: model[0].weight.to_local().mul_(2), then_forward=True),
+        "edited last": edited(lambda model: model[2].bias.zero_(), then_forward=False),
+        "edited in a forward": edited_in_a_forward,
+        "submodule.double": begun_after(lambda model: model[0].double()),
+        "deepcopy": lambda: copy.deepcopy(nn.Sequential(model)),
+        "pickle": lambda: torch.save(model, io.BytesIO()),
+        "divide factor": lambda: model.set_gradient_divide_factor(0),
+        "not sharded": lambda: begin_minibatch(net()),
     }
+    return {name: caught(action) for name, action in actions.items()}
 
 
 def test_calls() -> None:

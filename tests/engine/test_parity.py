@@ -6,22 +6,18 @@ import pytest
 
 from tests.support import slow
 from tests.support.models import CASES
-from tests.support.parity import compare
+from tests.support.parity import compare, compare_each
 
 STEPS = 3
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "world", "steps"),
-    [
-        *((name, backend, 3, STEPS) for name in CASES for backend in ("cpu", "cpu-apart")),
-        *((name, backend, 1, STEPS) for name, backend in (("gpt2-tied", "cpu"), ("conv", "cpu-apart"))),
-        *(slow(name, backend, 4, 10) for name in CASES for backend in ("cpu", "cpu-apart")),
-    ],
+    ("backend", "world", "steps"),
+    [("cpu", 3, STEPS), ("cpu-apart", 3, STEPS), ("cpu", 1, STEPS), slow("cpu", 4, 10), slow("cpu-apart", 4, 10)],
 )
-def test_steps(name: str, backend: str, world: int, steps: int) -> None:
+def test_steps(backend: str, world: int, steps: int) -> None:
     """By "cpu-apart", shards lie apart and whole parameters are gathered ahead and freed: CUDA's way."""
-    compare(name, world, backend=backend, steps=steps)
+    compare_each([(name, "none") for name in CASES], world, backend=backend, steps=steps)
 
 
 @pytest.mark.parametrize(
@@ -38,32 +34,33 @@ def test_gathered_at_once(name: str, world: int, style: str, transform: str, mon
 
 
 @pytest.mark.parametrize(
-    ("world", "options"),
+    ("transforms", "options"),
     [
-        (3, {"kind": "plain"}),
-        (3, {"kind": "foreach"}),
-        (2, {"style": "bottom-up"}),
-        (2, {"style": "bottom-up", "backend": "cpu-apart"}),
-        (2, {"transform": "frozen"}),
-        (2, {"transform": "checkpointing"}),
-        (2, {"transform": "reentrant"}),
-        (2, {"transform": "frozen+reentrant", "backend": "cpu-apart"}),
-        (2, {"transform": "checkpointing", "backend": "cpu-apart"}),
+        (("none",), {"kind": "plain"}),
+        (("none",), {"kind": "foreach"}),
+        (("none",), {"style": "bottom-up"}),
+        (("none",), {"style": "bottom-up", "backend": "cpu-apart"}),
+        (("frozen", "checkpointing", "reentrant"), {}),
+        (("frozen+reentrant", "checkpointing"), {"backend": "cpu-apart"}),
     ],
     ids=str,
 )
-def test_transformed(world: int, options: dict[str, str]) -> None:
-    compare("qwen2", world, steps=STEPS, **options)
+def test_transformed(transforms: tuple[str, ...], options: dict[str, str]) -> None:
+    compare_each([("qwen2", transform) for transform in transforms], 2, steps=STEPS, **options)
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
-    [(name, ("cpu", "cpu-apart")[number % 2]) for number, name in enumerate(CASES)]
-    + [slow(name, ("cpu-apart", "cpu")[number % 2]) for number, name in enumerate(CASES)],
+    ("backend", "names"),
+    [
+        ("cpu", [*CASES][::2]),
+        ("cpu-apart", [*CASES][1::2]),
+        slow("cpu", [*CASES][1::2]),
+        slow("cpu-apart", [*CASES][::2]),
+    ],
 )
-def test_replaced_layers(name: str, backend: str) -> None:
+def test_replaced_layers(backend: str, names: list[str]) -> None:
     """Each model on one backend; slowly on the other too."""
-    compare(name, 2, transform="layers", backend=backend, steps=STEPS)
+    compare_each([(name, "layers") for name in names], 2, backend=backend, steps=STEPS)
 
 
 @pytest.mark.parametrize(

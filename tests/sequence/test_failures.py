@@ -114,30 +114,6 @@ def _ends_in(where: str, number: int, at_layer: int = 1) -> None:
     setattr(SequenceExchange, where, dies)
 
 
-def _one_step(rank: int, world: int, where: str, backend: str) -> str:
-    model = fully_shard(build(SETUP, replaced=True), backend=backend, timeout=LONG_S)
-    enable_split(model, tokens=48)
-    if rank == 1:
-        _ends_in(where, signal.SIGKILL)
-    return caught(lambda: step_on(model, SETUP, rank))
-
-
-@pytest.mark.parametrize(
-    ("where", "backend", "awaited"),
-    [
-        ("publish", "cpu", r"keys and values of tokens 8\.\.19 of sample 0 in layer 1"),
-        ("add", "cpu-apart", r"gradients of tokens \d+\.\.\d+ of sample 0 from tokens 8\.\.19 of sample 0 in layer 1"),
-    ],
-)
-def test_a_killed_rank_is_named(where: str, backend: str, awaited: str) -> None:
-    start_s = time.monotonic()
-    with ranks.start(_one_step, 3, where, backend) as job:
-        said = [outcome.value for outcome in job.wait_for([0, 2])]
-    assert time.monotonic() - start_s < LONG_S / 2
-    assert all(text.startswith("RankLost: ") and "rank 1 died" in text for text in said), said
-    assert any(re.search(awaited, text) for text in said), said
-
-
 def _killed_after_the_deadline(rank: int, world: int, setup: Setup) -> tuple[str, list[int]]:
     """Rank 1 stops; when rank 0 has stopped waiting for it, and before it says why, rank 1 is killed."""
     model = fully_shard(build(setup, replaced=True), backend="cpu-interpreter", timeout=LONG_S)
@@ -248,16 +224,34 @@ def test_all_others_name_the_rank_that_stands_still_alone(name: str, backend: st
         assert re.search(rf"(for|of) rank {stop.victim}( at|$)", said), said
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [("adding, one behind another", "cpu-interpreter"), ("publishing, one behind another", "cpu-interpreter")],
-)
-def test_a_killed_rank_is_named_through_another(name: str, backend: str) -> None:
-    """One of the others waits for a rank that only waits for the killed one: on kernels its wait goes on until then."""
-    stop = replace(STOPS[name], signal=signal.SIGKILL)
-    for said, blamed in _said_by_others(stop, backend):
+KILLS = {
+    # One of the others waits for a rank that only waits for the killed one: on kernels its wait goes on until then.
+    "adding, one behind another": (STOPS["adding, one behind another"], "cpu-interpreter", ""),
+    "publishing, one behind another": (STOPS["publishing, one behind another"], "cpu-interpreter", ""),
+    "publishing": (
+        Stop(deal=DEALS["zigzag"], where="publish", victim=1),
+        "cpu",
+        r"keys and values of tokens 8\.\.19 of sample 0 in layer 1",
+    ),
+    "adding": (
+        Stop(deal=DEALS["zigzag"], where="add", victim=1),
+        "cpu-apart",
+        r"gradients of tokens \d+\.\.\d+ of sample 0 from tokens 8\.\.19 of sample 0 in layer 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_killed_rank_is_named(name: str) -> None:
+    stop, backend, awaited = KILLS[name]
+    start_s = time.monotonic()
+    found = _said_by_others(replace(stop, signal=signal.SIGKILL), backend)
+    assert time.monotonic() - start_s < LONG_S / 2
+    for said, blamed in found:
         assert said.startswith("RankLost: "), said
+        assert f"rank {stop.victim} died" in said, said
         assert blamed == [stop.victim], said
+    assert any(re.search(awaited, said) for said, _ in found), found
 
 
 # ------------------------------------------------------------------ wrong calls

@@ -23,30 +23,38 @@ FP64 = torch.float64
 IN_FP32 = ("Gemma2",)
 
 
-def compare(setup: Setup) -> None:
+def compare(*setups: Setup) -> None:
+    """Setups of as many ranks run in one launch of them."""
+    by_world: dict[int, list[Setup]] = {}
+    for setup in setups:
+        by_world.setdefault(len(DEALS[setup.deal]), []).append(setup)
+    for world, alike in by_world.items():
+        for setup, outcomes in zip(alike, ranks.run_all(world, *((run, setup) for setup in alike)), strict=True):
+            _compare(setup, outcomes)
+
+
+def _compare(setup: Setup, outcomes: list[tuple]) -> None:
     # The plain model is the same however samples are dealt.
     want_losses, want, want_weights = plain(replace(setup, deal="two", backend="cpu"))
-    outcomes = ranks.run(run, len(DEALS[setup.deal]), setup)
     # fp32: sums in another order. fp64: rounding alone; the loss is computed in fp32.
     tolerance = 1e-5 if setup.dtype != FP64 else 1e-6 if setup.family in IN_FP32 else 1e-12
     for step, loss in enumerate(want_losses):
-        assert sum(losses[step] for losses, _, _ in outcomes) == pytest.approx(loss, rel=1e-5)
+        assert sum(losses[step] for losses, _, _ in outcomes) == pytest.approx(loss, rel=1e-5), setup
     largest = max(gradient.norm() for gradient in want.values())
     for _, first, weights in outcomes:
-        assert first.keys() == want.keys()
+        assert first.keys() == want.keys(), setup
         for name, gradient in want.items():
             # Biases of keys have a small gradient beside its summands; what is zero but for rounding has no digits.
             floor = 1e-3 * tolerance * largest
-            assert (first[name] - gradient).norm() <= tolerance * gradient.norm() + floor, name
+            assert (first[name] - gradient).norm() <= tolerance * gradient.norm() + floor, (setup, name)
         if setup.steps > 1:
             assert whole_model_error(weights, want_weights) <= 1e-4
             moved = {name: weight for name, weight in want_weights.items() if name in want}
             assert max(relative(weights[name], weight) for name, weight in moved.items()) <= 1e-2
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
+def test_as_whole_samples() -> None:
+    compare(
         Setup(deal="zigzag", steps=3),
         Setup(deal="one token first"),
         Setup(deal="one token last", dtype=FP64),
@@ -58,11 +66,7 @@ def compare(setup: Setup) -> None:
         Setup(change="frozen", backend="cpu-apart"),
         Setup(family="Qwen3", change="layers", deal="zigzag", backend="cpu-apart"),
         Setup(family="Mistral", deal="zigzag", backend="cpu-interpreter", change="checkpointing"),
-    ],
-    ids=lambda setup: f"{setup.family}-{setup.deal}-{setup.backend}-{setup.change}",
-)
-def test_as_whole_samples(setup: Setup) -> None:
-    compare(setup)
+    )
 
 
 def _by_the_kernel(rank: int, world: int, setup: Setup) -> tuple[dict[str, torch.Tensor], list[int]]:
