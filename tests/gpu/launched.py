@@ -13,11 +13,13 @@ from torch import nn
 
 
 class Blocks(nn.Module):
+    """Large enough, from a width of 1024, that reading a block before its copy has ended would show."""
+
     def __init__(self, width: int = 512) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(6)
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(6)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.gpu.launched import Blocks
 from tests.gpu.marks import MARKS, ONE_GPU, take_gpu
 from tests.support import ranks
 from tests.support.parity import REPLACING, SIZES, relative, sharded, unsharded_as, whole_model_error
@@ -73,36 +74,20 @@ def test_replaced_layers(world: int, transform: str, one_gpu: bool) -> None:
     _compare("qwen3", world, transform, one_gpu=one_gpu)
 
 
-class Wide(nn.Module):
-    """Blocks large enough that reading one before its copy has ended would show."""
-
-    def __init__(self, width: int = 1024) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(6)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
-
-
 def _bf16(rank: int, world: int) -> tuple[float, int, int, int]:
     """Compute in bf16, masters in fp32; returns the relative error of all gradients and memory at three times."""
     from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 
     take_gpu(rank)
     x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(rank)).cuda()
-    plain = Wide().cuda()
+    plain = Blocks(1024).cuda()
     with torch.autocast("cuda", torch.bfloat16):
         for other in range(world):
             theirs = torch.randn(256, 1024, generator=torch.Generator().manual_seed(other)).cuda()
             plain(theirs).float().square().mean().backward()
     want = {key: p.grad.float() for key, p in plain.named_parameters()}
     del plain
-    model = fully_shard(Wide(), backend="cuda", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    model = fully_shard(Blocks(1024), backend="cuda", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     reserved = []
     for _ in range(8):
         with minibatch(model, tokens=1):
@@ -141,7 +126,7 @@ def _exactly(rank: int, world: int) -> tuple[dict[str, float], list[str]]:
 
     take_gpu(rank)
     batches = [torch.randn(64, 256, generator=torch.Generator().manual_seed(each)).cuda() for each in range(4)]
-    model, plain = Wide(256), Wide(256).cuda()
+    model, plain = Blocks(256), Blocks(256).cuda()
     replace_layers(model, roles=["linear"], choice="triton/direct/fused", verbose=False)
     fully_shard(model, backend="cuda", exact=True)
     for x in batches:
@@ -173,7 +158,7 @@ def _clipped(rank: int, world: int) -> tuple[float, float]:
     from odc_triton import fully_shard, minibatch
 
     take_gpu(rank)
-    model, plain = fully_shard(Wide(64), backend="cuda"), Wide(64).cuda()
+    model, plain = fully_shard(Blocks(64), backend="cuda"), Blocks(64).cuda()
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0)).cuda()
     with minibatch(model, tokens=world):
         (model(x).square().mean() / world).backward()

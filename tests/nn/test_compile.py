@@ -39,8 +39,8 @@ TOLERANCE, FLOOR = 1e-5, 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What is compiled, by what, and how it is sharded. `compiler`: None compiles nothing; `order`: of compiling and
-    fully_shard; `whole`: the model instead of its blocks, where the graph may break.
+    """What is compiled, by what, and how it is sharded. `order`: of compiling and fully_shard; `whole`: the model
+    instead of its blocks, where the graph may break.
     """
 
     family: str = "Qwen3"
@@ -48,7 +48,7 @@ class Setup:
     choice: str = "auto"
     attention: str | None = "sdpa"
     engine: str = "cpu"
-    compiler: str | None = "aot_eager"
+    compiler: str = "aot_eager"
     order: str = "before"
     change: str = "none"
     roles: tuple[str, ...] = ("attention", "embedding", "linear")
@@ -109,8 +109,6 @@ def loss_of(model: nn.Module, number: int, length: int) -> torch.Tensor:
 
 
 def compile_parts(model: nn.Module, setup: Setup) -> None:
-    if setup.compiler is None:
-        return
     if setup.whole:
         model.compile(backend=setup.compiler)
         return
