@@ -6,12 +6,17 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 from unittest import mock
 
 from odc_triton.train.sft_options import SftOptions
+from tests.support import ranks
+from tests.support.deadlines import LONG_S
+from tests.support.leftovers import is_stopped
 
 # Events that the interpreter reports (PEP 578) while a checkpoint is written or read: each is a moment to die.
 _FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.listdir", "os.rmdir", "shutil.rmtree")
@@ -42,6 +47,21 @@ def run_with(rank: int, world: int, wanted: SftOptions, fault: Fault | None, fol
     with mock.patch("odc_triton.train.outcome.can_draw", return_value=False):
         train_sft(wanted)
     return "ended"
+
+
+def struck(job: ranks.Job, fault: Fault, told: bool) -> tuple[ranks.Outcome, float]:
+    """How the other of two ranks ended, and how many seconds after the fault. `told`: it gets SIGTERM then."""
+    victim, other = job.processes[fault.rank], 1 - fault.rank
+    deadline_s = time.monotonic() + LONG_S
+    while victim.is_alive() and not is_stopped(victim.pid):
+        wait([victim.sentinel], timeout=0.02)
+        assert time.monotonic() < deadline_s, "the run neither ended nor met its fault"
+    start_s = time.monotonic()
+    assert victim.is_alive() or victim.exitcode == -signal.SIGKILL, "the run ended before its fault"
+    if told:
+        os.kill(job.processes[other].pid, signal.SIGTERM)
+    (outcome,) = job.wait_for([other])
+    return outcome, time.monotonic() - start_s
 
 
 class _Trigger:

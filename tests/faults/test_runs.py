@@ -1,4 +1,4 @@
-"""A run whose ranks fail, are killed, stopped or told to stop; tests/faults has the faults."""
+"""A run whose microbatches go wrong, whose ranks fail, and which is told to stop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
@@ -25,46 +25,10 @@ from odc_triton.comm.launch import Interrupted
 from odc_triton.train import outcome
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
-from tests.faults.inject import Fault, run_with
-from tests.faults.trial import run_trial
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
 from tests.support.leftovers import ctrl_c, environment, interrupted
 from tests.support.sft_case import case, write_case
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[SftOptions, list[float]]:
-    """Options of a run, and its losses without a fault."""
-    folder = tmp_path_factory.mktemp("faults")
-    write_case(folder / "case")
-    how = {"steps": 5, "samples_per_rank": 6, "checkpoint_every": 2, "checkpoint_background": True}
-    wanted = case(folder / "case", out=str(folder / "whole"), **how)
-    (folder / "tmp").mkdir()
-    ranks.run(run_with, 1, wanted, None, str(folder / "tmp"))
-    return wanted, [line["loss"] for line in read_metrics(folder / "whole" / "metrics.jsonl")]
-
-
-# ---------------------------------------------------------------------- killed and stopped
-
-
-@pytest.mark.parametrize(
-    ("told", "fault"),
-    [
-        (True, Fault(rank=0, phase="save", moment=9)),
-        slow(False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
-        slow(False, Fault(rank=1, phase="load", moment=4)),
-        slow(False, Fault(rank=1, phase="step", minibatch=4, signal=signal.SIGSTOP)),
-    ],
-    ids=lambda value: value.phase if isinstance(value, Fault) else None,
-)
-def test_fixed_faults(tmp_path: Path, whole: tuple[SftOptions, list[float]], told: bool, fault: Fault) -> None:
-    wanted, losses = whole
-    wanted = replace(wanted, samples_per_rank=3)
-    resumed_at = run_trial(wanted, fault, told=told, folder=tmp_path / "trial", losses=losses)
-    # The save of step 4 waits for that of step 2; where the fault comes late it is finished before.
-    assert resumed_at == 2 or (resumed_at == 4 and fault.phase in ("save", "background", "step"))
-
 
 # ---------------------------------------------------------------------- a microbatch raises, a number is not finite
 

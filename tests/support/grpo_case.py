@@ -95,7 +95,6 @@ def trl_loss(
     *,
     old: list[Tensor] | None = None,
     reference: nn.Module | None = None,
-    correction: list[Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
     """TRL's `_compute_loss` of (prompt, completion) rows on one process, padded; and each row's log-probabilities."""
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -125,8 +124,6 @@ def trl_loss(
     }
     if old is not None:
         inputs["old_per_token_logps"] = padded(old)
-    if correction is not None:
-        inputs["importance_sampling_ratio"] = padded(correction)
     if reference is not None:
         with torch.no_grad():
             inputs["ref_per_token_logps"] = padded(log_probs(reference))
@@ -142,8 +139,7 @@ def trl_loss(
         loss_type="grpo" if sequence else options.loss,
         epsilon_low=options.clip,
         epsilon_high=options.clip if options.clip_high is None else options.clip_high,
-        use_vllm=correction is not None,
-        vllm_importance_sampling_correction=True,
+        use_vllm=False,
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         max_completion_length=options.max_new_tokens,

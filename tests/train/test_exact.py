@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from odc_triton.checkpoint.steps import verify
 from odc_triton.train.metrics import read_metrics
 from odc_triton.train.sft_options import SftOptions
-from tests.faults.inject import Fault, run_with
-from tests.support import jobs, ranks
+from tests.faults.inject import Fault, run_with, struck
+from tests.support import jobs, ranks, slow
+from tests.support.deadlines import LONG_S
 from tests.support.jobs import ENDED, STOPPED
 from tests.support.sft_case import case, write_case
 
 STEPS = 6
+DEADLINE_S = 8.0  # where a rank is stopped; a busy machine could exceed a shorter one
 NOT_OF_TIME = ("step", "loss", "lr", "grad_norm", "skipped", "repeated")
 
 
@@ -59,18 +65,52 @@ def test_the_same_bits_after_a_stop(folder: Path, tmp_path: Path, whole: tuple) 
     assert lines[0]["repeated"] == lines[-1]["repeated"] == 1  # the first minibatch's scales were guesses
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rank", "phase", "moment"), [(0, "lock", 2), (0, "export", 1)])
-def test_the_same_bits_after_a_kill(
-    folder: Path, tmp_path: Path, whole: tuple, rank: int, phase: str, moment: int
-) -> None:
-    (tmp_path / "tmp").mkdir()
-    given = options(folder, tmp_path / "out", checkpoint_every=2), str(tmp_path / "tmp")
-    fault = Fault(rank=rank, phase=phase, minibatch=2, moment=moment)
-    with ranks.start(run_with, 2, given[0], fault, given[1]) as job:
-        assert job.join()[rank].signal == signal.SIGKILL
-    assert ranks.run(run_with, 2, given[0], None, given[1]) == ["ended"] * 2
-    assert left(tmp_path / "out") == whole
+@pytest.mark.parametrize(
+    ("told", "fault"),
+    [
+        (True, Fault(rank=0, phase="save", minibatch=3, moment=9)),
+        slow(False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
+        slow(False, Fault(rank=1, phase="load", moment=4)),
+        slow(False, Fault(rank=1, phase="step", minibatch=4, signal=signal.SIGSTOP)),
+        slow(False, Fault(rank=0, phase="lock", moment=2)),
+        slow(False, Fault(rank=0, phase="export", moment=1)),
+    ],
+    ids=lambda value: value.phase if isinstance(value, Fault) else None,
+)
+def test_the_same_bits_after_a_fault(folder: Path, tmp_path: Path, whole: tuple, told: bool, fault: Fault) -> None:
+    """`told`: the survivor gets SIGTERM, as torchrun sends it."""
+    out, scratch = tmp_path / "out", tmp_path / "tmp"
+    scratch.mkdir()
+    wanted = options(folder, out, checkpoint_every=2, checkpoint_background=fault.phase == "background")
+    stops = fault.signal == signal.SIGSTOP
+    if fault.phase == "load":
+        ranks.run(run_with, 2, replace(wanted, keep=9), None, str(scratch))
+        for path in (out / "checkpoints").glob("step-*"):
+            if path.name != "step-00000002":
+                shutil.rmtree(path)
+    at_fault = replace(wanted, timeout_minutes=DEADLINE_S / 60) if stops else wanted
+    with ranks.start(run_with, 2, at_fault, fault, str(scratch)) as job:
+        other, waited_s = struck(job, fault, told)
+        pids = [process.pid for process in job.processes]
+    # One that is told to stop when its training has already ended by the loss dies of the signal.
+    if not (told and other.signal == signal.SIGTERM):
+        said = other.error.strip().splitlines()[-1]
+        assert f"rank {fault.rank}" in said
+        assert ("DeadlineExceeded" if stops else "RankLost") in said
+    assert waited_s < LONG_S / 2 + (DEADLINE_S if stops else 0)
+    assert list(scratch.iterdir()) == [], "temporary files stay"
+    for pid in pids:
+        assert not Path(f"/proc/{pid}").exists(), f"process {pid} stays"
+        assert not [name for name in os.listdir("/dev/shm") if str(pid) in name]
+    saved = sorted((out / "checkpoints").glob("step-*"))
+    assert saved
+    for path in saved:
+        verify(path)
+    assert ranks.run(run_with, 2, wanted, None, str(scratch)) == ["ended"] * 2
+    assert left(out) == whole
+    unfinished = [path.name for path in [*out.iterdir(), *(out / "checkpoints").iterdir()] if path.name[0] == "."]
+    assert set(unfinished) <= {".lock"}
+    assert list(scratch.iterdir()) == []
 
 
 def test_two_runs_have_the_same_bits(folder: Path, tmp_path: Path) -> None:
