@@ -1,4 +1,4 @@
-"""Optimizers, clipping and torch.distributed.checkpoint under either engine, as they are: a loop of one's own.
+"""Optimizers and torch.distributed.checkpoint under either engine, as they are: a loop of one's own.
 
 Parameters and states have the same bits on any number of ranks.
 """
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from tests.support import ranks
 from tests.support.checkpointed import make, train
-from tests.support.models import CASES, build, microbatches
+from tests.support.models import build
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 Whole = dict[str, Any]
@@ -155,57 +155,3 @@ def test_a_state_dict_of_fsdp2_loads() -> None:
     for got in ranks.run(_load_fsdp2, 3):
         for name, value in want.named_parameters():
             assert torch.equal(got[name], value.detach().to(got[name].dtype)), name
-
-
-# ------------------------------------------------------------------ clipping and optimizers
-
-
-def _clipped(model: nn.Module, norm_type: float) -> list[nn.Parameter]:
-    """All, but for the maximum norm: torch has none of an empty tensor, nor then of a shard without rows."""
-    parameters = list(model.parameters())
-    return [p for p in parameters if norm_type < float("inf") or (p.dim() and p.shape[0] >= 3)]
-
-
-# The order of the norm, how it is computed, how AdamW steps.
-CLIPS = [(2.0, True, "foreach"), (2.0, False, "foreach"), (float("inf"), True, "fused"), (1.0, None, "plain")]
-
-
-def _clip(rank: int, world: int) -> list[tuple[float, float, dict]]:
-    from odc_triton import full_parameters, minibatch
-
-    found = []
-    for norm_type, foreach, kind in CLIPS:
-        model, _ = make("conv", bf16=False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=kind == "foreach", fused=kind == "fused")
-        for step in range(2):
-            with minibatch(model, tokens=1):
-                for batch in microbatches("conv", [4, 5, 2], seed=step)[rank::world]:
-                    CASES["conv"].loss(model, batch).backward()
-            clipped = _clipped(model, norm_type)
-            norm = nn.utils.clip_grad_norm_(clipped, 0.05, norm_type=norm_type, foreach=foreach)
-            after = nn.utils.get_total_norm([p.grad for p in clipped], norm_type=norm_type)
-            optimizer.step()
-        found.append((norm.full_tensor().item(), after.full_tensor().item(), dict(full_parameters(model))))
-    return found
-
-
-def test_clip_grad_norm() -> None:
-    """A scalar, an empty parameter and one with fewer rows than ranks are among them."""
-    of_ranks = ranks.run(_clip, 3)
-    for place, (norm_type, *_) in enumerate(CLIPS):
-        model = build("conv")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for step in range(2):
-            optimizer.zero_grad()
-            for batch in microbatches("conv", [4, 5, 2], seed=step):
-                CASES["conv"].loss(model, batch).backward()
-            clipped = _clipped(model, norm_type)
-            norm = nn.utils.clip_grad_norm_(clipped, 0.05, norm_type=norm_type).item()
-            after = nn.utils.get_total_norm([p.grad for p in clipped], norm_type=norm_type).item()
-            optimizer.step()
-        for got, got_after, weights in (found[place] for found in of_ranks):
-            # fp32 sums in another order.
-            torch.testing.assert_close(got, norm, rtol=1e-4, atol=0)
-            torch.testing.assert_close(got_after, after, rtol=1e-4, atol=0)
-            for name, parameter in model.named_parameters():
-                torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=1e-6)
