@@ -93,10 +93,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     with pytest.raises(SystemExit):
         main(["export", str(tmp_path), "--model", "a", "--init", "b", "--out", str(tmp_path / "o")])
-    said = capsys.readouterr().err
-    assert "give either --model or --init" in said
-    assert said.startswith("usage: odc-triton export CHECKPOINT --NAME VALUE …")
-    assert len(said.splitlines()) == 2
+    assert "give either --model or --init" in capsys.readouterr().err
 
 
 def _killed(rank: int, world: int, moment: str, command: list[str]) -> None:

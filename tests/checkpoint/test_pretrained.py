@@ -21,13 +21,11 @@ from tests.support.sft_case import QWEN2
 IDS = torch.arange(3, 12)[None]
 
 
-def _sharded(folder: Path, bf16: bool = False) -> nn.Module:
-    from odc_triton import MixedPrecisionPolicy, fully_shard
+def _sharded(folder: Path) -> nn.Module:
+    from odc_triton import fully_shard
     from odc_triton.checkpoint import load_pretrained_shards, meta_causal_lm
 
-    model = fully_shard(
-        meta_causal_lm(model=str(folder)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
-    )
+    model = fully_shard(meta_causal_lm(model=str(folder)))
     load_pretrained_shards(model, folder)
     return model.eval()
 

@@ -69,7 +69,7 @@ def test_the_same_bits_after_a_stop(folder: Path, tmp_path: Path, whole: tuple) 
     ("told", "fault"),
     [
         (True, Fault(rank=0, phase="save", minibatch=3, moment=9)),
-        slow(False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
+        (False, Fault(rank=0, phase="background", minibatch=4, moment=7)),
         slow(False, Fault(rank=1, phase="load", moment=4)),
         slow(False, Fault(rank=1, phase="step", minibatch=4, signal=signal.SIGSTOP)),
         slow(False, Fault(rank=0, phase="lock", moment=2)),

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from odc_triton.checkpoint.steps import Checkpoints, verify
 from odc_triton.train.metrics import MetricsFile, read_metrics
 from odc_triton.train.sft_options import SftOptions
 from tests.support import jobs, ranks
@@ -58,21 +54,8 @@ def test_goes_on_with_other_replicas(folder: Path, tmp_path: Path, whole: Path) 
         torch.testing.assert_close(got[name], value, rtol=0, atol=1e-5)
 
 
-def _until_killed(rank: int, world: int, wanted: SftOptions) -> None:
-    from odc_triton.train.sft import train_sft
-
-    def on_metrics(metrics: dict) -> None:
-        for thread in threading.enumerate():
-            if thread.name == "checkpoint":
-                thread.join()
-        if metrics["step"] == STEPS:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train_sft(wanted, on_metrics)
-
-
-def _goes_on_and_starts_again(rank: int, world: int, wanted: SftOptions) -> None:
-    """Started again after its end it leaves the report as it is, or writes one that is missing."""
+def _starts_again(rank: int, world: int, wanted: SftOptions) -> None:
+    """It leaves the report as it is, or writes one that is missing."""
     report = Path(wanted.out) / "report.html"
     assert jobs.train(rank, world, [wanted], draws=True) == [ENDED]
     written = report.read_bytes()
@@ -83,20 +66,8 @@ def _goes_on_and_starts_again(rank: int, world: int, wanted: SftOptions) -> None
     assert report.exists()
 
 
-def test_goes_on_from_a_checkpoint_written_in_the_background(folder: Path, tmp_path: Path, whole: Path) -> None:
-    """Rank 0 is killed after the last step: nothing was saved but in the background."""
-    out = tmp_path / "out"
-    wanted = options(folder, out, resume="auto", checkpoint_every=2, checkpoint_background=True)
-    with ranks.start(_until_killed, 2, wanted) as job:
-        first, second = job.join()
-    assert (first.signal, second.error_type) == (signal.SIGKILL, "RankLost")
-    saved = Checkpoints(out / "checkpoints", keep=9).all()
-    assert "step-00000004" in [path.name for path in saved]
-    for path in saved:
-        verify(path)
-    ranks.run(_goes_on_and_starts_again, 1, replace(wanted, samples_per_rank=4))
-    torch.testing.assert_close(losses(out), losses(whole), rtol=ACROSS_RANKS, atol=0)
-    assert not [path.name for path in (out / "checkpoints").iterdir() if path.name.startswith(".step")]
+def test_a_run_that_ended_is_started_again(folder: Path, tmp_path: Path) -> None:
+    ranks.run(_starts_again, 1, options(folder, tmp_path / "out", steps=1, samples_per_rank=4, resume="auto"))
 
 
 @pytest.mark.parametrize(
