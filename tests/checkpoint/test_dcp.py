@@ -6,7 +6,6 @@ Parameters and states have the same bits on any number of ranks.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,11 +24,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from tests.support import ranks
-from tests.support.checkpointed import make, train
+from tests.support.checkpointed import Whole, assert_same, make, train, whole
 from tests.support.models import build
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-Whole = dict[str, Any]
 
 # ------------------------------------------------------------------ saved by one world, loaded by another
 
@@ -49,29 +47,21 @@ def _made(engine: str, name: str, seed: int) -> tuple[nn.Module, torch.optim.Opt
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
-def _whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Whole:
-    """Copies of all parameters, states and hyperparameters."""
-    states = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    whole |= get_optimizer_state_dict(model, optimizer, options=states)
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in whole.items()}
-
-
 def _save(rank: int, world: int, engine: str, name: str, folder: Path) -> tuple[Whole, list[float], Whole]:
     """What there is at step 2, the losses of the next two steps, what there is then."""
     model, optimizer = _made(engine, name, 0)
     train(model, optimizer, name, range(2))
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder / "sharded")
-    whole = {
+    state = {
         "model": get_model_state_dict(model, options=FULL),
         "optimizer": get_optimizer_state_dict(model, optimizer, options=FULL),
     }
     if rank == 0:
-        assert all(not hasattr(value, "full_tensor") for value in whole["model"].values())
-        torch.save(whole, folder / "whole.pt")
-    there = _whole(model, optimizer)
-    return there, train(model, optimizer, name, range(2, 4)), _whole(model, optimizer)
+        assert all(not hasattr(value, "full_tensor") for value in state["model"].values())
+        torch.save(state, folder / "whole.pt")
+    there = whole(model, optimizer)
+    return there, train(model, optimizer, name, range(2, 4)), whole(model, optimizer)
 
 
 def _load(
@@ -98,8 +88,8 @@ def _load(
             else:
                 set_model_state_dict(model, state["model"], options=options)
             set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
-        there = _whole(model, optimizer)
-        found[way] = there, train(model, optimizer, name, range(2, 4)), _whole(model, optimizer)
+        there = whole(model, optimizer)
+        found[way] = there, train(model, optimizer, name, range(2, 4)), whole(model, optimizer)
     return found
 
 
@@ -123,21 +113,10 @@ def test_a_loop_goes_on(tmp_path: Path, engine: str, name: str, worlds: tuple[in
     tolerance = {"rtol": 1e-5, "atol": 1e-6}  # fp32 sums over ranks in the order of their arrival
     for found in ranks.run(_load, worlds[1], engine, name, tmp_path, ways):
         for loaded, losses, its in found.values():
-            _same(loaded, saved, rtol=0, atol=0)
+            assert_same(loaded, saved, rtol=0, atol=0)
             torch.testing.assert_close(losses, want, **tolerance)
             if engine != "in bf16":
-                _same(its, after, **tolerance)
-
-
-def _same(got: Whole, want: Whole, **tolerance: float) -> None:
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(got[name], value, **tolerance)
-        elif isinstance(value, tuple):  # torch's whole ones make it a list
-            assert tuple(got[name]) == value, name
-        else:
-            assert got[name] == value, name
+                assert_same(its, after, **tolerance)
 
 
 def _load_fsdp2(rank: int, world: int) -> dict[str, torch.Tensor]:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import random
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 from odc_triton import minibatch
 from odc_triton.checkpoint.background import BackgroundCheckpoints
 from odc_triton.engine.api import engine_of
 from tests.support.models import ALL_CASES, build, microbatches
+
+Whole = dict[str, Any]
 
 
 def make(name: str, bf16: bool, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -45,6 +49,25 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     return losses
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> Whole:
+    """Copies of all parameters, states and hyperparameters."""
+    states = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    found |= get_optimizer_state_dict(model, optimizer, options=states)
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+
+
+def assert_same(got: Whole, want: Whole, **tolerance: float) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(got[name], value, **tolerance)
+        elif isinstance(value, tuple):  # torch's whole ones make it a list
+            assert tuple(got[name]) == value, name
+        else:
+            assert got[name] == value, name
 
 
 def settle(background: BackgroundCheckpoints, model: nn.Module) -> None:
