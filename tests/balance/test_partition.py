@@ -133,11 +133,14 @@ def test_within_2_percent_of_the_better_of_differencing_and_plain_refinement(cou
         assert largest(balanced_partition(costs, groups), costs) <= 1.02 * oracle
 
 
-def test_1024_sequences_over_128_ranks_are_even():
+@pytest.mark.parametrize("groups", [65, 128, 256])  # of very many, the lightest are tried first
+def test_eight_sequences_for_each_of_many_ranks_are_even(groups):
     for equal_sizes in (False, True):
-        costs = log_normal(1024, seed=1)
-        parts = balanced_partition(costs, 128, equal_sizes=equal_sizes)
-        assert largest(parts, costs) <= 1.02 * max(max(costs), sum(costs) / 128)
+        costs = log_normal(8 * groups, seed=1)
+        parts = balanced_partition(costs, groups, equal_sizes=equal_sizes)
+        assert sorted(i for part in parts for i in part) == list(range(len(costs)))
+        assert largest(parts, costs) <= 1.02 * max(max(costs), sum(costs) / groups)
+        assert parts == balanced_partition(costs, groups, equal_sizes=equal_sizes)
 
 
 def test_one_dominant_cost_stays_alone_and_the_rest_is_evened_out():
