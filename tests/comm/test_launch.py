@@ -15,63 +15,14 @@ import pytest
 import torch
 
 from odc_triton.comm.launch import Interrupted, Job, RemoteTraceback, how_it_ended, launch, warn_of_few_cores
+from tests.comm.launched import work
 from tests.support import leftovers, slow
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.leftovers import environment
 
 
-def _work(what: str, folder: str) -> dict:
-    rank = int(os.environ["RANK"])
-    Path(folder, f"rank-{rank}").write_text(str(os.getpid()))
-    if what == "return":
-        import torch
-        import torch.distributed as dist
-
-        from odc_triton.comm.local_store import rendezvous_url
-
-        dist.init_process_group("gloo", rendezvous_url())
-        total = torch.tensor([rank + 1.0])
-        dist.all_reduce(total)
-        dist.destroy_process_group()
-        return {"rank": rank, "sum": total}
-    if what == "raise" and rank == 1:
-        raise ValueError("in two\nlines")
-    if what == "all raise":
-        while len(list(Path(folder).glob("rank-*"))) < 2:  # a rank that starts much later would be told to end
-            time.sleep(0.01)
-        raise OSError("no such data")
-    if what == "blames" and rank == 0:
-        from odc_triton.base.errors import RankLost
-
-        while not Path(folder, "rank-1").exists():  # a rank that starts much later would be told to end
-            time.sleep(0.01)
-        raise RankLost([1], "rank 1 died")
-    if what == "blames":
-        while not Path(folder, "rank-0").exists():
-            time.sleep(0.01)
-        time.sleep(0.5)
-        raise ValueError("the cause")
-    if what == "killed" and rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if what == "stopped":
-        sys.exit(128 + signal.SIGTERM)
-    if what.startswith("Ctrl-C") and rank == 1:
-        while what != "Ctrl-C" and not Path(folder, "deaf").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-    if what in ("Ctrl-C, blamed", "Ctrl-C, and a failure"):
-        from odc_triton.base.errors import RankLost
-
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        Path(folder, "deaf").touch()
-        time.sleep(0.5)
-        raise RankLost([1], "rank 1 died") if "blamed" in what else ValueError("no space")
-    time.sleep(LONG_S)
-    return {}
-
-
 def test_returns_by_rank(tmp_path: Path) -> None:
-    results = launch(_work, "return", str(tmp_path), ranks=3)
+    results = launch(work, "return", str(tmp_path), ranks=3)
     assert [result["rank"] for result in results] == [0, 1, 2]
     assert all(result["sum"].item() == 6 for result in results)
 
@@ -88,7 +39,7 @@ def test_returns_by_rank(tmp_path: Path) -> None:
 def test_root_cause_in_one_line(tmp_path: Path, what: str, words: str) -> None:
     start_s = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
-        launch(_work, what, str(tmp_path), ranks=2)
+        launch(work, what, str(tmp_path), ranks=2)
     assert str(caught.value).startswith(words)
     assert "\n" not in str(caught.value)
     assert time.monotonic() - start_s < LONG_S / 2, "the other rank was told to end"
@@ -106,13 +57,13 @@ def test_root_cause_in_one_line(tmp_path: Path, what: str, words: str) -> None:
 )
 def test_a_wish_to_stop(tmp_path: Path, what: str, number: int) -> None:
     with pytest.raises(Interrupted) as caught:
-        launch(_work, what, str(tmp_path), ranks=2)
+        launch(work, what, str(tmp_path), ranks=2)
     assert caught.value.signal == number
 
 
 def test_a_failure_after_a_wish_to_stop(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="rank 0 failed first: no space"):
-        launch(_work, "Ctrl-C, and a failure", str(tmp_path), ranks=2)
+        launch(work, "Ctrl-C, and a failure", str(tmp_path), ranks=2)
 
 
 def _late(how: str) -> None:
@@ -141,10 +92,10 @@ def test_a_rank_that_does_not_end_is_named(how: str, ranks: int, words: str) -> 
 _SCRIPT = """
 import sys
 from odc_triton.comm.launch import Interrupted, launch
-from tests.comm.test_launch import _work
+from tests.comm.launched import work
 if __name__ == "__main__":
     try:
-        launch(_work, "wait", sys.argv[1], ranks=2)
+        launch(work, "wait", sys.argv[1], ranks=2)
     except Interrupted as wish:
         sys.exit(128 + wish.signal)
 """
