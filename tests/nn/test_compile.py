@@ -204,6 +204,7 @@ def test_tied_and_repeated(family: str, choice: str) -> None:
     check(Setup(family=family, choice=choice, engine="cpu-apart", lengths=(7,)))
 
 
+@pytest.mark.slow
 def test_the_whole_model() -> None:
     check(Setup(whole=True, engine="cpu-apart", order="after", lengths=(7,), layers=1))
 
