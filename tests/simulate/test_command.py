@@ -62,17 +62,23 @@ def test_a_file_of_lengths_to_a_table_and_pictures(say: Say, tmp_path: Path) -> 
 
 
 def test_a_snapshot_names_the_machine(say: Say) -> None:
-    snapshot = SNAPSHOTS / "hgx-h100-nvswitch.json"
-    options = ("--lengths", "aime", "--minibatch", "2", "--trials", 1, "--topology", snapshot)
-    status, text, _ = say(*options)
+    options = (
+        "--lengths",
+        "aime",
+        "--minibatch",
+        "2",
+        "--trials",
+        1,
+        "--topology",
+        SNAPSHOTS / "hgx-h100-nvswitch.json",
+    )
+    status, text, _ = say(*options, "--model", "gpt-oss-20b")
     assert status == 0
+    assert "gpt-oss-20b (20.9 B parameters, 4.2 B active) on" in text
     assert "8 x NVIDIA H100 80GB HBM3, nvswitch-18x25" in text
     status, text, _ = say(*options, "--gpus", 16, "--nodes", 2)
     assert status == 0
     assert "2 nodes of 8 x NVIDIA H100" in text
-    status, _, err = say(*options, "--gpus", 4)
-    assert status == 1
-    assert "the topology has 8 GPUs, but a node must have 4: give --gpus 8" in err
 
 
 def test_the_ranking() -> None:
@@ -105,29 +111,16 @@ def test_a_slow_rank_is_met_by_the_queue() -> None:
     assert rows["ODC + LB-Mini"] / rows["ODC + queue"] > 1.1
 
 
-def test_one_copy_over_all_nodes_costs_more_than_one_in_each() -> None:
-    """Under ODC each GPU reads for itself what a collective brings into a node once."""
-    steps = {}
-    for hybrid in (True, False):
-        rows = rows_of(2, gpus=16, nodes=2, hybrid=hybrid)
-        steps[hybrid] = {row.name: row.outcome.exposed_share for row in rows}
-    assert steps[False]["ODC + LB-Mini"] > steps[True]["ODC + LB-Mini"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
         (("--lengths", "nowhere.txt"), 1, "'nowhere.txt' is neither a file nor one of longalign, swe-smith, aime"),
-        (("--model", "gpt-9"), 1, "model 'gpt-9' is neither known nor a file: give one of qwen2.5-0.5b"),
-        (("--gpu", "voodoo"), 1, "the GPU 'voodoo' is not known"),
         (("--token-cap", 1000), 1, "are longer than --token-cap 1000 (the longest: "),
         (("--topology", "nowhere.json"), 1, "nowhere.json"),
         (("--gpus", 9, "--nodes", 2), 2, "9 gpus don't split over 2 nodes: give a multiple of 2"),
         (("--gpus", 0), 2, "gpus is 0; give at least 1"),
-        (("--nodes", -1), 2, "nodes is -1"),
         (("--trials", 0), 2, "trials is 0"),
         (("--minibatch", "1,0"), 2, "minibatch has '0'"),
-        (("--minibatch", "1,-2"), 2, "minibatch has '-2'"),
         (("--minibatch", "four"), 2, "minibatch has 'four'"),
         (("--minibatch", ","), 2, "minibatch is empty"),
         (("--token-cap", 0), 2, "--token-cap is 0"),
@@ -145,19 +138,13 @@ def test_what_is_refused(say: Say, arguments: tuple, status: int, message: str) 
     assert "Traceback" not in err
 
 
-def test_files_that_are_refused(say: Say, tmp_path: Path) -> None:
+def test_too_few_sequences_and_files_that_are_no_snapshots(say: Say, tmp_path: Path) -> None:
     few = tmp_path / "few.txt"
-    few.write_text("5 6 7")
-    status, _, err = say("--lengths", few, "--gpus", 8, "--minibatch", 1)
-    assert status == 1
-    assert "3 sequences can't fill a minibatch of 8" in err
     few.write_text("5 6 7 " * 7)
     status, out, _ = say("--lengths", few, "--gpus", 8, "--trials", 1)
     assert status == 0
     assert "minibatches of more than 2 per GPU are left out: the 21 sequences can't fill one\n" in out
-    (tmp_path / "empty.txt").write_text("")
-    assert "has no lengths" in say("--lengths", tmp_path / "empty.txt")[2]
-    for content in ("{", "[]", "{}", '{"devices": [{"index": 0}]}', '{"devices": 3}'):
+    for content in ("{", "[]", '{"devices": [{"index": 0}]}'):
         (tmp_path / "snap.json").write_text(content)
         status, _, err = say("--lengths", "aime", "--topology", tmp_path / "snap.json")
         assert status == 1

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from odc_triton.data.dataset import DataSummary, TokenizedDataset
 from odc_triton.data.lengths import read_lengths
 from odc_triton.machine.probe import read_topology
 from odc_triton.machine.topology import Topology
 from odc_triton.simulate.hardware import DEVICES, Links, find_device, read_seconds, slowdown
 from odc_triton.simulate.models import Model
 from odc_triton.simulate.study import NAMED, draw, lengths_of_file, log_normal, named_lengths
+from tests.support.records import tokenized
 from tests.support.snapshots import load as snapshot
 
 
@@ -138,31 +138,19 @@ def test_lengths_from_files(tmp_path: Path) -> None:
     lines = ['{"text": "twelve bytes"}', '{"prompt": "four", "completion": "five!"}']
     assert read("b.jsonl", "\n".join(lines)) == [3, 3]
     assert "estimated at 4 bytes per token" in lengths_of_file(tmp_path / "b.jsonl")[1]
-    offsets = np.array([0, 3, 10])
-    spans = np.stack([offsets[:-1], offsets[1:]], axis=1)
-    summary = DataSummary(records=2, samples=2, tokens=10, target_tokens=8)
-    TokenizedDataset(np.arange(10, dtype=np.int32), offsets, spans, summary).save(tmp_path / "c.npz")
+    tokenized(tmp_path, {"text": "a"}, {"text": "abcde"}).save(tmp_path / "c.npz")
     assert lengths_of_file(tmp_path / "c.npz")[0] == [3, 7]
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.txt", "", "has no lengths; give one number"),
         ("a.txt", "5 0", "line 1: '0' is not a length"),
-        ("a.txt", "5\n-3", "line 2: '-3' is not a length"),
-        ("a.txt", "5 nan", "line 1: 'nan' is not a length"),
-        ("a.txt", "5 inf", "'inf' is not a length"),
-        ("a.txt", "5 2.5", "'2.5' is not a length"),
-        ("a.txt", "five", "line 1: 'five' is not a length"),
+        ("a.txt", "5 inf", "line 1: 'inf' is not a length"),
         ("a.json", '{"a": 1}', "{'a': 1} is not a length"),
         ("a.json", "[5, true]", "row 1: True is not a length"),
         ("a.json", "[5", "a.json: not valid JSON"),
-        ("a.jsonl", '{"length": 5}\n{"length": ', "line 2: not valid JSON"),
-        ("a.jsonl", '{"words": 5}', "line 1: needs 'text', .* it has 'words'"),
         ("a.jsonl", '{"text": ""}', "line 1 is a text of 0 tokens"),
-        ("a.jsonl", '{"length": NaN}', "nan is not a length"),
-        ("a.jsonl", '{"length": null}', "None is not a length"),
     ],
 )
 def test_lengths_that_are_refused(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -195,8 +183,6 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is neither known nor a file"):
         Model.find(str(tmp_path))  # a folder without a config
     for text, message in (
-        ("nothing", "is not valid JSON"),
-        ("[1]", "holds a list"),
         ("{}", "model_type"),
         ('{"architectures": ["BertForMaskedLM"]}', "describes a BertForMaskedLM, not a causal LM"),
     ):

@@ -9,7 +9,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from odc_triton.balance import CostModel
-from odc_triton.cli.command import main
 from odc_triton.simulate.hardware import DEVICES
 from odc_triton.simulate.job import Job, simulate
 from odc_triton.simulate.models import MODELS, Model
@@ -138,14 +137,6 @@ def test_each_block_takes_its_own_time() -> None:
         outcome = simulate([[10] * 2 * ranks], job=job, schedule="odc", balance="mini", token_cap=10)
         assert outcome.microbatches == [[2] * ranks]
         assert outcome.step_s - job.tail_s("odc") == pytest.approx(2 * want, rel=1e-6)
-
-
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lengths = tmp_path / "lengths.txt"
-    lengths.write_text("\n".join(map(str, range(100, 164))))
-    options = ["--lengths", str(lengths), "--minibatch", "2", "--trials", "1"]
-    assert main(["simulate", *options, "--model", "gpt-oss-20b", "--gpus", "8"]) == 0
-    assert "gpt-oss-20b (20.9 B parameters, 4.2 B active) on" in capsys.readouterr().out
 
 
 def test_what_the_states_do_not_leave_room_for_does_not_fit() -> None:

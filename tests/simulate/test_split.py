@@ -68,5 +68,3 @@ def test_in_the_ranking_and_the_command(capsys: pytest.CaptureFixture) -> None:
     assert "longer than --token-cap 9000" in capsys.readouterr().err
     assert main(command) == 0
     assert "ODC + LB-Split" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="balance 'split' under schedule 'fsdp': FSDP's ranks need the same number"):
-        simulate([[8000]], job=JOB, schedule="fsdp", balance="split", token_cap=CAP)
