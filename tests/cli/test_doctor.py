@@ -67,8 +67,6 @@ def test_machines_without_a_problem() -> None:
         ({"triton": "3.5.1"}, PROBLEM, "triton", "triton 3.5.1: too old -> pip install 'triton>=3.6'"),
         ({"triton": None}, PROBLEM, "triton", "not installed"),
         ({"torch": "2.14.1+cu128"}, NOTE, "versions", "untested: torch 2.14.1+cu128 (tested: 2.11, 2.13, 2.15) -> run"),
-        ({"triton": "3.10.0"}, NOTE, "versions", "untested: triton 3.10.0 (tested: 3.6, 3.7, 3.9)"),
-        ({"transformers": "5.3.0"}, NOTE, "versions", "untested: transformers 5.3.0"),
         ({"python": "3.14.1"}, NOTE, "versions", "untested: python 3.14.1 (tested: 3.10, 3.11, 3.12, 3.13)"),
         ({"cuda": None}, PROBLEM, "torch", "install a CUDA build of torch (pytorch.org/get-started)"),
         ({"cuda_error": "driver too old"}, PROBLEM, "torch", "does not start: driver too old -> check that nvidia-smi"),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import re
 
 import pytest
 
+from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost, __version__
+from odc_triton.base.errors import RolloutFailed, describe, in_a_line
+from odc_triton.base.options import require_ranks
+from odc_triton.cli.command import main
+
 
 def test_errors_can_be_pickled() -> None:
-    import pickle
-
-    from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost
-
     for error in (RankLost([1], "x"), DeadlineExceeded([0, 2], "y"), MinibatchFailed(3, {1: "ValueError: z"})):
         again = pickle.loads(pickle.dumps(error))
         assert type(again) is type(error)
@@ -34,24 +37,16 @@ class _Unspeakable(Exception):
     ids=["short", "unspeakable", "30 MB"],
 )
 def test_an_error_is_told_in_few_words(error: Exception, said: str) -> None:
-    from odc_triton.base.errors import describe
-
     assert re.fullmatch(said, describe(error))
 
 
 def test_only_a_traceback_keeps_its_lines() -> None:
-    from odc_triton.base.errors import RolloutFailed, in_a_line
-
     trace = "\nTraceback (most recent call last):\n  File \"mine.py\", line 6, in bad\nKeyError: 'white'"
     assert in_a_line(RolloutFailed([0], f"a reward\n  raised{trace}")) == f"a reward raised{trace}"
     assert in_a_line(KeyError("a\nb")) == r"KeyError: 'a\nb'"
 
 
 def test_the_most_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    from odc_triton.base.options import require_ranks
-
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     require_ranks(16)
     with pytest.raises(ValueError, match="--ranks is 17 and there are 2 cores here: give at most 16, 8 for each"):
@@ -62,84 +57,47 @@ def test_the_most_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
-    from odc_triton import __version__
-    from odc_triton.cli.command import main
-
     with pytest.raises(SystemExit) as stopped:
         main(["--version"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out == f"odc-triton {__version__}\n"
 
 
+SFT = ["train", "sft", "--data", "x", "--out", "y"]
+SCRATCH = [*SFT, "--init", "c.json", "--tokenizer", "t"]
+UNKNOWN = "unrecognized arguments: "
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ["train", "sft", "--data", "x", "--out", "y", "--token-capp", "8"],
-            "--token-capp 8; did you mean --token-cap?",
-        ),
-        (["train", "sft", "--data", "x", "--out", "y", "--seeed=8"], "--seeed=8; did you mean --seed?"),
-        (["doctor", "--qqqqqqq"], "--qqqqqqq\n"),
+        ([*SFT, "--token-capp", "8"], f"{UNKNOWN}--token-capp 8; did you mean --token-cap?"),
+        ([*SFT, "--seeed=8"], f"{UNKNOWN}--seeed=8; did you mean --seed?"),
+        (["doctor", "--qqqqqqq"], f"{UNKNOWN}--qqqqqqq\n"),
         (
             ["train", "grpo", "--eval-fraction", "0.1"],
-            "--eval-fraction 0.1; --eval-fraction is of odc-triton train sft, not of odc-triton train grpo\n",
+            f"{UNKNOWN}--eval-fraction 0.1; --eval-fraction is of odc-triton train sft, not of odc-triton train grpo\n",
         ),
+        ([*SFT, "--ranks", "0"], "--ranks is 0; give at least 1"),
+        ([*SFT, "--ranks", "two"], "argument --ranks: it is 'two'; give a whole number"),
+        ([*SFT, "--ranks", "100000"], "--ranks is 100000 and there "),
+        ([*SFT, "--lr", "fast"], "argument --lr: it is 'fast'; give a number"),
+        ([*SFT, "--init", "c.json", "--model", __file__], "give either --model or --init"),
+        ([*SFT, "--model", __file__], f"--model is {__file__}, a file: give the model's folder or hub id"),
+        ([*SCRATCH, "--out", ""], "--out is empty; give a folder"),
+        ([*SCRATCH, "--seed", str(2**63)], f"--seed is {2**63}; it must fit in 64 bits"),
+        (
+            [*SCRATCH, "--split-sequences", "--replicas", "2"],
+            "--replicas is 2, and --split-sequences can't cut a sequence over several copies of the model",
+        ),
+        (["tune", "--tokens", "5", "--init", __file__, "--folder", __file__], f"--folder is {__file__}, which is a f"),
+        (["simulate", "--lengths", "aime", "--minibatch", "4,99999999999"], "--minibatch has 99999999999: give at m"),
     ],
 )
-def test_a_mistyped_option(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from odc_triton.cli.command import main
-
+def test_wrong_words_and_values(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
     printed = capsys.readouterr().err
-    assert f"unrecognized arguments: {said}" in printed
+    assert said in printed
     assert printed.startswith(f"usage: odc-triton {words[0]}")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--ranks", "0"], "--ranks is 0; give at least 1"),
-        (["--ranks", "two"], "argument --ranks: it is 'two'; give a whole number"),
-        (["--lr", "fast"], "argument --lr: it is 'fast'; give a number"),
-        (["--init", "c.json", "--model", __file__], "give either --model or --init"),
-        (["--model", __file__], f"--model is {__file__}, a file: give the model's folder or hub id"),
-        (["--ranks", "100000"], "--ranks is 100000 and there "),
-        (["--init", "c.json", "--tokenizer", "t", "--out", ""], "--out is empty; give a folder"),
-        (["--init", "c.json", "--tokenizer", "t", "--seed", str(2**63)], f"--seed is {2**63}; it must fit in 64 bits"),
-        (
-            ["--init", "c.json", "--tokenizer", "t", "--split-sequences", "--replicas", "2"],
-            "--replicas is 2, and --split-sequences can't cut a sequence over several copies of the model",
-        ),
-    ],
-)
-def test_a_wrong_value(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from odc_triton.cli.command import main
-
-    with pytest.raises(SystemExit) as stopped:
-        main(["train", "sft", "--data", "x", "--out", "y", *words])
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ["tune", "--tokens", "5", "--init", __file__, "--folder", __file__],
-            f"--folder is {__file__}, which is a file",
-        ),
-        (
-            ["simulate", "--lengths", "aime", "--minibatch", "4,99999999999"],
-            "--minibatch has 99999999999: give at most",
-        ),
-    ],
-)
-def test_a_wrong_value_of_another_command(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from odc_triton.cli.command import main
-
-    with pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code == 2
-    assert said in capsys.readouterr().err

@@ -99,18 +99,6 @@ def test_nested_spans_by_brute_force(data: st.DataObject) -> None:
     assert got == pytest.approx(want, abs=1e-9)
 
 
-def test_what_is_hidden_behind_compute_does_not_count() -> None:
-    spans = [Span(GATHER, 0, 4), Span(PRODUCTS, 1, 3), Span(ACCUMULATE, 2, 5), Span(MEETINGS, 5, 6)]
-    got = overlapping(spans, 0, 7)
-    assert {name: seconds for name, seconds in got.items() if seconds} == {
-        GATHER: 1,
-        PRODUCTS: 2,
-        ACCUMULATE: 2,
-        MEETINGS: 1,
-        IDLE: 1,
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "category"),
     [

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from odc_kernels.tiles import LinearTile, WgradTile
@@ -41,7 +38,7 @@ def test_only_what_is_clearly_faster_displaces_the_shipped_way() -> None:
     assert decide({8: {PLAIN: [1.0] * 4, FUSED: [0.98] * 4}}, shipped) == {8: PLAIN}  # within the margin
     noisy = {PLAIN: [1.0, 1.0, 1.0, 1.0, 1.0], FUSED: [0.5, 0.5, 0.5, 1.1, 1.1]}  # faster in the median, not clearly
     assert decide({8: noisy}, shipped) == {8: PLAIN}
-    assert decide({8: {FUSED: [9.0]}}, shipped) == {8: FUSED}  # the shipped way did not run
+    assert decide({8: {DIRECT: [9.5], FUSED: [9.0]}}, shipped) == {8: FUSED}  # the shipped way did not run
     with pytest.raises(ValueError, match="no way to run it with 8 tokens"):
         decide({8: {}}, shipped)
 
@@ -54,19 +51,6 @@ def test_an_operator_of_one_backend_has_the_same_for_all_tokens() -> None:
     assert decide({8: few, 99: many | {DIRECT: [8.0]}}, shipped, one_backend=True) == {8: DIRECT, 99: DIRECT}
     with pytest.raises(ValueError, match="no backend gave a result for every"):
         decide({8: {PLAIN: [1.0]}, 99: {DIRECT: [1.0]}}, shipped, one_backend=True)
-
-
-@given(
-    st.dictionaries(
-        st.sampled_from([PLAIN, FUSED, DIRECT]), st.lists(st.floats(0.1, 9), min_size=5, max_size=5), min_size=1
-    )
-)
-def test_never_slower_than_the_shipped_way(rounds: dict[str, list[float]]) -> None:
-    taken = decide({1: rounds}, {1: PLAIN})[1]
-    medians = {way: statistics.median(each) for way, each in rounds.items()}
-    assert medians[taken] <= medians.get(PLAIN, float("inf"))
-    if PLAIN not in rounds:
-        assert medians[taken] == min(medians.values())
 
 
 # ------------------------------------------------------------------ the table
@@ -115,6 +99,7 @@ def test_other_places_have_other_tables(tmp_path: Path) -> None:
         ({"format": 99}, "format 99"),
         ({"place": {}}, "ValueError"),
         ({"lines": [{"operator": "linear"}]}, "KeyError: 'choice'"),
+        ({"lines": [{"operator": "embedding", "choice": "triton/staged/fused"}]}, "embedding does not know staged"),
         ({"lines": 3}, "TypeError"),
         (None, "JSONDecodeError"),
     ],
@@ -151,15 +136,6 @@ def test_who_runs_untuned_on_a_gpu_hears_of_it(
         warnings.simplefilter("always")
         warn_of_untuned(backend, tuned)
     assert ["odc-triton tune" in str(each.message) for each in caught] == [True] * said
-
-
-def test_words_that_the_operator_does_not_know_are_not_taken(tmp_path: Path) -> None:
-    path = save(HERE, [_line()], tmp_path)
-    content = json.loads(path.read_text())
-    content["lines"][0]["operator"] = "embedding"
-    content["lines"][0]["choice"] = "triton/staged/fused"
-    path.write_text(json.dumps(content))
-    assert "embedding does not know staged" in load(HERE, tmp_path).unused
 
 
 def test_where_tables_lie(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
