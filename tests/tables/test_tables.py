@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,45 +49,35 @@ def test_cells_are_yes_or_say_why_not(table: Table) -> None:
             assert words in ("yes", None) or (words.startswith("no: ") and len(words) < 80)
 
 
-def report(cell: tuple[str, str], outcome: str, when: str = "call") -> SimpleNamespace:
-    return SimpleNamespace(
-        user_properties=[("cell", ["small", *cell])], when=when, passed=outcome == "passed", failed=outcome == "failed"
-    )
+def report(cell: tuple[str, str], outcome: str) -> SimpleNamespace:
+    when = "setup" if outcome == "skipped" else "call"
+    passed, failed = outcome == "passed", outcome == "failed"
+    return SimpleNamespace(user_properties=[("cell", ["small", *cell])], when=when, passed=passed, failed=failed)
 
 
-def _all_but_one() -> list[SimpleNamespace]:
-    return [report(cell, "passed") for cell in CELLS[1:]]
-
-
-# What happens besides the tests of all other cells that pass, and whether the table is written then.
-ENDS: dict[str, tuple[Callable[[], list[SimpleNamespace]], str | None]] = {
-    "passed": (lambda: [report(YES, "passed", "setup"), report(YES, "passed")], None),
-    "one of two failed": (lambda: [report(YES, "failed"), report(YES, "passed")], "its test failed"),
-    "failed in setup": (lambda: [report(YES, "failed", "setup")], "its test failed"),
-    "skipped": (lambda: [report(YES, "skipped", "setup")], "no test ran"),
-}
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_only_passed_tests_write_a_table(how: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    reports, problem = ENDS[how]
+@pytest.mark.parametrize(
+    ("outcomes", "problem"),
+    [(["passed"], None), (["failed", "passed"], "its test failed"), (["skipped"], "no test ran")],
+)
+def test_only_passed_tests_write_a_table(
+    outcomes: list[str], problem: str | None, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     page = tmp_path / "small.md"
     page.write_text(f"# Small\n\n{BELOW}the old one")
     session = SimpleNamespace(config=SimpleNamespace(), exitstatus=0)
     writer = TableWriter(tmp_path, [SMALL])
-    for each in [*_all_but_one(), *reports()]:
-        writer.pytest_runtest_logreport(each)
+    for cell, outcome in [*((cell, "passed") for cell in CELLS[1:]), *((YES, each) for each in outcomes)]:
+        writer.pytest_runtest_logreport(report(cell, outcome))
     writer.pytest_sessionfinish(session)
-    if problem:
-        assert session.exitstatus == 1
-        assert page.read_text() == f"# Small\n\n{BELOW}the old one"
-        assert f"small.md is left as it is, for 1 cells:\n  a, x: {problem}" in capsys.readouterr().out
-        return
-    assert session.exitstatus == 0
+    assert session.exitstatus == bool(problem)
     above, _, below = page.read_text().partition(BELOW)
     assert above == "# Small\n\n"
-    assert below.startswith(TABLE)
-    assert "Made by `make tables`, with torch " in below
+    if problem:
+        assert below == "the old one"
+        assert f"small.md is left as it is, for 1 cells:\n  a, x: {problem}" in capsys.readouterr().out
+    else:
+        assert below.startswith(TABLE)
+        assert "Made by `make tables`, with torch " in below
 
 
 def test_equal_reasons_share_a_note() -> None:
