@@ -115,7 +115,7 @@ FILES: dict[str, Callable[[list], bytes]] = {
     "data.jsonl.xz": lambda records: lzma.compress(lines(records)),
     "data.jsonl.zst": lambda records: zstd(lines(records)),
     "no ending": lambda records: packed(lines(records)),
-    "array.json": lambda records: json.dumps(records, indent=1).encode(),
+    "array.json": lambda records: b"\xef\xbb\xbf" + json.dumps(records, indent=1).encode(),
     "array in a line.json": lambda records: b"\n [" + b" , ".join(json.dumps(r).encode() for r in records) + b"]",
     "array.json.gz": lambda records: packed(json.dumps(records).encode()),
     "data.csv": lambda records: b"\xef\xbb\xbf" + table(",")(records),

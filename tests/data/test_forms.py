@@ -10,7 +10,7 @@ from odc_triton.data.forms import record_of
 from odc_triton.data.records import DataError
 from odc_triton.data.tokenizer import TextEncoder
 from tests.data.test_chat import expected
-from tests.support.chats import LLAMA, THINKING, WRITERS, make_tokenizer
+from tests.support.chats import THINKING, WRITERS, make_tokenizer
 from tests.support.records import samples_of, tokenized
 
 ASK, SAY = {"role": "user", "content": "why"}, {"role": "assistant", "content": "yes"}
@@ -160,9 +160,3 @@ def test_turns_before_the_completion_need_not_be_learnable(tmp_path):
     assert tokenizer.decode([label for label in sample[1] if label != -100]) == "hm</think>yes<|im_end|>"
     with pytest.raises(DataError, match="line 1: the conversation begins with the assistant"):
         tokenized(tmp_path, {"messages": [said, ASK, said]}, encoder=encoder)
-
-
-def test_a_completion_without_the_assistant_has_nothing_to_learn(tmp_path):
-    records = [{"prompt": [ASK, SAY], "completion": [ASK]}, {"text": "fine"}]
-    summary = tokenized(tmp_path, *records, encoder=TextEncoder.of(make_tokenizer(LLAMA))).summary
-    assert (summary.samples, summary.dropped_no_target) == (1, 1)
