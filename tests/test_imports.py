@@ -117,6 +117,7 @@ def test_nothing_imports_the_folder_of_kernels_by_its_own_name() -> None:
                 assert roots <= {"odc_kernels", "torch", "triton"}, f"{path} imports {roots}"
             assert not any(name == "kernels" or name.startswith("kernels.") for name in names), path
     assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "examples" / "kernels.py").exists(), "each example would import it in the place of the package"
 
 
 def _python(code: str) -> str:

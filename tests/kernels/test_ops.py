@@ -23,7 +23,7 @@ from odc_kernels.peers import PeerShards
 from tests.support import ranks, symmetric_memory
 from tests.support.deadlines import LONG_S
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "kernels.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "kernels_alone.py"
 SHOWN = 7  # comparisons that the example prints
 
 
