@@ -310,7 +310,7 @@ def test_pickles_are_not_run(plain: Plain, tmp_path: Path) -> None:
 
 
 def _failing(rank: int, world: int, folder: Path, way: str, in_background: bool) -> tuple[str, list[int]]:
-    """Saves step 1 well and step 2 badly, which in the background is told at a step after it; then step 3."""
+    """Saves steps 1 to 3; saving step 2 fails. A background save reports that at a later step."""
     model, optimizer = make(MODEL, bf16=False)
     checkpoints = Checkpoints(folder, keep=3)
     background = BackgroundCheckpoints(checkpoints, model=model)

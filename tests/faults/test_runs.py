@@ -1,4 +1,4 @@
-"""A run whose microbatches go wrong, whose ranks fail, and which is told to stop."""
+"""Runs with failing microbatches, failing ranks and stop requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Poisoned:
 
     poison: str = "nan"
     steps: tuple[int, ...] = (2,)  # whose minibatches go wrong, on rank 1
-    told: int | None = None  # the rank that is told to stop, in the last of these steps
+    told: int | None = None  # the rank that gets a stop request, in the last of these steps
     changes: dict[str, int] = field(default_factory=dict)
     saved: list[int]
     error: str = "ended"

@@ -58,7 +58,7 @@ def test_steps(backend: str) -> None:
 
 
 def test_a_step_by_kernels() -> None:
-    """LoRA stands around q_proj, whose weight the fused projection would read by itself."""
+    """LoRA wraps q_proj; a fused projection would read its weight and skip the adapter."""
     compare_each(BY_KERNELS, 2, backend="cpu-interpreter", steps=1, sizes=FEW)
 
 

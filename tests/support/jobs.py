@@ -21,7 +21,7 @@ def train(
 ) -> list[str]:
     """How each job ended on this rank: it `ENDED`, was `STOPPED`, or its error.
 
-    `stop_after`: rank 0 is told to stop after so many steps, so the ranks agree to stop in the next one. `draws`: the
+    `stop_after`: rank 0 gets a stop request after so many steps; all ranks stop in the next one. `draws`: the
     report has pictures, which take longer than a small job.
     """
     from odc_triton.comm.launch import Interrupted

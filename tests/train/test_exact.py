@@ -92,7 +92,7 @@ def test_the_same_bits_after_a_fault(folder: Path, tmp_path: Path, whole: tuple,
     with ranks.start(run_with, 2, at_fault, fault, str(scratch)) as job:
         other, waited_s = struck(job, fault, told)
         pids = [process.pid for process in job.processes]
-    # One that is told to stop when its training has already ended by the loss dies of the signal.
+    # A rank whose training has already ended with the loss is killed by the signal.
     if not (told and other.signal == signal.SIGTERM):
         said = other.error.strip().splitlines()[-1]
         assert f"rank {fault.rank}" in said
