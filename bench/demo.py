@@ -226,7 +226,7 @@ def write_outputs(out: Path, report: dict, results: Sequence[Measured]) -> None:
         "work": f"{report['minibatches']} minibatches after {report['warm_up_minibatches']} to warm up, "
         f"{report['tokens']:,} tokens, {SAMPLES_PER_RANK} sample per rank of at most {report['token_cap']} tokens, "
         f"{report['ranks']} ranks of 1 thread",
-        "idle": "time in no busy span or blocked in a meeting or collective, or for a piece, transfers included",
+        "idle": "time in no busy span or blocked in a barrier or collective, or for a piece, transfers included",
         "waited for a core": "time in which a rank's computing thread could run and other threads had the cores; a "
         f"minibatch with over {quiet.MOST_WAITING:.0%} of it is measured anew",
     }

@@ -161,7 +161,7 @@ def deal(work: Work, data: Any, samples: list[int], balance: str, cost: CostMode
 
 
 def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, index: int, number: int) -> Minibatch:
-    """Trains minibatch `index` of `work` once; starts with a meeting of all ranks. Collective.
+    """Trains minibatch `index` of `work` once; starts with a barrier of all ranks. Collective.
 
     `number`: how many the variant has trained before; its events carry it.
     """
@@ -170,12 +170,12 @@ def train_minibatch(variant: Variant, work: Work, data: Any, cost: CostModel, in
 
 
 def timed(variant: Variant, own: Sequence[Pack], total: int, number: int) -> Minibatch:
-    """Trains this rank's packs of a minibatch with `total` targets; starts with a meeting of all ranks. Collective."""
+    """Trains this rank's packs of a minibatch with `total` targets; starts with a barrier of all ranks. Collective."""
     setting = variant.setting
     own = MinibatchPacks.of((to_device(pack, setting.here) for pack in own), getattr(own, "split", None))
     variant.start_minibatch(number)
     setting.synchronize()
-    gather(None)  # a meeting
+    gather(None)  # a barrier
     start_s, waited_s = time.monotonic(), quiet.waited_s()
     loss = variant.gradients(own, total)
     landed_s = time.monotonic()

@@ -2,7 +2,7 @@
 
 Every variant trains the same model on the same samples with the same optimizer; they differ in how ranks wait for each
 other and in how samples are dealt. On the CPU each records events in the engine's form: "wait" is time blocked in a
-collective or a meeting, including the data's transfer. On GPUs the host's clock sees no waiting: see suites/alone.py.
+collective or a barrier, including the data's transfer. On GPUs the host's clock sees no waiting: see suites/alone.py.
 """
 
 from __future__ import annotations
@@ -338,9 +338,9 @@ class OdcMicro(Odc):
 
 
 class LayerBarrier(Odc):
-    """Our transport, but all ranks meet at every layer of every forward and backward, as FSDP's collectives do.
+    """Our transport, but with a barrier at every layer of every forward and backward, as FSDP's collectives do.
 
-    On GPUs the devices meet, not the hosts: an all-reduce of one number on the compute stream.
+    On GPUs the devices synchronise, not the hosts: an all-reduce of one number on the compute stream.
     """
 
     name = "layer barrier + global packing"
@@ -348,12 +348,12 @@ class LayerBarrier(Odc):
 
     def shard(self, model: nn.Module) -> nn.Module:
         for block in self.blocks:
-            block.register_forward_pre_hook(self._meet)
-            block.register_full_backward_pre_hook(self._meet)
+            block.register_forward_pre_hook(self._exchange)
+            block.register_full_backward_pre_hook(self._exchange)
         self._number = torch.zeros(1, device=self.setting.here)
         return super().shard(model)
 
-    def _meet(self, *_: Any) -> None:
+    def _exchange(self, *_: Any) -> None:
         if self.setting.device == "cuda":
             dist.all_reduce(self._number)
             return

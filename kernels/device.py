@@ -1,8 +1,8 @@
 """Device functions that the kernels share. The only file that deals with memory orders.
 
-[Note: orders] A peer's shard is only read between the meetings that the engine holds on the host, so loads need no
+[Note: orders] A peer's shard is only read between the barriers that the engine holds on the host, so loads need no
 order. Additions into a peer's gradient shard are `relaxed` at `sys` scope: they are atomic with those of other GPUs,
-and the exit meeting, after the stream is drained, tells the owner that they have landed. The default (`acq_rel`,
+and the exit barrier, after the stream is drained, tells the owner that they have landed. The default (`acq_rel`,
 `gpu`) would be slow, and wrong for another GPU's memory.
 
 [Note: bulk reductions] `descriptor.atomic_add` compiles to `cp.reduce.async.bulk`, one instruction for a tile instead

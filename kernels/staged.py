@@ -103,7 +103,7 @@ def pull(*, peers: PeerShards, staged: StagedWeight) -> StagedWeight:
     row 2 from rank 1 and sets rank 1's.
 
     On a GPU everything is enqueued when this returns, so a kernel launched afterwards can wait for far owners' rows
-    without starving them ([Note: forward progress] in odc_triton/sequence/handover.py); near owners' rows are there
+    without starving them ([Note: forward progress] in odc_triton/sequence/sync.py); near owners' rows are there
     for all later work ([Note: near and far]). The copies wait for the kernels that read the buffer before, and for
     nothing else: the shards must be readable now. On the CPU everything has arrived when this returns. Raises
     ValueError if `peers` don't fit the buffer.

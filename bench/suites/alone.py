@@ -23,9 +23,9 @@ from torch import nn
 from odc_triton.balance import CostModel
 from odc_triton.base.trace import (
     ACCUMULATE,
+    BARRIERS,
     GATHER,
     IDLE,
-    MEETINGS,
     Span,
     category_of_kernel,
     excerpt,
@@ -37,7 +37,7 @@ from ..harness import Minibatch, PeakMemory, build, gather, open_job, set_torch_
 from ..provenance import gpu
 from ..variants import Setting, Variant
 
-_NO_COMPUTE = (ACCUMULATE, GATHER, MEETINGS, IDLE)
+_NO_COMPUTE = (ACCUMULATE, GATHER, BARRIERS, IDLE)
 
 
 class RandomTokens:

@@ -260,21 +260,21 @@ def measure_place(place: Place, layers: Sequence[Layer], token: str, lines: Path
         heap = ApartHeap(slots=1, **given)
         group, device, make = dist.group.WORLD, Rehearsal(), on_cpu
 
-    def meet() -> None:
+    def sync() -> None:
         device.synchronize()
         dist.barrier()
 
     for layer in layers:
         heap.shard(layer.weight, rank).copy_(layer.integers(layer.own_rows, layer.columns, rank, heap.device))
         operators = make(layer, heap, group)
-        meet()
+        sync()
         for name, operator in operators.items():
             checked = operator.made or operator.added
-            for wrong in wrong_results(layer, heap, operator, meet) if checked else ():
+            for wrong in wrong_results(layer, heap, operator, sync) if checked else ():
                 raise RuntimeError(f"{name} between {', '.join(place.names)}: {wrong} numbers are wrong on rank {rank}")
             told: list[list[float]] = [[]] * world
             try:
-                mine = _us(operator.run, device, meet)
+                mine = _us(operator.run, device, sync)
             except RuntimeError as error:
                 if checked:
                     raise
@@ -287,33 +287,33 @@ def measure_place(place: Place, layers: Sequence[Layer], token: str, lines: Path
                 append_line(lines, {"place": asdict(place), **cell})
         del operators, operator
         gc.collect()
-        meet()  # no memory is written anew while it is still read
+        sync()  # no memory is written anew while it is still read
     del heap
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _us(run: Callable[[], Any], device: Gpu, meet: Callable[[], None]) -> list[float]:
+def _us(run: Callable[[], Any], device: Gpu, sync: Callable[[], None]) -> list[float]:
     """Microseconds of a call, one number for each round."""
     marks = []
     for _ in range(device.rounds[0]):
-        meet()
+        sync()
         begin = device.mark()
         for _ in range(CALLS):
             run()
         marks.append((begin, device.mark()))
-    meet()
+    sync()
     return [device.us_between(*each) / CALLS for each in marks]
 
 
-def wrong_results(layer: Layer, heap: SymmetricHeap, operator: Operator, meet: Callable[[], None]) -> Iterator[int]:
+def wrong_results(layer: Layer, heap: SymmetricHeap, operator: Operator, sync: Callable[[], None]) -> Iterator[int]:
     """How many numbers are wrong, if any, when all ranks call at the same time."""
     for _ in range(layer.loops if operator.added else 1):
         sums = heap.shard(layer.sums, heap.rank).zero_()
-        meet()
+        sync()
         operator.run()
-        meet()
+        sync()
         got, want = operator.made() if operator.made else (sums, sums)
         if operator.added:
             want = sum(operator.added(rank) for rank in range(layer.world))

@@ -2,7 +2,7 @@
 
     python -m bench.suites.protocol_scale [--quick] [--ranks 8 16] [--lengths longalign swe-smith aime] [--out FILE]
 
-Real ranks on the real engine whose layers sleep for the cost model's time (sleeping.py). A meeting before every
+Real ranks on the real engine whose layers sleep for the cost model's time (sleeping.py). A barrier before every
 layer, forward and backward, stands for FSDP's collectives.
 """
 
@@ -137,10 +137,10 @@ def in_words(rows: Sequence[dict], costs: dict[int, Costs]) -> str:
     for ranks, cost in costs.items():
         share = cost.gate_s / layer_s
         lines.append(
-            f"{ranks} ranks, no compute: a meeting takes {cost.gate_s * 1e3:.2f} ms, {share:.1%} of a layer's mean "
+            f"{ranks} ranks, no compute: a barrier takes {cost.gate_s * 1e3:.2f} ms, {share:.1%} of a layer's mean "
             f"sleep of {layer_s * 1e3:.0f} ms (target {OF_A_LAYER:.0%}; gloo's barrier {cost.gloo_s * 1e3:.2f} ms); "
             f"a minibatch without microbatches {cost.empty_s * 1e3:.1f} ms; a layer {cost.layer_s * 1e3:.2f} ms beside "
-            f"its sleep, {cost.layer_with_gate_s * 1e3:.2f} ms with the meeting, all ranks at once on these cores"
+            f"its sleep, {cost.layer_with_gate_s * 1e3:.2f} ms with the barrier, all ranks at once on these cores"
         )
     off = sorted(abs(r["simulation_off"]) for r in rows)
     lines.append(

@@ -1,6 +1,6 @@
 """Training whose layers sleep for as long as a cost model says, on the real engine with real ranks.
 
-Parameters are a few numbers; meetings, hooks, locks, accumulation, the store and the work queue are the library's. That
+Parameters are a few numbers; barriers, hooks, locks, accumulation, the store and the work queue are the library's. That
 lets many ranks run on few cores: it measures waiting, not arithmetic.
 """
 
@@ -26,10 +26,10 @@ from odc_triton.balance.queue import QUEUE, QueuedPacks, queue_packs
 from odc_triton.balance.split import deal_split, readable_tokens
 from odc_triton.base.events import total_s
 from odc_triton.engine.api import engine_of, minibatch
+from odc_triton.sequence.buffers import KVBuffers, LayerShape
 from odc_triton.sequence.exchange import SequenceExchange, Span
-from odc_triton.sequence.handover import Handover
 from odc_triton.sequence.layer import LayerSplit
-from odc_triton.sequence.room import LayerShape, Room
+from odc_triton.sequence.sync import HostSync
 from odc_triton.sharding.shard import fully_shard
 from odc_triton.simulate import Job, Links, simulate
 from odc_triton.simulate.job import SPLIT, deal
@@ -45,7 +45,7 @@ _IN_A_WAVE = ("keys and values of", "gradients of")  # what a rank says that it 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """`schedule`: "fsdp", a meeting before every layer, or "odc". `balance`: how samples are dealt."""
+    """`schedule`: "fsdp", a barrier before every layer, or "odc". `balance`: how samples are dealt."""
 
     schedule: str
     balance: str
@@ -82,7 +82,7 @@ class Cell:
         how = {"ranks": ranks, "samples": self.samples * ranks, "token_cap": self.token_cap, "cost": self.cost}
         return readable_tokens([self.token_cap], **how)
 
-    def job(self, ranks: int, meeting_s: float) -> Job:
+    def job(self, ranks: int, barrier_s: float) -> Job:
         """The same for the simulator."""
         return Job(
             links=Links.none(ranks),
@@ -92,18 +92,18 @@ class Cell:
             forward_share=FORWARD_SHARE,
             prefetch=False,
             overlap=False,
-            meeting_s=meeting_s,
+            barrier_s=barrier_s,
         )
 
     def simulated_s(self, way: Way, ranks: int, empty_s: float = 0.0) -> list[float]:
         """Simulated seconds of each minibatch. `empty_s`: measured seconds of one without microbatches."""
-        # The simulator's FSDP meets once, at the end; here both schedules enter and leave the engine's minibatch.
-        meeting_s = empty_s / 2 if way.schedule == "odc" else empty_s
+        # The simulator's FSDP synchronises once, at the end; here both enter and leave the engine's minibatch.
+        barrier_s = empty_s / 2 if way.schedule == "odc" else empty_s
         how = {"schedule": way.schedule, "balance": way.balance, "token_cap": self.token_cap}
         if way.balance == SPLIT:
             given = {"ranks": ranks, "token_cap": self.token_cap, "cost": self.cost, "balance": SPLIT}
             how["dealt"] = [deal(m, split_tokens=self.split_tokens(ranks), **given) for m in self.minibatches]
-        return simulate(self.minibatches, job=self.job(ranks, meeting_s), **how).seconds.tolist()
+        return simulate(self.minibatches, job=self.job(ranks, barrier_s), **how).seconds.tolist()
 
     def dealt(self, way: Way, index: int, ranks: int) -> list[list[list[Entry]]]:
         """Every rank's packs of minibatch `index`; for a queue all packs, as if they were one rank's."""
@@ -131,11 +131,11 @@ class Ran:
 
 
 class Gate:
-    """A meeting of all ranks of one machine in well under a millisecond: it stands for a collective's waiting.
+    """A barrier of all ranks of one machine in well under a millisecond: it stands for a collective's waiting.
 
     Gloo's barrier takes log2(ranks) rounds of two threads each, which is slow with many ranks on few cores; this one
     wakes rank 0 as ranks arrive and then every rank once. Collective: every rank of the process group creates one, then
-    calls `meet` the same number of times. Raises TimeoutError if a rank does not come within five minutes,
+    calls `wait` the same number of times. Raises TimeoutError if a rank does not come within five minutes,
     ConnectionError if one has died.
     """
 
@@ -161,7 +161,7 @@ class Gate:
             # The kernel's deadline: Python's would make each `recv` two system calls.
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(_LONGEST_WAIT_S), 0))
 
-    def meet(self) -> None:
+    def wait(self) -> None:
         """Returns when all ranks have called it."""
         if self.rank != 0:
             self._peers[0].send(b"x")
@@ -255,10 +255,10 @@ class SleepingModel(nn.Module):
         """What `enable_split` does for a transformers model. Collective."""
         engine = engine_of(self)
         shapes = [LayerShape(heads=1, key_width=1, value_width=1, dtype="float32")] * len(self.layers)
-        token = engine.meet("enable_split", {"token": uuid.uuid4().hex})[0]["token"]
-        room = Room(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.meetings.timeout_s)
-        handover, streams = Handover(room, engine.state, engine.meetings), engine.streams.first.another()
-        engine.split_by(exchange := SequenceExchange(handover, streams, in_order=False))
+        token = engine.exchange("enable_split", {"token": uuid.uuid4().hex})[0]["token"]
+        buffers = KVBuffers(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.barrier.timeout_s)
+        sync, streams = HostSync(buffers, engine.state, engine.barrier), engine.streams.first.another()
+        engine.split_by(exchange := SequenceExchange(sync, streams, in_order=False))
         for number, layer in enumerate(self.layers):
             layer.side = LayerSplit(exchange, number)
         return exchange
@@ -266,8 +266,8 @@ class SleepingModel(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Seconds without compute: of one meeting at a layer, of gloo's barrier instead, of a minibatch without
-    microbatches (its two meetings), and of a layer's forward or backward without and with a meeting.
+    """Seconds without compute: of one barrier at a layer, of gloo's barrier instead, of a minibatch without
+    microbatches (its two barriers), and of a layer's forward or backward without and with a barrier.
 
     Without compute all ranks want the cores at once: an upper bound on what a sleeping layer costs besides its sleep.
     """
@@ -285,14 +285,14 @@ def _costs(model: SleepingModel, x: torch.Tensor, gate: Gate, repeats: int = 20)
     def median(work: Callable[[], Any], each: int) -> float:
         took = []
         for _ in range(repeats):
-            gate.meet()
+            gate.wait()
             start_s = time.monotonic()
             work()
             took.append((time.monotonic() - start_s) / each)
         return sorted(took)[repeats // 2]
 
     layers = 2 * len(model.layers)
-    gate_s = median(lambda: [gate.meet() for _ in range(10)], 10)
+    gate_s = median(lambda: [gate.wait() for _ in range(10)], 10)
     gloo_s = median(lambda: [dist.barrier() for _ in range(10)], 10)
 
     def empty() -> None:
@@ -302,7 +302,7 @@ def _costs(model: SleepingModel, x: torch.Tensor, gate: Gate, repeats: int = 20)
     empty_s = median(empty, 1)
     with minibatch(model, tokens=1):
         layer_s = median(lambda: model(x, 0.0).sum().backward(), layers)
-        model.before_layer = gate.meet
+        model.before_layer = gate.wait
         with_gate_s = median(lambda: model(x, 0.0).sum().backward(), layers)
     return Costs(gate_s=gate_s, gloo_s=gloo_s, empty_s=empty_s, layer_s=layer_s, layer_with_gate_s=with_gate_s)
 
@@ -325,7 +325,7 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
     ran: list[Ran] = []
 
     def run(place: int, index: int, number: int) -> Ran:
-        """One minibatch of one way, starting with a meeting."""
+        """One minibatch of one way, starting with a barrier."""
         cell, way = cells[place], cells[place].ways[number]
         lengths, job = cell.minibatches[index], cell.job(world, 0.0)
         dealt = cell.dealt(way, index, world)
@@ -333,9 +333,9 @@ def run_cells(cells: Sequence[Cell], name: str) -> tuple[list[Ran], Costs]:
             packs = QueuedPacks(dealt[0], key=f"{len(ran)}", counter=counter, rank=rank, world=world)
         else:
             packs = dealt[rank]
-        model.before_layer = gate.meet if way.schedule == "fsdp" else lambda: None
+        model.before_layer = gate.wait if way.schedule == "fsdp" else lambda: None
         model.sleeper.owed_s, slept = 0.0, []
-        gate.meet()
+        gate.wait()
         start_s = time.monotonic()
         plan = SplitPlan.of(dealt) if way.balance == SPLIT else None
         with minibatch(model, tokens=len(lengths) if rank == 0 else 0, split=plan) as mb:

@@ -29,7 +29,7 @@ from odc_triton.base.errors import OfRanks
 from odc_triton.base.report import table
 from odc_triton.engine.api import engine_of
 from odc_triton.hf import attention
-from odc_triton.sequence.room import Flag
+from odc_triton.sequence.buffers import Flag
 
 from ..provenance import about, save_json
 from .split_jobs import (
@@ -91,19 +91,19 @@ class _Trap:
 
     def __init__(self, model: nn.Module, rank: int, kill: Kill, say: Say) -> None:
         self.exchange = engine_of(model).splits
-        self.handover = self.exchange.handover
+        self.sync = self.exchange.sync
         self.kill, self.is_victim = kill, rank == kill.victim
         self.strike = lambda *_: die(say)
         self.minibatch, self.wave, self.layer = 0, -1, 0
         self.third = int(kill.moment * 3)
-        self.publish, self.tell = self.exchange.publish, self.handover.tell
-        self.add, self.wait, self.document = self.handover.add, self.handover.wait, attention._of_document
+        self.publish, self.signal = self.exchange.publish, self.sync.signal
+        self.add, self.wait, self.document = self.sync.add, self.sync.wait, attention._of_document
         self.exchange.publish = self.on_publish
         if self.is_victim:
-            self.handover.tell, self.handover.add, self.handover.wait = self.on_tell, self.on_add, self.on_wait
+            self.sync.signal, self.sync.add, self.sync.wait = self.on_signal, self.on_add, self.on_wait
             attention._of_document = self.on_document
         else:
-            self.handover.tell = self.late_tell
+            self.sync.signal = self.late_signal
 
     def is_at(self, place: str, layer: int) -> bool:
         kill = self.kill
@@ -115,22 +115,22 @@ class _Trap:
             self.strike()
         self.publish(layer, *rest)
 
-    def late_tell(self, flag: Flag, ranks: Any, layer: int, epoch: int) -> None:
+    def late_signal(self, flag: Flag, ranks: Any, layer: int, epoch: int) -> None:
         if self.is_at("waiting in a forward" if flag is Flag.PUBLISHED else "waiting in a backward", layer):
             time.sleep(0.05)
-        self.tell(flag, ranks, layer, epoch)
+        self.signal(flag, ranks, layer, epoch)
 
-    def on_tell(self, flag: Flag, ranks: Any, layer: int, epoch: int) -> None:
+    def on_signal(self, flag: Flag, ranks: Any, layer: int, epoch: int) -> None:
         here = self.is_at("publishing" if flag is Flag.PUBLISHED else "adding", layer)
         if here and self.third == 1:  # rows are there, flags are not
             self.strike()
-        self.tell(flag, ranks, layer, epoch)
+        self.signal(flag, ranks, layer, epoch)
         if here:
             self.strike()
 
     def on_add(self, layer: int, owner: int, *rest: Any) -> None:
         if self.third == 0 and self.is_at("adding", layer):
-            heap = self.exchange.room.heap
+            heap = self.exchange.buffers.heap
             while not self.exchange.is_apart and not heap.try_lock(layer, owner):
                 time.sleep(1e-5)
             self.strike()
@@ -228,9 +228,9 @@ def _at_random_speed(exchange: Any, numbers: random.Random) -> None:
 class _Waits:
     """The longest wait for another rank's flags."""
 
-    def __init__(self, handover: Any) -> None:
-        self.longest_s, self._wait = 0.0, handover.wait
-        handover.wait = self
+    def __init__(self, sync: Any) -> None:
+        self.longest_s, self._wait = 0.0, sync.wait
+        sync.wait = self
 
     def __call__(self, wait: Any) -> None:
         start_s = time.monotonic()
@@ -251,7 +251,7 @@ def soaks(rank: int, ranks: int, say: Say, seed: int, seconds: float, backend: s
     model, plain = sharded(backend, DEADLINE_S), build()
     engine, end_s, next_s, number = engine_of(model), time.monotonic() + seconds, 30.0, 0
     _at_random_speed(engine.splits, random.Random(f"{seed} {rank}"))
-    waits, largest = _Waits(engine.splits.handover), 0.0
+    waits, largest = _Waits(engine.splits.sync), 0.0
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     is_last = False
     while not is_last:
@@ -269,7 +269,7 @@ def soaks(rank: int, ranks: int, say: Say, seed: int, seconds: float, backend: s
         optimizer.zero_grad()
         number += 1
         left_s = end_s - time.monotonic()
-        told = engine.meet("the next minibatch", {"is_last": left_s < 0, "wait_s": waits.longest_s})
+        told = engine.exchange("the next minibatch", {"is_last": left_s < 0, "wait_s": waits.longest_s})
         is_last = told[0]["is_last"]
         if rank == 0 and (is_last or seconds - left_s > next_s):
             next_s += 30

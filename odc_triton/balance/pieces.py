@@ -63,8 +63,8 @@ class MinibatchPacks(list):
 class PlannedPiece:
     """A piece, the rank that computes it, and where its keys and values are.
 
-    `is_read`: a later piece follows, so others read it. `offset`: its first row in the rank's own room, in tokens;
-    `joint_offset`: its first row where the rooms of all ranks are one, in which a sequence's rows are adjacent. Both
+    `is_read`: a later piece follows, so others read it. `offset`: its first row in the rank's own buffers, in tokens;
+    `joint_offset`: its first row where the buffers of all ranks are one, in which a sequence's rows are adjacent. Both
     are 0 where nobody reads it.
     """
 

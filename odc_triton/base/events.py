@@ -17,7 +17,7 @@ class Event:
     """One span of one rank's time.
 
     `start_s` and `end_s` are seconds of `time.monotonic()`, a clock that all processes on one machine share.
-    `microbatch` is -1 for what belongs to a whole minibatch (a meeting, the optimizer step). Spans of one rank
+    `microbatch` is -1 for what belongs to a whole minibatch (a barrier, the optimizer step). Spans of one rank
     may nest (an `accumulate` within its `backward`); `wait` never contains another span.
     """
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from .events import Event
 from .files import write_file
-from .trace import UNRECORDED, Segment, Tracks, headline, longest_s, meetings, segments, shares, whole, window_s
+from .trace import UNRECORDED, Segment, Tracks, barriers, headline, longest_s, segments, shares, whole, window_s
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,9 +54,9 @@ _ABOVE, _BELOW, _BETWEEN = 242, 140, 110
 def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
     """All tracks over one axis of seconds, each from its own zero, 1200 logical pixels wide.
 
-    Variants are stacked, ranks are rows. A mark under the rows is a meeting of all ranks (`trace.meetings`),
+    Variants are stacked, ranks are rows. A mark under the rows is a barrier of all ranks (`trace.barriers`),
     a line through the rows is one that belongs to the whole minibatch. Total time, idle share
-    (`trace.idle_fraction`) and meetings per minibatch are on the right. Show a few minibatches
+    (`trace.idle_fraction`) and barriers per minibatch are on the right. Show a few minibatches
     (`trace.excerpt`): over very many, a bar shows local shares, not single waits.
 
     Raises ValueError without tracks or events, ImportError without matplotlib.
@@ -93,7 +93,7 @@ def _draw_track(
     for row, flat in enumerate(rows.values()):
         _paint(pixels[row * bar : (row + 1) * bar - (4 if bar > 12 else 0)], shares(flat, edges_s))
     axes.imshow(pixels, extent=(0, axis_s, len(rows), 0), aspect="auto", interpolation="nearest")
-    found = meetings(events)
+    found = barriers(events)
     axes.plot([each.at_s - start_s for each in found], [len(rows)] * len(found), "|", color=INK, clip_on=False)
     axes.vlines([each.at_s - start_s for each in found if each.microbatch < 0], 0, len(rows), colors=INK, linewidth=1)
     named = [row for row in range(len(rows)) if len(rows) <= 8 or row in (0, len(rows) - 1)]
@@ -157,7 +157,7 @@ def _legend(figure: Figure, states: list[str], *, y: float) -> None:
     matplotlib = require_matplotlib()
     keys = [matplotlib.patches.Patch(color=COLOURS[s][0], label=COLOURS[s][1]) for s in reversed(states)]
     mark = {"color": INK, "marker": "|", "linestyle": "", "markersize": 10}
-    keys.append(matplotlib.lines.Line2D([], [], label="all ranks meet", **mark))
+    keys.append(matplotlib.lines.Line2D([], [], label="barrier", **mark))
     figure.legend(
         handles=keys,
         loc="upper left",

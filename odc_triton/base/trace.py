@@ -1,4 +1,4 @@
-"""What recorded spans say: idle share, meetings, a timeline in characters, a trace for Perfetto, seconds by category.
+"""What recorded spans say: idle share, barriers, a timeline in characters, a trace for Perfetto, seconds by category.
 
 A *track* is the list of all ranks' events of one variant; `tracks` maps a variant's name to its track. Where spans
 cover each other, every moment belongs to one of them (`_sweep`), so nothing is counted twice. Pure.
@@ -23,7 +23,7 @@ from .files import write_file
 UNRECORDED = "unrecorded"
 NOT_BUSY = (*IDLE_KINDS, UNRECORDED)
 STATES = (*NOT_BUSY, *BUSY_KINDS)
-_ALONE = ("lock", "gather", "scatter")  # labels of waits that are not meetings
+_ALONE = ("lock", "gather", "scatter")  # labels of waits that are not barriers
 Tracks = Mapping[str, Sequence[Event]]
 
 
@@ -35,7 +35,7 @@ class Segment(NamedTuple):
     state: str
 
 
-class Meeting(NamedTuple):
+class BarrierMark(NamedTuple):
     """One moment at which every rank had arrived. `microbatch` is -1 if it belongs to a whole minibatch."""
 
     at_s: float
@@ -115,10 +115,10 @@ def idle_fraction(events: Sequence[Event]) -> float:
     return min(1.0, idle_s / total_s) if total_s else 0.0
 
 
-def meetings(events: Sequence[Event]) -> list[Meeting]:
+def barriers(events: Sequence[Event]) -> list[BarrierMark]:
     """The moments at which all ranks waited for each other, in order of time; none in a world of one.
 
-    A meeting is a `wait` that every rank has (the n-th of the same minibatch, microbatch and label) and that
+    A barrier is a `wait` that every rank has (the n-th of the same minibatch, microbatch and label) and that
     no rank left before the last one came; waits for locks and for a rank's own bytes (labels that begin with
     "lock", "gather", "scatter") don't count. Its moment is when the last rank came.
     """
@@ -136,7 +136,7 @@ def meetings(events: Sequence[Event]) -> list[Meeting]:
     for (minibatch, microbatch, label, _), waits in groups.items():
         last_came_s = max(wait.start_s for wait in waits)
         if len(waits) == len(ranks) and last_came_s <= min(wait.end_s for wait in waits):
-            found.append(Meeting(last_came_s, minibatch, microbatch, label))
+            found.append(BarrierMark(last_came_s, minibatch, microbatch, label))
     return sorted(found)
 
 
@@ -172,13 +172,13 @@ def _earlier(event: Event, by_s: float) -> Event:
 
 
 def headline(events: Sequence[Event]) -> tuple[str, str, str]:
-    """Total time, idle share, and meetings per minibatch of a track, each in words."""
+    """Total time, idle share, and barriers per minibatch of a track, each in words."""
     start_s, end_s = window_s(events)
-    rate = len(meetings(events)) / len({event.minibatch for event in events})
+    rate = len(barriers(events)) / len({event.minibatch for event in events})
     return (
         seconds_text(end_s - start_s),
         f"{idle_fraction(events):.1%} idle",
-        f"{rate:.3g} meetings per minibatch",
+        f"{rate:.3g} barriers per minibatch",
     )
 
 
@@ -294,13 +294,13 @@ OTHER = "other compute"
 OPTIMIZER = "optimizer"
 ACCUMULATE = "accumulate"
 GATHER = "gather"
-MEETINGS = "meetings"
+BARRIERS = "barriers"
 IDLE = "idle"
-CATEGORIES = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER, MEETINGS, IDLE)
+CATEGORIES = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER, BARRIERS, IDLE)
 
 # On a GPU several streams run at a time: the first of these that runs gets the moment, so accumulate and gather count
 # only where compute does not hide them.
-_ON_STREAMS = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER, MEETINGS)
+_ON_STREAMS = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER, BARRIERS)
 
 
 class Span(NamedTuple):
@@ -363,8 +363,8 @@ _OUR_CATEGORIES = {
     "add_block_kernel": ACCUMULATE,
     "gather_kernel": GATHER,
     "gather_pieces_kernel": GATHER,
-    "set_flags_kernel": MEETINGS,
-    "await_flags_kernel": MEETINGS,
+    "set_flags_kernel": BARRIERS,
+    "await_flags_kernel": BARRIERS,
 }
 
 

@@ -1,10 +1,10 @@
 """Checkpoints that are written while training goes on.
 
     at a step    each rank copies its values to the host, and a thread of it begins to write them
-    at meetings  that training has anyway, ranks tell each other how far they are: once all have written, a thread of
+    at barriers  that training has anyway, ranks tell each other how far they are: once all have written, a thread of
                  rank 0 makes one folder of it; once that is done, the checkpoint is whole on all ranks alike
 
-A thread meets no rank and uses no GPU. A run that is killed leaves unfinished folders, which the next one removes.
+A thread runs no collective and uses no GPU. A run that is killed leaves unfinished folders, which the next one removes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .folder import Saving
 from .sharded import problem_of, raise_together
 from .steps import Checkpoints
 
-_NAP_S = 0.05  # between the meetings of ranks that wait for a checkpoint
+_NAP_S = 0.05  # between the barriers of ranks that wait for a checkpoint
 _QUIET_S = 5.0  # of such a wait, before it is told
 _END_S = 10.0  # that an ending run waits for a thread whose checkpoint is dropped
 _REMEDY = "Older checkpoints are whole: make room, or mend the folder, and go on from the last one with --resume auto"
@@ -50,7 +50,7 @@ class _Work(threading.Thread):
     def run(self) -> None:
         try:
             self.result = self._do(self._dropped.is_set)
-        except BaseException as error:  # told to all ranks at their next meeting
+        except BaseException as error:  # told to all ranks at their next barrier
             self.problem = problem_of(error)
 
     def drop(self) -> None:
@@ -63,15 +63,15 @@ class BackgroundCheckpoints:
     """Saves into `checkpoints` in the background, one checkpoint at a time. Every rank has one, for the run's time.
 
         background.save(optimizer=…, state=…, step=…)             # after a step
-        reports = [… for each rank's message of a meeting]        # each has the rank's `background.report()`
-        background.settle(reports)                                # after each such meeting, on every rank
+        reports = [… for each rank's message of a barrier]        # each has the rank's `background.report()`
+        background.settle(reports)                                # after each such barrier, on every rank
         background.wait()                                         # before the end
 
     Host memory for all that this rank saves is allocated by the first save and used again by the others.
     """
 
     def __init__(self, checkpoints: Checkpoints, *, model: nn.Module) -> None:
-        """Rank 0 makes `checkpoints` before any rank saves: a meeting lies between."""
+        """Rank 0 makes `checkpoints` before any rank saves: a barrier lies between."""
         self.checkpoints, self._model, self._engine = checkpoints, model, engine_of(model)
         self._memory: dict[str, torch.Tensor] = {}
         self._stage: Stage | None = None  # None: nothing is being saved. The same on all ranks
@@ -117,7 +117,7 @@ class BackgroundCheckpoints:
     # ------------------------------------------------------------------ agreement
 
     def report(self) -> dict[str, Any] | None:
-        """What this rank tells the others at a meeting, as JSON; None if nothing is being saved."""
+        """What this rank tells the others at a barrier, as JSON; None if nothing is being saved."""
         if self._stage is None:
             return None
         work = self._work
@@ -150,7 +150,7 @@ class BackgroundCheckpoints:
             self._work = _Work(lambda _: self._finish(written))
 
     def wait(self, *, quiet_s: float = _QUIET_S) -> None:
-        """Waits until what was saved is whole, and says so on rank 0 once it took `quiet_s`. Collective: meetings.
+        """Waits until what was saved is whole, and says so on rank 0 once it took `quiet_s`. Collective: barriers.
 
         Raises as `settle` does, and DeadlineExceeded on all ranks, naming those that have not written by the engine's
         deadline; RankLost.
@@ -160,8 +160,8 @@ class BackgroundCheckpoints:
             if self._work is not None:
                 self._work.join(_NAP_S)
             waited_s = time.monotonic() - start_s
-            message = {"checkpoint": self.report(), "late": waited_s > self._engine.meetings.timeout_s}
-            messages = self._engine.meet(f"write {self._final.name}", message)
+            message = {"checkpoint": self.report(), "late": waited_s > self._engine.barrier.timeout_s}
+            messages = self._engine.exchange(f"write {self._final.name}", message)
             reports = [each["checkpoint"] for each in messages]
             self.settle(reports)
             if self._stage is None:

@@ -110,7 +110,7 @@ def write_checkpoint(
     once all is written, for the manifest.
 
     Call it between minibatches. Raises CheckpointFailed on every rank, with the rank and the cause, if one could not
-    write; then nothing is left behind. Raises RankLost and DeadlineExceeded as meetings do; then folders named by
+    write; then nothing is left behind. Raises RankLost and DeadlineExceeded as barriers do; then folders named by
     `unfinished` may be left.
     """
     engine = engine_of(model)

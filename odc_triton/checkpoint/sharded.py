@@ -47,9 +47,9 @@ class all_or_none(dict):
         problem = None if error is None else problem_of(error)
         message = {"problem": problem, **(self if error is None else {})}
         if error is not None and not isinstance(error, Exception):  # a request to stop: wait for nobody
-            self._engine.meetings.tell(self._purpose, message)
+            self._engine.barrier.post(self._purpose, message)
             return
-        self.all = self._engine.meetings.meet(self._purpose, message)
+        self.all = self._engine.barrier.exchange(self._purpose, message)
         raise_together([theirs["problem"] for theirs in self.all], self._purpose, error)
 
 

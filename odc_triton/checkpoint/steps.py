@@ -36,7 +36,7 @@ _LOCK_WAIT_S = 10.0  # a killed job's rank 0 may take a moment to end
 class Checkpoints:
     """The checkpoints in `folder`, of which the last `keep` stay. Rank 0 creates the folder if there is none.
 
-    Any rank may look; `save` and `load` are collective. Both use the model's own meetings, so a rank that died is named
+    Any rank may look; `save` and `load` are collective. Both use the model's own barriers, so a rank that died is named
     within seconds, and a late one once the deadline of `fully_shard` has passed.
     """
 
@@ -91,7 +91,7 @@ class Checkpoints:
 
         Call it between minibatches. Returns the new folder. Raises CheckpointFailed on every rank, with the rank and
         the cause, if one could not write; then nothing is left behind, and older ones stay as they are. Raises RankLost
-        and DeadlineExceeded as meetings do; then the next run removes what is left.
+        and DeadlineExceeded as barriers do; then the next run removes what is left.
         """
         final = self.path_of(step)
         write_checkpoint(

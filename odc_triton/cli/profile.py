@@ -20,8 +20,8 @@ from ..base.options import (
     require_token_cap,
 )
 from ..base.trace import (
+    BARRIERS,
     CATEGORIES,
-    MEETINGS,
     OTHER,
     Span,
     category_of_kernel,
@@ -87,7 +87,7 @@ def run_profile(options: ProfileOptions) -> dict[str, Any]:
     _minibatch(model, optimizer, packs[0])
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if engine.heap.device.type == "cuda" else [])
     engine.drain("warming up")
-    engine.meet("start measuring", {})
+    engine.exchange("start measuring", {})
     engine.events.drain()
     with profile(activities=activities) as record:
         start_s, start_ns = time.monotonic(), time.time_ns()
@@ -96,16 +96,16 @@ def run_profile(options: ProfileOptions) -> dict[str, Any]:
         engine.drain("measuring")
         end_s = time.monotonic()
     events = engine.events.drain()
-    meetings = [Span(MEETINGS, e.start_s - start_s, e.end_s - start_s) for e in events if e.kind == "wait"]
+    barriers = [Span(BARRIERS, e.start_s - start_s, e.end_s - start_s) for e in events if e.kind == "wait"]
     spans, sum_up = _spans(record, start_ns, engine)
-    seconds = sum_up([*spans, *meetings], 0.0, end_s - start_s)
+    seconds = sum_up([*spans, *barriers], 0.0, end_s - start_s)
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     record.export_chrome_trace(str(out / f"torch-{engine.rank}.json"))
-    messages = engine.meet("collect the timelines", {"events": [event.as_row() for event in events]})
+    messages = engine.exchange("collect the timelines", {"events": [event.as_row() for event in events]})
     if engine.rank == 0:
         _draw({"ODC": [Event.of_row(row) for theirs in messages for row in theirs["events"]]}, out)
-    engine.meet("the timelines are drawn", {})
+    engine.exchange("the timelines are drawn", {})
     tokens = sum(pack["input_ids"].numel() for own in packs[1:] for pack in own)
     return {"seconds": seconds, "wall_s": end_s - start_s, "tokens": tokens, "device": engine.heap.device.type}
 

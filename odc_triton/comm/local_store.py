@@ -1,8 +1,8 @@
-"""The store of the ranks that our launcher starts: through it they meet and find each other's memory.
+"""The store of the ranks that our launcher starts: through it they synchronise and find each other's memory.
 
 torch's TCPStore trusts anyone who reaches its port, so any user of the host. This one is a thread of the launcher and
 an abstract Unix socket, and both ends check who owns the other's process. A FileStore would not do: its file grows
-with every meeting, and a rank that is stopped or killed while writing to it blocks all others forever.
+with every barrier, and a rank that is stopped or killed while writing to it blocks all others forever.
 """
 
 from __future__ import annotations

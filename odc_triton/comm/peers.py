@@ -20,13 +20,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ..base.errors import DeadlineExceeded
-from .meeting import Meetings
-from .memory.heap import SymmetricHeap, Word
+from .barrier import Barrier
+from .memory.heap import LEFT, STATUS_SLOTS, StatusBoard, SymmetricHeap
 from .memory.rendezvous import greetings
 
-_WORD = struct.Struct("<iq")  # word, value
+_STATUS = struct.Struct("<iq")  # slot, value
 _GREETING = struct.Struct("<32si")  # the job's secret, rank
-_SENT = (Word.BROKEN, Word.MINIBATCH, Word.MEETINGS, Word.GATHERS)  # LEFT is sent by hanging up
 _KEEPALIVE_IDLE_S, _KEEPALIVE_EVERY_S, _KEEPALIVE_COUNT = 5, 2, 3
 
 
@@ -63,7 +62,7 @@ def _keep_alive(connection: socket.socket) -> None:
 def _hang_up(connections: dict[int, socket.socket]) -> None:
     for connection in connections.values():
         with contextlib.suppress(OSError):
-            connection.send(_WORD.pack(Word.LEFT, 1))
+            connection.send(_STATUS.pack(LEFT, 1))
         connection.close()
     connections.clear()
 
@@ -74,29 +73,29 @@ def _close(connections: dict[int, socket.socket]) -> None:
     connections.clear()
 
 
-class PeerStatus:
-    """The words of all ranks: those of this replica from its heap, the others' from a connection to each of them.
+class PeerStatus(StatusBoard):
+    """The status of all ranks: of this replica's from its heap, of the others' from a connection to each of them.
 
-    Collective; `meetings` still use the store at this point. `store`: the job's, to find the way to other hosts;
+    Collective; `barrier` still uses the store at this point. `store`: the job's, to find the way to other hosts;
     `token`: a name of 32 letters that only these ranks know. Raises DeadlineExceeded with the ranks that could not be
-    reached within the meetings' deadline.
+    reached within the barrier's deadline.
 
     Every rank keeps a connection, an open file, to every rank of other replicas, so each knows by itself which are
     gone.
     """
 
-    def __init__(self, *, heap: SymmetricHeap, meetings: Meetings, store: dist.Store, token: str) -> None:
-        self._heap, self._first, self._rank = heap, heap.first, meetings.rank
+    def __init__(self, *, heap: SymmetricHeap, barrier: Barrier, store: dist.Store, token: str) -> None:
+        self._heap, self._first, self._rank = heap, heap.first, barrier.rank
         self._near = range(heap.first, heap.first + heap.world)
-        self._far = [rank for rank in range(meetings.world) if rank not in self._near]
-        self._words = {rank: [0] * len(Word) for rank in self._far}
+        self._far = [rank for rank in range(barrier.world) if rank not in self._near]
+        self._far_status = {rank: [0] * STATUS_SLOTS for rank in self._far}
         self._unread = dict.fromkeys(self._far, b"")
         self._unsent = dict.fromkeys(self._far, b"")
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}  # by file descriptor
         self._connections: dict[int, socket.socket] = {}
-        self._connect(meetings, store, token.encode())
+        self._connect(barrier, store, token.encode())
         for rank, connection in self._connections.items():
             _keep_alive(connection)
             self._ranks[connection.fileno()] = rank
@@ -108,19 +107,18 @@ class PeerStatus:
 
     # ------------------------------------------------------------------ connecting
 
-    def _connect(self, meetings: Meetings, store: dist.Store, token: bytes) -> None:
+    def _connect(self, barrier: Barrier, store: dist.Store, token: bytes) -> None:
         """Ranks connect to those of lower numbers."""
         mine = address_towards(store)
-        loopback_only = all(
-            theirs["address"] is None for theirs in meetings.meet("connecting replicas: addresses", {"address": mine})
-        )
+        addresses = barrier.exchange("connecting replicas: addresses", {"address": mine})
+        loopback_only = all(theirs["address"] is None for theirs in addresses)
         family = socket.AF_INET6 if mine is not None and ":" in mine else socket.AF_INET
         # A rank on the store's host does not know the address by which others reach it.
         bound = mine or ("127.0.0.1" if loopback_only else "")
-        deadline_s = time.monotonic() + meetings.timeout_s
+        deadline_s = time.monotonic() + barrier.timeout_s
         with socket.create_server((bound, 0), family=family, backlog=max(len(self._far), 1)) as listener:
             message = {"address": mine, "port": listener.getsockname()[1]}
-            places = meetings.meet("connecting replicas: ports", message)
+            places = barrier.exchange("connecting replicas: ports", message)
             for rank in self._far:
                 if rank < self._rank:
                     host = places[rank]["address"] or (_host_of(store)[0] if mine is not None else "127.0.0.1")
@@ -159,19 +157,21 @@ class PeerStatus:
             f"between their hosts, on any port",
         )
 
-    # ------------------------------------------------------------------ words
+    # ------------------------------------------------------------------ status
 
-    def show(self, word: Word, value: int) -> None:
-        self._heap.show(word, value)
-        if word in _SENT:
-            with self._lock:
-                for rank in self._far:
-                    if rank in self._connections:
-                        self._unsent[rank] += _WORD.pack(word, value)
-                        self._send(rank)
+    def new_slot(self) -> int:
+        return self._heap.new_slot()
+
+    def show(self, slot: int, value: int) -> None:
+        self._heap.show(slot, value)
+        with self._lock:
+            for rank in self._far:
+                if rank in self._connections:
+                    self._unsent[rank] += _STATUS.pack(slot, value)
+                    self._send(rank)
 
     def _send(self, rank: int) -> None:
-        """Sends what it can without waiting; what a stopped rank does not take goes with the next words."""
+        """Sends what it can without waiting; what a stopped rank does not take is sent with the next status."""
         try:
             sent = self._connections[rank].send(self._unsent[rank])
             self._unsent[rank] = self._unsent[rank][sent:]
@@ -180,12 +180,12 @@ class PeerStatus:
         except OSError:
             self._listen()  # what it sent before it died counts
 
-    def seen(self, word: Word) -> list[int]:
+    def seen(self, slot: int) -> list[int]:
         with self._lock:
             self._listen()
-        near = self._heap.seen(word)
+        near = self._heap.seen(slot)
         return [
-            near[rank - self._first] if rank in self._near else self._words[rank][word]
+            near[rank - self._first] if rank in self._near else self._far_status[rank][slot]
             for rank in range(len(near) + len(self._far))
         ]
 
@@ -215,9 +215,9 @@ class PeerStatus:
 
     def _take(self, rank: int, data: bytes) -> None:
         data = self._unread[rank] + data
-        whole = len(data) - len(data) % _WORD.size
-        for word, value in _WORD.iter_unpack(data[:whole]):
-            self._words[rank][word] = value
+        whole = len(data) - len(data) % _STATUS.size
+        for slot, value in _STATUS.iter_unpack(data[:whole]):
+            self._far_status[rank][slot] = value
         self._unread[rank] = data[whole:]
 
     def close(self) -> None:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ..base.errors import RanksDiffer
+from .barrier import Barrier
 from .local_store import rendezvous_url
-from .meeting import Meetings
 
 _PURPOSE = "starting the process group: each rank's device"
 
@@ -101,7 +101,7 @@ def start_process_group(devices: Devices, timeout: timedelta) -> None:
     store, rank, world = next(rendezvous(rendezvous_url(), timeout=timeout))
     store.set_timeout(timeout)
     number = store.add(f"odc/process_group/{rank}", 1)
-    meetings = Meetings(
+    barrier = Barrier(
         store=dist.PrefixStore(f"odc/process_group/{number}", store),
         rank=rank,
         world=world,
@@ -112,9 +112,9 @@ def start_process_group(devices: Devices, timeout: timedelta) -> None:
             _take_gpu()
         mine = devices.device_id() if on_gpu else None
     except Exception as error:  # the other ranks must not wait for this one
-        meetings.tell(_PURPOSE, {"refused": f"{type(error).__name__}: {error}"})
+        barrier.post(_PURPOSE, {"refused": f"{type(error).__name__}: {error}"})
         raise
-    messages = meetings.meet(_PURPOSE, {"device": mine})
+    messages = barrier.exchange(_PURPOSE, {"device": mine})
     for peer, theirs in enumerate(messages):
         if "refused" in theirs:
             raise RanksDiffer(f"rank {peer} has no device: {theirs['refused']}")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..base.errors import OdcError
+from .barrier import Barrier
 from .layout import Region, aligned
-from .meeting import Meetings
 from .memory.shm import SharedMemoryHeap
 from .replicas import Replicas
 
@@ -21,9 +21,9 @@ Take = Callable[[int, torch.Tensor], None]  # of the flattened tensor: the first
 class Relay:
     """All ranks `send` the same tensors in the same order; rank 0's values arrive everywhere, itself included.
 
-    The buffer has two halves: rank 0 fills one while the others read the other, so a round takes one meeting.
+    The buffer has two halves: rank 0 fills one while the others read the other, so a round takes one barrier.
     `sizes`: bytes of each tensor; the buffer is no larger than they all need. `rank` and `world`: within the replica,
-    whose rank 0 gets each tensor from the first replica's, and then fills the buffer; `meetings`: of all replicas.
+    whose rank 0 gets each tensor from the first replica's, and then fills the buffer; `barrier`: of all replicas.
     """
 
     def __init__(
@@ -32,25 +32,25 @@ class Relay:
         purpose: str,
         sizes: list[int],
         token: str,
-        meetings: Meetings,
+        barrier: Barrier,
         replicas: Replicas,
         rank: int,
         world: int,
     ) -> None:
-        self._purpose, self._meetings, self._replicas, self._fills = purpose, meetings, replicas, rank == 0
+        self._purpose, self._barrier, self._replicas, self._fills = purpose, barrier, replicas, rank == 0
         self._half_bytes = min(_HALF_BYTES, sum(map(aligned, sizes)))
         self._half, self._used_bytes = 0, 0
         self._arrivals: list[tuple[Take, int, torch.Tensor]] = []
         self._buffer: SharedMemoryHeap | None = None
         if self._half_bytes:
             sizes = {"size_bytes": 2 * self._half_bytes, "slots": 0}
-            timeout_s = meetings.timeout_s
+            timeout_s = barrier.timeout_s
             self._buffer = SharedMemoryHeap(rank=rank, world=world, token=token, timeout_s=timeout_s, **sizes)
 
     def before_sending(self) -> None:
         """With several replicas, called before some tensors: nobody waits in a collective for a rank that failed."""
         if self._replicas.count > 1:
-            self.meet()
+            self.exchange()
 
     def of_first(self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor | None:
         """Rank 0's `value`, on each replica's rank 0; else None."""
@@ -82,7 +82,7 @@ class Relay:
             first += count
 
     def _turn(self) -> None:
-        self.meet()
+        self.exchange()
         for take, first, piece in self._arrivals:
             take(first, piece)
         self._arrivals.clear()
@@ -92,9 +92,9 @@ class Relay:
         """Passes on what is left; afterwards every rank has everything."""
         self._turn()
 
-    def meet(self, message: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """A meeting. Raises OdcError on every rank if a rank called `fail`."""
-        messages = self._meetings.meet(self._purpose, {"error": None, **(message or {})})
+    def exchange(self, message: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """A barrier. Raises OdcError on every rank if a rank called `fail`."""
+        messages = self._barrier.exchange(self._purpose, {"error": None, **(message or {})})
         for rank, theirs in enumerate(messages):
             if theirs["error"] is not None:
                 raise OdcError(f"{self._purpose} failed on rank {rank}: {theirs['error']}")
@@ -103,7 +103,7 @@ class Relay:
     def fail(self, error: Exception) -> None:
         """Tells the other ranks, which would otherwise wait for this one until their deadline."""
         if not isinstance(error, OdcError):
-            self._meetings.tell(self._purpose, {"error": f"{type(error).__name__}: {error}"})
+            self._barrier.post(self._purpose, {"error": f"{type(error).__name__}: {error}"})
 
     def close(self) -> None:
         self._arrivals.clear()

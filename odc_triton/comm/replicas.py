@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import OdcError
+from .barrier import Barrier
 from .grid import Grid
-from .meeting import Meetings
-from .memory.heap import Word
+from .memory.heap import Status
 
 _BUFFER_BYTES = 64 * 2**20  # what a rank sends in one exchange
 
@@ -35,10 +35,11 @@ def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
 class Replicas:
     """The ranks with this one's compute shard. With a single replica only `count` and `broadcast` may be used."""
 
-    def __init__(self, grid: Grid, meetings: Meetings, device: torch.device) -> None:
+    def __init__(self, grid: Grid, barrier: Barrier, device: torch.device) -> None:
         self.count, self.index = grid.replicas, grid.replica
-        self._grid, self._meetings = grid, meetings
+        self._grid, self._barrier = grid, barrier
         self._gathers = 0
+        self._reached = Status(barrier.board) if self.count > 1 else None  # how many exchanges
         self._group = grid.replica_group
         self._device = device
         if self.count > 1 and device.type == "cuda" and "cuda:nccl" not in str(dist.get_backend_config(self._group)):
@@ -50,7 +51,7 @@ class Replicas:
     def sum_parts(self, shards: Sequence[Parts]) -> None:
         """Own parts become their sums over the replicas, added in the replicas' order; other parts don't change.
 
-        Only after a meeting of all ranks.
+        Only after a barrier.
         """
         for dtype, bucket, size in self._buckets(shards):
             sent = torch.zeros(self.count, size, dtype=dtype, device=self._device)
@@ -69,7 +70,7 @@ class Replicas:
 
     @torch.no_grad()
     def sum_whole(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Each tensor becomes its sum over the replicas, on all of them. After a meeting, as `sum_parts`."""
+        """Each tensor becomes its sum over the replicas, on all of them. After a barrier, as `sum_parts`."""
         for tensor in tensors:
             for part in tensor.view(-1).split(max(_BUFFER_BYTES // tensor.itemsize, 1)):
                 summed = part.to(self._device, copy=True)
@@ -80,8 +81,8 @@ class Replicas:
     def gather_parts(self, shards: Sequence[Parts]) -> None:
         """Sends every replica's own part to all others, once all of them have arrived."""
         self._gathers += 1
-        self._meetings.signs.show(Word.GATHERS, self._gathers)
-        self._meetings.wait_for("the exchange between replicas after a step", self._yet_to_gather)
+        self._reached.show(self._gathers)
+        self._barrier.wait_for("the exchange between replicas after a step", self._yet_to_gather)
         for dtype, bucket, size in self._buckets(shards):
             mine = torch.zeros(size, dtype=dtype, device=self._device)
             own = ((at, pieces[self.index]) for at, pieces in bucket)
@@ -97,7 +98,7 @@ class Replicas:
 
     @torch.no_grad()
     def broadcast(self, value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Replica 0's `value`; on the other replicas in host memory. After a meeting."""
+        """Replica 0's `value`; on the other replicas in host memory. After a barrier."""
         if self.count == 1:
             return value
         if self.index > 0:
@@ -134,16 +135,16 @@ class Replicas:
                 yield dtype, bucket, used
 
     def _yet_to_gather(self) -> list[int]:
-        seen = self._meetings.signs.seen(Word.GATHERS)
+        seen = self._reached.seen()
         return [rank for rank in self._grid.twins if seen[rank] < self._gathers]
 
     def _run(self, purpose: str, collective: Callable, *tensors: Any, **options: Any) -> None:
         others = [rank for rank in self._grid.twins if rank != self._grid.rank]
         try:
             work = collective(*tensors, group=self._group, async_op=True, **options)
-            self._meetings.wait_for(purpose, lambda: [] if work.is_completed() else others)
+            self._barrier.wait_for(purpose, lambda: [] if work.is_completed() else others)
             work.wait()
         except OdcError:
             raise
         except RuntimeError as error:  # a connection of the process group broke
-            self._meetings.lost(purpose, others, error)
+            self._barrier.lost(purpose, others, error)

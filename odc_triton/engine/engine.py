@@ -1,4 +1,4 @@
-"""The minibatch protocol: what one rank may do when, and the two meetings that keep the ranks together.
+"""The minibatch protocol: what one rank may do when, and the two barriers that keep the ranks together.
 
 The phases are in state.py.
 """
@@ -25,9 +25,9 @@ from ..base.errors import (
     RanksDiffer,
     describe,
 )
+from ..comm.barrier import Barrier
 from ..comm.grid import Grid
-from ..comm.meeting import Meetings
-from ..comm.memory.heap import Signs, SymmetricHeap
+from ..comm.memory.heap import SymmetricHeap
 from ..comm.replicas import Replicas
 from .accumulation import undivided
 from .entry import checked_tokens, compare_entries, trained_mask
@@ -55,10 +55,9 @@ class Engine:
         *,
         grid: Grid,
         heap: SymmetricHeap,
-        signs: Signs,
         replicas: Replicas,
         streams: Streams,
-        meetings: Meetings,
+        barrier: Barrier,
         adds_by_kernel: bool,
         exact: bool,
         debug: bool,
@@ -66,12 +65,12 @@ class Engine:
         """`adds_by_kernel`: kernels add to peers, on `streams`; else the host does, under locks. `exact`: the sums of
         gradients are integers, see exact.py.
         """
-        self.grid, self.heap, self.signs, self.replicas = grid, heap, signs, replicas
-        self.meetings, self.adds_by_kernel, self.exact, self.debug = meetings, adds_by_kernel, exact, debug
-        self.streams = AllStreams(streams, timeout_s=meetings.timeout_s)
-        self.publication = Publication(heap, meetings)
+        self.grid, self.heap, self.replicas = grid, heap, replicas
+        self.barrier, self.adds_by_kernel, self.exact, self.debug = barrier, adds_by_kernel, exact, debug
+        self.streams = AllStreams(streams, timeout_s=barrier.timeout_s)
+        self.publication = Publication(heap, barrier)
         self.rank, self.world = grid.rank, grid.world
-        self.state = MinibatchState(rank=self.rank, signs=signs, meetings=meetings, publication=self.publication)
+        self.state = MinibatchState(rank=self.rank, barrier=barrier, publication=self.publication)
         self.events = self.state.events
         self.units: list[Unit] = []
         self._exact_sums: ExactSums | None = None  # None where parameters or names are new
@@ -149,7 +148,7 @@ class Engine:
         """From now on `splits` computes pieces of sequences with other ranks."""
         self.splits = splits
         self.streams.also(splits.streams)
-        self.streams.watch(splits.handover)
+        self.streams.watch(splits.sync)
 
     def trainable(self) -> list[ShardedParameter]:
         return [parameter for parameter in self.parameters if parameter.trains]
@@ -166,7 +165,7 @@ class Engine:
         if self.state.is_open:
             raise RuntimeError(f"minibatch {self.state.number} is still open: minibatches don't nest")
         if self.state.is_broken:
-            raise RuntimeError("an earlier meeting of this model's ranks failed; start again from the last checkpoint")
+            raise RuntimeError("an earlier barrier of this model's ranks failed; start again from the last checkpoint")
         error: BaseException | None = None
         try:
             tokens = checked_tokens(tokens)
@@ -184,11 +183,11 @@ class Engine:
             "scales": self.exact_sums().digest() if self.exact else None,
         }
         self.events.minibatch, self.events.microbatch = number, -1
-        messages = self._meet(f"enter minibatch {number}", message, error)
+        messages = self._exchange(f"enter minibatch {number}", message, error)
         self.state.number = number
         self._settle(messages, error)
         try:
-            self._tokens = compare_entries(messages, self.parameters, self.hyperparameters, self.meet)
+            self._tokens = compare_entries(messages, self.parameters, self.hyperparameters, self.exchange)
         except RanksDiffer:
             self._stay_outside()
             raise
@@ -289,7 +288,7 @@ class Engine:
         message = {"touched": touched, "zeros": kept, "microbatches": self.passes.count}
         if self.exact:
             message["sums"] = exact.told(touched)
-        messages = self._meet(purpose, message, error)
+        messages = self._exchange(purpose, message, error)
         self.events.microbatch = -1
         self.splits.end(failed=any(theirs["error"] is not None for theirs in messages))
         self._settle(messages, error)
@@ -317,7 +316,7 @@ class Engine:
         """A peer is lost or too late, or this rank must stop (Ctrl-C, exit): tells peers, waits for nobody."""
         self.state.enter(Phase.BROKEN)
         with contextlib.suppress(torch.distributed.DistError):  # the store may be what was lost
-            self.meetings.tell(purpose, {"error": describe(error), "follows": False})
+            self.barrier.post(purpose, {"error": describe(error), "follows": False})
 
     def _land(self, touched: set[int]) -> None:
         factor = self.divide_factor or (self.world if self._tokens is None else 1)
@@ -352,37 +351,37 @@ class Engine:
                 self.state.enter(Phase.BROKEN)
             raise
 
-    def _meet(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
+    def _exchange(self, purpose: str, message: dict[str, Any], error: BaseException | None) -> list[dict[str, Any]]:
         message |= {"error": None if error is None else describe(error), "follows": isinstance(error, PeerFailed)}
         try:
             with self.events.span("wait", label=purpose, microbatch=-1):
-                return self.meetings.meet(purpose, message)
+                return self.barrier.exchange(purpose, message)
         except BaseException:
             self.state.enter(Phase.BROKEN)
             raise
 
-    def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """A training loop's own meeting, outside of minibatches; returns all ranks' messages, which are JSON.
+    def exchange(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """A training loop's own barrier, outside of minibatches; returns all ranks' messages, which are JSON.
 
         Raises RankLost, DeadlineExceeded.
         """
         if self.state.is_broken:
-            raise RuntimeError("an earlier meeting of this model's ranks failed; start again from the last checkpoint")
-        return self._meet(purpose, message, None)
+            raise RuntimeError("an earlier barrier of this model's ranks failed; start again from the last checkpoint")
+        return self._exchange(purpose, message, None)
 
     def require_peers(self, purpose: str) -> None:
         """Raises RankLost at once if a peer's process is gone. `purpose`: what this rank needs them for."""
         self.state.require_alive(range(self.world), purpose)
 
-    def give_up(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Tells peers that this rank's training loop ended by `error`, outside of a minibatch; waits for nobody."""
         if not self.state.is_broken:
             self.state.enter(Phase.BROKEN)
             with contextlib.suppress(torch.distributed.DistError):  # the store may be gone
-                self.meetings.give_up(describe(error))
+                self.barrier.abort(describe(error))
 
     def _settle(self, messages: list[dict[str, Any]], error: BaseException | None) -> None:
-        """Raises MinibatchFailed on all ranks if any of them brought an error to the meeting."""
+        """Raises MinibatchFailed on all ranks if any of them brought an error to the barrier."""
         failed = {rank: theirs["error"] for rank, theirs in enumerate(messages) if theirs["error"] is not None}
         failed = {rank: text for rank, text in failed.items() if not messages[rank]["follows"]} or failed
         if failed:
@@ -404,7 +403,7 @@ class Engine:
         try:
             self.streams.drain(purpose)
         except DeadlineExceeded as error:
-            self.meetings.late(purpose, error)
+            self.barrier.late(purpose, error)
 
     @property
     def _exchanges(self) -> bool:

@@ -47,10 +47,10 @@ def compare_entries(
     messages: Sequence[dict[str, Any]],
     parameters: Sequence[Sharded],
     hyperparameters: Hyperparameters,
-    meet: Callable[[str, dict[str, Any]], list[dict[str, Any]]],
+    exchange: Callable[[str, dict[str, Any]], list[dict[str, Any]]],
 ) -> int | None:
     """The tokens of all ranks, None where none were given. `messages`: of all ranks, with "tokens", "split",
-    "scales", "trained" and "stepped"; `meet`: another meeting, for the first difference in hyperparameters.
+    "scales", "trained" and "stepped"; `exchange`: with all ranks, of the steps, to find the first difference.
 
     Raises RanksDiffer, on all ranks.
     """
@@ -67,5 +67,5 @@ def compare_entries(
     if len({theirs["scales"] for theirs in messages}) > 1:
         raise RanksDiffer("the scales of exact sums are not the same on all ranks: load one checkpoint on all of them")
     _compare_trained([theirs["trained"] for theirs in messages], parameters)
-    hyperparameters.compare([theirs["stepped"] for theirs in messages], meet)
+    hyperparameters.compare([theirs["stepped"] for theirs in messages], exchange)
     return None if missing else sum(given)

@@ -195,7 +195,7 @@ class ODCModule:
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """As `nn.Module`'s, from DTensors or from whole tensors; then publishes. `assign=True` is refused.
 
-        Collective: ranks meet before they write, as a slower one may still be reading the parameters.
+        Collective: a barrier comes before the first write, as a slower rank may still be reading the parameters.
         """
         if assign:
             raise RuntimeError("load_state_dict(assign=True) would replace the heap's memory; leave assign out")
@@ -212,7 +212,7 @@ class ODCModule:
             if parameter is not None and _is_whole(value, parameter):
                 local[name] = parameter.storage.own_part(value)
         self._odc_engine.drain("what still reads the parameters")
-        self._odc_engine.meetings.meet("load_state_dict", {})
+        self._odc_engine.barrier.exchange("load_state_dict", {})
         result = super().load_state_dict(local, strict=strict)
         self._odc_engine.publish()
         return result
@@ -252,7 +252,7 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
 
 @functools.cache
 def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """One class for all modules of a kind: `torch.compile` makes a graph for each class that it meets."""
+    """One class for all modules of a kind: `torch.compile` makes a graph for each class."""
     members: dict[str, Any] = {"__module__": cls.__module__}
     for name, ours in (("save_pretrained", _save_pretrained), ("resize_token_embeddings", _resize_token_embeddings)):
         if hasattr(cls, name):

@@ -38,15 +38,17 @@ class Hyperparameters:
         """A short digest for peers, however many groups there are; None if nothing was stepped."""
         return hashlib.sha256(repr(self._steps).encode()).hexdigest()[:16] if self._steps else None
 
-    def compare(self, digests: list[str | None], meet: Callable[[str, dict[str, Any]], list[dict[str, Any]]]) -> None:
-        """Forgets the steps. `digests`: all ranks'; if they differ, the ranks `meet` once more.
+    def compare(
+        self, digests: list[str | None], exchange: Callable[[str, dict[str, Any]], list[dict[str, Any]]]
+    ) -> None:
+        """Forgets the steps. `digests`: all ranks'; if they differ, the steps are exchanged.
 
         Raises RanksDiffer, on all ranks, with the first difference.
         """
         steps, self._steps = self._steps, []
         if len(set(digests)) < 2:
             return
-        messages = meet("compare the optimizers' hyperparameters", {"steps": steps})
+        messages = exchange("compare the optimizers' hyperparameters", {"steps": steps})
         stepped = [theirs["steps"] for theirs in messages]
         _require_same(
             [[len(each)] for each in stepped], "optimizer.step() was called, since the last minibatch,", "times"

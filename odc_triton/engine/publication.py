@@ -16,8 +16,8 @@ from itertools import chain
 
 import torch
 
-from ..comm.meeting import Meetings
-from ..comm.memory.heap import SymmetricHeap, Word
+from ..comm.barrier import Barrier
+from ..comm.memory.heap import Status, SymmetricHeap
 from ..comm.replicas import Replicas
 from .landing import PendingGradient
 from .sharded import Sharded
@@ -25,49 +25,51 @@ from .streams import Streams
 
 
 class Publication:
-    """This rank's count of publications. Peers see it and wait for it outside of a minibatch.
+    """This rank's count of publications, which peers wait for outside of a minibatch.
 
     `number`: publications so far; 0 before the first.
     """
 
-    def __init__(self, heap: SymmetricHeap, meetings: Meetings) -> None:
-        self._heap, self._meetings = heap, meetings
+    def __init__(self, heap: SymmetricHeap, barrier: Barrier) -> None:
+        self._first, self._barrier = heap.first, barrier
+        self._published = Status(heap)  # how many times the rank has published its shards
+        self._stepping = Status(heap)  # one more while the rank may be writing its shards
         self.number = 0
         self._reading = 0  # the publication that an evaluation reads
 
-    def _seen(self, word: Word) -> Iterable[tuple[int, int]]:
-        """That word of each owner that this rank reads: those of its own replica."""
-        return enumerate(self._heap.seen(word), self._heap.first)
+    def _of_owners(self, status: Status) -> Iterable[tuple[int, int]]:
+        """(rank, status) of the owners that this rank reads: those of its own replica."""
+        return enumerate(status.seen(), self._first)
 
     def announce(self) -> None:
         """Announces that this rank may write its shards from here on: readers must not miss it."""
-        self._heap.show(Word.STEPPING, self.number + 1)
+        self._stepping.show(self.number + 1)
 
     def complete(self) -> None:
         """Announces that this rank's shards are readable as they are now."""
         self.number += 1
-        self._heap.show(Word.PUBLISHED, self.number)
+        self._published.show(self.number)
 
     def agree(self, number: int) -> None:
-        """Continues from a number that all ranks agreed on at a meeting, with everything published."""
+        """Continues from a number that all ranks agreed on at a barrier, with everything published."""
         self.number = number
-        self._heap.show(Word.PUBLISHED, number)
-        self._heap.show(Word.STEPPING, number)
+        self._published.show(number)
+        self._stepping.show(number)
 
     def wait_readable(self) -> None:
         """Waits until every owner has published as often as this rank has."""
         mine = self._reading = self.number
-        self._meetings.wait_until(
+        self._barrier.wait_until(
             f"publication {mine} of the parameters",
-            lambda: [rank for rank, count in self._seen(Word.PUBLISHED) if count < mine],
+            lambda: [rank for rank, count in self._of_owners(self._published) if count < mine],
         )
 
     def check_not_torn(self) -> None:
         """Raises if an owner may have stepped while this rank was reading outside of a minibatch."""
-        ahead = [rank for rank, count in self._seen(Word.STEPPING) if count > self._reading]
+        ahead = [rank for rank, count in self._of_owners(self._stepping) if count > self._reading]
         if ahead:
             raise RuntimeError(
-                f"ranks {ahead} stepped or published while rank {self._meetings.rank} was still reading the "
+                f"ranks {ahead} stepped or published while rank {self._barrier.rank} was still reading the "
                 f"parameters: evaluate after this rank's own optimizer.step(), and call publish(model) on all ranks or "
                 f"on none"
             )

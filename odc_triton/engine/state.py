@@ -8,7 +8,7 @@
 READY   parameters readable, no gradients
 OPEN    inside a minibatch: shards are only read, gradient shards only added to
 LANDED  every rank's gradients are in the owners' shards; `p.grad` is set
-BROKEN  a meeting failed: a peer is gone or too late; this job can't go on
+BROKEN  a barrier failed: a peer is gone or too late; this job can't go on
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 
 from ..base.errors import RankLost
 from ..base.events import EventLog
-from ..comm.meeting import Meetings
-from ..comm.memory.heap import Signs, Word
+from ..comm.barrier import Barrier
 from .publication import Publication
 
 
@@ -62,8 +61,8 @@ class MinibatchState:
     `number`: of the open or the last minibatch, -1 before the first.
     """
 
-    def __init__(self, *, rank: int, signs: Signs, meetings: Meetings, publication: Publication) -> None:
-        self.rank, self._signs, self._meetings = rank, signs, meetings
+    def __init__(self, *, rank: int, barrier: Barrier, publication: Publication) -> None:
+        self.rank, self._barrier = rank, barrier
         self.publication = publication
         self.events = EventLog(rank)
         self.phase = Phase.READY
@@ -82,8 +81,7 @@ class MinibatchState:
     def enter(self, phase: Phase) -> None:
         """Goes to `phase` and shows peers what they need to know of it."""
         self.phase = phase
-        self._signs.show(Word.BROKEN, self.is_broken)
-        self._signs.show(Word.MINIBATCH, self.number)
+        self._barrier.show(minibatch=self.number, broken=self.is_broken)
 
     def fail(self, reason: str) -> None:
         """Marks the open minibatch as failed; every rank hears of it at the exit."""
@@ -103,7 +101,7 @@ class MinibatchState:
         `purpose`: what this rank needs them for.
         """
         try:
-            self._meetings.require_alive(ranks, purpose, lambda: ranks)
+            self._barrier.require_alive(ranks, purpose, lambda: ranks)
         except RankLost:
             if not self.is_open:  # else the error ends the minibatch
                 self.enter(Phase.BROKEN)

@@ -31,8 +31,8 @@ from ..sharding.agree import (
     agree_on_plan,
     all_came,
     compare_surroundings,
+    open_barrier,
     open_heap,
-    open_meetings,
     refusing,
 )
 from ..sharding.backend import Backend, backend_of
@@ -73,25 +73,24 @@ def use_odc(
     timeout = timedelta_of(timeout)
     mesh = mesh_of(model)
     device, grid = backend_of(backend, mesh), grid_of(mesh)
-    meetings = open_meetings(grid, timeout)
-    with refusing(meetings, AGREEING, call=_CALL):
+    barrier = open_barrier(grid, timeout)
+    with refusing(barrier, AGREEING, call=_CALL):
         units = find_units(model)
         plan = _plan(units, grid, device)
         device.check(list(plan.parameters))
         factor = _divide_factor(units, divide_factor)
     options = {"divide_factor": factor, "timeout": str(timeout), "backend": device.name, "world": grid.world}
-    agreed = agree_on_plan(meetings, grid, plan, options, device, call=_CALL)
-    with refusing(meetings, PEERS, call=_CALL):
+    agreed = agree_on_plan(barrier, grid, plan, options, device, call=_CALL)
+    with refusing(barrier, PEERS, call=_CALL):
         problem = device.unusable_peers(agreed.devices)
-    compare_surroundings(meetings, problem, Tuned(), call=_CALL)
-    heap = open_heap(meetings, grid, device, plan, agreed)
+    compare_surroundings(barrier, problem, Tuned(), call=_CALL)
+    heap = open_heap(barrier, grid, device, plan, agreed)
     engine = BridgedEngine(
         grid=grid,
         heap=heap,
-        signs=meetings.signs,
-        replicas=Replicas(grid, meetings, heap.device),
+        replicas=Replicas(grid, barrier, heap.device),
         streams=device.streams(),
-        meetings=meetings,
+        barrier=barrier,
         adds_by_kernel=device.adds_by_kernel,
         exact=False,
         debug=False,
@@ -100,10 +99,10 @@ def use_odc(
     bridged = _connect(units, plan, engine, device)
     engine.units.append(FsdpModules(model, engine, bridged))
     engine.publish()
-    with refusing(meetings, _CONNECTED, call=_CALL):
+    with refusing(barrier, _CONNECTED, call=_CALL):
         for each in bridged:
             each.check_layout()
-    all_came(meetings, _CONNECTED, call=_CALL)
+    all_came(barrier, _CONNECTED, call=_CALL)
     _generate_alone(model)
     model._odc_engine = engine
     if grid.rank == 0:
@@ -114,7 +113,7 @@ def use_odc(
 def _connect(units: list[FoundUnit], plan: Plan, engine: Engine, device: Backend) -> list[BridgedUnit]:
     """Makes FSDP2 communicate through the heap."""
     # On FSDP2's own streams, which it orders and waits for.
-    accumulator = device.accumulator(engine.heap, Streams(), engine.meetings.timeout_s)
+    accumulator = device.accumulator(engine.heap, Streams(), engine.barrier.timeout_s)
     zeros, connected = Zeros(), []
     for slot, (unit, compute, gradient) in enumerate(zip(units, plan.compute, plan.gradient, strict=True)):
         bridged = BridgedUnit(
@@ -232,7 +231,7 @@ class FsdpModules:
     def _loaded(self, module: Any, keys: Any) -> None:
         """Publishes what load_state_dict wrote, once no rank is still reading the old values."""
         self._engine.drain("what still reads the parameters")
-        self._engine.meet("load_state_dict", {})
+        self._engine.exchange("load_state_dict", {})
         self._engine.publish()
 
     def check_places(self) -> None:

@@ -231,7 +231,7 @@ def refuse_accumulation(unit: str) -> None:
     """Raises for `set_requires_gradient_sync(False)`."""
     raise NotImplementedError(
         f"set_requires_gradient_sync(False) on unit {unit} (no_sync, or accelerate's accumulate) keeps whole gradients "
-        f"on this rank: leave it out. Inside a minibatch every backward adds to the owners' shards, and nothing meets"
+        f"on this rank: leave it out. Inside a minibatch every backward adds to the owners' shards without a collective"
     )
 
 

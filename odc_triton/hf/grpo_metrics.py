@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Alone:
-    """In a minibatch, in the place of accelerate's Accelerator: one process, which meets nobody.
+    """In a minibatch, in the place of accelerate's Accelerator: a single process, without collectives.
 
     `num_processes` is 1, as gradients are summed over ranks and not averaged. What is not here raises AttributeError.
     """

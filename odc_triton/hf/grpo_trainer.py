@@ -184,7 +184,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
             mesh=grid.mesh if grid.replicas == 1 else None,
             mp_policy=self._engine.units[0].policy,
             backend=self._engine.heap.device.type,
-            timeout=timedelta(seconds=self._engine.meetings.timeout_s),
+            timeout=timedelta(seconds=self._engine.barrier.timeout_s),
         )
         load_pretrained_shards(reference, source)
         return reference.eval()
@@ -297,7 +297,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
 
     @contextmanager
     def _alone(self) -> Iterator[PackMetrics]:
-        """While packs are computed, TRL's loss meets no other rank, and its metrics are kept to be merged."""
+        """While packs are computed, TRL's loss runs no collective, and its metrics are kept to be merged."""
         accelerator, metrics = self.accelerator, self._metrics["train"]
         self.accelerator = alone = Alone(accelerator.device, is_main_process=accelerator.is_main_process)
         self._metrics["train"] = kept = PackMetrics(alone)

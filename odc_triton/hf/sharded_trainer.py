@@ -148,7 +148,7 @@ class ShardedTrainer(Trainer):
     ) -> tuple[torch.Tensor, minibatch, list[dict[str, Any]]]:
         """The loss of all ranks' packs, and the metrics of each rank. `run` makes this rank's part of a minibatch."""
         loss_sum, mb, mine = repeating(run) if self._engine.exact else run()
-        told = self._engine.meet(f"sum up minibatch {mb.index}", mine | {"loss_sum": loss_sum.item()})
+        told = self._engine.exchange(f"sum up minibatch {mb.index}", mine | {"loss_sum": loss_sum.item()})
         loss = sum(each["loss_sum"] for each in told)
         return torch.tensor(loss, dtype=torch.float32, device=self.args.device), mb, told
 
@@ -169,7 +169,7 @@ class ShardedTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder for plain transformers, or PEFT, in the compute dtype. Every rank calls it; rank 0 writes."""
         super().save_model(output_dir, _internal_call)
-        self._engine.meetings.meet("save_model", {})  # until then rank 0 reads the others' shards
+        self._engine.barrier.exchange("save_model", {})  # until then rank 0 reads the others' shards
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if self.args.should_save:

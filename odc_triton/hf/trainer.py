@@ -304,7 +304,7 @@ class ODCTrainer(ShardedTrainer):
                 self._sums[3] += count_target_tokens(packs)
                 self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         self._sums[0] = loss_sum
-        told = self._engine.meet("evaluation", {"sums": self._sums.tolist()})
+        told = self._engine.exchange("evaluation", {"sums": self._sums.tolist()})
         sums = [sum(column) for column in zip(*(each["sums"] for each in told), strict=True)]
         return EvalLoopOutput(
             predictions=None,

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from ..engine.parameter import ShardedParameter, parameter_of_shard
-from .room import MatrixRoom
+from .buffers import MuonBuffers
 
 
 class Muon(torch.optim.Muon):
@@ -40,7 +40,7 @@ class Muon(torch.optim.Muon):
     a peer's process is gone, DeadlineExceeded if a live one is later than the `timeout` of `fully_shard`.
     """
 
-    _room: MatrixRoom | None = None
+    _buffers: MuonBuffers | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -70,16 +70,16 @@ class Muon(torch.optim.Muon):
             return loss
         engine = matrices[0].listener
         try:
-            if self._room is None or self._room.matrices != matrices:  # the first step, or a group was added
-                self._room = MatrixRoom(engine, matrices)
-            self._step_all(self._room)
+            if self._buffers is None or self._buffers.matrices != matrices:  # the first step, or a group was added
+                self._buffers = MuonBuffers(engine, matrices)
+            self._step_all(self._buffers)
         except BaseException as error:
-            engine.give_up(error)  # others may be waiting for this rank's part
+            engine.abort(error)  # others may be waiting for this rank's part
             raise
         return loss
 
-    def _step_all(self, room: MatrixRoom) -> None:
-        numbers = {id(matrix.sharded): number for number, matrix in enumerate(room.matrices)}
+    def _step_all(self, buffers: MuonBuffers) -> None:
+        numbers = {id(matrix.sharded): number for number, matrix in enumerate(buffers.matrices)}
         stepped: dict[int, tuple[nn.Parameter, dict[str, Any]]] = {}
         for group in self.param_groups:
             of_group: tuple[list, list, list] = [], [], []
@@ -88,18 +88,18 @@ class Muon(torch.optim.Muon):
                 gradient, momentum, number = gradient.to_local(), momentum.to_local(), numbers[id(p)]
                 momentum.lerp_(gradient, 1 - group["momentum"])
                 update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-                room.rows[number].copy_(update)
+                buffers.rows[number].copy_(update)
                 stepped[number] = p, group
 
         def orthogonal(number: int, matrix: torch.Tensor) -> torch.Tensor:
             _, group = stepped[number]
             return _zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
-        room.orthogonalise(stepped.keys(), orthogonal, digest=self._digest(list(stepped)))
+        buffers.orthogonalise(stepped.keys(), orthogonal, digest=self._digest(list(stepped)))
         for number, (p, group) in stepped.items():
             lr = group["lr"].squeeze() if isinstance(group["lr"], torch.Tensor) else group["lr"]
             own = p.to_local().mul_(1 - lr * group["weight_decay"])
-            own.add_(room.rows[number], alpha=-_adjust_lr(lr, group["adjust_lr_fn"], p.shape))
+            own.add_(buffers.rows[number], alpha=-_adjust_lr(lr, group["adjust_lr_fn"], p.shape))
 
     def _matrices(self) -> list[ShardedParameter]:
         """The parameters that train, in the groups' order."""

@@ -1,7 +1,7 @@
 """A rollout: the step's prompts, taken from a queue, sampled and scored; then every rank knows all completions.
 
 A rank takes a few prompts at a time, so ranks that drew long completions take fewer, and nobody waits per token. When
-the queue is empty there is one meeting, at which the ranks exchange what they sampled (kilobytes): after it all of them
+the queue is empty there is one barrier, at which the ranks exchange what they sampled (kilobytes): after it all of them
 compute the same advantages and the same dealing. A rank that failed, or was asked to stop, empties the queue for all.
 """
 
@@ -93,7 +93,7 @@ class Sampler:
         for kind, start_s, end_s, label in events:
             self.engine.events.add(kind, start_s, end_s, label=label, microbatch=-1)
         message = own | {"stop": stop(), "failed": None if error is None else _told(error)}
-        messages = self.engine.meet("exchange the completions", message)
+        messages = self.engine.exchange("exchange the completions", message)
         if self.engine.rank == 0:
             self._counter.delete_key(key)
         failed = {rank: theirs["failed"] for rank, theirs in enumerate(messages) if theirs["failed"] is not None}

@@ -1,6 +1,6 @@
 """Completions sampled by the sharded policy itself, through transformers' `generate`.
 
-Outside of a minibatch nothing meets: ranks decode other numbers of tokens, of other prompts, and none waits.
+Outside of a minibatch there is no synchronisation: ranks decode different prompts independently.
 
 [Note: draws] A token is drawn by one uniform number, by inverting the cumulative distribution. A completion's uniform
 numbers come from its own seed, so which others are decoded beside it changes nothing but rounding. `generate` is told

@@ -141,7 +141,7 @@ class VllmServer:
             ) from None
 
     def sync(self, model: nn.Module) -> None:
-        """[Note: weights to the server] All ranks meet once the server has the weights, so that none samples others."""
+        """[Note: weights to the server] A barrier once the server has the weights: no rank samples older ones."""
         failure: Exception | None = None
         if self._rank == _SENDER:
             try:
@@ -149,7 +149,7 @@ class VllmServer:
             except Exception as error:
                 failure = error
         problem = None if failure is None else describe(failure)
-        answers = engine_of(model).meetings.meet(_SYNC, {"problem": problem})
+        answers = engine_of(model).barrier.exchange(_SYNC, {"problem": problem})
         if failure is not None:
             raise failure
         if (problem := answers[_SENDER]["problem"]) is not None:

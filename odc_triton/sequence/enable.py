@@ -15,10 +15,10 @@ from ..balance.pieces import SplitPlan
 from ..base.errors import PeerFailed, RanksDiffer, describe
 from ..engine.api import engine_of
 from ..engine.module import plain_class
+from .buffers import KVBuffers, LayerShape
 from .exchange import SequenceExchange
-from .handover import Handover, KernelHandover
 from .layer import LayerSplit
-from .room import LayerShape, Room
+from .sync import HostSync, KernelSync
 
 
 def enable_split(model: nn.Module, tokens: int) -> None:
@@ -57,7 +57,7 @@ def enable_split(model: nn.Module, tokens: int) -> None:
     layers = _layers(model)
     shapes = [shape for _, shape in layers]
     message = {"tokens": tokens, "layers": [asdict(shape) for shape in shapes]}
-    everyones = engine.meet("enable_split", {**message, "token": uuid.uuid4().hex})
+    everyones = engine.exchange("enable_split", {**message, "token": uuid.uuid4().hex})
     for rank, theirs in enumerate(everyones):
         for name, value in message.items():
             if theirs[name] != value:
@@ -65,10 +65,10 @@ def enable_split(model: nn.Module, tokens: int) -> None:
                     f"enable_split: {name} is {value} on rank {engine.rank} and {theirs[name]} on rank {rank}"
                 )
     token = f"{everyones[0]['token']}-split"
-    room = Room(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.meetings.timeout_s)
-    by = KernelHandover if engine.adds_by_kernel else Handover
-    handover, streams = by(room, engine.state, engine.meetings), engine.streams.first.another()
-    engine.split_by(exchange := SequenceExchange(handover, streams, in_order=engine.exact, debug=engine.debug))
+    buffers = KVBuffers(engine.heap, shapes, tokens=tokens, token=token, timeout_s=engine.barrier.timeout_s)
+    by = KernelSync if engine.adds_by_kernel else HostSync
+    sync, streams = by(buffers, engine.state, engine.barrier), engine.streams.first.another()
+    engine.split_by(exchange := SequenceExchange(sync, streams, in_order=engine.exact, debug=engine.debug))
     for number, (module, _) in enumerate(layers):
         module._odc_split = LayerSplit(exchange, number)
 
@@ -95,7 +95,7 @@ def split_forward(model: nn.Module, split: SplitPlan | None) -> Iterator[None]:
     except Exception as error:  # raised below, where the other ranks are told
         refusal = error
     told = {"split": getattr(split, "digest", None), "refusal": None if refusal is None else describe(refusal)}
-    messages = engine.meet("enter split_forward", told)
+    messages = engine.exchange("enter split_forward", told)
     if refusal is not None:
         raise refusal
     for rank, theirs in enumerate(messages):

@@ -22,9 +22,9 @@ import torch
 from ..balance.pieces import Piece, PlannedPiece, SplitPlan
 from ..engine.state import NoSplits
 from ..engine.streams import Streams
+from .buffers import KEYS, VALUES, Flag
 from .fetched import Fetched, Rows
-from .handover import Handover, Wait
-from .room import KEYS, VALUES, Flag
+from .sync import HostSync, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class Span:
 class SequenceExchange(NoSplits):
     """What `enable_split` puts on an engine. `plan`: of the minibatch that is open; None while nothing is split."""
 
-    def __init__(self, handover: Handover, streams: Streams, *, in_order: bool, debug: bool = False) -> None:
+    def __init__(self, sync: HostSync, streams: Streams, *, in_order: bool, debug: bool = False) -> None:
         """`streams`: its own, to copy and to add beside what the engine copies and adds. `in_order`: ranks add to a
         piece in their order, so that its gradients have the same bits in every run. `debug`: asserts
         [Note: forward progress].
         """
-        self.handover, self.streams, self.room = handover, streams, handover.room
-        self.rank, self.world, self.tokens = self.room.rank, self.room.world, self.room.tokens
-        self.is_apart, self._in_order, self._debug = self.room.heap.apart, in_order, debug
+        self.sync, self.streams, self.buffers = sync, streams, sync.buffers
+        self.rank, self.world, self.tokens = self.buffers.rank, self.buffers.world, self.buffers.tokens
+        self.is_apart, self._in_order, self._debug = self.buffers.heap.apart, in_order, debug
         self._waited: set[tuple[Flag, int, int]] = set()  # flags, layers and epochs that this rank has waited for
         self.plan: SplitPlan | None = None
         self._own: list[PlannedPiece] = []
@@ -68,7 +68,7 @@ class SequenceExchange(NoSplits):
         if self.plan is not None:  # its epochs would be used twice
             raise RuntimeError("this is inside split_forward: leave it before a minibatch, or another split_forward")
         if self._must_clear:
-            self.room.clear_own_gradients()
+            self.buffers.clear_own_gradients()
             self._must_clear = False
         if plan is None:
             return
@@ -77,10 +77,11 @@ class SequenceExchange(NoSplits):
         if plan.ranks != self.world:
             raise ValueError(f"the plan is of {plan.ranks} ranks; make it for the {self.world} ranks of this model")
         most = max(plan.tokens)
-        if most > self.room.tokens:
+        if most > self.buffers.tokens:
             raise ValueError(
                 f"the plan lets others read {most} tokens of rank {plan.tokens.index(most)}, and there is room for "
-                f"{self.room.tokens}: give enable_split(model, tokens={most}), or the sampler split={self.room.tokens}"
+                f"{self.buffers.tokens}: give enable_split(model, tokens={most}), or the sampler "
+                f"split={self.buffers.tokens}"
             )
 
     def begin(self, plan: SplitPlan | None, *, forward_only: bool = False) -> None:
@@ -93,12 +94,12 @@ class SequenceExchange(NoSplits):
         self.released.clear()
         self._waited.clear()
         if plan is not None:
-            self.handover.begin()
+            self.sync.begin()
 
     def fail(self) -> None:
         """Ends the waits of ranks that need this one's pieces."""
         if self.plan is not None:
-            self.handover.fail()
+            self.sync.fail()
 
     def incomplete(self) -> str | None:
         """What is missing of the plan's pieces on this rank."""
@@ -108,14 +109,14 @@ class SequenceExchange(NoSplits):
         for planned in self._own:
             if self.plan.wave_of(planned.piece) >= wave:
                 continue
-            if any((planned.piece, layer) not in self._attended for layer in range(self.room.layers)):
+            if any((planned.piece, layer) not in self._attended for layer in range(self.buffers.layers)):
                 return (
                     f"{planned.piece} were not computed, and other ranks need them: run every pack of the minibatch, "
                     f"in their order"
                 )
-            layers = [layer for layer in range(self.room.layers) if (planned.piece, layer) in self._to_return]
+            layers = [layer for layer in range(self.buffers.layers) if (planned.piece, layer) in self._to_return]
             if layers or planned.piece in self._may_return:
-                where = f" in layers {layers}" if 0 < len(layers) < self.room.layers else ""
+                where = f" in layers {layers}" if 0 < len(layers) < self.buffers.layers else ""
                 return (
                     f"{planned.piece} had no backward{where}, and other ranks wait for it: call backward for each pack "
                     f"before the next one's forward, on a loss that depends on all layers, also for a pack without "
@@ -124,9 +125,9 @@ class SequenceExchange(NoSplits):
         return None
 
     def end(self, *, failed: bool) -> None:
-        """The ranks have met at the exit."""
+        """The exit barrier was passed."""
         if self.plan is not None:
-            self.handover.end()
+            self.sync.end()
             self._epochs += self.plan.waves
             self._must_clear = failed
         self.plan = None
@@ -224,15 +225,15 @@ class SequenceExchange(NoSplits):
             planned = self._planned(span.piece)
             if planned.is_read:
                 for kind, each in enumerate(rows):
-                    place = self.room.rows(layer, kind, planned, span.piece.start, span.piece.stop)
+                    place = self.buffers.rows(layer, kind, planned, span.piece.start, span.piece.stop)
                     place.copy_(each[span.first : span.end])
             whom |= {reader.rank for reader in self.readers(span.piece, window)}
         self._tells(Flag.PUBLISHED, layer, spans)
-        self.handover.tell(Flag.PUBLISHED, whom - {self.rank}, layer, self._epoch(spans))
+        self.sync.signal(Flag.PUBLISHED, whom - {self.rank}, layer, self._epoch(spans))
 
     def read(self, layer: int, span: Span, window: int | None, own: Rows) -> Rows | Fetched | None:
-        """Keys and values [tokens, heads, D] before the piece, as views, where rooms are joined; else what copies them
-        before `own`, the piece's rows. None for a first piece.
+        """Keys and values [tokens, heads, D] before the piece, as views, where buffers are joined; else what copies
+        them before `own`, the piece's rows. None for a first piece.
         """
         sources = self.sources(span.piece, window)
         self._attended.add((span.piece, layer))
@@ -244,9 +245,9 @@ class SequenceExchange(NoSplits):
         self.streams.go_on()
         if not self.is_apart:
             wait()
-            return tuple(self.room.rows(layer, kind, sources[0], start, stop) for kind in (KEYS, VALUES))
+            return tuple(self.buffers.rows(layer, kind, sources[0], start, stop) for kind in (KEYS, VALUES))
         bounds = [(each, max(start, each.piece.start), each.piece.stop) for each in sources]
-        before = [tuple(self.room.rows(layer, kind, *each) for kind in (KEYS, VALUES)) for each in bounds]
+        before = [tuple(self.buffers.rows(layer, kind, *each) for kind in (KEYS, VALUES)) for each in bounds]
         fetched = Fetched(before, own, self.streams)
         fetched.start(wait)
         fetched.finish(own)
@@ -265,7 +266,7 @@ class SequenceExchange(NoSplits):
         if others:
             self._waited.add((flag, layer, self._epoch(spans)))
         wait = Wait(flag=flag, layer=layer, epoch=self._epoch(spans), whom=others)
-        return partial(self.handover.wait, wait) if others else lambda: None
+        return partial(self.sync.wait, wait) if others else lambda: None
 
     def _tells(self, flag: Flag, layer: int, spans: Sequence[Span]) -> None:
         if self._debug and (flag, layer, self._epoch(spans)) in self._waited:
@@ -289,7 +290,7 @@ class SequenceExchange(NoSplits):
                 if (rows := gradients[2 * at + kind]) is not None:
                     self.streams.add(rows, partial(self._add, layer, kind, sources, start))
         whom = {*owners, *(rank for rank in beside if rank > self.rank)} - {self.rank}
-        self.streams.after_adds(partial(self.handover.tell, Flag.ADDED, whom, layer, self._epoch(spans)))
+        self.streams.after_adds(partial(self.sync.signal, Flag.ADDED, whom, layer, self._epoch(spans)))
 
     def _beside(self, layer: int, spans: list[Span], window: int | None) -> dict[int, str]:
         """The other ranks that add to what these pieces read, and what they do."""
@@ -303,9 +304,9 @@ class SequenceExchange(NoSplits):
     def _add(self, layer: int, kind: int, sources: list[PlannedPiece], start: int, rows: torch.Tensor) -> None:
         for source in sources:
             low, high = max(start, source.piece.start), source.piece.stop
-            place = self.room.gradient_rows(layer, kind, source, low, high)
+            place = self.buffers.gradient_rows(layer, kind, source, low, high)
             purpose = f"gradients of {source.piece} in layer {layer}"
-            self.handover.add(layer, source.rank, place, rows[low - start : high - start], purpose)
+            self.sync.add(layer, source.rank, place, rows[low - start : high - start], purpose)
 
     def collect(
         self, layer: int, spans: list[Span], window: int | None, gradients: Sequence[torch.Tensor | None]
@@ -328,7 +329,7 @@ class SequenceExchange(NoSplits):
             self._wait_for(Flag.ADDED, layer, spans, whom)()
             planned = self._planned(span.piece)
             for kind, whole in enumerate(gradients):
-                place = self.room.gradient_rows(layer, kind, planned, span.piece.start, span.piece.stop)
+                place = self.buffers.gradient_rows(layer, kind, planned, span.piece.start, span.piece.stop)
                 if whole is not None:
                     own = whole[span.first : span.end]
                     own.copy_(own.to(place.dtype) + place)

@@ -98,7 +98,7 @@ class _Fetch(torch.autograd.Function):
                 out += [None, None]
             elif isinstance(found, Fetched):
                 out += map(by_head, found.whole)
-            else:  # autocast may compute in another dtype than the room's
+            else:  # autocast may compute in another dtype than the buffers'
                 out += [by_head(each).to(mine.dtype) for each, mine in zip(found, own, strict=True)]
         ctx.fetched, ctx.shapes = side.fetched, (keys.shape, values.shape)
         return tuple(out)

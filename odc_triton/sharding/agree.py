@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..base.deadlines import Timeout, timedelta_of
 from ..base.errors import RanksDiffer, describe
+from ..comm.barrier import Barrier
 from ..comm.grid import Grid
 from ..comm.layout import Plan, first_difference
-from ..comm.meeting import Meetings
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.memory.rendezvous import Look
 from ..comm.memory.shm import SharedMemoryHeap
@@ -57,10 +57,10 @@ class Agreed:
         return min(len(set(self.devices)), len(set(self.indices))) < len(self.devices)
 
 
-def open_meetings(grid: Grid, timeout: timedelta) -> Meetings:
-    """Meetings under a prefix of the store that only this call uses: the n-th fully_shard over these ranks."""
+def open_barrier(grid: Grid, timeout: timedelta) -> Barrier:
+    """A barrier of its own for this call: the n-th fully_shard over these ranks."""
     ranks = "-".join(str(rank) for rank in grid.ranks)
-    return Meetings.in_corner(
+    return Barrier.under_prefix(
         dist.distributed_c10d._get_default_store(),
         f"odc/{uuid.uuid5(uuid.NAMESPACE_OID, ranks).hex}",
         rank=grid.rank,
@@ -69,82 +69,82 @@ def open_meetings(grid: Grid, timeout: timedelta) -> Meetings:
     )
 
 
-def _look(meetings: Meetings, grid: Grid) -> Look:
+def _look(barrier: Barrier, grid: Grid) -> Look:
     """Raises RankLost if one of these ranks, as the replica's heap numbers them, is gone."""
 
     def look(ranks: list[int]) -> None:
         ranks = [grid.first + rank for rank in ranks]
-        meetings.require_alive(ranks, "the shared heap", lambda: ranks)
+        barrier.require_alive(ranks, "the shared heap", lambda: ranks)
 
     return look
 
 
-def show_life(meetings: Meetings, grid: Grid, heap: SymmetricHeap, token: str) -> None:
-    """Lets the meetings tell dead ranks from late ones, through the heap that this replica shares. Collective."""
+def show_life(barrier: Barrier, grid: Grid, heap: SymmetricHeap, token: str) -> None:
+    """Lets the barrier tell dead ranks from late ones, by the heap that this replica shares. Collective."""
     heap.first = grid.first
-    meetings.meet("the shared heap is open", {})
-    signs: SymmetricHeap | PeerStatus = heap
+    barrier.exchange("the shared heap is open", {})
+    board: SymmetricHeap | PeerStatus = heap
     if grid.replicas > 1:
-        signs = PeerStatus(heap=heap, meetings=meetings, store=dist.distributed_c10d._get_default_store(), token=token)
-        meetings.meet("the replicas are connected", {})
-    meetings.signs = signs
+        board = PeerStatus(heap=heap, barrier=barrier, store=dist.distributed_c10d._get_default_store(), token=token)
+        barrier.exchange("the replicas are connected", {})
+    barrier.watch(board)
 
 
 @contextmanager
-def patient_meetings(grid: Grid, timeout: timedelta) -> Iterator[Meetings]:
-    """Meetings that a live rank may join at any time, and that name a rank that died. Collective.
+def patient_barrier(grid: Grid, timeout: timedelta) -> Iterator[Barrier]:
+    """A barrier at which a live rank may arrive at any time, and that names a rank that died. Collective.
 
     For work of unknown length before there is a sharded model. `timeout` applies to connecting the ranks.
     """
-    meetings = open_meetings(grid, timeout)
-    token = meetings.meet("all ranks are here", {"token": uuid.uuid4().hex})[0]["token"]
+    barrier = open_barrier(grid, timeout)
+    token = barrier.exchange("all ranks are here", {"token": uuid.uuid4().hex})[0]["token"]
     heap = SharedMemoryHeap(
         rank=grid.shard,
         world=grid.shards,
         size_bytes=0,
         slots=0,
         token=f"{token}-{grid.replica}",
-        timeout_s=meetings.timeout_s,
-        look=_look(meetings, grid),
+        timeout_s=barrier.timeout_s,
+        look=_look(barrier, grid),
     )
     try:
-        show_life(meetings, grid, heap, token)
-        meetings.timeout_s = math.inf
-        yield meetings
+        show_life(barrier, grid, heap, token)
+        barrier.timeout_s = math.inf
+        yield barrier
     finally:
-        if isinstance(meetings.signs, PeerStatus):
-            meetings.signs.close()
+        if isinstance(barrier.board, PeerStatus):
+            barrier.board.close()
         heap.close()
 
 
-def open_heap(meetings: Meetings, grid: Grid, device: Backend, plan: Plan, agreed: Agreed) -> SymmetricHeap:
-    """The memory of `plan` that this replica's ranks share; from then on meetings know who is alive. Collective."""
+def open_heap(barrier: Barrier, grid: Grid, device: Backend, plan: Plan, agreed: Agreed) -> SymmetricHeap:
+    """The memory of `plan` that this replica's ranks share; from then on the barrier knows who is alive. Collective."""
     heap = device.open_heap(
         plan,
         grid.shard_mesh,
         token=f"{agreed.token}-{grid.replica}",
-        timeout_s=meetings.timeout_s,
-        look=_look(meetings, grid),
+        timeout_s=barrier.timeout_s,
+        look=_look(barrier, grid),
         shared=agreed.shares_device,
     )
     here = agreed.devices[heap.rank]
     heap.near = frozenset(rank for rank, theirs in enumerate(agreed.devices) if theirs == here)
-    show_life(meetings, grid, heap, agreed.token)
+    show_life(barrier, grid, heap, agreed.token)
     return heap
 
 
 @contextmanager
-def refusing(meetings: Meetings, purpose: str, *, call: str = "fully_shard") -> Iterator[None]:
-    """Around work before the meeting `purpose` of `call`: tells an error to the ranks that wait there."""
+def refusing(barrier: Barrier, purpose: str, *, call: str = "fully_shard") -> Iterator[None]:
+    """Around work before the barrier `purpose` of `call`: tells an error to the ranks that wait there."""
     try:
         yield
     except Exception as error:
-        meetings.tell(f"{call}: {purpose}", {"refused": describe(error)})
+        barrier.post(f"{call}: {purpose}", {"refused": describe(error)})
         raise
 
 
 def agree_on_plan(
-    meetings: Meetings, grid: Grid, plan: Plan, options: dict[str, Any], device: Backend, *, call: str = "fully_shard"
+    barrier: Barrier, grid: Grid, plan: Plan, options: dict[str, Any], device: Backend, *, call: str = "fully_shard"
 ) -> Agreed:
     """All ranks compare their plans. `call`: who asks, for messages. Raises RanksDiffer with the first difference."""
     digest, lines = plan.fingerprint(options)
@@ -154,15 +154,15 @@ def agree_on_plan(
         "index": device.device_index(),
         "host": host_name(),
     }
-    messages = meetings.meet(f"{call}: {AGREEING}", {"digest": digest, **mine})
+    messages = barrier.exchange(f"{call}: {AGREEING}", {"digest": digest, **mine})
     _raise_refusal(messages, call)
     different = [rank for rank, theirs in enumerate(messages) if theirs["digest"] != digest]
     disagree = len({theirs["digest"] for theirs in messages}) > 1
     if disagree:
-        details = meetings.meet(f"{call}: the first difference", {"lines": lines})
+        details = barrier.exchange(f"{call}: the first difference", {"lines": lines})
         rank = (different or [0])[0]
         raise RanksDiffer(
-            f"{call}: rank {meetings.rank} and rank {rank} differ: "
+            f"{call}: rank {barrier.rank} and rank {rank} differ: "
             f"{first_difference(lines, details[rank]['lines'])}. All ranks must build the same model and options."
         )
     together = messages[grid.first : grid.first + grid.shards]
@@ -180,13 +180,13 @@ def agree_on_plan(
     )
 
 
-def compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned, *, call: str = "fully_shard") -> None:
+def compare_surroundings(barrier: Barrier, problem: str | None, tuned: Tuned, *, call: str = "fully_shard") -> None:
     """Raises on all ranks, before anything is allocated: RuntimeError if one of them sees devices that can't be peers,
     RanksDiffer if they read different tables.
 
     A container may hide from one rank what another sees, so they exchange it.
     """
-    messages = meetings.meet(f"{call}: {PEERS}", {"problem": problem, "tuned": tuned.digest})
+    messages = barrier.exchange(f"{call}: {PEERS}", {"problem": problem, "tuned": tuned.digest})
     _raise_refusal(messages, call)
     for rank, theirs in enumerate(messages):
         if theirs["problem"] is not None:
@@ -197,13 +197,13 @@ def compare_surroundings(meetings: Meetings, problem: str | None, tuned: Tuned, 
             f"{call}: ranks {different} and rank 0 read different tuned tables: give all ranks the same ODC_TUNED "
             f"folder, or ODC_TUNED=off"
         )
-    if tuned.unused is not None and meetings.rank == 0:
+    if tuned.unused is not None and barrier.rank == 0:
         warnings.warn(tuned.unused, stacklevel=4)
 
 
-def all_came(meetings: Meetings, purpose: str, *, call: str) -> None:
+def all_came(barrier: Barrier, purpose: str, *, call: str) -> None:
     """All ranks got this far. Raises RanksDiffer on all of them if one was `refusing`."""
-    _raise_refusal(meetings.meet(f"{call}: {purpose}", {}), call)
+    _raise_refusal(barrier.exchange(f"{call}: {purpose}", {}), call)
 
 
 def _raise_refusal(messages: list[dict[str, Any]], call: str) -> None:
@@ -269,8 +269,8 @@ def _count_hosts(timeout: timedelta) -> int:
     if len(ranks) == 1:
         return 1
     store = distributed_c10d._get_default_store()
-    meetings = Meetings.in_corner(store, "odc/hosts", rank=dist.get_rank(), ranks=ranks, timeout=timeout)
-    messages = meetings.meet("finding each rank's host", {"host": host_name()})
+    barrier = Barrier.under_prefix(store, "odc/hosts", rank=dist.get_rank(), ranks=ranks, timeout=timeout)
+    messages = barrier.exchange("finding each rank's host", {"host": host_name()})
     return even_hosts([theirs["host"] for theirs in messages])
 
 

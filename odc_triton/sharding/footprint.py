@@ -21,8 +21,8 @@ from ..balance.decoder import Decoder
 from ..base.report import in_columns
 from ..comm.layout import ALIGNMENT_BYTES, EXACT, ParameterSpec, aligned, find_units, make_plan, shard_rows
 from ..nn.choice import TABLE
-from ..optim import room as muon_room
-from ..sequence import room as split_room
+from ..optim import buffers as muon_buffers
+from ..sequence import buffers as kv_buffers
 from .collect import find_parameters, spec_of
 from .peaks import (
     ROOT,
@@ -249,8 +249,8 @@ def memory_plan(
         ) * replicas
         if by_muon:
             shapes = [spec.shape for spec in by_muon]
-            _, joined_bytes = muon_room.room_regions(shapes, world=world, apart=False)
-            muon_bytes = aligned(muon_room.room_regions(shapes, world=world, apart=True)[1])
+            _, joined_bytes = muon_buffers.buffer_regions(shapes, world=world, apart=False)
+            muon_bytes = aligned(muon_buffers.buffer_regions(shapes, world=world, apart=True)[1])
             job_shared += (world * muon_bytes if backend == "cuda" else joined_bytes) * replicas
         master_shard = split.shards([spec for spec in specs if spec.has_own_master], "master_dtype")
         gradient_cast = split.shards([spec for spec in trained if _copies_gradient(spec)], "master_dtype")
@@ -319,10 +319,11 @@ def _split_bytes(model: nn.Module, dtype: str, tokens: int, world: int) -> int:
     if heads is None:
         raise ValueError(f"split_tokens is {tokens}, and {type(model).__name__} has no config with num_attention_heads")
     decoder = Decoder.of(config)
-    layer = split_room.LayerShape(
+    layer = kv_buffers.LayerShape(
         heads=decoder.kv_heads, key_width=decoder.key_width, value_width=decoder.value_width, dtype=dtype
     )
-    _, size_bytes = split_room.room_regions([layer] * config.num_hidden_layers, tokens=tokens, world=world, apart=True)
+    layers = [layer] * config.num_hidden_layers
+    _, size_bytes = kv_buffers.buffer_regions(layers, tokens=tokens, world=world, apart=True)
     return size_bytes
 
 

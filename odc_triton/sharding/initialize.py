@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..base.errors import RanksDiffer
-from ..comm.meeting import Meetings
+from ..comm.barrier import Barrier
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.relay import Relay
 from ..comm.replicas import Replicas
@@ -30,7 +30,7 @@ def write_initial_values(
     root: nn.Module,
     found: list[FoundParameter],
     parameters: list[ShardedParameter],
-    meetings: Meetings,
+    barrier: Barrier,
     replicas: Replicas,
     token: str,
     heap: SymmetricHeap,
@@ -52,7 +52,7 @@ def write_initial_values(
     """
     buffers = {name: (module, key) for name, module, key in _buffers(root)}
     rng_before = torch.get_rng_state()
-    messages = meetings.meet(
+    messages = barrier.exchange(
         f"{_PURPOSE}: what is on the meta device",
         {
             "buffers": {name: _describe(module._buffers[key]) for name, (module, key) in buffers.items()},
@@ -66,13 +66,13 @@ def write_initial_values(
         purpose=_PURPOSE,
         sizes=sizes,
         token=token,
-        meetings=meetings,
+        barrier=barrier,
         replicas=replicas,
         rank=heap.rank,
         world=heap.world,
     )
     try:
-        writer = _Writer(root, found, parameters, relay, is_source=meetings.rank == 0)
+        writer = _Writer(root, found, parameters, relay, is_source=barrier.rank == 0)
         writer.write()
         if wanted:
             relay.before_sending()
@@ -82,9 +82,9 @@ def write_initial_values(
             module._buffers[key] = module._buffers[key].to(heap.device)
         relay.finish()
         # Ranks that had the same random state keep the same one: rank 0 has drawn for all of them.
-        rng = torch.get_rng_state().numpy().tobytes().hex() if meetings.rank == 0 else None
-        after = relay.meet({"rng": rng})[0]["rng"]
-        if messages[meetings.rank]["rng"] == messages[0]["rng"]:
+        rng = torch.get_rng_state().numpy().tobytes().hex() if barrier.rank == 0 else None
+        after = relay.exchange({"rng": rng})[0]["rng"]
+        if messages[barrier.rank]["rng"] == messages[0]["rng"]:
             torch.set_rng_state(torch.frombuffer(bytearray.fromhex(after), dtype=torch.uint8))
     except Exception as error:
         relay.fail(error)

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor, Shard
 from odc_kernels.staged import Staging
 
 from ..base.deadlines import Timeout, timedelta_of
+from ..comm.barrier import Barrier
 from ..comm.grid import Grid, grid_of, refuse_mesh
 from ..comm.layout import Plan, make_plan
-from ..comm.meeting import Meetings
 from ..comm.memory.heap import SymmetricHeap
 from ..comm.replicas import Replicas
 from ..engine.engine import Engine
@@ -44,8 +44,8 @@ from .agree import (
     agree_on_plan,
     compare_surroundings,
     default_mesh,
+    open_barrier,
     open_heap,
-    open_meetings,
     refusing,
 )
 from .backend import Backend, backend_of
@@ -61,7 +61,7 @@ class _Job:
 
     grid: Grid
     device: Backend
-    meetings: Meetings
+    barrier: Barrier
     policy: MixedPrecisionPolicy
     timeout: timedelta
     debug: bool
@@ -152,12 +152,10 @@ def fully_shard(
         device = backend_of(backend, mesh)
         _check_mesh(mesh, device)
         grid = grid_of(mesh)
-        meetings = open_meetings(grid, timeout)
-        job = _Job(
-            grid=grid, device=device, meetings=meetings, policy=policy, timeout=timeout, debug=debug, exact=exact
-        )
+        barrier = open_barrier(grid, timeout)
+        job = _Job(grid=grid, device=device, barrier=barrier, policy=policy, timeout=timeout, debug=debug, exact=exact)
         root, units = (module, None) if modules[0] is module else _together(modules)
-        with refusing(meetings, AGREEING):
+        with refusing(barrier, AGREEING):
             described = describe(
                 root, grid.mesh, policy, ignored_params or set(), home=device.mesh_device, exact=exact, units=units
             )
@@ -199,7 +197,7 @@ def _check_placements(module: nn.Module, placement_of: Any, ignored: set[nn.Para
 
 def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
     """Compares models, options and devices of all ranks. Raises RanksDiffer or RuntimeError on all ranks."""
-    grid, device, meetings = job.grid, job.device, job.meetings
+    grid, device, barrier = job.grid, job.device, job.barrier
     plan = make_plan(
         described.specs,
         world=grid.shards,
@@ -214,13 +212,13 @@ def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
         "backend": device.name,
     }
     options |= {"world": grid.world, "replicas": grid.replicas}
-    agreed = agree_on_plan(meetings, grid, plan, options, device)
-    with refusing(meetings, PEERS):
+    agreed = agree_on_plan(barrier, grid, plan, options, device)
+    with refusing(barrier, PEERS):
         problem = device.unusable_peers(agreed.devices)
         tuned = load_tuned(device.place(agreed.devices), default_folder())
         tables = [tuned.table(spec.compute_dtype) for spec in described.specs]
         on_demand = described.read_on_demand(device.mesh_device, tables)
-    compare_surroundings(meetings, problem, tuned)
+    compare_surroundings(barrier, problem, tuned)
     if grid.rank == 0 and any(isinstance(each, ReadsOnDemand) for each in module.modules()):
         warn_of_untuned(device.name, tuned)
     return _Agreement(
@@ -233,11 +231,11 @@ def _agree(job: _Job, module: nn.Module, described: Description) -> _Agreement:
 
 def _allocate(job: _Job, module: nn.Module, described: Description, agreement: _Agreement) -> _Shards:
     """Opens the heap and fills it with rank 0's values. Drops the tensors that `described` found on the way."""
-    grid, device, meetings, plan = job.grid, job.device, job.meetings, agreement.plan
-    heap = open_heap(meetings, grid, device, plan, agreement.agreed)
-    replicas = Replicas(grid, meetings, heap.device)
+    grid, device, barrier, plan = job.grid, job.device, job.barrier, agreement.plan
+    heap = open_heap(barrier, grid, device, plan, agreement.agreed)
+    replicas = Replicas(grid, barrier, heap.device)
     streams = device.streams()
-    accumulator = device.accumulator(heap, streams, meetings.timeout_s)
+    accumulator = device.accumulator(heap, streams, barrier.timeout_s)
     staging = Staging(streams.device)
     wholes = _whole_tensors(plan, heap, streams, agreement.on_demand, device)
     places = zip(plan.parameters, plan.compute, plan.gradient, wholes, agreement.tables, strict=True)
@@ -259,7 +257,7 @@ def _allocate(job: _Job, module: nn.Module, described: Description, agreement: _
     ]
     found = described.found
     token = f"{agreement.agreed.token}-{grid.replica}-initial"
-    write_initial_values(module, found, parameters, meetings, replicas, token=token, heap=heap)
+    write_initial_values(module, found, parameters, barrier, replicas, token=token, heap=heap)
     _warn_of_low_precision_masters(plan, grid.rank)
     return _Shards(heap=heap, replicas=replicas, streams=streams, parameters=parameters)
 
@@ -271,10 +269,9 @@ def _attach(
     engine = Engine(
         grid=job.grid,
         heap=shards.heap,
-        signs=job.meetings.signs,
         replicas=shards.replicas,
         streams=shards.streams,
-        meetings=job.meetings,
+        barrier=job.barrier,
         adds_by_kernel=job.device.adds_by_kernel,
         exact=job.exact,
         debug=job.debug,
@@ -306,7 +303,7 @@ def _attach(
     engine.name_parameters(module)
     described.forget()
     engine.publish()
-    job.meetings.meet("sharded", {})
+    job.barrier.exchange("sharded", {})
 
 
 def _check_options(module: Any, mp_policy: Any, reshard_after_forward: Any, ignored_params: Any) -> None:

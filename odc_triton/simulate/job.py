@@ -92,7 +92,7 @@ class Job:
     checkpointing: bool = True
     fused_head: bool = True
     forward_share: float = 1 / 3
-    meeting_s: float = 0.0
+    barrier_s: float = 0.0
     step_s: float = 0.0
     memory_gbs: float = math.inf
     prefetch: bool = True
@@ -107,7 +107,7 @@ class Job:
             raise ValueError(f"layers is {self.layers}, and the model has {self.model.layers}: give as many")
         for name, below in (
             ("forward_share", 1.0),
-            ("meeting_s", math.inf),
+            ("barrier_s", math.inf),
             ("step_s", math.inf),
             ("jitter", math.inf),
         ):
@@ -245,7 +245,7 @@ def simulate(
         )
     if not minibatches:
         raise ValueError("there are no minibatches: give at least one list of lengths")
-    entry_s = job.meeting_s if schedule == "odc" else 0.0
+    entry_s = job.barrier_s if schedule == "odc" else 0.0
     recorder = Recorder(job.ranks, entry_s) if timeline else None
     moves = _Moves.of(job, schedule)
     noise = _noise(job, seed)
@@ -259,9 +259,9 @@ def simulate(
     over, busy, exposed, waited = (np.broadcast_to(value, shape) for value in lanes)
     last = last_rank(over)
     tail = job.tail_s(schedule)
-    seconds = (entry_s + last + job.meeting_s)[:, 0] + tail
+    seconds = (entry_s + last + job.barrier_s)[:, 0] + tail
     if recorder:
-        recorder.finish(over[0], float(last[0, 0]), job.meeting_s, tail)
+        recorder.finish(over[0], float(last[0, 0]), job.barrier_s, tail)
     tokens = max(
         sum(len(each) if isinstance(each, Piece) else each for each in pack)
         for trial in dealt
@@ -274,7 +274,7 @@ def simulate(
         seconds=seconds,
         busy_s=busy,
         exposed_s=exposed,
-        waited_s=waited + (last - over) + entry_s + job.meeting_s,
+        waited_s=waited + (last - over) + entry_s + job.barrier_s,
         tail_s=tail,
         microbatches=[[len(packs) for packs in trial] for trial in dealt],
         peak_bytes=job.peak_bytes(schedule, tokens),
@@ -307,7 +307,7 @@ def _run(
         sm_share=0.0 if odc else job.links.sm_share,
         record=recorder.of_all if recorder else None,
     )
-    meet = None if odc else last_rank
+    sync = None if odc else last_rank
     last = np.maximum(counts - 1, 0)
     keep = schedule == "fsdp-no-reshard"
     for index, seconds in enumerate(work):
@@ -316,16 +316,16 @@ def _run(
         there = (index < counts).astype(float) if odc else 1.0  # under FSDP a rank without work still takes part
         final = index == len(work) - 1
         if keep:
-            _forward(lanes, seconds, job, moves, noise, meet, reads=1.0 if index == 0 else None)
+            _forward(lanes, seconds, job, moves, noise, sync, reads=1.0 if index == 0 else None)
             _backward(lanes, seconds * (index < last), job, moves, noise, None, reads=None, adds=None, final=False)
         else:
-            _forward(lanes, seconds, job, moves, noise, meet, reads=there)
-            _backward(lanes, seconds, job, moves, noise, meet, reads=there, adds=there, final=final)
+            _forward(lanes, seconds, job, moves, noise, sync, reads=there)
+            _backward(lanes, seconds, job, moves, noise, sync, reads=there, adds=there, final=final)
     if keep:
         if recorder:
             recorder.microbatch = len(work) - 1
         seconds = np.take_along_axis(work, last[None], axis=0)[0]
-        _backward(lanes, seconds, job, moves, noise, meet, reads=None, adds=1.0, final=True)
+        _backward(lanes, seconds, job, moves, noise, sync, reads=None, adds=1.0, final=True)
     lanes.drain()
     return lanes.compute, lanes.busy, lanes.exposed, lanes.waited
 
@@ -377,7 +377,7 @@ def _run_queue(
 
 
 def _forward(
-    lanes: Lanes, seconds: Clock, job: Job, moves: _Moves, noise: _Noise, meet: Callable | None, *, reads: Clock | None
+    lanes: Lanes, seconds: Clock, job: Job, moves: _Moves, noise: _Noise, sync: Callable | None, *, reads: Clock | None
 ) -> None:
     """The root, which takes no time, and the blocks. `reads`: 1 for ranks that read parameters, 0 for ranks that have
     nothing to do.
@@ -385,7 +385,7 @@ def _forward(
     each = seconds * (job.forward_share / job.layers)
     for unit, read_s in enumerate(moves.read):
         work_s = noise(each) if unit else seconds * 0.0
-        lanes.unit(work_s, "forward", read_s=None if reads is None else reads * read_s, meet=meet)
+        lanes.unit(work_s, "forward", read_s=None if reads is None else reads * read_s, sync=sync)
 
 
 def _backward(
@@ -394,7 +394,7 @@ def _backward(
     job: Job,
     moves: _Moves,
     noise: _Noise,
-    meet: Callable | None,
+    sync: Callable | None,
     *,
     reads: Clock | None,
     adds: Clock | None,
@@ -404,9 +404,9 @@ def _backward(
     root, *blocks = zip(moves.read, moves.last_add if final else moves.add, strict=True)
     for read_s, add_s in reversed(blocks):
         read = None if reads is None else reads * read_s
-        lanes.unit(noise(each), "backward", read_s=read, add_s=None if adds is None else adds * add_s, meet=meet)
+        lanes.unit(noise(each), "backward", read_s=read, add_s=None if adds is None else adds * add_s, sync=sync)
     if adds is not None:
-        lanes.unit(seconds * 0.0, "backward", add_s=adds * root[1], meet=meet)
+        lanes.unit(seconds * 0.0, "backward", add_s=adds * root[1], sync=sync)
 
 
 _Noise = Callable[[Clock], Clock]

@@ -27,7 +27,7 @@ import numpy as np
 from ..base.events import Event
 
 Clock = Any  # seconds: an array (trials, ranks), or one rank's float
-Meet = Callable[[Clock], Clock]
+Sync = Callable[[Clock], Clock]
 Record = Callable[[str, Clock, Clock, str], None]
 
 
@@ -55,15 +55,15 @@ class Lanes:
         *,
         read_s: Clock | None = None,
         add_s: Clock | None = None,
-        meet: Meet | None = None,
+        sync: Sync | None = None,
     ) -> None:
-        """One unit's forward or backward. `meet` makes its read and its add collectives."""
+        """One unit's forward or backward. `sync` makes its read and its add collectives."""
         came = start = self.compute
         if read_s is not None:
             ready = self._larger(self.read, self.before if self._prefetch else came)
-            self.read = (meet(ready) if meet else ready) + read_s
+            self.read = (sync(ready) if sync else ready) + read_s
             start = self._larger(came, self.read)
-            self._waits(came, start, read_s, "all-gather" if meet else "gather")
+            self._waits(came, start, read_s, "all-gather" if sync else "gather")
         if self._sm_share:
             work_s = self._beside_transfers(
                 work_s, (0.0 if read_s is None else read_s) + (0.0 if add_s is None else add_s)
@@ -73,10 +73,10 @@ class Lanes:
         if self._record:
             self._record(kind, start, end, "")
         if add_s is not None:
-            label = "reduce-scatter" if meet else "scatter"
+            label = "reduce-scatter" if sync else "scatter"
             free = self._larger(end, self.add)
             self._waits(end, free, self._last_add_s, label)
-            self.add = (meet(free) if meet else free) + add_s
+            self.add = (sync(free) if sync else free) + add_s
             self._last_add_s = add_s
             end = free
             if not self._overlap:
@@ -124,13 +124,13 @@ class Recorder:
     def of_rank(self, rank: int) -> Callable[[str, Clock, Clock, str], None]:
         return lambda kind, start, end, label: self._add(rank, kind, start, end, label)
 
-    def finish(self, over: np.ndarray, last: float, meeting_s: float, tail_s: float) -> None:
-        """The exit meeting, and what follows it."""
+    def finish(self, over: np.ndarray, last: float, barrier_s: float, tail_s: float) -> None:
+        """The exit barrier, and what follows it."""
         self.microbatch = -1
         for rank, own in enumerate(over.tolist()):
-            self._add(rank, "wait", own, last + meeting_s, "exit", always=True)
+            self._add(rank, "wait", own, last + barrier_s, "exit", always=True)
             if tail_s:
-                self._add(rank, "step", last + meeting_s, last + meeting_s + tail_s, "")
+                self._add(rank, "step", last + barrier_s, last + barrier_s + tail_s, "")
             self._close(rank)
 
     def _add(self, rank: int, kind: str, start_s: float, end_s: float, label: str, always: bool = False) -> None:
@@ -159,7 +159,7 @@ class Outcome:
     """One setting over several minibatches (trials). Seconds; arrays (trials,) or (trials, ranks).
 
     For each rank's minibatch `seconds` = `busy_s` (computing) + `exposed_s` (its compute waits while its own bytes
-    move) + `waited_s` (for other ranks: at meetings, in collectives, at the end) + `tail_s` (the optimizer step,
+    move) + `waited_s` (for other ranks: at barriers, in collectives, at the end) + `tail_s` (the optimizer step,
     publishing, and what crosses the nodes at the end: the same on every rank).
     """
 

@@ -71,7 +71,7 @@ def make_job(
         checkpointing=checkpointing,
         fused_head=fused_head,
         forward_share=1 / 4 if checkpointing else 1 / 3,
-        meeting_s=1e-3,
+        barrier_s=1e-3,
         memory_gbs=kind.memory_gbs,
         slow=slow or {},
         jitter=jitter,

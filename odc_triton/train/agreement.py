@@ -1,4 +1,4 @@
-"""What the ranks tell each other once a step, when all gradients have landed: one meeting, no collective.
+"""What the ranks tell each other once a step, when all gradients have landed: one barrier, no collective.
 
 So every rank knows the same numbers and makes the same decisions: whether the step is taken, whether a checkpoint is
 saved, whether the run stops. Gradients are clipped by these numbers too: torch's `clip_grad_norm_` reduces over gloo or
@@ -69,8 +69,8 @@ class StepReport:
 
 
 def agree(engine: Engine, own: StepReport) -> StepReport:
-    """Meets the other ranks. Raises RankLost and DeadlineExceeded."""
-    messages = engine.meet(f"sum up minibatch {engine.state.number}", {"report": vars(own)})
+    """Exchanges the reports of all ranks. Raises RankLost and DeadlineExceeded."""
+    messages = engine.exchange(f"sum up minibatch {engine.state.number}", {"report": vars(own)})
     reports = [StepReport(**each["report"]) for each in messages]
     return StepReport(
         loss_sum=sum(each.loss_sum for each in reports),

@@ -55,7 +55,7 @@ def train(options: RunOptions, prepare: Prepare, start: Start, on_metrics: OnMet
                 return loop.run_to_the_end()
             except BaseException as error:
                 lost = None if stop.signal is None else lost_within(error)
-                run.engine.give_up(lost or error)
+                run.engine.abort(lost or error)
                 if lost is not None and lost is not error:
                     raise lost from error
                 raise

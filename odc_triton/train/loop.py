@@ -177,7 +177,7 @@ class Loop:
         elif resume == "auto" and self._is_first and self.prepared.goes_on:
             newest = self.checkpoints.newest(fallback=True)
             path = None if newest is None else str(newest)
-        path = run.engine.meet("find the checkpoint", {"path": path})[0]["path"]
+        path = run.engine.exchange("find the checkpoint", {"path": path})[0]["path"]
         if path is None:
             return
         saved = self.checkpoints.load(path, model=run.model, optimizer=run.optimizer)
@@ -238,7 +238,7 @@ class Loop:
                 trackers.finish(metrics, in_words(type(run), read_metrics(self.out / "metrics.jsonl"), ranks=ranks))
             written = write_report(self.out, type(run), run.options, events, ranks=ranks)
             folder = save_model(run, self.out, self.prepared.tokenizer)
-            trackers.close(within_s=min(END_S, run.engine.meetings.timeout_s / 2))  # the others wait below
+            trackers.close(within_s=min(END_S, run.engine.barrier.timeout_s / 2))  # the others wait below
             written = ", ".join([*written, "metrics.jsonl"])
             print(f"{run.state.step} steps done; {written} and {folder.name}/ are in {self.out}")
-        run.engine.meet("the trained model is written", {})  # rank 0 has read the others' shards
+        run.engine.exchange("the trained model is written", {})  # rank 0 has read the others' shards

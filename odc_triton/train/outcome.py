@@ -21,9 +21,9 @@ _ROWS = 12
 
 
 def gather_events(run: Run) -> list[Event]:
-    """All ranks' events of the last minibatches. Collective: a meeting."""
+    """All ranks' events of the last minibatches. Collective: a barrier."""
     own = [event.as_row() for events in run.recent for event in events]
-    messages = run.engine.meet("collect the timelines", {"events": own})
+    messages = run.engine.exchange("collect the timelines", {"events": own})
     return [Event.of_row(row) for theirs in messages for row in theirs["events"]]
 
 

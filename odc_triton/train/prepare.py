@@ -19,7 +19,7 @@ from ..comm.grid import grid_of
 from ..data.order import Mix
 from ..data.records import DataError
 from ..data.tokenizer import read_tokenizer
-from ..sharding.agree import patient_meetings
+from ..sharding.agree import patient_barrier
 from .model import build_model, require_peft
 from .run_folder import RunFolder, require_same
 from .run_options import RunOptions
@@ -109,7 +109,7 @@ def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: ti
     """
     message: dict[str, Any] = {}
     error: Exception | None = None
-    with patient_meetings(grid_of(mesh), timeout) as meetings:
+    with patient_barrier(grid_of(mesh), timeout) as barrier:
         if mesh.get_rank() == 0:
             try:
                 message = {"made": make()}
@@ -117,7 +117,7 @@ def _on_rank_0(make: Callable[[], dict[str, Any]], mesh: DeviceMesh, timeout: ti
                 error = raised
                 number = next(i for i, kind in enumerate(_ERRORS) if isinstance(error, kind))
                 message = {"error": [number, str(error)]}
-        message = meetings.meet("rank 0 prepares the data", message)[0]
+        message = barrier.exchange("rank 0 prepares the data", message)[0]
     if error is not None:
         raise error
     if "error" in message:

@@ -199,7 +199,7 @@ class Run(ABC):
     def is_sound(self) -> bool:
         """Whether the weights are worth keeping: at least one step changed them, and all are finite. Collective."""
         finite = all(bool(p.to_local().isfinite().all()) for p in self.model.parameters())
-        found = self.engine.meet(f"whether the weights are finite after step {self.state.step}", {"finite": finite})
+        found = self.engine.exchange(f"whether the weights are finite after step {self.state.step}", {"finite": finite})
         self.rested()
         return all(each["finite"] for each in found) and self.state.skipped < self.state.step
 

@@ -82,7 +82,7 @@ class Completions:
             print(f"{len(self._chosen)} samples, not {count}: there are no more whose prompt has at most {room} tokens")
 
     def sample(self) -> list[Sample]:
-        """The samples, the same on every rank, in the order of the records. Collective: one meeting at the end."""
+        """The samples, the same on every rank, in the order of the records. Collective: one barrier at the end."""
         engine = self._engine
         own = self._chosen[engine.rank :: engine.world]
         made: list[Sample] = []
@@ -98,7 +98,7 @@ class Completions:
                         "ended": answer.ended,
                     }
                 )
-        of_ranks = [each["samples"] for each in engine.meet("exchange the samples", {"samples": made})]
+        of_ranks = [each["samples"] for each in engine.exchange("exchange the samples", {"samples": made})]
         return [of_ranks[place % engine.world][place // engine.world] for place in range(len(self._chosen))]
 
     def _decoded(self, ids: list[int]) -> str:

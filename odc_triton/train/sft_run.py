@@ -194,7 +194,7 @@ class SftRun(Run):
 
     @torch.no_grad()
     def mean_loss(self, data: Samples) -> float:
-        """Mean loss over all targets of `data`: no minibatch; each rank evaluates its share, then one meeting."""
+        """Mean loss over all targets of `data`: no minibatch; each rank evaluates its share, then one barrier."""
         lengths, device = data.lengths.tolist(), self.engine.heap.device
         how = {"ranks": self.engine.world, "token_cap": self.options.token_cap, "cost": self.sampler.cost}
         fit = [index for index, length in enumerate(lengths) if length <= self.options.token_cap]
@@ -219,7 +219,7 @@ class SftRun(Run):
         finally:
             self.model.train()
         told = {"loss_sum": loss_sum.item(), "targets": targets}
-        messages = self.engine.meet(f"evaluation after step {self.state.step}", told)
+        messages = self.engine.exchange(f"evaluation after step {self.state.step}", told)
         self.rested()
         total = sum(each["loss_sum"] for each in messages)
         return total / sum(each["targets"] for each in messages) if math.isfinite(total) else math.nan

@@ -29,7 +29,7 @@ from odc_triton.balance import (
 )
 from odc_triton.balance.counter import StoreCounter
 from odc_triton.balance.queue import OwnCounter
-from odc_triton.comm.memory.heap import Word
+from odc_triton.comm.memory.heap import PID
 from tests.support import ranks
 from tests.support.blocks import Blocks
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -292,7 +292,7 @@ def _host_stops(rank: int, world: int) -> str:
                 store.wait(["rank 1 has taken one"])  # it has nothing left to ask of this store at the entry
                 os.kill(os.getpid(), signal.SIGSTOP)
             store.set("rank 1 has taken one", "")
-            while not is_stopped(model._odc_engine.heap.seen(Word.PID)[0]):
+            while not is_stopped(model._odc_engine.heap.seen(PID)[0]):
                 time.sleep(0.01)
             for _ in queued:
                 time.sleep(0.1)

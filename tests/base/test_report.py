@@ -75,7 +75,7 @@ def test_variants_share_an_axis_that_starts_at_their_own_zero():
     assert white[0][columns // 2 + 1 :].all()
     assert not white[0][: columns // 2].any()
     assert not white[1].any()
-    # Meetings: at 4 and 5 s of each minibatch, all of whole minibatches.
+    # Barriers: at 4 and 5 s of each minibatch, all of whole minibatches.
     assert [round(x, 9) for x in two.lines[0].get_xdata()] == [4, 5, 9, 10]
     assert len(two.collections[0].get_segments()) == 4
 
@@ -92,7 +92,7 @@ def test_many_ranks_and_every_state_are_drawn():
     assert "10.0 s" in axes.texts[0].get_text()
     assert figure.texts[0].get_text() == "Five % of $5"
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert legend == [*(words for _, words in reversed(COLOURS.values())), "all ranks meet"]
+    assert legend == [*(words for _, words in reversed(COLOURS.values())), "barrier"]
     assert set(COLOURS) == set(STATES)
 
 

@@ -15,11 +15,11 @@ from odc_triton.base.events import BUSY_KINDS
 from odc_triton.base.trace import (
     STATES,
     UNRECORDED,
+    barriers,
     chrome_trace,
     excerpt,
     headline,
     idle_fraction,
-    meetings,
     save_trace,
     seconds_text,
     segments,
@@ -103,24 +103,24 @@ def test_whole_numbers_lose_no_area(amounts):
     assert np.all(np.abs(np.cumsum(rounded) - np.cumsum(amounts)) <= 0.5 + 1e-9)
 
 
-def test_meetings_need_all_ranks_at_one_moment():
-    assert [(m.at_s, m.minibatch, m.microbatch) for m in meetings(odc_like(1))] == [
+def test_barriers_need_all_ranks_at_one_moment():
+    assert [(m.at_s, m.minibatch, m.microbatch) for m in barriers(odc_like(1))] == [
         (54.0, 0, -1),
         (55.0, 0, -1),
     ]
     alone = [event for event in odc_like(1) if event.rank == 0]
-    assert meetings(alone) == []
+    assert barriers(alone) == []
     absent = [span(0, "wait", 0, 1, label="peer"), span(1, "forward", 0, 1)]
-    assert meetings(absent) == []
+    assert barriers(absent) == []
     apart = [span(0, "wait", 0, 1, label="peer"), span(1, "wait", 2, 3, label="peer")]
-    assert meetings(apart) == []
+    assert barriers(apart) == []
     locks = [span(rank, "wait", 0, 1, label="lock of wte.weight") for rank in (0, 1)]
-    assert meetings(locks) == []
+    assert barriers(locks) == []
     own_bytes = [span(rank, "wait", 0, 1, label="gather") for rank in (0, 1)]
-    assert meetings(own_bytes) == []
+    assert barriers(own_bytes) == []
     # The second layer's wait of rank 0 pairs with the second of rank 1, though their labels are the same.
     layers = [span(r, "wait", t + late, t + 1, 0, 3, "layer") for r, late in ((0, 0.0), (1, 0.5)) for t in (1, 5)]
-    assert [(m.at_s, m.microbatch) for m in meetings(layers)] == [(1.5, 3), (5.5, 3)]
+    assert [(m.at_s, m.microbatch) for m in barriers(layers)] == [(1.5, 3), (5.5, 3)]
 
 
 def test_excerpt_cuts_pauses_but_no_idle_time():
@@ -147,13 +147,13 @@ def test_seconds_text():
 
 
 def test_headline():
-    assert headline(odc_like(2)) == ("10.0 s", "10.0% idle", "2 meetings per minibatch")
+    assert headline(odc_like(2)) == ("10.0 s", "10.0% idle", "2 barriers per minibatch")
 
 
 def test_timeline_text_shows_busy_idle_and_lengths():
     tracks = {"short": odc_like(1), "long": odc_like(2, start_s=7.0)}
     lines = timeline_text(tracks, width=107).splitlines()
-    assert lines[0] == "short: 5.00 s, 10.0% idle, 2 meetings per minibatch"
+    assert lines[0] == "short: 5.00 s, 10.0% idle, 2 barriers per minibatch"
     assert lines[1] == "rank 0 " + "#" * 30 + "." * 10 + "#" * 10
     assert lines[2] == "rank 1 " + "#" * 50
     assert lines[4] == "rank 0 " + ("#" * 30 + "." * 10 + "#" * 10) * 2

@@ -1,4 +1,4 @@
-"""Ranks whose layers sleep: every sample is slept once, meetings hold everybody, and the numbers are what they say."""
+"""Ranks whose layers sleep: every sample is slept once, barriers hold everybody, and the numbers are what they say."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_a_real_run_sleeps_every_sample_once_in_every_way() -> None:
 
 def test_the_simulator_and_the_bounds_of_a_case_done_by_hand() -> None:
     of = cell()
-    # Position deals [1, 2] and [3, 6] units, longest first: layers meet at 6 and 3 under FSDP.
+    # Position deals [1, 2] and [3, 6] units, longest first: layers synchronise at 6 and 3 under FSDP.
     assert of.simulated_s(Way(schedule="fsdp", balance="local"), 2) == pytest.approx([9.0])
     assert of.simulated_s(OURS, 2) == pytest.approx([6.0])
     assert of.simulated_s(QUEUE, 2) == pytest.approx([6.0])
-    for schedule in ("fsdp", "odc"):  # each with the minibatch's own meetings once
+    for schedule in ("fsdp", "odc"):  # each with the minibatch's own barriers once
         way = Way(schedule=schedule, balance="micro")
         assert of.simulated_s(way, 2, 0.5)[0] - of.simulated_s(way, 2)[0] == pytest.approx(0.5)
     assert of.simulated_s(Way(schedule="odc", balance="local"), 2) == pytest.approx([9.0])
@@ -89,7 +89,7 @@ def test_the_simulator_and_the_bounds_of_a_case_done_by_hand() -> None:
     assert rows[1]["speedup_bound"] == pytest.approx(8 / 6)
     assert rows[1]["stall"] == pytest.approx(1.6 / (2 * 6.4))
     words = in_words(rows, {2: Costs(gate_s=1e-3, gloo_s=5e-3, empty_s=9e-3, layer_s=1e-3, layer_with_gate_s=2e-3)})
-    assert "a meeting takes 1.00 ms, 1.6% of a layer's mean sleep of 62 ms" in words
+    assert "a barrier takes 1.00 ms, 1.6% of a layer's mean sleep of 62 ms" in words
     assert "wait for pieces of split samples for at most 12.5% of the time" in words
     assert "at most 6.7%" in words
     assert "within 5% in 1 of 2" in words

@@ -28,7 +28,7 @@ from bench.variants import (
 )
 from odc_triton.balance.collate import count_target_tokens, pack_collate
 from odc_triton.base.events import Event
-from odc_triton.base.trace import meetings
+from odc_triton.base.trace import barriers
 from tests.support import ranks
 
 CONFIG = {
@@ -105,9 +105,9 @@ def test_variants_equal_unsharded() -> None:
                 # fp32 sums in another order, two AdamW steps of 3e-4
                 torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5, msg=f"{kind.__name__}: {name}")
         assert {(event.rank, event.minibatch) for event in events} >= {(rank, k) for rank in (0, 1) for k in (0, 1)}
-        count = len(meetings(events))
+        count = len(barriers(events))
         if kind in (Odc, OdcMicro, Bridged):
-            assert count == 4, "two meetings per minibatch"
+            assert count == 4, "two barriers per minibatch"
         elif kind is Fsdp2NoReshard:
             gathers = [event for event in events if event.label == "all-gather"]
             assert len(gathers) == 2 * 2 * (CONFIG["num_hidden_layers"] + 1), "once per unit, rank and minibatch"

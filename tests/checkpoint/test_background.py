@@ -140,7 +140,7 @@ def _late_writer(rank: int, world: int, folder: Path) -> str:
         if rank == 0:
             writers()[0].join()
         dist.barrier()
-        engine_of(model).meetings.timeout_s = SHORT_S
+        engine_of(model).barrier.timeout_s = SHORT_S
         with pytest.raises(DeadlineExceeded) as caught:
             background.wait()
         assert caught.value.ranks == [1]

@@ -16,11 +16,11 @@ from odc_triton.base.trace import (
     _OUR_CATEGORIES,
     ACCUMULATE,
     ATTENTION,
+    BARRIERS,
     CATEGORIES,
     GATHER,
     IDLE,
     KERNELS,
-    MEETINGS,
     OPTIMIZER,
     OTHER,
     PRODUCTS,
@@ -143,7 +143,7 @@ def test_every_kernel_is_known() -> None:
     ours = _names_of_our_kernels()
     assert launched <= ours
     assert set(_OUR_CATEGORIES) <= ours
-    assert {name for name in ours if category_of_kernel(name, ours) == MEETINGS} == {
+    assert {name for name in ours if category_of_kernel(name, ours) == BARRIERS} == {
         "set_flags_kernel",
         "await_flags_kernel",
     }
@@ -172,12 +172,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch:
     assert main([*given, "--token-cap", "64", "--minibatches", "2", "--replace-layers"]) == 0
     printed = capsys.readouterr().out
     assert "matrix products" in printed
-    assert "meetings" in printed
+    assert "barriers" in printed
     report = json.loads((out / "profile.json").read_text())
     assert len(report["ranks"]) == 2
     for of_rank in report["ranks"]:
         assert sum(of_rank["seconds"].values()) == pytest.approx(of_rank["wall_s"])  # every moment once
-        for category in (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, MEETINGS):
+        for category in (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, BARRIERS):
             assert of_rank["seconds"][category] > 0, category
         assert of_rank["seconds"][IDLE] < of_rank["wall_s"]
     assert sum(of_rank["tokens"] for of_rank in report["ranks"]) == 4 * (9 + 33 + 64 + 5)  # 2 minibatches of 8

@@ -55,7 +55,7 @@ def _among_silent_clients(rank: int, world: int) -> tuple[list[bool], float]:
         nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     )
     seconds = time.monotonic() - start_s
-    alive = [model._odc_engine.signs.is_alive(peer) for peer in range(world)]
+    alive = [model._odc_engine.barrier.board.is_alive(peer) for peer in range(world)]
     for stranger in strangers:
         stranger.close()
     dist.barrier()

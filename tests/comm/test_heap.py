@@ -21,7 +21,7 @@ from odc_triton import fully_shard
 from odc_triton.base.errors import DeadlineExceeded
 from odc_triton.comm.layout import Region
 from odc_triton.comm.memory.cuda import check_socket_folder
-from odc_triton.comm.memory.heap import Word
+from odc_triton.comm.memory.heap import LEFT, PID
 from odc_triton.comm.memory.locks import ByteLocks
 from odc_triton.comm.memory.rendezvous import receive_files, send_files
 from odc_triton.comm.memory.shm import SharedMemoryHeap, _new_memfd
@@ -205,12 +205,12 @@ def _killed_holder(rank: int, world: int) -> tuple:
         time.sleep(LONG_S)
     store.wait(["held"], SOON)
     before = (heap.try_lock(0, 0), heap.lock_holder(0, 0), heap.is_alive(1))
-    os.kill(heap.seen(Word.PID)[1], signal.SIGKILL)
+    os.kill(heap.seen(PID)[1], signal.SIGKILL)
     deadline_s = time.monotonic() + LONG_S
     while not heap.try_lock(0, 0):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-    return before, (heap.lock_holder(0, 0), heap.is_alive(1), heap.seen(Word.LEFT))
+    return before, (heap.lock_holder(0, 0), heap.is_alive(1), heap.seen(LEFT))
 
 
 def test_kill_releases_locks() -> None:
@@ -234,7 +234,7 @@ def _forked(rank: int, world: int) -> tuple[list[int], bool]:
             os._exit(0)
         os.waitpid(child, 0)
     dist.barrier()
-    seen = heap.seen(Word.LEFT), heap.is_alive(1)
+    seen = heap.seen(LEFT), heap.is_alive(1)
     dist.barrier()
     return seen
 

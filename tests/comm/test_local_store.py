@@ -15,9 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from odc_triton.base.errors import RankLost
+from odc_triton.comm.barrier import Barrier
 from odc_triton.comm.launch import _store
 from odc_triton.comm.local_store import LocalStore, StoreServer
-from odc_triton.comm.meeting import Meetings
 from odc_triton.comm.memory.rendezvous import listen, send_files
 from tests.support import leftovers
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -61,9 +61,9 @@ def test_a_stopped_launcher_is_named() -> None:
     with listen(name, backlog=1):  # it takes connections and answers nothing
         store = LocalStore(name)
         store.set_timeout(timedelta(seconds=SHORT_S / 5))
-        meetings = Meetings(store=store, rank=0, world=2, timeout_s=SHORT_S)
+        barrier = Barrier(store=store, rank=0, world=2, timeout_s=SHORT_S)
         with pytest.raises(RankLost, match=r"store does not answer \(the launcher is stopped: .* for 0\.3 s\)"):
-            meetings.meet("begin", {})
+            barrier.exchange("begin", {})
 
 
 def test_what_waits_is_answered_and_the_dead_are_named() -> None:

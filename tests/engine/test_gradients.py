@@ -22,13 +22,13 @@ Add = Callable[[], None]
 
 
 class WatchedLock:
-    """A lock that sets `met` when it is asked for."""
+    """A lock that sets `tried` when it is asked for."""
 
-    def __init__(self, met: threading.Event) -> None:
-        self._lock, self._met = threading.Lock(), met
+    def __init__(self, tried: threading.Event) -> None:
+        self._lock, self._tried = threading.Lock(), tried
 
     def __enter__(self) -> None:
-        self._met.set()
+        self._tried.set()
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
@@ -73,12 +73,12 @@ def test_the_owners_lock_is_held_while_rows_are_added(place: tuple) -> None:
 
 def test_a_thread_waits_for_another_ones_addition(place: tuple) -> None:
     _, adder, shard, add = place
-    adding, met, goes_on, at_work = threading.Event(), threading.Event(), threading.Event(), []
-    adder._threads[0] = WatchedLock(met)
+    adding, tried, goes_on, at_work = threading.Event(), threading.Event(), threading.Event(), []
+    adder._threads[0] = WatchedLock(tried)
 
     def slowly(*given: object) -> None:
         at_work.append(threading.current_thread())
-        (adding if len(at_work) == 1 else met).set()
+        (adding if len(at_work) == 1 else tried).set()
         goes_on.wait(LONG_S)
         add_rows(*given)
 
@@ -86,9 +86,9 @@ def test_a_thread_waits_for_another_ones_addition(place: tuple) -> None:
     with mock.patch.object(accumulate, "add_rows", slowly):
         threads[0].start()
         assert adding.wait(LONG_S)
-        met.clear()
+        tried.clear()
         threads[1].start()
-        assert met.wait(LONG_S)  # the second one has come to the lock, or past it
+        assert tried.wait(LONG_S)  # the second one has come to the lock, or past it
         meanwhile = list(at_work)
         goes_on.set()
         for thread in threads:

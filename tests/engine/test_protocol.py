@@ -19,7 +19,8 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from odc_triton import DeadlineExceeded, MinibatchFailed, RankLost, full_parameters, fully_shard, minibatch
-from odc_triton.comm.meeting import Meetings
+from odc_triton.comm.barrier import Barrier
+from odc_triton.comm.memory.heap import StatusBoard
 from odc_triton.engine.api import events
 from odc_triton.train.agreement import own_gradients, square_norm
 from tests.support import ranks
@@ -38,17 +39,17 @@ def _store() -> dist.Store:
 
 def _no_barrier(rank: int, world: int) -> tuple[int, list[str]]:
     model = fully_shard(build())
-    meetings = model._odc_engine.meetings
+    barrier = model._odc_engine.barrier
     if rank == 1:  # its first layer ends only after rank 0 has done everything
         model.blocks[0].register_forward_hook(lambda *_: _store().wait(["rank 0 is through"], SOON))
-    held = meetings.held
+    passed = barrier.passed
     events(model)
     with minibatch(model):
         for seed in range(1 if rank == 1 else 4):
             model(batch(seed)).sum().backward()
         if rank == 0:
             _store().set("rank 0 is through", "1")
-    return meetings.held - held, [event.label for event in events(model) if event.kind == "wait"]
+    return barrier.passed - passed, [event.label for event in events(model) if event.kind == "wait"]
 
 
 def _many(rank: int, world: int) -> list[int]:
@@ -255,11 +256,11 @@ def test_on_two_ranks() -> None:
         assert after <= before
         assert mapped == 0
         assert hooks == 2
-    for held, waits in no_barrier:
-        assert held == 2
+    for passed, waits in no_barrier:
+        assert passed == 2
         assert waits == ["enter minibatch 0", "leave minibatch 0"]
     for early, late in many:
-        assert late <= early + 4  # each rank's key of the last two meetings; 40 meetings lie between
+        assert late <= early + 4  # each rank's key of the last two barriers; 40 barriers lie between
     first, second = lock_wait
     (wait,) = [event for event in first if event.label == "lock of head.weight"]
     (backward,) = [event for event in first if event.kind == "backward"]
@@ -276,32 +277,36 @@ def test_on_two_ranks() -> None:
     assert sum(own for own, _ in squares) ** 0.5 == squares[0][1] == 6.0, "a scalar counts once in the norm"
 
 
-class _Ended:
-    """Signs of a peer whose process is gone. `given_up`: it said so before."""
+class _Ended(StatusBoard):
+    """Status of a peer whose process is gone. `given_up`: it said so before."""
 
     given_up = 0
 
     def is_alive(self, rank: int) -> bool:
         return rank == 0
 
-    def seen(self, word: object) -> list[int]:
+    def show(self, slot: int, value: int) -> None:
+        pass
+
+    def seen(self, slot: int) -> list[int]:
         return [0, self.given_up]
 
 
 def test_one_that_came_and_then_ended_is_not_blamed() -> None:
-    meetings = Meetings(store=dist.HashStore(), rank=0, world=2, timeout_s=1.0)
-    meetings.signs = _Ended()
-    meetings.require_alive([1], "the end", list)  # it came between the look at it and the look at its life
+    barrier = Barrier(store=dist.HashStore(), rank=0, world=2, timeout_s=1.0)
+    barrier.watch(_Ended())
+    barrier.require_alive([1], "the end", list)  # it came between the look at it and the look at its life
     with pytest.raises(RankLost, match="rank 1 died"):
-        meetings.require_alive([1], "the end", lambda: [1])
+        barrier.require_alive([1], "the end", lambda: [1])
 
 
 def test_a_deadline_that_passes_because_a_rank_died() -> None:
     """Wherever this rank waited, and for whom."""
-    meetings = Meetings(store=dist.HashStore(), rank=0, world=2, timeout_s=LONG_S)
-    meetings.signs, late = _Ended(), DeadlineExceeded([], "the device is busy")
+    barrier = Barrier(store=dist.HashStore(), rank=0, world=2, timeout_s=LONG_S)
+    barrier.watch(board := _Ended())
+    late = DeadlineExceeded([], "the device is busy")
     with pytest.raises(RankLost, match="rank 1 died"):
-        meetings.late("the end", late)
-    meetings.signs.given_up = 1  # as one that another rank kept waiting
+        barrier.late("the end", late)
+    board.given_up = 1  # as one that another rank kept waiting
     with pytest.raises(DeadlineExceeded, match="the device is busy"):
-        meetings.late("the end", late)
+        barrier.late("the end", late)

@@ -140,10 +140,10 @@ def _guarded(action) -> tuple[str, list[int], str, float]:
 
 def _late(rank: int, world: int, where: str, timeout_s: float, sleep_s: float) -> tuple:
     from odc_triton import begin_minibatch, end_minibatch, fully_shard, minibatch
-    from odc_triton.comm import meeting
+    from odc_triton.comm import barrier
 
     lines: list[str] = []
-    meeting._FIRST_WARNING_S = SHORT_S / 2
+    barrier._FIRST_WARNING_S = SHORT_S / 2
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("odc_triton").addHandler(handler)
@@ -152,7 +152,7 @@ def _late(rank: int, world: int, where: str, timeout_s: float, sleep_s: float) -
         if here == where:
             dist.barrier()  # the others are not late
             if model is not None:
-                model._odc_engine.meetings.timeout_s = timeout_s
+                model._odc_engine.barrier.timeout_s = timeout_s
             if rank == 1:
                 time.sleep(sleep_s)
 
@@ -200,7 +200,7 @@ def _leaving(rank: int, world: int, exits: bool) -> tuple:
 
     model = fully_shard(build(), timeout=LONG_S)
     if not exits:
-        model._odc_engine.meetings.timeout_s = SHORT_S
+        model._odc_engine.barrier.timeout_s = SHORT_S
 
     def action() -> None:
         for _ in range(1 if rank == 1 else 2):
@@ -284,7 +284,7 @@ def test_stopped(where: str, tmp_path: Path) -> None:
 
 def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: str) -> tuple:
     from odc_triton import fully_shard, use_odc
-    from odc_triton.comm.meeting import Meetings
+    from odc_triton.comm.barrier import Barrier
     from odc_triton.comm.memory import shm
 
     def die(*_: object) -> None:
@@ -296,7 +296,7 @@ def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: s
         if where == "before":
             die()
         place, name = (
-            (Meetings, "meet") if "meeting" in where else (shm, "send_files" if rank == 0 else "receive_files")
+            (Barrier, "exchange") if "barrier" in where else (shm, "send_files" if rank == 0 else "receive_files")
         )
         setattr(place, name, die)
     return _guarded(lambda: shard(model, timeout=LONG_S))
@@ -306,7 +306,7 @@ def _killed_at_the_start(rank: int, world: int, call: str, victim: int, where: s
     ("call", "victim", "where"),
     [
         ("fully_shard", 1, "before"),
-        ("use_odc", 0, "at the first meeting"),
+        ("use_odc", 0, "at the first barrier"),
         ("fully_shard", 2, "at the heap"),
     ],
 )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from odc_triton.comm.layout import ALIGNMENT_BYTES, Region
 from odc_triton.comm.memory import CudaHeap
-from odc_triton.comm.memory.heap import Word
+from odc_triton.comm.memory.heap import Status
 from tests.gpu.marks import MARKS, ONE_GPU, gpu_of, take_gpu
 from tests.support import ranks
 
@@ -44,6 +44,7 @@ def _region(shape: tuple[int, ...], offset_bytes: int = 0, dtype: str = "float32
 
 def _read_peers(rank: int, world: int) -> tuple:
     heap = _open(rank, world, 4096)
+    status = Status(heap)
     region = _region((7, 5), offset_bytes=ALIGNMENT_BYTES)
     zeros = [bool((heap.shard(region, owner) == 0).all()) for owner in range(world)]
     dist.barrier()
@@ -51,9 +52,9 @@ def _read_peers(rank: int, world: int) -> tuple:
     torch.cuda.synchronize()
     dist.barrier()
     seen = [heap.shard(region, owner).cpu() for owner in range(world)]
-    heap.show(Word.MINIBATCH, rank + 10)
+    status.show(rank + 10)
     dist.barrier()
-    return zeros, seen, heap.seen(Word.MINIBATCH), [heap.is_alive(peer) for peer in range(world)]
+    return zeros, seen, status.seen(), [heap.is_alive(peer) for peer in range(world)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])

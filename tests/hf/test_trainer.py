@@ -75,7 +75,7 @@ def _train_one_sample_a_step(rank: int, world: int, folder: str) -> dict[str, An
     trainer.train()
     seen = events(trainer.model)
     return _summary(trainer, rank) | {
-        "meetings": [e.label for e in seen if e.kind == "wait" and "minibatch" in e.label],
+        "barriers": [e.label for e in seen if e.kind == "wait" and "minibatch" in e.label],
         "forwards": sorted({e.minibatch for e in seen if e.kind == "forward"}),
     }
 
@@ -104,7 +104,7 @@ def test_ranks_without_packs_and_other_optimizers(tmp_path: Path) -> None:
     assert sorted(result["forwards"] for result in results) == [[], list(range(STEPS))]
     for result in results:
         steps = ("enter", "leave", "sum up")
-        assert result["meetings"] == [f"{what} minibatch {i}" for i in range(STEPS) for what in steps]
+        assert result["barriers"] == [f"{what} minibatch {i}" for i in range(STEPS) for what in steps]
     start = dict(build("qwen2").named_parameters())
     for name, weights in found[0][1].items():
         plain = plain_trainer(str(tmp_path / name), **_changes(name))

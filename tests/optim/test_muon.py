@@ -12,7 +12,7 @@ import torch
 from odc_triton import full_parameters, fully_shard
 from odc_triton.checkpoint.steps import Checkpoints
 from odc_triton.optim import Muon, Together, muon
-from odc_triton.optim.room import newton_schulz_cost
+from odc_triton.optim.buffers import newton_schulz_cost
 from tests.support import ranks, recorded, slow
 from tests.support.recorded import MATRICES, give_gradients, plain, sharded, step_on
 from tests.support.refusals import caught, compare
@@ -36,7 +36,7 @@ def _steps(rank: int, world: int, shape: tuple[int, ...], backend: str, options:
     if rank == 0:
         optimizer.optimizers[0]._step_all = _late(optimizer.optimizers[0]._step_all, 0.003)
     weights = step_on(model, optimizer, range(STEPS))
-    return weights, optimizer.optimizers[0]._room.mine
+    return weights, optimizer.optimizers[0]._buffers.mine
 
 
 @pytest.mark.parametrize(

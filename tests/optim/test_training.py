@@ -13,7 +13,7 @@ from torch import nn
 
 from odc_triton import MixedPrecisionPolicy, fully_shard, minibatch
 from odc_triton.base.errors import OdcError
-from odc_triton.optim import Muon, Together, muon, room
+from odc_triton.optim import Muon, Together, buffers, muon
 from odc_triton.sharding.footprint import memory_plan
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S
@@ -49,7 +49,7 @@ def _on_one_process() -> list[float]:
 
 
 def _train(rank: int, world: int, backend: str, together: bool, bf16: bool) -> tuple[list[float], list[int], tuple]:
-    """Losses of all ranks, the publications of each step, and the bytes of this rank's states and of the room."""
+    """Losses of all ranks, the publications of each step, and the bytes of this rank's states and of the buffers."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if bf16 else None)
     model, case = fully_shard(build("qwen2"), mp_policy=policy, backend=backend), CASES["qwen2"]
     matrices, others = _split(model)
@@ -73,7 +73,7 @@ def _train(rank: int, world: int, backend: str, together: bool, bf16: bool) -> t
         published.append(model._odc_engine.publication.number - before)
     values = [value for each in optimizers for state in each.state.values() for value in state.values()]
     state_bytes = sum((value.to_local() if hasattr(value, "to_local") else value).nbytes for value in values)
-    heap = getattr(optimizers[0], "optimizers", optimizers)[0]._room._heap
+    heap = getattr(optimizers[0], "optimizers", optimizers)[0]._buffers._heap
     return losses, published, (state_bytes, heap.size_bytes - heap._data_offset)
 
 
@@ -111,7 +111,7 @@ def _killed(rank: int, world: int, where: str, shape: tuple[int, ...], backend: 
         for step in range(2):
             if step == 1 and rank == 1:
                 {
-                    "rows": lambda: setattr(room.MatrixRoom, "orthogonalise", die),
+                    "rows": lambda: setattr(buffers.MuonBuffers, "orthogonalise", die),
                     "matrices": lambda: setattr(muon, "_zeropower_via_newtonschulz", die),
                     "end": lambda: optimizer.register_step_post_hook(die),
                 }[where]()

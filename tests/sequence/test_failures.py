@@ -18,11 +18,11 @@ from odc_triton.balance import count_target_tokens, pack_collate
 from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.balance.pieces import Piece as P
 from odc_triton.base.errors import OfRanks
-from odc_triton.comm.memory.heap import Word
+from odc_triton.comm.memory.heap import PID
 from odc_triton.hf import summed_loss
+from odc_triton.sequence.buffers import KVBuffers
 from odc_triton.sequence.exchange import SequenceExchange
-from odc_triton.sequence.handover import KernelHandover
-from odc_triton.sequence.room import Room
+from odc_triton.sequence.sync import KernelSync
 from tests.support import ranks, slow
 from tests.support.deadlines import LONG_S, SHORT_S
 from tests.support.refusals import caught
@@ -118,19 +118,19 @@ def _killed_after_the_deadline(rank: int, world: int, setup: Setup) -> tuple[str
     """Rank 1 stops; when rank 0 has stopped waiting for it, and before it says why, rank 1 is killed."""
     model = fully_shard(build(setup, replaced=True), backend="cpu-interpreter", timeout=LONG_S)
     enable_split(model, tokens=48)
-    heap, check = model._odc_engine.heap, KernelHandover.check
-    model._odc_engine.meetings.timeout_s = SHORT_S
+    heap, check = model._odc_engine.heap, KernelSync.check
+    model._odc_engine.barrier.timeout_s = SHORT_S
 
-    def check_later(self: KernelHandover) -> None:
+    def check_later(self: KernelSync) -> None:
         if self._late_at_stop and heap.is_alive(1):
-            os.kill(heap.seen(Word.PID)[1], signal.SIGKILL)
+            os.kill(heap.seen(PID)[1], signal.SIGKILL)
             while heap.is_alive(1):
                 time.sleep(0.01)
         check(self)
 
     if rank == 1:
         _ends_in("add", signal.SIGSTOP)
-    KernelHandover.check = check_later
+    KernelSync.check = check_later
     with pytest.raises(OfRanks) as caught:
         step_on(model, setup, rank)
     return f"{type(caught.value).__name__}: {caught.value}", caught.value.ranks
@@ -172,26 +172,26 @@ def _stops(stop: Stop, rank: int) -> None:
         if rank == stop.victim:
             _ends_in(stop.where, stop.signal, stop.layer)
         return
-    publish, show_wait = SequenceExchange.publish, Room.show_wait
+    publish, show_wait = SequenceExchange.publish, KVBuffers.show_wait
 
     def publish_late(self: SequenceExchange, *given: Any) -> None:
         if rank != stop.victim:
             time.sleep(0.2)
         publish(self, *given)
 
-    def show_and_stop(self: Room, *given: Any, **named: Any) -> None:
+    def show_and_stop(self: KVBuffers, *given: Any, **named: Any) -> None:
         show_wait(self, *given, **named)
         if rank == stop.victim:
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    SequenceExchange.publish, Room.show_wait = publish_late, show_and_stop
+    SequenceExchange.publish, KVBuffers.show_wait = publish_late, show_and_stop
 
 
 def _beside_one_that_stops(rank: int, world: int, stop: Stop, backend: str) -> tuple[str, list[int]]:
     model = fully_shard(build(SETUP, replaced=True), backend=backend, timeout=LONG_S)
     enable_split(model, tokens=48)
     if stop.signal == signal.SIGSTOP:
-        model._odc_engine.meetings.timeout_s = SHORT_S
+        model._odc_engine.barrier.timeout_s = SHORT_S
     _stops(stop, rank)
     with pytest.raises(OfRanks) as caught:
         step_on(model, SETUP, rank, deal=stop.deal)
@@ -340,7 +340,7 @@ def test_the_plan_of_memory_is_what_is_allocated() -> None:
     assert planned.shared_bytes - without.shared_bytes == planned.split_bytes
     assert planned.job_shared_bytes - without.job_shared_bytes == planned.split_bytes
     enable_split(fully_shard(model), tokens=900)
-    assert planned.split_bytes == pytest.approx(model._odc_engine.splits.room.heap.size_bytes, rel=0.01)
+    assert planned.split_bytes == pytest.approx(model._odc_engine.splits.buffers.heap.size_bytes, rel=0.01)
     assert "split sequences" in str(planned)
     assert "split sequences" not in str(without)
     with pytest.raises(ValueError, match="split_tokens is 9 for 'fsdp2'"):

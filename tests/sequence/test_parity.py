@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.nn.attention import varlen
 
 from odc_triton import minibatch
-from odc_triton.comm.meeting import Meetings
+from odc_triton.comm.barrier import Barrier
 from odc_triton.hf import attention, summed_loss
-from odc_triton.sequence.handover import Handover, Wait
+from odc_triton.sequence.sync import HostSync, Wait
 from tests.support import ranks
 from tests.support.parity import relative, whole_model_error
 from tests.support.splitting import DEALS, Setup, distance, packs_of, plain, run, sharded
@@ -140,24 +140,24 @@ def test_bf16_is_as_good_as_on_whole_samples() -> None:
 def _watched(rank: int, world: int, setup: Setup) -> tuple[list[str], int, int]:
     """What this rank looked at flags for, by purpose; its store operations, and collectives, inside microbatches."""
     model, purposes, stored, grouped = sharded(setup, rank), [], [], []
-    own = Handover.wait
+    own = HostSync.wait
 
-    def waits(self: Handover, wait: Wait) -> None:
+    def waits(self: HostSync, wait: Wait) -> None:
         purposes.extend(wait.whom.values())
         own(self, wait)
 
     def loss_of(model: torch.nn.Module, pack: dict) -> torch.Tensor:
         """From here to the end of its backward is a microbatch."""
-        Meetings.tell = lambda *given: stored.append(given)
+        Barrier.post = lambda *given: stored.append(given)
         dist.distributed_c10d.ProcessGroup.allreduce = lambda *given: grouped.append(given)
         return summed_loss(model, pack)
 
-    tell, allreduce = Meetings.tell, dist.distributed_c10d.ProcessGroup.allreduce
-    Handover.wait = waits
+    post, allreduce = Barrier.post, dist.distributed_c10d.ProcessGroup.allreduce
+    HostSync.wait = waits
     with minibatch(model, tokens=1, split=(packs := packs_of(setup, rank)).split):
         for pack in packs:
             loss_of(model, pack).backward()
-        Meetings.tell, dist.distributed_c10d.ProcessGroup.allreduce = tell, allreduce
+        Barrier.post, dist.distributed_c10d.ProcessGroup.allreduce = post, allreduce
     return purposes, len(stored), len(grouped)
 
 

@@ -16,24 +16,24 @@ from odc_kernels.linear_cross_entropy import _pulled
 from odc_kernels.peers import PeerShards, split
 from odc_triton.balance.pieces import Piece, SplitPlan
 from odc_triton.engine.streams import DeviceStreams, Streams
-from odc_triton.sequence import handover
+from odc_triton.sequence import sync
+from odc_triton.sequence.buffers import Flag
 from odc_triton.sequence.exchange import SequenceExchange, Span
-from odc_triton.sequence.handover import KernelHandover, Wait, _Look, _Running
-from odc_triton.sequence.room import Flag
+from odc_triton.sequence.sync import KernelSync, Wait, _Look, _Running
 from tests.support.deadlines import LONG_S
 from tests.support.simulated import SimulatedDevice, SimulatedEvent
 
 FLAGS = torch.zeros(2, 1, dtype=torch.int64)  # of two ranks, one layer
 
 
-def room(device: str = "cpu") -> SimpleNamespace:
+def buffers(device: str = "cpu") -> SimpleNamespace:
     heap = SimpleNamespace(device=torch.device(device), first=0, seen=lambda _: [0, 0], is_alive=lambda _: True)
-    shows = {"show_wait": lambda *_, **__: None, "show_no_wait": lambda: None, "held_up_by": lambda _: None}
+    shows = {"show_wait": lambda *_, **__: None, "show_no_wait": lambda: None, "blocked_on": lambda _: None}
     return SimpleNamespace(heap=heap, rank=0, world=2, layers=1, flags=lambda *_: FLAGS.clone(), **shows)
 
 
 def test_a_look_waits_for_its_own_copy_only() -> None:
-    device, place = SimulatedDevice(), room()
+    device, place = SimulatedDevice(), buffers()
     place.flags = lambda *_: torch.tensor([[0], [7]])
     look = _Look(place, on=device)
     device.enqueue(look._stream, lambda: None)
@@ -53,8 +53,8 @@ class Stuck(SimulatedDevice):
 
 def test_a_look_at_a_device_that_does_not_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it returns may be old, but is of the flags that were asked for; and no copies pile up."""
-    monkeypatch.setattr(handover, "_READ_S", 0.01)
-    device, place = Stuck(), room()
+    monkeypatch.setattr(sync, "_READ_S", 0.01)
+    device, place = Stuck(), buffers()
     place.flags = lambda flag, _: torch.tensor([[0], [7 if flag is Flag.PUBLISHED else 3]])
     look = _Look(place, on=device)
     device.answers = 1
@@ -70,15 +70,15 @@ def test_the_watch_is_on_its_ranks_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen, over = [], threading.Event()
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     over.set()
-    watch = KernelHandover.__new__(KernelHandover)
-    watch.room = room("cuda:3")
+    watch = KernelSync.__new__(KernelSync)
+    watch.buffers = buffers("cuda:3")
     watch._watch(over)
     assert chosen == [torch.device("cuda:3")]
 
 
 def test_the_watch_of_a_plan_does_not_stop_the_next() -> None:
     """It is looking while the next plan begins, and finds that its deadline has passed."""
-    looks, ends = threading.Event(), KernelHandover(room(), None, SimpleNamespace(timeout_s=0.0))
+    looks, ends = threading.Event(), KernelSync(buffers(), None, SimpleNamespace(timeout_s=0.0))
 
     def slow(wait: Wait) -> list[int]:
         looks.set()
@@ -120,11 +120,11 @@ def test_streams_of_a_gpu_are_not_of_the_pool_that_programs_use(monkeypatch: pyt
 def test_a_wait_before_what_peers_wait_for_is_found_in_debug(debug: bool) -> None:
     """Rank 1 reads rank 0's piece, and rank 2 reads both. Nothing is sent: the order alone counts."""
     plan = SplitPlan.of([[[Piece(0, 0, 8)]], [[Piece(0, 8, 20)]], [[Piece(0, 20, 30)]]])
-    place = room()
+    place = buffers()
     place.rank, place.world, place.tokens, place.heap.apart = 1, 3, 30, False
     place.rows = place.gradient_rows = lambda _layer, _kind, _piece, start, stop: torch.zeros(stop - start, 1, 1)
-    sent = {"begin": lambda: None, "tell": lambda *_: None, "wait": lambda _: None, "add": lambda *_: None}
-    exchange = SequenceExchange(SimpleNamespace(room=place, **sent), Streams(), in_order=False, debug=debug)
+    sent = {"begin": lambda: None, "signal": lambda *_: None, "wait": lambda _: None, "add": lambda *_: None}
+    exchange = SequenceExchange(SimpleNamespace(buffers=place, **sent), Streams(), in_order=False, debug=debug)
     spans, rows = [Span(Piece(0, 8, 20), 0, 12)], (torch.zeros(12, 1, 1), torch.zeros(12, 1, 1))
     before = (torch.zeros(8, 1, 1), torch.zeros(8, 1, 1))
     right = [

@@ -199,7 +199,7 @@ def _different(rank: int, world: int) -> dict[str, str]:
         model = fully_shard(net())
         begin_minibatch(model)
         if other:
-            model._odc_engine.meetings.meet("something else", {})
+            model._odc_engine.barrier.exchange("something else", {})
         end_minibatch(model)
 
     def different_betas() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odc_triton.balance import CostModel, assign
-from odc_triton.base.trace import idle_fraction, meetings, segments
+from odc_triton.base.trace import barriers, idle_fraction, segments
 from odc_triton.simulate.hardware import Links
 from odc_triton.simulate.job import SCHEDULES, Job, queue_packs, simulate
 from tests.simulate.toys import toy
@@ -83,7 +83,7 @@ def test_every_second_is_accounted_for_with_communication(
     lengths: list[int], ranks: int, gbs: float, nodes: int
 ) -> None:
     links = Links.switched(ranks, gbs, nodes=nodes, nic_gbs=gbs / 2)
-    job = a_job(ranks, links=links, model=TINY, prefetch=True, overlap=True, meeting_s=0.01, memory_gbs=1000)
+    job = a_job(ranks, links=links, model=TINY, prefetch=True, overlap=True, barrier_s=0.01, memory_gbs=1000)
     for schedule in SCHEDULES:
         for balance in ("mini", "queue") if schedule == "odc" else ("mini",):
             told = simulate([lengths], job=job, schedule=schedule, balance=balance, token_cap=CAP)
@@ -189,7 +189,7 @@ def test_jitter_is_seeded_hurts_a_barrier_and_averages_out_without_one() -> None
 @pytest.mark.parametrize(("schedule", "balance"), [(s, "mini") for s in SCHEDULES] + [("odc", "queue")])
 def test_the_timeline_says_what_the_outcome_says(schedule: str, balance: str) -> None:
     links = Links.switched(4, 2.0)
-    job = a_job(4, links=links, model=TINY, prefetch=True, overlap=True, meeting_s=0.05, memory_gbs=1.0)
+    job = a_job(4, links=links, model=TINY, prefetch=True, overlap=True, barrier_s=0.05, memory_gbs=1.0)
     lengths = lengths_of(12)
     told = simulate([lengths], job=job, schedule=schedule, balance=balance, token_cap=CAP, timeline=True)
     assert {event.rank for event in told.events} == set(range(4))
@@ -199,7 +199,7 @@ def test_the_timeline_says_what_the_outcome_says(schedule: str, balance: str) ->
         busy = sum(s.end_s - s.start_s for s in spans if s.state in ("forward", "backward"))
         assert busy == pytest.approx(told.busy_s[0, rank], rel=1e-9)
     if schedule == "odc":
-        assert [meeting.label for meeting in meetings(told.events)] == ["enter", "exit"]
+        assert [barrier.label for barrier in barriers(told.events)] == ["enter", "exit"]
 
 
 def test_collectives_take_sms_from_compute_and_the_copy_engine_does_not() -> None:
@@ -243,7 +243,7 @@ def test_what_is_refused(change: dict, message: str) -> None:
         ({"layers": 0}, "layers is 0"),
         ({"forward_share": 1.0}, "forward_share is 1.0"),
         ({"jitter": float("nan")}, "jitter is nan"),
-        ({"meeting_s": -1.0}, "meeting_s is -1.0"),
+        ({"barrier_s": -1.0}, "barrier_s is -1.0"),
         ({"memory_gbs": 0.0}, "memory_gbs is 0.0"),
         ({"slow": {4: 1.3}}, "names rank 4, but there are 2"),
         ({"slow": {0: float("nan")}}, r"slow\[0\] is nan"),

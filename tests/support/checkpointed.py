@@ -71,8 +71,8 @@ def assert_same(got: Whole, want: Whole, **tolerance: float) -> None:
 
 
 def settle(background: BackgroundCheckpoints, model: nn.Module) -> None:
-    """What a training loop does at its meeting."""
-    messages = engine_of(model).meet("a step", {"checkpoint": background.report()})
+    """What a training loop does at its barrier."""
+    messages = engine_of(model).exchange("a step", {"checkpoint": background.report()})
     background.settle([each["checkpoint"] for each in messages])
 
 

@@ -18,7 +18,7 @@ def span(rank, kind, start_s, end_s, minibatch=0, microbatch=-1, label=""):
 
 
 def odc_like(minibatches=2, start_s=50.0):
-    """Rank 0 works 3 s of each 4, then waits 1 s; both meet at 4 s, step until 4.5 s, and meet again."""
+    """Rank 0 works 3 s of each 4, then waits 1 s; both pass a barrier at 4 s, step until 4.5 s, and pass another."""
     events = []
     for minibatch in range(minibatches):
         t = start_s + 5 * minibatch

@@ -85,7 +85,7 @@ def run_tune(options: TuneOptions) -> str | None:
 
     from ...comm.grid import grid_of
     from ...nn.tuned import save
-    from ...sharding.agree import default_mesh, patient_meetings
+    from ...sharding.agree import default_mesh, patient_barrier
     from ...sharding.backend import backend_of
     from .trial import Trial
     from .workload import workloads_of
@@ -94,8 +94,8 @@ def run_tune(options: TuneOptions) -> str | None:
     if mesh.ndim > 1:
         raise ValueError(f"{mesh.size()} ranks are on {mesh.size(0)} hosts: tune on one host, as replicas run alike")
     backend = backend_of(options.backend, mesh)
-    with patient_meetings(grid_of(mesh), TIMEOUT) as meetings:
-        messages = meetings.meet("tune: the ranks' devices", {"device": backend.device_id()})
+    with patient_barrier(grid_of(mesh), TIMEOUT) as barrier:
+        messages = barrier.exchange("tune: the ranks' devices", {"device": backend.device_id()})
     place = backend.place([theirs["device"] for theirs in messages])
     counts = {w: n for w, n in workloads_of(_shapes(options)).items() if w.operator in options.wanted}
     if not counts:

@@ -111,7 +111,7 @@ class Trial:
         return [output, *shards, *(each.grad for each in inputs if each.grad is not None)], None
 
     def _of_any_rank(self, wrong: str | None) -> str | None:
-        reasons = [theirs["wrong"] for theirs in self.engine.meetings.meet("tune: a result", {"wrong": wrong})]
+        reasons = [theirs["wrong"] for theirs in self.engine.barrier.exchange("tune: a result", {"wrong": wrong})]
         return next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), None)
 
     def _time(self, choice: Choice, inputs: tuple[torch.Tensor, ...]) -> float:
@@ -126,10 +126,10 @@ class Trial:
 
     def _start(self) -> None:
         """All ranks start measuring together: the last one naps for at most 2% of the time that it waited."""
-        self.engine.meetings.meet("tune: start", {})
+        self.engine.barrier.exchange("tune: start", {})
 
     def _slowest(self, seconds: float) -> float:
-        messages = self.engine.meetings.meet("tune: seconds", {"seconds": seconds})
+        messages = self.engine.barrier.exchange("tune: seconds", {"seconds": seconds})
         return max(theirs["seconds"] for theirs in messages)
 
 

@@ -1,6 +1,6 @@
-"""The heap on GPUs: torch's symmetric memory for the shards, shared host memory for status words and signs of life.
+"""The heap on GPUs: torch's symmetric memory for the shards, shared host memory for status and signs of life.
 
-The words are on the host so that a rank can read them, and be seen, whatever its GPU is doing.
+Status is on the host so that a rank can read them, and be seen, whatever its GPU is doing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..layout import ALIGNMENT_BYTES, Region
-from .heap import SymmetricHeap, Word
+from .heap import SymmetricHeap
 from .rendezvous import Look, look_at_nobody
 from .shm import SharedMemoryHeap
 
@@ -51,7 +51,7 @@ class CudaHeap(SymmetricHeap):
         self._group, self._shared_device = group, shared_device
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._host = SharedMemoryHeap(
-            rank=rank, world=world, size_bytes=0, slots=0, token=f"{token}-words", timeout_s=timeout_s, look=look
+            rank=rank, world=world, size_bytes=0, slots=0, token=f"{token}-status", timeout_s=timeout_s, look=look
         )
         if shared_device:
             os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
@@ -60,7 +60,7 @@ class CudaHeap(SymmetricHeap):
         torch.cuda.empty_cache()  # symmetric memory can't use what the caching allocator keeps
         total_bytes = _HEADER_BYTES + max(size_bytes, 1)
         # Not symmetric_memory.empty, which may use the caching allocator: the memory would then count as allocated and
-        # stay mapped when it is freed, and ranks would meet once per segment instead of once per heap.
+        # stay mapped when it is freed, and ranks would synchronise once per segment instead of once per heap.
         self._memory = _SymmetricMemory.empty_strided_p2p((total_bytes,), (1,), torch.uint8, self.device)
         self._memory.zero_()
         self._memory[:8].view(torch.int64).fill_(_mark(token, rank))
@@ -103,11 +103,11 @@ class CudaHeap(SymmetricHeap):
         start = _HEADER_BYTES + own.offset_bytes
         return self._parts[owner].data[start : start + own.size_bytes].view(dtype).view(own.shape)
 
-    def show(self, word: Word, value: int) -> None:
-        self._host.show(word, value)
+    def show(self, slot: int, value: int) -> None:
+        self._host.show(slot, value)
 
-    def seen(self, word: Word) -> list[int]:
-        return self._host.seen(word)
+    def seen(self, slot: int) -> list[int]:
+        return self._host.seen(slot)
 
     def is_alive(self, rank: int) -> bool:
         return self._host.is_alive(rank)

@@ -3,48 +3,55 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from enum import IntEnum
-from typing import Protocol
 
 import torch
 
 from ..layout import Region
 
-
-class Word(IntEnum):
-    """The status words that each rank shows its peers. Only their own rank writes them."""
-
-    PID = 0
-    PUBLISHED = 1  # how many times this rank has published its shards
-    STEPPING = 2  # PUBLISHED + 1 while this rank may be writing its shards, else PUBLISHED
-    BROKEN = 3  # 1 once this rank has given up on its peers
-    MINIBATCH = 4
-    LEFT = 5  # 1 after this rank closed its heap
-    MEETINGS = 6  # how many meetings of the engine this rank has reached
-    GATHERS = 7  # how many exchanges between replicas this rank has reached
-    FAILED = 8  # the number of the plan of split sequences that this rank can't complete
-    WAITS = 9  # the flag of split sequences that this rank waits for (sequence/room.py), 0: none
-    ROWS = 10  # the step of Muon whose rows this rank has written, and what of (optim/room.py)
-    RESULTS = 11  # the step of Muon whose matrices this rank has orthogonalised
+STATUS_SLOTS = 16  # of 8 bytes, per rank
+PID, LEFT = range(2)  # the heap's own slots; LEFT is 1 after the rank closed its heap
 
 
-WORDS = len(Word)
+class StatusBoard(ABC):
+    """Integers that each rank shows its peers, in slots that only their own rank writes; 0 at first."""
 
+    _used = LEFT + 1
 
-class Signs(Protocol):
-    """What ranks see of each other: a heap's own words, or those of several replicas (peers.py)."""
+    def new_slot(self) -> int:
+        """A slot that nothing else uses. All ranks take theirs in the same order."""
+        if self._used == STATUS_SLOTS:
+            raise RuntimeError(f"all {STATUS_SLOTS} status slots of the heap are in use")
+        self._used += 1
+        return self._used - 1
 
-    def show(self, word: Word, value: int) -> None:
-        """Sets one of this rank's words."""
+    @abstractmethod
+    def show(self, slot: int, value: int) -> None:
+        """Sets this rank's integer."""
 
-    def seen(self, word: Word) -> list[int]:
-        """That word of every rank."""
+    @abstractmethod
+    def seen(self, slot: int) -> list[int]:
+        """That integer of every rank."""
 
+    @abstractmethod
     def is_alive(self, rank: int) -> bool:
-        """Whether that rank's process still exists."""
+        """Whether that rank's process exists and has the heap open."""
 
 
-class SymmetricHeap(ABC):
+class Status:
+    """One integer per rank on a board, of whoever creates it."""
+
+    def __init__(self, board: StatusBoard) -> None:
+        self._board, self._slot = board, board.new_slot()
+
+    def show(self, value: int) -> None:
+        self._board.show(self._slot, value)
+
+    def seen(self) -> list[int]:
+        """By rank."""
+        return self._board.seen(self._slot)
+
+
+class SymmetricHeap(StatusBoard):
     """Declared regions, allocated once, mapped on all ranks, freed when the last rank releases them.
 
     `shard(region, owner)` is one owner's rows. Two calls give tensors over the same memory with *separate* autograd
@@ -67,18 +74,6 @@ class SymmetricHeap(ABC):
 
     @abstractmethod
     def shard(self, region: Region, owner: int) -> torch.Tensor: ...
-
-    @abstractmethod
-    def show(self, word: Word, value: int) -> None:
-        """Sets one of this rank's words."""
-
-    @abstractmethod
-    def seen(self, word: Word) -> list[int]:
-        """That word of every rank."""
-
-    @abstractmethod
-    def is_alive(self, rank: int) -> bool:
-        """Whether that rank's process still exists and has the heap open."""
 
     @abstractmethod
     def close(self) -> None: ...

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from ..layout import Region, aligned
-from .heap import WORDS, SymmetricHeap, Word
+from .heap import LEFT, PID, STATUS_SLOTS, SymmetricHeap
 from .locks import ByteLocks
 from .rendezvous import Look, look_at_nobody, receive_files, send_files
 
-_WORD_BYTES = 8
+_STATUS_BYTES = 8
 
 
 def _new_memfd(name: str, size_bytes: int) -> int:
@@ -32,8 +32,8 @@ def _new_memfd(name: str, size_bytes: int) -> int:
     return fd
 
 
-def _leave(words: memoryview, left: int, locks: ByteLocks) -> None:
-    words[left] = 1
+def _leave(status: memoryview, left: int, locks: ByteLocks) -> None:
+    status[left] = 1
     locks.close()
 
 
@@ -59,7 +59,7 @@ class SharedMemoryHeap(SymmetricHeap):
         look: Look = look_at_nobody,
     ) -> None:
         self.rank, self.world = rank, world
-        header = world * WORDS * _WORD_BYTES
+        header = world * STATUS_SLOTS * _STATUS_BYTES
         self._data_offset = aligned(header, mmap.PAGESIZE)
         self.size_bytes = self._data_offset + max(size_bytes, 1)
         if rank == 0:
@@ -79,14 +79,14 @@ class SharedMemoryHeap(SymmetricHeap):
         finally:
             os.close(data_fd)
         self._locks = ByteLocks(lock_fd)
-        self._words = memoryview(self._map)[:header].cast("q")
+        self._status = memoryview(self._map)[:header].cast("q")
         # The process holds byte `rank` of the lock file for as long as it lives: peers can ask the kernel.
         if not self._locks.try_lock(rank):
             raise RuntimeError(f"another process is rank {rank} of this heap already")
-        self.show(Word.PID, os.getpid())
+        self.show(PID, os.getpid())
         # When this object is collected, and at the end of a script or of a multiprocessing child; never in a forked
         # child (a data loader's worker), which ends without its rank leaving.
-        self._close = Finalize(self, _leave, (self._words, rank * WORDS + Word.LEFT, self._locks), exitpriority=0)
+        self._close = Finalize(self, _leave, (self._status, rank * STATUS_SLOTS + LEFT, self._locks), exitpriority=0)
 
     def another(self, *, size_bytes: int, slots: int, token: str, timeout_s: float) -> SharedMemoryHeap:
         sizes = {"size_bytes": size_bytes, "slots": slots}
@@ -110,11 +110,11 @@ class SharedMemoryHeap(SymmetricHeap):
     def shard(self, region: Region, owner: int) -> torch.Tensor:
         return self._tensor(region.shard(self.world, owner))
 
-    def show(self, word: Word, value: int) -> None:
-        self._words[self.rank * WORDS + word] = value
+    def show(self, slot: int, value: int) -> None:
+        self._status[self.rank * STATUS_SLOTS + slot] = value
 
-    def seen(self, word: Word) -> list[int]:
-        return self._words[word::WORDS].tolist()
+    def seen(self, slot: int) -> list[int]:
+        return self._status[slot::STATUS_SLOTS].tolist()
 
     def is_alive(self, rank: int) -> bool:
         return rank == self.rank or self._locks.holder_pid(rank) is not None
@@ -132,7 +132,7 @@ class SharedMemoryHeap(SymmetricHeap):
     def lock_holder(self, slot: int, owner: int) -> int | None:
         """The other rank that holds the lock now, if any."""
         pid = self._locks.holder_pid(self._lock_index(slot, owner))
-        pids = self.seen(Word.PID)
+        pids = self.seen(PID)
         return pids.index(pid) if pid in pids else None
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class SharedMemoryHeap(SymmetricHeap):
 class ApartHeap(SharedMemoryHeap):
     """For tests, and to find faults without a GPU: gathers and frees whole tensors as on CUDA.
 
-    `size_bytes`: of one rank's part. Locks, words and errors as in `SharedMemoryHeap`.
+    `size_bytes`: of one rank's part. Locks, status and errors as in `SharedMemoryHeap`.
     """
 
     apart = True

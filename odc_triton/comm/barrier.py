@@ -1,7 +1,7 @@
-"""Meetings: the few points of a minibatch where ranks wait for each other.
+"""A barrier at which ranks exchange messages: the few points of a minibatch where ranks wait for each other.
 
-A meeting is a barrier with a message. It goes through the process group's store: each rank sets its own key and waits
-for all others. So every rank knows by itself which ranks are missing, even if rank 0 is dead, and why a peer failed.
+It goes through the process group's store: each rank sets its own key and waits for all others. So every rank knows
+which ranks are missing, even if rank 0 is dead, and why a peer failed.
 `torch.distributed.monitored_barrier` tells only rank 0, and after one failure gloo's later calls fail too.
 """
 
@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 
 from ..base.errors import DeadlineExceeded, RankLost, RanksDiffer
-from .memory.heap import Signs, Word
+from .memory.heap import LEFT, Status, StatusBoard
 
 log = logging.getLogger("odc_triton")
 
-_LOOK_S = 0.5  # how often a waiting rank checks that its peers are alive
+_CHECK_S = 0.5  # how often a waiting rank checks that its peers are alive
 _FIRST_WARNING_S = 60.0
-_GAVE_UP = "(gave up)"
+_ABORTED = "(gave up)"
 _PROBE = 0x0DC  # the tag of messages that try a connection
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 100e-6, 5e-3
 
@@ -47,67 +47,83 @@ def _is_connected(peer: int) -> bool:
     return True
 
 
-class Meetings:
-    """Numbered meetings of the ranks of one engine, all held in the same order on every rank.
+class Barrier:
+    """The barrier of the ranks of one engine, which all pass it in the same order; `passed`: how often.
 
-    `timeout_s`: how late a live rank may be. A rank whose process is gone is named after `_LOOK_S`.
+    `timeout_s`: how late a live rank may be. A rank whose process is gone is named after `_CHECK_S`.
     """
 
     def __init__(self, *, store: dist.Store, rank: int, world: int, timeout_s: float) -> None:
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
-        self.held = 0
+        self.passed = 0
         self._store = store
-        self.signs: Signs | None = None  # set once ranks see each other; tells dead ranks from late ones
-        self.is_connected: Callable[[int], bool] = lambda peer: True  # tells dead ranks until then
-        self.held_up_by: Callable[[int], int | None] | None = None  # for whom a rank waits between two meetings
+        self.board: StatusBoard | None = None  # None until `watch`
+        self.is_connected: Callable[[int], bool] = lambda peer: True  # finds dead ranks until then
+        self.blocked_on: Callable[[int], int | None] | None = None  # the rank that a rank waits for between barriers
+
+    def watch(self, board: StatusBoard) -> None:
+        """From now on ranks see each other's status, which tells dead ranks from late ones."""
+        self.board = board
+        self._reached = Status(board)  # how many barriers the rank has reached
+        self._broken = Status(board)  # 1 once the rank has given up on its peers
+        self._minibatch = Status(board)
+
+    def show(self, *, minibatch: int, broken: bool) -> None:
+        """Shows peers where this rank is."""
+        self._broken.show(broken)
+        self._minibatch.show(minibatch)
 
     def _key(self, number: int, rank: int) -> str:
-        return f"meeting/{number}/{rank}"
+        return f"barrier/{number}/{rank}"
 
-    def tell(self, purpose: str, message: dict[str, Any]) -> None:
-        """Leaves this rank's message for the next meeting; waits for nobody."""
-        self._store.set(self._key(self.held, self.rank), json.dumps({"purpose": purpose, **message}))
-        if self.signs is not None:
-            self.signs.show(Word.MEETINGS, self.held + 1)
+    def post(self, purpose: str, message: dict[str, Any]) -> None:
+        """Leaves this rank's message for the next exchange. Does not wait."""
+        self._store.set(self._key(self.passed, self.rank), json.dumps({"purpose": purpose, **message}))
+        if self.board is not None:
+            self._reached.show(self.passed + 1)
 
-    def give_up(self, reason: str) -> None:
-        """Makes peers raise RankLost with `reason` at the next meeting, whatever it is for; waits for nobody."""
-        self.tell(_GAVE_UP, {"reason": reason})
+    def abort(self, reason: str) -> None:
+        """Makes peers raise RankLost with `reason` at the next exchange, whatever its purpose. Does not wait."""
+        self.post(_ABORTED, {"reason": reason})
 
     @classmethod
-    def in_corner(
-        cls, store: dist.Store, corner: str, *, rank: int, ranks: Sequence[int], timeout: timedelta
-    ) -> Meetings:
-        """Meetings in a corner of the store that only these ranks use, separate from those of earlier calls.
+    def under_prefix(
+        cls, store: dist.Store, prefix: str, *, rank: int, ranks: Sequence[int], timeout: timedelta
+    ) -> Barrier:
+        """A barrier with keys of its own: the n-th call of these ranks with this prefix.
 
         `ranks`: by their numbers in the job; `rank`: this one's place among them.
         """
-        number = store.add(f"{corner}/calls/{rank}", 1)
-        corner_store = dist.PrefixStore(f"{corner}/{number}", store)
-        meetings = cls(store=corner_store, rank=rank, world=len(ranks), timeout_s=timeout.total_seconds())
-        meetings.is_connected = lambda peer: _is_connected(ranks[peer])
-        return meetings
+        number = store.add(f"{prefix}/calls/{rank}", 1)
+        barrier = cls(
+            store=dist.PrefixStore(f"{prefix}/{number}", store),
+            rank=rank,
+            world=len(ranks),
+            timeout_s=timeout.total_seconds(),
+        )
+        barrier.is_connected = lambda peer: _is_connected(ranks[peer])
+        return barrier
 
-    def meet(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+    def exchange(self, purpose: str, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Waits for all ranks and returns their messages, by rank.
 
         Raises RankLost if a peer's process is gone or a peer gave up, DeadlineExceeded if a live one is later than
         `timeout_s`.
         """
-        number = self.held
+        number = self.passed
         keys = [self._key(number, rank) for rank in range(self.world)]
         try:
-            self.tell(purpose, message)
+            self.post(purpose, message)
             self.wait_until(purpose, lambda: self._missing(number, keys))
             messages = [json.loads(text) for text in self._store.multi_get(keys)]
-            # A rank that has set its key for this meeting has left the last one, whose keys nobody reads any more.
+            # A rank that has set its key for this exchange has left the last one, whose keys nobody reads any more.
             if number > 0:
                 self._store.delete_key(self._key(number - 1, self.rank))
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             self.lost(purpose, list(range(self.world)), error)
-        self.held += 1
+        self.passed += 1
         for peer, theirs in enumerate(messages):
-            if theirs["purpose"] == _GAVE_UP:
+            if theirs["purpose"] == _ABORTED:
                 words = f"rank {self.rank} was waiting for '{purpose}': rank {peer} gave up ({theirs['reason']})"
                 raise RankLost([peer], f"{words}. Start again from the last checkpoint.")
         for peer, theirs in enumerate(messages):
@@ -119,25 +135,25 @@ class Meetings:
         return messages
 
     def _missing(self, number: int, keys: list[str]) -> list[int]:
-        """The ranks that have not reached meeting `number` yet: by their signs, if there are any, as a store whose host
+        """The ranks that have not reached exchange `number`: by their status, if there is one, as a store whose host
         is stopped does not answer, and asking it has no deadline."""
-        if self.signs is not None:
-            return [rank for rank, came in enumerate(self.signs.seen(Word.MEETINGS)) if came <= number]
+        if self.board is not None:
+            return [rank for rank, reached in enumerate(self._reached.seen()) if reached <= number]
         if self._store.check(keys):
             return []
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
     def wait_until(self, purpose: str, missing: Callable[[], list[int]]) -> None:
-        """Waits until `missing()`, the ranks that have not arrived yet, is empty; raises as `meet` does."""
+        """Waits until `missing()`, the ranks that have not arrived yet, is empty; raises as `exchange` does."""
         start_s = time.monotonic()
         warn_at_s = min(_FIRST_WARNING_S, self.timeout_s / 2)
-        look_at_s = _LOOK_S
+        check_at_s = _CHECK_S
         while ranks := missing():
             waited_s = time.monotonic() - start_s
-            if waited_s > min(look_at_s, self.timeout_s):
-                look_at_s = waited_s + _LOOK_S
+            if waited_s > min(check_at_s, self.timeout_s):
+                check_at_s = waited_s + _CHECK_S
                 self.require_alive(ranks, purpose, missing)
-                ranks = self.at_fault(ranks)
+                ranks = self.root_cause(ranks)
                 words = self._words(purpose, ranks, waited_s)
                 if waited_s > self.timeout_s:
                     self.late(purpose, DeadlineExceeded(ranks, f"{words}: the deadline has passed"))
@@ -148,12 +164,12 @@ class Meetings:
             time.sleep(min(max(waited_s / 50, _SHORTEST_NAP_S), _LONGEST_NAP_S))
 
     def wait_for(self, purpose: str, missing: Callable[[], list[int]]) -> None:
-        """As `wait_until`, between meetings: raises RankLost too if a missing rank has given up."""
+        """As `wait_until`, between barriers: raises RankLost too if a missing rank has given up."""
 
         def missing_and_willing() -> list[int]:
             ranks = missing()
             if ranks:
-                broken = self.signs.seen(Word.BROKEN)
+                broken = self._broken.seen()
                 given_up = [rank for rank in ranks if broken[rank]]
                 if given_up and missing():
                     everyone = list(range(self.world))
@@ -167,40 +183,38 @@ class Meetings:
 
         self.wait_until(purpose, missing_and_willing)
 
-    def at_fault(self, ranks: list[int]) -> list[int]:
-        """The ranks for which these wait, directly or through others; those that wait for nobody, or in a circle,
-        themselves.
+    def root_cause(self, ranks: list[int]) -> list[int]:
+        """Follows wait-for edges from `ranks` to the root cause: a rank that waits for none, or in a cycle, is its own
+        root.
         """
-        if self.held_up_by is None:
+        if self.blocked_on is None:
             return ranks
-        came = self.signs.seen(Word.MEETINGS)
+        reached = self._reached.seen()
         found = set()
         for rank in ranks:
             chain = [rank]
-            # A rank that is at the next meeting already does nothing more for others.
-            while (held_up_by := self.held_up_by(chain[-1])) is not None and came[held_up_by] <= self.held:
-                if held_up_by in chain:
+            # A rank that is at the next barrier already does nothing more for others.
+            while (blocked_on := self.blocked_on(chain[-1])) is not None and reached[blocked_on] <= self.passed:
+                if blocked_on in chain:
                     chain = [rank]
                     break
-                chain.append(held_up_by)
+                chain.append(blocked_on)
             found.add(chain[-1])
         return sorted(found)
 
     def late(self, purpose: str, error: DeadlineExceeded) -> NoReturn:
         """Raises RankLost if a rank is gone: others may be late for that alone. Else raises `error`."""
         ranks = list(error.ranks)
-        if self.signs is not None:
+        if self.board is not None:
             # Of those for which this rank did not wait, one that has left or given up is not to blame.
-            excused = [
-                any(words) for words in zip(self.signs.seen(Word.LEFT), self.signs.seen(Word.BROKEN), strict=True)
-            ]
+            excused = [any(status) for status in zip(self.board.seen(LEFT), self._broken.seen(), strict=True)]
             ranks = [rank for rank in range(self.world) if rank in ranks or not excused[rank]]
         self.require_alive(ranks, purpose, lambda: ranks)
         raise error
 
     def _is_alive(self, rank: int) -> bool:
-        if self.signs is not None:
-            return self.signs.is_alive(rank)
+        if self.board is not None:
+            return self.board.is_alive(rank)
         return rank == self.rank or self.is_connected(rank)
 
     def require_alive(self, ranks: list[int], purpose: str, missing: Callable[[], list[int]]) -> None:
@@ -226,9 +240,8 @@ class Meetings:
                 break
             time.sleep(0.1)
         # A rank that gave up because another ended is not to blame.
-        broken, left = [
-            [0] * self.world if self.signs is None else self.signs.seen(w) for w in (Word.BROKEN, Word.LEFT)
-        ]
+        none = [0] * self.world
+        broken, left = (none, none) if self.board is None else (self._broken.seen(), self.board.seen(LEFT))
         ranks = [rank for rank in gone if not broken[rank]] or gone
         words = ", ".join(f"rank {rank} {'left the training loop' if left[rank] else 'died'}" for rank in ranks)
         raise RankLost(
@@ -245,7 +258,7 @@ class Meetings:
         )
 
     def _where(self, ranks: list[int]) -> str:
-        if self.signs is None or not ranks:
+        if self.board is None or not ranks:
             return ""
-        minibatches = self.signs.seen(Word.MINIBATCH)
+        minibatches = self._minibatch.seen()
         return f" (last seen in minibatch {', '.join(str(minibatches[rank]) for rank in ranks)})"

@@ -5,10 +5,10 @@ A second heap of the model's ranks. Per layer, for the `tokens` of each rank:
 keys, values        [tokens, heads, D] in the compute dtype: rows that their rank writes and later pieces read
 their gradients     the same in `sum_dtype`: rows that later pieces add to and their rank takes
 
-Where the heap is one memory (CPU), rooms of all ranks are joined and a sequence's rows are adjacent, so that all keys
-before a piece are one view and reading costs nothing. Where it is apart, each rank has its own room.
+Where the heap is one memory (CPU), buffers of all ranks are joined and a sequence's rows are adjacent, so that all keys
+before a piece are one view and reading costs nothing. Where it is apart, each rank has its own buffers.
 
-Flags are words with one writer and no reset, in the room of the rank that waits for them. Their values are epochs,
+Flags are words with one writer and no reset, in the buffers of the rank that waits for them. Their values are epochs,
 which only grow:
 
 PUBLISHED, [writer, layer]     the wave up to which `writer` has written the layer's rows
@@ -25,7 +25,7 @@ import torch
 
 from ..balance.pieces import PlannedPiece
 from ..comm.layout import place_regions
-from ..comm.memory.heap import SymmetricHeap, Word
+from ..comm.memory.heap import Status, SymmetricHeap
 
 KEYS, VALUES = 0, 1
 
@@ -52,7 +52,7 @@ class LayerShape:
         return "float64" if self.dtype == "float64" else "float32"
 
 
-def room_regions(layers: list[LayerShape], *, tokens: int, world: int, apart: bool) -> tuple[list[Any], int]:
+def buffer_regions(layers: list[LayerShape], *, tokens: int, world: int, apart: bool) -> tuple[list[Any], int]:
     """The regions, one for each flag, then four of each layer, and the bytes of the heap (`apart`: of one rank)."""
 
     def rows(heads: int, width: int, dtype: str) -> tuple[tuple[int, ...], str, int]:
@@ -69,35 +69,37 @@ def room_regions(layers: list[LayerShape], *, tokens: int, world: int, apart: bo
     return place_regions([*flags, *data], world=world, apart=apart)
 
 
-class Room:
+class KVBuffers:
     """Collective: all ranks of `beside`, the model's heap, open it with the same arguments. `token`: as a heap's."""
 
     def __init__(
         self, beside: SymmetricHeap, layers: list[LayerShape], *, tokens: int, token: str, timeout_s: float
     ) -> None:
         self.rank, self.world, self.tokens, self.layers = beside.rank, beside.world, tokens, len(layers)
-        regions, size_bytes = room_regions(layers, tokens=tokens, world=beside.world, apart=beside.apart)
+        regions, size_bytes = buffer_regions(layers, tokens=tokens, world=beside.world, apart=beside.apart)
         self.heap = heap = beside.another(size_bytes=size_bytes, slots=len(layers), token=token, timeout_s=timeout_s)
+        self.failed = Status(heap)  # the number of the plan that the rank can't complete
+        self._waits = Status(heap)  # the flag that the rank waits for, 0: none
         ranks = range(self.world)
         flags, data = regions[: len(Flag)], regions[len(Flag) :]
         self._flags = [[heap.shard(each, rank)[0].view(self.world, self.layers) for rank in ranks] for each in flags]
         # [layer][rows of keys, of values, of the keys' gradients, of the values']: by rank, or one for all
-        rooms = [[heap.shard(each, rank)[0] for rank in ranks] if heap.apart else [heap.whole(each)] for each in data]
-        self._rooms = [rooms[at : at + 4] for at in range(0, len(rooms), 4)]
+        buffers = [[heap.shard(each, rank)[0] for rank in ranks] if heap.apart else [heap.whole(each)] for each in data]
+        self._buffers = [buffers[at : at + 4] for at in range(0, len(buffers), 4)]
 
     def rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
-        """Tokens `start` to `stop` of the sample, which begin in `piece`, and end there too unless rooms are joined: a
-        view [stop - start, heads, D].
+        """Tokens `start` to `stop` of the sample, which begin in `piece`, and end there too unless buffers are joined:
+        a view [stop - start, heads, D].
         """
-        return self._view(self._rooms[layer][kind], piece, start, stop)
+        return self._view(self._buffers[layer][kind], piece, start, stop)
 
     def gradient_rows(self, layer: int, kind: int, piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
-        return self._view(self._rooms[layer][2 + kind], piece, start, stop)
+        return self._view(self._buffers[layer][2 + kind], piece, start, stop)
 
-    def _view(self, rooms: list[torch.Tensor], piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
+    def _view(self, buffers: list[torch.Tensor], piece: PlannedPiece, start: int, stop: int) -> torch.Tensor:
         joined = not self.heap.apart
         first = (piece.joint_offset if joined else piece.offset) + start - piece.piece.start
-        return rooms[0 if joined else piece.rank][first : first + stop - start]
+        return buffers[0 if joined else piece.rank][first : first + stop - start]
 
     def flags(self, flag: Flag, rank: int) -> torch.Tensor:
         """What others have told `rank`: int64 [writer, layer]."""
@@ -110,21 +112,21 @@ class Room:
     def show_wait(self, flag: Flag, layer: int, epoch: int, *, writer: int) -> None:
         """Shows peers that this rank waits for `writer`."""
         number = (epoch * self.layers + layer) * len(Flag) + flag
-        self.heap.show(Word.WAITS, number * self.world + writer)
+        self._waits.show(number * self.world + writer)
 
     def show_no_wait(self) -> None:
-        self.heap.show(Word.WAITS, 0)
+        self._waits.show(0)
 
-    def held_up_by(self, rank: int) -> int | None:
+    def blocked_on(self, rank: int) -> int | None:
         """For whom `rank` waits, if it does: not once that flag has come, though `rank` may not have seen it."""
-        number, writer = divmod(self.heap.seen(Word.WAITS)[rank], self.world)
+        number, writer = divmod(self._waits.seen()[rank], self.world)
         number, flag = divmod(number, len(Flag))
         epoch, layer = divmod(number, self.layers)
         return None if self.has_come(Flag(flag), rank, layer, epoch, writer=writer) else writer
 
     def clear_own_gradients(self) -> None:
-        """Zeroes this rank's room of gradients: what a minibatch that failed has left there."""
-        for layer in self._rooms:
-            for rooms in layer[2:]:
-                own = rooms[self.rank] if self.heap.apart else rooms[0][self.rank * self.tokens :][: self.tokens]
+        """Zeroes this rank's gradient buffers: what a minibatch that failed has left there."""
+        for layer in self._buffers:
+            for buffers in layer[2:]:
+                own = buffers[self.rank] if self.heap.apart else buffers[0][self.rank * self.tokens :][: self.tokens]
                 own.zero_()

@@ -26,10 +26,9 @@ import torch
 from odc_kernels.streams import Device, device_of
 
 from ..base.errors import DeadlineExceeded, PeerFailed
-from ..comm.meeting import Meetings
-from ..comm.memory.heap import Word
+from ..comm.barrier import Barrier
 from ..engine.state import MinibatchState
-from .room import Flag, Room
+from .buffers import Flag, KVBuffers
 
 _NAP_S = 20e-6
 _SHORT_S = 0.01  # most waits end within it: the ranks of a wave compute the same layer
@@ -49,12 +48,12 @@ class Wait:
     whom: dict[int, str]
 
 
-class Handover:
+class HostSync:
     """By the host. `number`: of the plan that is open."""
 
-    def __init__(self, room: Room, state: MinibatchState, meetings: Meetings) -> None:
-        self.room, self._state, self._meetings = room, state, meetings
-        meetings.held_up_by = room.held_up_by
+    def __init__(self, buffers: KVBuffers, state: MinibatchState, barrier: Barrier) -> None:
+        self.buffers, self._state, self._barrier = buffers, state, barrier
+        barrier.blocked_on = buffers.blocked_on
         self.number = 0
 
     def begin(self) -> None:
@@ -64,10 +63,10 @@ class Handover:
     def end(self) -> None:
         """It is over on this rank."""
 
-    def tell(self, flag: Flag, ranks: Iterable[int], layer: int, epoch: int) -> None:
+    def signal(self, flag: Flag, ranks: Iterable[int], layer: int, epoch: int) -> None:
         """Sets this rank's flag at each of `ranks`, after all that the current stream did before."""
         for rank in ranks:
-            self.room.flags(flag, rank)[self.room.rank, layer] = epoch
+            self.buffers.flags(flag, rank)[self.buffers.rank, layer] = epoch
 
     def wait(self, wait: Wait) -> None:
         """Until all its flags are there: the host, or the current stream.
@@ -87,39 +86,39 @@ class Handover:
                 if self._has_come(wait, rank):
                     return
                 time.sleep(_NAP_S)
-            self.room.show_wait(wait.flag, wait.layer, wait.epoch, writer=rank)
-            self._meetings.wait_until(purpose, lambda: self._late(wait, rank, purpose))
-            self.room.show_no_wait()  # not where it was in vain: peers that look later must find the same cause
+            self.buffers.show_wait(wait.flag, wait.layer, wait.epoch, writer=rank)
+            self._barrier.wait_until(purpose, lambda: self._late(wait, rank, purpose))
+            self.buffers.show_no_wait()  # not where it was in vain: peers that look later must find the same cause
 
     def _has_come(self, wait: Wait, rank: int) -> bool:
-        return self.room.has_come(wait.flag, self.room.rank, wait.layer, wait.epoch, writer=rank)
+        return self.buffers.has_come(wait.flag, self.buffers.rank, wait.layer, wait.epoch, writer=rank)
 
     def _failed(self) -> list[int]:
         """Ranks, as in messages, that can't complete the plan."""
-        heap = self.room.heap
-        return [rank for rank, number in enumerate(heap.seen(Word.FAILED), heap.first) if number == self.number]
+        seen = enumerate(self.buffers.failed.seen(), self.buffers.heap.first)
+        return [rank for rank, number in seen if number == self.number]
 
     def _late(self, wait: Wait, rank: int, purpose: str) -> list[int]:
         if self._has_come(wait, rank):
             return []
         self._require_none_failed(purpose)
-        return [self.room.heap.first + rank]
+        return [self.buffers.heap.first + rank]
 
     def _require_none_failed(self, purpose: str) -> None:
         if failed := self._failed():
-            self.room.show_no_wait()
-            names, rank = ", ".join(f"rank {rank}" for rank in failed), self.room.heap.first + self.room.rank
+            self.buffers.show_no_wait()
+            names, rank = ", ".join(f"rank {rank}" for rank in failed), self.buffers.heap.first + self.buffers.rank
             raise PeerFailed(failed, f"rank {rank} waited for {purpose}, and {names} failed")
 
     def add(self, layer: int, owner: int, place: torch.Tensor, rows: torch.Tensor, purpose: str) -> None:
-        """Adds `rows` to `place`, which is in `owner`'s room, while others may add too."""
-        heap, start_s = self.room.heap, time.monotonic()
+        """Adds `rows` to `place`, which is in `owner`'s buffers, while others may add too."""
+        heap, start_s = self.buffers.heap, time.monotonic()
         while not heap.try_lock(layer, owner):
-            if time.monotonic() - start_s > self._meetings.timeout_s:
+            if time.monotonic() - start_s > self._barrier.timeout_s:
                 holder = heap.lock_holder(layer, owner)
                 ranks = [] if holder is None else [heap.first + holder]
                 late = DeadlineExceeded(ranks, f"rank {heap.first + heap.rank} could not add the {purpose}")
-                self._meetings.late(purpose, late)
+                self._barrier.late(purpose, late)
             time.sleep(_NAP_S)
         try:
             place.add_(rows)
@@ -128,7 +127,7 @@ class Handover:
 
     def fail(self) -> None:
         """Ends the waits of ranks that need this one's pieces."""
-        self.room.heap.show(Word.FAILED, self.number)
+        self.buffers.failed.show(self.number)
 
     def check(self) -> None:
         """After a drain: raises as `wait` if the device has waited in vain."""
@@ -153,11 +152,11 @@ class _Look:
     an error in all threads. `on`: a device to use instead of a GPU, to simulate one.
     """
 
-    def __init__(self, room: Room, on: Device | None = None) -> None:
-        self._room, self._on = room, on or device_of(room.flags(Flag(0), room.rank))
+    def __init__(self, buffers: KVBuffers, on: Device | None = None) -> None:
+        self._room, self._on = buffers, on or device_of(buffers.flags(Flag(0), buffers.rank))
         if self._on is not None:
-            self._seen = torch.zeros(len(Flag), room.world, room.layers, dtype=torch.int64)
-            self._seen = self._seen.pin_memory() if room.heap.device.type == "cuda" else self._seen
+            self._seen = torch.zeros(len(Flag), buffers.world, buffers.layers, dtype=torch.int64)
+            self._seen = self._seen.pin_memory() if buffers.heap.device.type == "cuda" else self._seen
             self._stream, self._reads = self._on.stream(), {}
 
     def at(self, flag: Flag) -> torch.Tensor:
@@ -176,24 +175,24 @@ class _Look:
         return seen
 
 
-class KernelHandover(Handover):
+class KernelSync(HostSync):
     """By the device.
 
     A thread watches while a plan is open, as the host may be stuck behind the device: when a rank dies or fails, or a
     wait takes longer than the deadline, it ends all waits. Results are rubbish then, and `check` raises.
     """
 
-    def __init__(self, room: Room, state: MinibatchState, meetings: Meetings) -> None:
-        super().__init__(room, state, meetings)
-        device, ranks = room.heap.device, range(room.world)
+    def __init__(self, buffers: KVBuffers, state: MinibatchState, barrier: Barrier) -> None:
+        super().__init__(buffers, state, barrier)
+        device, ranks = buffers.heap.device, range(buffers.world)
         self._tables = {
-            flag: torch.tensor([room.flags(flag, rank).data_ptr() for rank in ranks], device=device) for flag in Flag
+            flag: torch.tensor([buffers.flags(flag, rank).data_ptr() for rank in ranks], device=device) for flag in Flag
         }
         self._status = torch.zeros(1, dtype=torch.int32, device=device)
         self._stop = torch.zeros(1, dtype=torch.int32)
         if device.type == "cuda":
             self._stop = self._stop.pin_memory()  # the host can set it while the device is busy
-        self._look = _Look(room)
+        self._look = _Look(buffers)
         self._waits: list[Wait] = []
         # At the stop: flags may have come since, as ranks go on after a wait in vain, and ranks may have left.
         self._late_at_stop: list[int] = []
@@ -213,7 +212,7 @@ class KernelHandover(Handover):
         self._running.clear()
         self._late_at_stop, self._gone_at_stop = [], []
         self._stop[0] = 0
-        self.room.show_no_wait()
+        self.buffers.show_no_wait()
         self._is_over = threading.Event()
         self._watcher = threading.Thread(target=self._watch, args=(self._is_over,), name="odc-split", daemon=True)
         self._watcher.start()
@@ -221,10 +220,10 @@ class KernelHandover(Handover):
     def end(self) -> None:
         self._is_over.set()
 
-    def tell(self, flag: Flag, ranks: Iterable[int], layer: int, epoch: int) -> None:
+    def signal(self, flag: Flag, ranks: Iterable[int], layer: int, epoch: int) -> None:
         from odc_kernels.flags import set_flags  # here, as importing triton takes a second
 
-        table, place = self._tables[flag], self.room.rank * self.room.layers + layer
+        table, place = self._tables[flag], self.buffers.rank * self.buffers.layers + layer
         set_flags(table=table, ranks=ranks, place=place, value=epoch)
 
     def wait(self, wait: Wait) -> None:
@@ -234,33 +233,33 @@ class KernelHandover(Handover):
         running = _Running(wait)
         self._running.append(running)
         await_flags(
-            flags=self.room.flags(wait.flag, self.room.rank),
+            flags=self.buffers.flags(wait.flag, self.buffers.rank),
             ranks=wait.whom,
             place=wait.layer,
             value=wait.epoch,
             stop=self._stop,
             status=self._status,
             number=len(self._waits),
-            spins=int(min(self._meetings.timeout_s, 3600) * _SPINS_PER_S),
+            spins=int(min(self._barrier.timeout_s, 3600) * _SPINS_PER_S),
         )
         if self._status.is_cuda:
             running.event = torch.cuda.current_stream(self._status.device).record_event()
         running.is_over = True
 
     def _watch(self, is_over: threading.Event) -> None:
-        heap, since_s, first = self.room.heap, time.monotonic(), None
+        heap, since_s, first = self.buffers.heap, time.monotonic(), None
         if heap.device.type == "cuda":
             torch.cuda.set_device(heap.device)  # a thread begins with GPU 0, and would open a context there
         while not is_over.wait(_LOOK_S):
             while self._running and self._running[0].over():
                 self._running.popleft()
             if not self._running:
-                self.room.show_no_wait()
+                self.buffers.show_no_wait()
                 continue
             late = self._shown_late(self._running[0].wait)
             if self._running[0] is not first:
                 since_s, first = time.monotonic(), self._running[0]
-            is_late = time.monotonic() - since_s > self._meetings.timeout_s
+            is_late = time.monotonic() - since_s > self._barrier.timeout_s
             # Only who dies before its flag has come can't be waited for; the others say so if that stops them.
             gone = [rank for rank in late if not heap.is_alive(rank)]
             if is_late or self._failed() or (gone and set(gone) & set(self._shown_late(first.wait))):
@@ -273,9 +272,9 @@ class KernelHandover(Handover):
         flags = self._look.at(wait.flag)
         late = [rank for rank in wait.whom if int(flags[rank, wait.layer]) < wait.epoch]
         if late:
-            self.room.show_wait(wait.flag, wait.layer, wait.epoch, writer=late[0])
+            self.buffers.show_wait(wait.flag, wait.layer, wait.epoch, writer=late[0])
         else:
-            self.room.show_no_wait()
+            self.buffers.show_no_wait()
         return late
 
     def add(self, layer: int, owner: int, place: torch.Tensor, rows: torch.Tensor, purpose: str) -> None:
@@ -292,13 +291,13 @@ class KernelHandover(Handover):
         if number == 0:
             return
         self._status.zero_()
-        wait, first = self._waits[number - 1], self.room.heap.first
+        wait, first = self._waits[number - 1], self.buffers.heap.first
         late = [rank for rank in self._late_at_stop if rank in wait.whom]
         late = late or [rank for rank in wait.whom if not self._has_come(wait, rank)] or list(wait.whom)
         purpose, gone = wait.whom[late[0]], [first + rank for rank in self._gone_at_stop]
         self._require_none_failed(purpose)
-        self._meetings.require_alive(gone, purpose, lambda: gone)
-        ranks = self._meetings.at_fault([first + rank for rank in late])
+        self._barrier.require_alive(gone, purpose, lambda: gone)
+        ranks = self._barrier.root_cause([first + rank for rank in late])
         names = ", ".join(f"rank {rank}" for rank in ranks)
-        words = f"rank {first + self.room.rank} waited for {names} at '{purpose}': the deadline has passed"
-        self._meetings.late(purpose, DeadlineExceeded(ranks, words))
+        words = f"rank {first + self.buffers.rank} waited for {names} at '{purpose}': the deadline has passed"
+        self._barrier.late(purpose, DeadlineExceeded(ranks, words))
