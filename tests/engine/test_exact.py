@@ -311,7 +311,7 @@ def test_only_three_repetitions() -> None:
         runs.append(len(runs))
         raise MinibatchToRepeat(7, {"a.weight": "its sum might need 63 bits of 62"})
 
-    with pytest.raises(MinibatchToRepeat, match=r"minibatch 7 is to be run again .*\(a.weight: its sum might need 63"):
+    with pytest.raises(MinibatchToRepeat, match=r"minibatch 7 must be run again .*\(a.weight: its sum might need 63"):
         repeating(run)
     assert len(runs) == 4
     assert len(set(seen)) == 1, "each repetition finds the same random state"
