@@ -12,7 +12,7 @@ from typing import Any
 from .files import write_file
 from .options import flag, without_none
 
-# What TRL, axolotl and transformers call some options.
+# Names of some options in TRL, axolotl and transformers.
 _ELSEWHERE = {
     "base_model": "model",
     "learning_rate": "lr",
@@ -34,7 +34,7 @@ _WANTED = {bool: "true or false", int: "a whole number", float: "a number", str:
 def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str, Any]:
     """The options in the file `path`, by the names of the fields of the dataclass `kind`, and of `others`.
 
-    Keys are the options' names, `token-cap` or `token_cap`. A null is as if it were not there. Raises ValueError for a
+    Keys are the options' names, `token-cap` or `token_cap`. A null counts as missing. Raises ValueError for a
     file that can't be read, an unknown or repeated key, and a value of another type.
     """
     hints = {name: hint for name, hint in typing.get_type_hints(kind).items() if name in kind.__dataclass_fields__}
@@ -48,20 +48,20 @@ def read_config(path: str | os.PathLike, kind: type, **others: type) -> dict[str
             hint = f"; did you mean {_key(close[0])}?" if close else "; --help lists the names"
             raise ValueError(f"{path}: there is no option {key}{hint}")
         if name in found:
-            raise ValueError(f"{path}: {_key(name)} is there twice; keep one")
+            raise ValueError(f"{path}: {_key(name)} appears twice; keep one")
         found[name] = None if value is None else _value(f"{path}: {key}", value, hints[name])
     return {name: value for name, value in found.items() if value is not None}
 
 
 def written_options(path: str | os.PathLike) -> dict[str, Any]:
-    """What `write_config` wrote, by the names of the fields, unchecked. Raises ValueError if it can't be read."""
+    """The options that `write_config` wrote, by field name, unchecked. Raises ValueError if they can't be read."""
     return {str(key).replace("-", "_"): value for key, value in _pairs(path)}
 
 
 def with_config(kind: type, given: dict[str, Any]) -> dict[str, Any]:
-    """Parsed arguments, completed by those of `--config`, if it was given, which may also have `ranks`.
+    """Parsed arguments, completed by those of the `--config` file if any, which may also have `ranks`.
 
-    An argument also takes the place of its alternatives in the file, as `--steps` that of `epochs`.
+    An argument also replaces its alternatives in the file: `--steps` replaces `epochs`.
     """
     path = given.get("config")
     if path is None:
@@ -88,7 +88,7 @@ def _pairs(path: str | os.PathLike) -> list[tuple[Any, Any]]:
         raise ValueError(f"{path} has no options: give lines such as 'token-cap: 4096'")
     keys = [node.value for node, _ in tree.value]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise ValueError(f"{path}: {twice} is there twice; keep one")
+        raise ValueError(f"{path}: {twice} appears twice; keep one")
     return list(values.items())
 
 
@@ -116,7 +116,7 @@ def _key(name: str) -> str:
 
 
 def write_config(path: str | os.PathLike, options: Any, *, comment: str, **others: Any) -> None:
-    """Writes the dataclass `options`, and `others`, for `read_config`; what is None is left out."""
+    """Writes the dataclass `options`, and `others`, for `read_config`, without those that are None."""
     import yaml
 
     values = {_key(name): value for name, value in (others | asdict(options)).items() if value is not None}

@@ -1,4 +1,4 @@
-"""What can go wrong between ranks. Wrong arguments raise ValueError, TypeError or RuntimeError as usual."""
+"""Errors between ranks. Wrong arguments raise ValueError, TypeError or RuntimeError as usual."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _MOST_CHARACTERS = 4000
 
 
 def describe(error: BaseException) -> str:
-    """An error in words for the other ranks. Leaves out the middle of a long text; copes with a str() that fails."""
+    """An error as text for the other ranks. Leaves out the middle of a long text; copes with a str() that raises."""
     try:
         text = str(error)
     except Exception as raised:
@@ -19,7 +19,7 @@ def describe(error: BaseException) -> str:
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error for a command's user, in one line; a traceback that it holds, as of a reward, keeps its lines below.
+    """An error in one line, for a command's user; a traceback in its text, as of a reward, follows on its own lines.
 
     Its class is named only where the text needs it (KeyError: 'x').
     """
@@ -63,7 +63,7 @@ class MinibatchFailed(OdcError):
 class MinibatchToRepeat(MinibatchFailed):
     """Exact sums of some parameters did not fit their scales, which have been adapted: run the same packs once more.
 
-    `parameters`: by name, what was wrong. A model's first minibatch usually needs it once, as its scales are guesses.
+    `parameters`: reasons by name. A model's first minibatch usually needs it once, as its scales are guesses.
     """
 
     def __init__(self, minibatch: int, parameters: dict[str, str]) -> None:
@@ -72,7 +72,7 @@ class MinibatchToRepeat(MinibatchFailed):
         more = f", and {len(parameters) - 1} more" if len(parameters) > 1 else ""
         OdcError.__init__(
             self,
-            f"minibatch {minibatch} is to be run again on all ranks, its gradients are dropped: the scales of exact "
+            f"minibatch {minibatch} must be run again on all ranks, its gradients are dropped: the scales of exact "
             f"sums have been adapted ({name}: {why}{more})",
         )
 
@@ -81,7 +81,7 @@ class MinibatchToRepeat(MinibatchFailed):
 
 
 class PeerFailed(OfRanks):
-    """A rank waited for what these ranks can no longer compute in this minibatch: theirs is the cause."""
+    """A rank waited for results that these ranks can no longer compute in this minibatch: they are the cause."""
 
 
 class RankLost(OfRanks):
@@ -89,7 +89,7 @@ class RankLost(OfRanks):
 
 
 class DeadlineExceeded(OfRanks, TimeoutError):
-    """A live peer did not do in time what this rank waited for."""
+    """A live peer did not respond within the timeout."""
 
 
 class RolloutFailed(OfRanks):

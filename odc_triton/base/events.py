@@ -1,4 +1,4 @@
-"""What each rank did and when: the raw material of every timeline, idle share and trace."""
+"""Events: spans of each rank's time, from which timelines, idle shares and traces are made."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Event:
     """One span of one rank's time.
 
     `start_s` and `end_s` are seconds of `time.monotonic()`, a clock that all processes on one machine share.
-    `microbatch` is -1 for what belongs to a whole minibatch (a barrier, the optimizer step). Spans of one rank
+    `microbatch` is -1 for a span of a whole minibatch (a barrier, the optimizer step). Spans of one rank
     may nest (an `accumulate` within its `backward`); `wait` never contains another span.
     """
 
@@ -36,7 +36,7 @@ class Event:
             raise ValueError(f"{self.kind} ends at {self.end_s} s, before it starts at {self.start_s} s")
 
     def as_row(self) -> list:
-        """Its fields in order, for JSON: `Event.of_row` makes them an event again."""
+        """Its fields in order, for JSON; the inverse of `Event.of_row`."""
         return [getattr(self, each.name) for each in fields(self)]
 
     @classmethod

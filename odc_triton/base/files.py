@@ -1,4 +1,4 @@
-"""Files and folders that other processes see whole or not at all; checks on files that are read."""
+"""Atomic files and folders; checks on files that are read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
 
 
 def write_file(path: str | os.PathLike, data: bytes) -> None:
-    """Writes `data` as `atomic_file` does. Raises OSError that names `path`; what was there is then left as it was."""
+    """Writes `data` as `atomic_file` does. Raises OSError that names `path`, and leaves an existing file unchanged."""
     try:
         with atomic_file(path) as file:
             file.write(data)
@@ -49,8 +49,8 @@ def write_file(path: str | os.PathLike, data: bytes) -> None:
 
 
 def require_new_folder(path: str | os.PathLike) -> Path:
-    """Where links lead that `path` goes through. Raises FileExistsError for a file, and for a folder that is not empty;
-    OSError for a mount point, which no folder can replace.
+    """`path` with links resolved. Raises FileExistsError for a file, and for a folder that is not empty; OSError for a
+    mount point, which can't be replaced.
     """
     real = Path(os.path.realpath(path))
     if real.exists() and (not real.is_dir() or any(real.iterdir())):
@@ -64,9 +64,9 @@ def require_new_folder(path: str | os.PathLike) -> Path:
 def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterator[Path]:
     """Creates a folder next to `path` to fill; when the block succeeds it is synced to disk and renamed to `path`.
 
-    If the block raises, `path` is left as it was and nothing stays next to it; what a killed process has left there is
-    removed by the next one. Missing parents are created. Raises OSError; FileExistsError as `require_new_folder` does
-    unless `overwrite`, also for what appeared meanwhile.
+    If the block raises, `path` is left as it was and nothing stays next to it; the next call removes leftovers of
+    killed processes. Missing parents are created. Raises OSError; unless `overwrite`, FileExistsError as
+    `require_new_folder` does, also for a folder that was created meanwhile.
     """
     given, path = path, Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterato
     aside.mkdir()
     lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with contextlib.suppress(OSError):  # NFS has none on folders: there nobody removes what is left
+        with contextlib.suppress(OSError):  # NFS can't lock folders: leftovers then stay
             fcntl.flock(lock, fcntl.LOCK_EX)  # shows that its writer lives
         yield aside
         for folder, _, files in os.walk(aside):
@@ -104,7 +104,7 @@ def folder_aside(path: str | os.PathLike, *, overwrite: bool = False) -> Iterato
 
 
 def _remove_left(path: Path) -> None:
-    """Removes what killed processes have left next to `path`; puts back what they had just moved away from there."""
+    """Removes leftovers of killed processes next to `path`; puts back a folder that they had just moved away."""
     names = re.compile(rf"\.{re.escape(path.name)}\.\d+\.[0-9a-f]{{8}}\.(new|old)")
     for left in sorted(each for each in path.parent.iterdir() if names.fullmatch(each.name)):
         with contextlib.suppress(OSError):  # its writer lives, or it is another user's
@@ -120,10 +120,10 @@ def _remove_left(path: Path) -> None:
 
 
 def put_in_place(aside: Path, path: Path, *, former: Path) -> None:
-    """Renames the folder `aside` to `path`, and removes what was there; both are on disk when it returns.
+    """Replaces the folder `path`, if any, by the folder `aside`; the change is on disk when it returns.
 
-    What was there is called `former` for a moment, and is put back if the renaming fails; of a link to a folder only
-    the link is removed. Raises OSError; NotADirectoryError for what is not a folder, which stays.
+    The old folder is renamed to `former` first, and is restored if a rename fails; of a link to a folder only
+    the link is removed. Raises OSError; NotADirectoryError if `path` is not a folder, which then stays.
     """
     if path.is_dir():
         os.rename(path, former)
@@ -140,7 +140,7 @@ def put_in_place(aside: Path, path: Path, *, former: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Removes a folder as far as it can be removed; of a link only the link."""
+    """Removes a folder, ignoring errors; of a link only the link."""
     if path.is_symlink():
         with contextlib.suppress(OSError):
             path.unlink()
@@ -149,7 +149,7 @@ def remove_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Syncs to disk which names a folder holds: what was created, renamed and removed in it. Raises OSError."""
+    """Syncs a folder's entries to disk: files created, renamed and removed in it. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -158,7 +158,7 @@ def sync_folder(path: Path) -> None:
 
 
 def read_json_object(path: str | os.PathLike, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file. Raises OSError, and ValueError with the remedy for what is not one."""
+    """The object in a JSON file. Raises OSError, and ValueError with the remedy for any other content."""
     try:
         content = json.loads(Path(path).read_text())
     except (ValueError, RecursionError) as error:
@@ -178,7 +178,7 @@ def require_source(source: str) -> None:
 
 @contextlib.contextmanager
 def reading(source: str) -> Iterator[None]:
-    """In this block, errors of transformers reading `source` say what it was taken for, and the remedy.
+    """In this block, errors of transformers reading `source` name what it was taken for, and the remedy.
 
     Raises OSError, also as `require_source` does, and ValueError.
     """

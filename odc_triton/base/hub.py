@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub answers, found out in seconds: its own libraries try again for a minute."""
+"""A quick check of the Hugging Face hub: its own libraries retry for a minute before they fail."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ANSWER_S = 5.0  # for its name to be resolved and an answer to come
 
 
 def hub_problem() -> str | None:
-    """Why the hub does not answer; its libraries then read only what they have cached, in this process and those that
-    it starts. None if it answers, or if they are offline already or not installed.
+    """The reason why the hub does not answer; its libraries are then set offline, in this process and its children.
+    None if it answers, or if they are offline already or not installed.
     """
     try:
         from huggingface_hub import constants
@@ -35,7 +35,7 @@ def hub_problem() -> str | None:
 
 
 def _problem(address: str) -> str | None:
-    """Why no answer comes from `address`, through the proxies of the environment; None if one comes."""
+    """The reason why `address` does not answer, through the proxies of the environment; None if it does."""
     try:
         urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=ANSWER_S).close()
     except urllib.error.HTTPError:

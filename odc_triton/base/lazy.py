@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 def lazy_names(
     package: str, home: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of `package`, whose names are in the modules that `home` gives."""
+    """`__getattr__`, `__dir__` and `__all__` of `package`. `home`: the module of each name."""
     names = sorted(home)
 
     def getattr_(name: str) -> object:

@@ -13,16 +13,16 @@ from typing import Any, TypeVar
 Options = TypeVar("Options")
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
 RANKS_PER_CORE = 8  # each is a process that imports torch
-REQUIRED: Any = MISSING  # the default of an option that must be given
+REQUIRED: Any = MISSING  # the default of a required option
 
 
 def option(default: Any, text: str, *, group: str | None = None) -> Any:
-    """A field of an options dataclass, with its help text. `group`: the heading in `--help` of it and what follows."""
+    """A field of an options dataclass, with its help text. `group`: a heading in `--help` above it and later fields."""
     return field(default=default, metadata={"help": text, "group": group})
 
 
 def require_one_model(options: Any) -> None:
-    """Raises ValueError unless exactly one of `model` and `init` is given, and is not the other's kind of path."""
+    """Raises ValueError unless exactly one of `model` and `init` is set, to a path of its own kind."""
     if (options.model is None) == (options.init is None):
         raise ValueError("give either --model or --init (a config.json)")
     if options.model is not None and Path(options.model).is_file():
@@ -32,7 +32,7 @@ def require_one_model(options: Any) -> None:
 
 
 def require_at_least(options: Any, least: int, *names: str) -> None:
-    """Raises ValueError for an option among `names` that is given and below `least`."""
+    """Raises ValueError for an option among `names` that is set and below `least`."""
     for name in names:
         value = getattr(options, name)
         if value is not None and value < least:
@@ -40,7 +40,7 @@ def require_at_least(options: Any, least: int, *names: str) -> None:
 
 
 def require_token_cap(options: Any) -> None:
-    """Raises ValueError for a `token_cap` that no sample fits."""
+    """Raises ValueError for a `token_cap` too small for any sample."""
     if options.token_cap is not None and options.token_cap < 2:
         raise ValueError(f"--token-cap is {options.token_cap}; give at least 2: one token to predict and one before it")
 
@@ -64,7 +64,7 @@ def require_ranks(ranks: int) -> None:
 
 
 def require_files(options: Any, *names: str, or_folders: bool = False) -> None:
-    """Raises ValueError for an option among `names` that is given and is not a file."""
+    """Raises ValueError for an option among `names` that is set and is not a file."""
     for name in names:
         path = getattr(options, name)
         if path is not None and not (Path(path).exists() if or_folders else Path(path).is_file()):
@@ -101,7 +101,7 @@ def _in_words(default: Any) -> str:
 
 
 def _how(hint: Any) -> dict[str, Any]:
-    """What argparse must know of a field's type."""
+    """argparse's settings for a field's type."""
     hint = without_none(hint)
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -128,7 +128,7 @@ def _number(text: str) -> float:
 
 
 def flag(name: str) -> str:
-    """How a user writes the option."""
+    """The option as written on the command line."""
     return "--" + name.replace("_", "-")
 
 
@@ -144,9 +144,9 @@ def without_none(hint: Any) -> Any:
 
 
 def read_options(kind: type[Options], given: dict[str, Any]) -> Options:
-    """The dataclass from parsed arguments; what was not given takes its default.
+    """The dataclass from parsed arguments; missing ones take their defaults.
 
-    Raises ValueError for options that are missing, and what the dataclass's own checks raise.
+    Raises ValueError for missing required options; the dataclass's own checks may raise too.
     """
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
     if missing := [flag(entry.name) for entry in fields(kind) if is_required(entry) and entry.name not in given]:

@@ -1,9 +1,9 @@
 """The report of a run: timelines as a picture, numbers as a table, both with the loss curves as one page.
 
-Timelines are painted by pixel, not by span: a pixel column is a stretch of time, and a rank's bar shows how that
-stretch was spent, waiting at the top. So spans thinner than a column keep their area, however many there are.
+Timelines are painted by pixel, not by span: a pixel column is an interval of time, and a rank's bar shows the share of
+each state in it, waiting at the top. So spans thinner than a column keep their area, however many there are.
 
-matplotlib (extra `plot`) is imported only when something is drawn, and its global state is left alone.
+matplotlib (extra `plot`) is imported only when something is drawn, and its global state stays unchanged.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# From the top of a bar to its bottom. Work is blue, green or dark, waiting vermilion: hues that remain distinct in
-# the common kinds of colour blindness, and that differ in lightness too.
+# From the top of a bar to its bottom. Work is blue, green or dark, waiting vermilion: distinct in the common kinds of
+# colour blindness, and in lightness too.
 COLOURS = {
     "wait": ("#FF4E0A", "waiting"),
     UNRECORDED: ("#F9BFA6", "nothing recorded (idle too)"),
@@ -46,7 +46,7 @@ INK, FAINT = "#1A1A1A", "#6B6B6B"
 CURVES = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
 TITLE = "What every rank does over time: red is waiting"
 
-# The pictures have twice as many pixels as they are shown with. Beside the axes are names of ranks and numbers.
+# Pictures have twice as many pixels as they are shown with. Ranks' names and numbers are beside the axes.
 _DPI, _WIDTH, _LEFT, _COLUMNS = 200, 2400, 150, 1830
 _ABOVE, _BELOW, _BETWEEN = 242, 140, 110
 
@@ -55,7 +55,7 @@ def timeline_figure(tracks: Tracks, *, title: str = TITLE) -> Figure:
     """All tracks over one axis of seconds, each from its own zero, 1200 logical pixels wide.
 
     Variants are stacked, ranks are rows. A mark under the rows is a barrier of all ranks (`trace.barriers`),
-    a line through the rows is one that belongs to the whole minibatch. Total time, idle share
+    a line through the rows is a barrier of a whole minibatch. Total time, idle share
     (`trace.idle_fraction`) and barriers per minibatch are on the right. Show a few minibatches
     (`trace.excerpt`): over very many, a bar shows local shares, not single waits.
 
@@ -110,7 +110,7 @@ def save_timeline(tracks: Tracks, path: str | Path, *, title: str = TITLE) -> No
 
 
 def can_draw() -> bool:
-    """Whether matplotlib can be imported."""
+    """True if matplotlib can be imported."""
     try:
         require_matplotlib()
     except ImportError:
@@ -140,7 +140,7 @@ def _axes(figure: Figure, total: int, top: int, height: int) -> Axes:
 
 
 def _paint(bar: np.ndarray, part: Mapping[str, np.ndarray]) -> None:
-    """Fills `bar` (rows, columns, 3): a column's states on top of each other, each as high as its share."""
+    """Fills `bar` (rows, columns, 3): a column's states stacked, each as high as its share."""
     heights = np.cumsum([part[state] for state in COLOURS], axis=0) * len(bar)
     heights = np.maximum.accumulate([whole(height) for height in heights], axis=0)
     row = np.arange(len(bar))[:, None]
@@ -153,7 +153,7 @@ def _rgb(colour: str) -> tuple[int, ...]:
 
 
 def _legend(figure: Figure, states: list[str], *, y: float) -> None:
-    """Names of the states drawn, in the order of the work, in one or two rows under the title."""
+    """The legend of the drawn states, in the order of the work, in one or two rows under the title."""
     matplotlib = require_matplotlib()
     keys = [matplotlib.patches.Patch(color=COLOURS[s][0], label=COLOURS[s][1]) for s in reversed(states)]
     mark = {"color": INK, "marker": "|", "linestyle": "", "markersize": 10}
@@ -189,7 +189,7 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """A table whose cells are texts of any length, with their line breaks; None is an empty cell."""
+    """A table of texts of any length, with their line breaks; None is an empty cell."""
 
     title: str
     columns: Sequence[str]
@@ -233,7 +233,7 @@ def installed(*packages: str) -> dict[str, str]:
 
 
 def in_columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
-    """Rows of cells as lines of aligned columns. `numbers`: all columns but the first are right-aligned."""
+    """Rows of cells as lines of aligned columns. `numbers`: right-align all columns but the first."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(widths) - 1)]
     return ["  ".join(side(cell, n) for side, cell, n in zip(sides, row, widths, strict=True)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""Signals: a handler for the duration of a block, and requests to stop (SIGTERM, Ctrl-C) told from their echoes."""
+"""Signals: a handler for the duration of a block, and requests to stop (SIGTERM, Ctrl-C) without their duplicates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 STOPS = (signal.SIGTERM, signal.SIGINT)
-_SAME_REQUEST_S = 1.0  # a terminal sends Ctrl-C to all processes and a launcher forwards it: that is one request
+_SAME_REQUEST_S = 1.0  # a terminal sends Ctrl-C to all processes and a launcher forwards it: one request
 
 
 @contextmanager
@@ -29,15 +29,15 @@ def handling(handler: Callable[[int, Any], Any], *numbers: int) -> Iterator[None
 
 
 class StopRequest:
-    """The first signal by which this process was asked to stop, and whether a later one is another request."""
+    """The first signal that requested a stop; distinguishes a second request from the same one passed on."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._heard_s = 0.0
+        self._received_s = 0.0
 
-    def hear(self, number: int) -> Literal["first", "same", "second"]:
-        """Takes a signal. "same": it came right after the first, from a process that passed on the same request."""
+    def on_signal(self, number: int) -> Literal["first", "same", "second"]:
+        """Records a signal. "same": it came right after the first, from a process that passed on the same request."""
         if self.signal is None:
-            self.signal, self._heard_s = number, time.monotonic()
+            self.signal, self._received_s = number, time.monotonic()
             return "first"
-        return "second" if time.monotonic() - self._heard_s > _SAME_REQUEST_S else "same"
+        return "second" if time.monotonic() - self._received_s > _SAME_REQUEST_S else "same"

@@ -1,7 +1,7 @@
-"""What recorded spans say: idle share, barriers, a timeline in characters, a trace for Perfetto, seconds by category.
+"""Analysis of recorded spans: idle share, barriers, a text timeline, a trace for Perfetto, seconds by category.
 
 A *track* is the list of all ranks' events of one variant; `tracks` maps a variant's name to its track. Where spans
-cover each other, every moment belongs to one of them (`_sweep`), so nothing is counted twice. Pure.
+overlap, every moment belongs to one of them (`_sweep`), so nothing is counted twice. Pure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tracks = Mapping[str, Sequence[Event]]
 
 
 class Segment(NamedTuple):
-    """A stretch of one rank's time in which it does one thing: an event's kind, or `UNRECORDED`."""
+    """An interval of one rank's time in one state: an event's kind, or `UNRECORDED`."""
 
     start_s: float
     end_s: float
@@ -36,7 +36,7 @@ class Segment(NamedTuple):
 
 
 class BarrierMark(NamedTuple):
-    """One moment at which every rank had arrived. `microbatch` is -1 if it belongs to a whole minibatch."""
+    """A moment at which every rank had arrived. `microbatch` is -1 for a barrier of a whole minibatch."""
 
     at_s: float
     minibatch: int
@@ -54,8 +54,8 @@ def window_s(events: Sequence[Event]) -> tuple[float, float]:
 def segments(events: Sequence[Event]) -> dict[int, list[Segment]]:
     """Each rank's time as segments, gapless from first start to last end *over all ranks*, ranks ascending.
 
-    Where spans cover each other `wait` wins, then the innermost: the one that started last; of two that
-    started together the one that ends first. Where no span covers the time the state is `UNRECORDED`.
+    Where spans overlap `wait` wins, then the innermost: the one that started last; of two that
+    started together the one that ends first. Time without a span is `UNRECORDED`.
     """
     start_s, end_s = window_s(events)
     by_rank: dict[int, list[Event]] = defaultdict(list)
@@ -79,10 +79,10 @@ def _flatten(events: list[Event], start_s: float, end_s: float) -> list[Segment]
 def _sweep(
     spans: Iterable[tuple[float, float, tuple[float, float], str]], start_s: float, end_s: float
 ) -> Iterator[tuple[float, float, str | None]]:
-    """From `start_s` to `end_s`, stretch by stretch: (start, end, name of the span that runs), None where none runs.
+    """Yields intervals from `start_s` to `end_s`: (start, end, name of the running span, or None).
 
-    spans: (start, end, priority, name), within these bounds. Of several that run, the lowest priority wins, of
-    equal ones the one that ends first.
+    spans: (start, end, priority, name), within these bounds. The lowest priority wins, of equal ones the span that
+    ends first.
     """
     arriving = sorted(spans, key=lambda span: span[0], reverse=True)
     edges = sorted({start_s, end_s, *(span[0] for span in arriving), *(span[1] for span in arriving)})
@@ -99,13 +99,13 @@ def _sweep(
 def idle_fraction(events: Sequence[Event]) -> float:
     """The share of the ranks' time in which they do nothing useful, 0 to 1.
 
-    Exactly: the window goes from the first start to the last end over all ranks; the ranks are those that
-    have an event. The share is 1 - busy / (number of ranks x length of the window), where busy is the time
-    covered by a busy span and no `wait`, summed over the ranks. So nested spans count once, a `wait` within
-    a forward or backward is idle, and so is time that no span covers, including before a rank's first span and
-    after its last. A window of length 0 gives 0. Raises ValueError if there are no events.
+    The window goes from the first start to the last end over all ranks that have an event. The share is
+    1 - busy / (number of ranks x length of the window), where busy is the time covered by a busy span and
+    no `wait`, summed over the ranks. So nested spans count once, a `wait` within a forward or backward is
+    idle, and so is time without a span, including before a rank's first span and after its last. A window
+    of length 0 gives 0. Raises ValueError if there are no events.
 
-    The window is one piece: if variants ran in turn, minibatch by minibatch, pass the track through `excerpt`
+    The window has no gaps: if variants ran in turn, minibatch by minibatch, pass the track through `excerpt`
     first, or the other variants' turns count as idle.
     """
     start_s, end_s = window_s(events)
@@ -141,11 +141,11 @@ def barriers(events: Sequence[Event]) -> list[BarrierMark]:
 
 
 def excerpt(tracks: Tracks, *, minibatches: Container[int]) -> dict[str, list[Event]]:
-    """The events of the given minibatches: each track starts at 0 s, pauses between minibatches are cut out.
+    """The events of `minibatches`: each track starts at 0 s, pauses between minibatches are cut out.
 
-    A pause is time between minibatches in which no rank of the variant has an event: other variants or minibatches
-    that are not wanted ran then. Time within a minibatch is never cut. Raises ValueError if a variant has no event in
-    these minibatches.
+    A pause is time between minibatches in which no rank of the variant has an event: other variants or other
+    minibatches ran then. Time within a minibatch is never cut. Raises ValueError if a variant has no event in these
+    minibatches.
     """
     chosen = {}
     for name, events in tracks.items():
@@ -172,7 +172,7 @@ def _earlier(event: Event, by_s: float) -> Event:
 
 
 def headline(events: Sequence[Event]) -> tuple[str, str, str]:
-    """Total time, idle share, and barriers per minibatch of a track, each in words."""
+    """Total time, idle share, and barriers per minibatch of a track, each as text."""
     start_s, end_s = window_s(events)
     rate = len(barriers(events)) / len({event.minibatch for event in events})
     return (
@@ -209,7 +209,7 @@ def shares(rank: list[Segment], edges_s: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def whole(amounts: np.ndarray) -> np.ndarray:
-    """Integers near `amounts` (n,) whose running sum stays within one half of theirs: no area is lost."""
+    """Integers near `amounts` (n,) whose running sum stays within 0.5 of theirs: no area is lost."""
     return np.diff(np.rint(np.cumsum(amounts)), prepend=0.0).astype(int)
 
 
@@ -298,13 +298,13 @@ BARRIERS = "barriers"
 IDLE = "idle"
 CATEGORIES = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER, BARRIERS, IDLE)
 
-# On a GPU several streams run at a time: the first of these that runs gets the moment, so accumulate and gather count
-# only where compute does not hide them.
+# On a GPU several streams run at a time: each moment counts for the first of these that runs, so accumulate and gather
+# count only where compute does not hide them.
 _ON_STREAMS = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER, BARRIERS)
 
 
 class Span(NamedTuple):
-    """Something that ran from `start_s` to `end_s`; `category` is one of CATEGORIES except IDLE."""
+    """Work from `start_s` to `end_s`; `category` is one of CATEGORIES except IDLE."""
 
     category: str
     start_s: float
@@ -312,12 +312,12 @@ class Span(NamedTuple):
 
 
 def nested(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
-    """Seconds of each category between two moments of one thread, whose spans nest: the innermost gets the moment."""
+    """Seconds of each category between two moments of one thread, whose spans nest: the innermost counts."""
     return _sum_up([(-span.start_s, span.end_s) for span in spans], spans, start_s, end_s)
 
 
 def overlapping(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
-    """The same for one GPU, whose streams run side by side: the category closest to compute gets the moment."""
+    """The same for one GPU, whose streams run concurrently: the category closest to compute counts."""
     return _sum_up([(_ON_STREAMS.index(span.category), 0.0) for span in spans], spans, start_s, end_s)
 
 

@@ -202,7 +202,7 @@ class Job:
 
     def hear(self, number: int, _: Any = None) -> None:
         """Passes a signal on to the ranks; a second request kills them."""
-        heard = self.stop.hear(number)
+        heard = self.stop.on_signal(number)
         if heard != "same":
             self._signal_all(number if heard == "first" else signal.SIGKILL)
 

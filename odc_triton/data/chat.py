@@ -1,10 +1,10 @@
 """Turns conversations into token ids with a tokenizer's chat template, and finds the assistant's tokens.
 
-A template with {% generation %} marks says which they are. Otherwise the conversation is rendered twice for each of the
-assistant's turns: up to the turn (with the header that asks for it), and up to its end. What is in between is learned,
+A template with {% generation %} marks names them. Otherwise the conversation is rendered twice for each of the
+assistant's turns: up to the turn (with the header that asks for it), and up to its end. The text in between is learned,
 including what the template writes after the turn. This is right only if the whole conversation begins with the tokens
 of each of these prefixes, which is checked. A template that renders earlier turns differently once later ones follow,
-for example without their reasoning, is refused. Turns before `learned_from` are not learned, and so not looked at.
+for example without their reasoning, is refused. Turns before `learned_from` are not learned, and not checked.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Spans = list[tuple[int, int]]  # [start, end) of the tokens that are learned, as
 EncodeBatch = Callable[[list[str]], Sequence[Sequence[int]]]
 
 ASSISTANT = "assistant"
-# Text given to the tokenizer at a time.
+# Text per call of the tokenizer.
 _CHARACTERS = 4_000_000
-# More than any text has per token, except white space or a letter repeated many times.
+# Above any text's, except white space or a letter repeated many times.
 CHARACTERS_PER_TOKEN = 64
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _REMEDY = "give a template with {% generation %} marks, or write one record per turn of the assistant"
@@ -39,7 +39,7 @@ class Conversation(NamedTuple):
 
 
 class ChatError(ValueError):
-    """A conversation that cannot be rendered; `index` is its position among those given."""
+    """A conversation that cannot be rendered; `index` is its position in the list."""
 
     def __init__(self, index: int, reason: str) -> None:
         # A template may quote a message, and this text goes to terminals and logs.
@@ -169,13 +169,13 @@ class ChatTemplate:
             yield text
 
     def _complete(self, index: int, conversation: Conversation, text: str) -> str:
-        """`text`, the rendered conversation. Raises ChatError if tools or their calls are missing from it."""
+        """Returns `text`, the rendered conversation. Raises ChatError if tools or their calls are missing from it."""
         messages, tools = conversation.messages, conversation.tools
 
         def otherwise(changed: Iterable[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str | None:
             try:
                 return self._render(index, Conversation(list(changed), tools))
-            except ChatError:  # so the template reads what was changed
+            except ChatError:  # so the template reads the changed part
                 return None
 
         remedy = "give a template that supports tools, or render the conversation to 'prompt' and 'completion'"
@@ -214,10 +214,10 @@ def encode_heads(
     max_tokens: int,
     tokens: Callable[[T], int] = len,
 ) -> list[tuple[T, int]]:
-    """For each text (what `encode_batch` returns for it, the number of characters encoded).
+    """For each text (the result of `encode_batch`, the number of characters encoded).
 
     If a text is far longer than `max_tokens` tokens, only a head of more than twice that is encoded, so memory does
-    not grow with what is cut off anyway. Twice, because the cut may change the tokens next to it.
+    not grow with text that is cut off anyway. Twice, because the cut may change the tokens next to it.
     """
     most = max_tokens * CHARACTERS_PER_TOKEN
     heads = [text[:most] for text in texts]

@@ -1,4 +1,4 @@
-"""Forms of records: the fields by which each is recognised, and what is learned of it.
+"""Forms of records: the fields of each, and the part that is learned.
 
     {"text": …}                                            all of it
     {"prompt": …, "completion": …}                         the completion
@@ -32,7 +32,7 @@ _FIELDS: tuple[tuple[str, ...], ...] = (
 
 
 def record_of(where: str, value: Any, end: int = 0) -> Record:
-    """The record in one line or row. `where`: how errors name it; `end`: as in `Record`. Raises DataError."""
+    """The record in one line or row. `where`: its name in errors; `end`: as in `Record`. Raises DataError."""
     if not isinstance(value, dict):
         raise DataError(f"{where}: {kind_of(value)}, not an object with {FORMS}")
     fields = {name: each for name, each in value.items() if each is not None}
@@ -62,7 +62,7 @@ def record_of(where: str, value: Any, end: int = 0) -> Record:
 def _recognised(where: str, fields: dict, names: str) -> Form:
     found = [each for each in _FIELDS if fields.keys() >= set(each)]
     if ("instruction", "output") in found and ("text",) in found:
-        found.remove(("text",))  # in Stanford's own file it is the other fields once more, with words around them
+        found.remove(("text",))  # in Stanford's own file it repeats the other fields in a template
     # A lone prompt next to messages repeats their first one, as in several well-known data sets.
     halves = [(name,) for name in ("prompt", "completion") if name in fields]
     if found == [("text",)] and halves:

@@ -1,4 +1,4 @@
-"""What a data file holds, before anything is trained on it: `odc-triton data inspect`."""
+"""Statistics of a data file before training: `odc-triton data inspect`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .sources import Source, open_source
 from .tokenizer import TextEncoder, read_config, read_tokenizer
 
 _NO_CAP = 2**31 - 1
-_LOOKED_AT = 16  # records, for the warning
+_INSPECTED = 16  # records, for the warning
 _PERCENTILES = (0, 5, 25, 50, 75, 90, 95, 99, 100)
 _BAR = 40  # characters
 _SHOWN = 240  # characters of one part of the example, at most
@@ -29,7 +29,7 @@ _SHOWN = 240  # characters of one part of the example, at most
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What a data file holds. Lengths and tokens are counted before anything is cut."""
+    """Statistics of a data file. Lengths and tokens are counted before truncation."""
 
     data: str
     unit: str  # of lengths: tokens, or bytes without a tokenizer
@@ -48,14 +48,14 @@ class Inspection:
     largest_token: int
     vocabulary: int | None  # token ids that the model has
     tokens_outside: int | None  # tokens that it lacks
-    warning: str | None  # what to know before a training run
+    warning: str | None  # for a training run on these data
     example: list[tuple[bool, str]]  # one sample of middle length: (is learned, its text), in turn
 
 
 def inspect_data(
     source: Source, encoder: TextEncoder, *, token_cap: int, vocabulary: int | None = None, unit: str = "tokens"
 ) -> Inspection:
-    """What `source` holds. Memory does not grow with it. Raises as `tokenize_source` does."""
+    """Statistics of `source`. Memory does not grow with it. Raises as `tokenize_source` does."""
     DataOptions(max_tokens=token_cap)  # raises if the cap is too small
     forms = Counter(record.form for record in source)
     with TemporaryDirectory(prefix="odc-triton-inspect-") as folder:
@@ -90,9 +90,9 @@ def inspect_data(
 def never_ends(
     batch: Sequence[Record], encoded: Sequence[tuple[list[int], Spans]], encoder: TextEncoder, max_tokens: int
 ) -> str | None:
-    """What to say if conversations are learned and none of their turns ends with the end token.
+    """A warning if conversations are learned and none of their turns ends with the end token.
 
-    `encoded`: what `encode_records` made of `batch`; of samples longer than `max_tokens` the end may be missing.
+    `encoded`: `batch` as encoded by `encode_records`; samples longer than `max_tokens` may lack their end.
     """
     learned = [
         ids[start:end]
@@ -110,7 +110,7 @@ def never_ends(
 
 
 def _warning(source: Source, encoder: TextEncoder) -> str | None:
-    records = list(islice(source, _LOOKED_AT))
+    records = list(islice(source, _INSPECTED))
     return never_ends(records, list(encode_records(records, encoder, _NO_CAP)), encoder, _NO_CAP)
 
 
@@ -123,8 +123,8 @@ def main(
     token_cap: int,
     as_json: bool,
 ) -> tuple[str, bool]:
-    """(what the command prints, whether the model has all tokens). With several names also what `weights` make of
-    them."""
+    """(the command's output, True if the model has all tokens). With several names also each one's share of an epoch
+    by `weights`."""
     if token_cap < 2:
         raise ValueError(f"--token-cap is {token_cap}; give at least 2: one token to predict and one before it")
     encoder = _bytes() if tokenizer is None else TextEncoder.of(read_tokenizer(tokenizer))
@@ -145,7 +145,7 @@ def main(
 
 
 def shares(files: Sequence[Inspection], weights: Sequence[float]) -> list[dict[str, Any]]:
-    """What an epoch takes of each file: its weight, samples, tokens on average, and their shares of the epoch's.
+    """Each file's part of an epoch: its weight, samples, tokens on average, and their shares of the epoch's.
 
     Raises ValueError as `Mix` does.
     """
@@ -237,7 +237,7 @@ def _bytes() -> TextEncoder:
 
 
 def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """Bins whose widths double: lengths of one data set span orders of magnitude."""
+    """Bins of doubling width: lengths of one data set span orders of magnitude."""
     exponents = np.frexp(lengths.astype(np.float64))[1]  # 2**(e - 1) <= length < 2**e
     low, high = int(exponents.min()), int(exponents.max())
     counts = np.bincount(exponents - low, minlength=high - low + 1)

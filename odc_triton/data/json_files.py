@@ -1,6 +1,6 @@
-"""Files of JSON: one value a line, or one array of them, or a single one over several lines; packed or not.
+"""Files of JSON: one value a line, one array of values, or one value over several lines; compressed or not.
 
-Line by line memory does not grow with the file. An array is read whole.
+Read line by line, memory does not grow with the file. An array is read whole.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, BinaryIO
 
 from .records import DataError
 
-# While a line is tokenised it takes about a hundred times its size in memory.
+# Tokenising a line takes about a hundred times its size in memory.
 LARGEST_LINE_BYTES = 16 * 2**20
 _LARGEST_ARRAY_BYTES = 2 * 2**30
-Value = tuple[str, Any, int]  # how errors name it, itself, the byte of the file where it ends
+Value = tuple[str, Any, int]  # its name in errors, itself, the byte of the file where it ends
 _EACH_LINE = 'every line must hold one whole JSON object, as {"text": "…"} for plain text'
 _ARRAY = "a file that begins with '[' must be one JSON array; or write one object a line"
 
@@ -30,7 +30,7 @@ _ARRAY = "a file that begins with '[' must be one JSON array; or write one objec
 def read_json(path: str | os.PathLike) -> Iterator[Value]:
     """The values of a file (UTF-8; blank lines are skipped). Lines are numbered from 1, an array's elements from 0.
 
-    Raises DataError with the file, and the line where there is one, for what is not JSON and for a line of more than
+    Raises DataError with the file, and the line if there is one, for invalid JSON and for a line of more than
     `LARGEST_LINE_BYTES`.
     """
     try:
@@ -41,7 +41,7 @@ def read_json(path: str | os.PathLike) -> Iterator[Value]:
 
 
 def opened(path: str | os.PathLike) -> BinaryIO:
-    """A regular file, to read. Raises OSError, and DataError: a pipe would block here, and can't be read twice."""
+    """Opens a regular file. Raises OSError, and DataError: a pipe would block here, and can't be read twice."""
     if "\0" in os.fspath(path):
         raise DataError(f"{path!r} cannot be read: a name can't have a NUL")
     if not stat.S_ISREG(os.stat(path).st_mode):
@@ -50,9 +50,9 @@ def opened(path: str | os.PathLike) -> BinaryIO:
 
 
 def unpacked(raw: BinaryIO, path: str | os.PathLike) -> BinaryIO:
-    """`raw`, or what it holds if it is packed by gzip, bzip2, xz or zstd. Reading raises what they raise.
+    """`raw`, decompressed if it is gzip, bzip2, xz or zstd; reading raises their errors.
 
-    Raises DataError if a library is needed and not installed.
+    Raises DataError if a required library is not installed.
     """
     magic = raw.read(6)
     raw.seek(0)
@@ -113,7 +113,7 @@ def _values(path: str, file: BinaryIO, raw: BinaryIO) -> Iterator[Value]:
 
 
 def _whole(content: bytes) -> Any:
-    """One value over several lines; None if it is not that."""
+    """One value over several lines; None if it is something else."""
     try:
         return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError):
@@ -121,7 +121,7 @@ def _whole(content: bytes) -> Any:
 
 
 def parse_json(where: str, raw: bytes, remedy: str = _EACH_LINE) -> Any:
-    """The value of one line. `where`: how errors name it. Raises DataError."""
+    """The value of one line. `where`: its name in errors. Raises DataError."""
     try:
         # utf-8-sig: Windows editors put a byte order mark at the start.
         return json.loads(raw.decode("utf-8-sig"))

@@ -25,7 +25,7 @@ def read_lengths(path: str | Path, token_cap: int | None = None, count_tokens: C
     - any other, line by line: numbers, or a JSON object with `length` or `tokens` (a number), with `input_ids` (a
       list), or with a record as `data.forms` reads it, whose length `count_tokens` gives; blank lines are skipped.
 
-    Raises ValueError naming file and line for what is not a length, for less than 2 tokens, and for a text without
+    Raises ValueError naming file and line for an invalid length, for less than 2 tokens, and for a text without
     `count_tokens`; also for a file without lengths. Raises OSError if it can't be read.
     """
     lengths = [_checked(where, value) for where, value in _values(Path(path), count_tokens)]

@@ -82,7 +82,7 @@ def _message(here: str, message: Any) -> Message:
     if not message.keys() <= {"role", "content"}:
         _check_json(f"{here} has another field than 'role' and 'content' that", message)
     checked = {name: value for name, value in message.items() if value is not None}
-    if message["role"] in ("human", "gpt"):  # which no template knows; it knows its other roles itself
+    if message["role"] in ("human", "gpt"):  # which no template knows
         checked["role"] = _ROLES[message["role"]]
     if calls:
         checked["tool_calls"] = _with_objects(calls)
@@ -124,7 +124,7 @@ def _with_objects(calls: Any) -> Any:
 
 
 def _from_json(value: Any) -> Any:
-    """What a string of JSON holds; any other value as it is."""
+    """The value of a string of JSON; any other value unchanged."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)

@@ -1,4 +1,4 @@
-"""Several data sets as one: what a sampler and a collate function read, without a copy of any sample."""
+"""Several data sets as one, for a sampler and a collate function, without copying samples."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .dataset import Samples
 class Mixture(Samples):
     """Samples of several data sets, one set after the other.
 
-    A set with n copies has its samples n times, one copy after the other (see `order.Mix`, which numbers them
-    so). Per sample it holds nothing; `lengths` and `target_counts` are made when asked for.
+    A set with n copies has its samples n times, one copy after the other (numbered by `order.Mix`). It stores
+    nothing per sample; `lengths` and `target_counts` are computed on access.
     """
 
     def __init__(self, sets: Sequence[Samples], copies: Sequence[int] | None = None) -> None:

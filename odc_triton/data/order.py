@@ -1,4 +1,4 @@
-"""The order of an epoch's samples: one shuffle of what it takes of each data set."""
+"""The order of an epoch's samples: a shuffle of those taken from each data set."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from dataclasses import dataclass, field
 
 
 def shuffled(count: int, seed: str) -> list[int]:
-    """0 to `count` - 1 in an order that follows from `seed`, the same in every Python."""
-    generator = random.Random(seed)  # of which only `random` is promised to stay; `shuffle` is not
+    """0 to `count` - 1 in an order determined by `seed`, the same in every Python."""
+    generator = random.Random(seed)  # only its `random` is stable across versions; `shuffle` is not
     keys = [generator.random() for _ in range(count)]
     return sorted(range(count), key=keys.__getitem__)
 
 
 @dataclass(frozen=True)
 class Mix:
-    """How often an epoch takes each sample of several data sets.
+    """The number of times that an epoch takes each sample of several data sets.
 
     With weight 2 an epoch takes every sample of the set twice. With weight 0.5 it takes half of them, and the next
-    epoch the other half: a set has an order of its own, in which each epoch goes on where the last one stopped, and
-    from whose end it goes on at its beginning. So all epochs take as many, and after any number of them the samples
-    of a set differ by at most one in how often they were taken.
+    epoch the other half: each set is a fixed shuffled ring; an epoch takes the next `taken` samples of it. So all
+    epochs have the same size, and the counts of a set's samples differ by at most one after any number of epochs.
 
-    Samples are numbered one set after the other. A set whose samples an epoch takes more than once is numbered as
-    often, `copies`, so that no number comes twice in an epoch: packs and pieces of samples are known by numbers.
+    Samples are numbered one set after the other. A set whose samples an epoch takes more than once has several
+    numbers for each, `copies`, so that no number occurs twice in an epoch: packs and pieces identify samples by number.
 
-    Raises ValueError for weights that don't fit the sets, are not positive, or take nothing.
+    Raises ValueError for weights that don't match the sets, are not positive, or take no sample.
     """
 
     sizes: tuple[int, ...]  # samples of each set
@@ -55,7 +54,7 @@ class Mix:
 
     @property
     def numbers(self) -> int:
-        """How many numbers samples have, copies included."""
+        """The count of samples' numbers, copies included."""
         return sum(size * copies for size, copies in zip(self.sizes, self.copies, strict=True))
 
     def order(self, epoch: int, seed: str) -> list[int]:

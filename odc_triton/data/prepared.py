@@ -2,8 +2,8 @@
 
 The file's name holds a hash of everything that the samples depend on: path, size and times of the data (for a data
 set of `datasets`, its fingerprint), the tokenizer with its chat template and library, `DataOptions`, and the
-version of this format. So nothing is ever stale: a change gives another name, and files that are no longer needed may
-be deleted at any time. Checksums are compared before a file is used again; a damaged one is rewritten.
+version of this format. So nothing is ever stale: a change gives another name, and unused files may be deleted at any
+time. Checksums are compared before a file is reused; a damaged one is rewritten.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .records import DataError
 from .sources import open_source
 from .tokenizer import TextEncoder
 
-# Goes up whenever the same records would give other samples, or the file's layout changes.
+# Incremented whenever the same records would give other samples, or the file's layout changes.
 FORMAT = 2
 
 
@@ -46,7 +46,7 @@ def prepare_data(
         raise ValueError(f"{name} or its encoder has no fingerprint, so its samples could not be found again")
     key = json.dumps([FORMAT, *parts, options.max_tokens, options.too_long])
     digest = hashlib.sha256(key.encode(errors="surrogateescape")).hexdigest()[:32]
-    # Its beginning is for people who look into the folder.
+    # The name begins with the source's, for people.
     readable = re.sub(r"[^\w.-]+", "_", Path(source.name).name, flags=re.ASCII)[:60] or "data"
     path = Path(folder) / f"{readable}-{digest}.npz"
     if path.exists():

@@ -1,4 +1,4 @@
-"""Training records, whatever form and file they come from, and how errors name them."""
+"""Training records, from any form and file, and their names in errors."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Record:
     messages: list[dict[str, Any]] | None = None
     learned_from: int = 0  # the first message that may be learned
     tools: list[dict[str, Any]] | None = None
-    where: str  # how errors name it
+    where: str  # its name in errors
     end: int  # where it ends in its source: in bytes of a file, in rows of a table
     characters: int  # in all its texts
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """What a message says, for counting: its content, and its tool calls as JSON."""
+    """A message's text, for counting: its content, and its tool calls as JSON."""
     calls = message.get("tool_calls")
     return message.get("content", "") + (json.dumps(calls, ensure_ascii=False) if calls else "")
 
 
 def kind_of(value: Any) -> str:
-    """What a value of a record is, in words."""
+    """The kind of a record's value, for errors."""
     kinds = (
         (bool, "true or false"),
         (str, "a string"),

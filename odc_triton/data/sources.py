@@ -1,4 +1,4 @@
-"""Where records come from: a file, a folder of files, a data set of the library `datasets`."""
+"""Sources of records: a file, a folder of files, a data set of the library `datasets`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .json_files import Value, library, opened, read_json, unpacked
 from .records import DataError, Record
 from .tables import LOADED, read_table, without_nulls
 
-# What a hub id may look like; a name with a file's ending is taken for a file.
+# The form of a hub id; a name with a file's suffix is taken for a file.
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _FILE = re.compile(r".*\.(jsonl?|ndjson|txt|csv|tsv|parquet|arrow|feather|gz|bz2|xz|zst)", re.IGNORECASE)
 _SAVED = ("state.json", "dataset_dict.json")  # a folder from `save_to_disk` has one of them
@@ -46,7 +46,7 @@ class Source(ABC):
 
     @abstractmethod
     def rows(self) -> Iterator[Value]:
-        """(how errors name it, what is there, where it ends) of each record, not looked at. Raises DataError."""
+        """(name in errors, value, end) of each record, unchecked. Raises DataError."""
 
     @abstractmethod
     def total(self) -> int:
@@ -54,7 +54,7 @@ class Source(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str | None:
-        """Changes whenever the records do. None: not known, so nothing made from them may be kept for a later run."""
+        """Changes whenever the records do. None: unknown, so nothing made from them may be kept for a later run."""
 
 
 class Files(Source):
@@ -104,10 +104,10 @@ class Rows(Source):
 
 
 def open_source(name: str) -> Source:
-    """The source that a user names: a file; `folder[:split]`, of files or saved by `save_to_disk`; or `hub-id[:split]`
+    """The source of that name: a file; `folder[:split]`, of files or saved by `save_to_disk`; or `hub-id[:split]`
     or `hub-id:configuration:split`, a data set on the hub. The split is "train" by default.
 
-    Raises DataError, also if a library is needed and not installed.
+    Raises DataError, also if a required library is not installed.
     """
     if not name or "\0" in name:
         raise DataError(f"{name!r} names no data; give a file, a folder or a hub id")
@@ -128,7 +128,7 @@ def open_source(name: str) -> Source:
 
 
 def _kind_of_file(path: str) -> str:
-    """By how the file begins, else by its name. Raises DataError."""
+    """The kind by the file's first bytes, else by its name. Raises DataError."""
     named = _named_kind(path)
     with _reading(path), opened(path) as raw:
         head = raw.read(512)
@@ -198,7 +198,7 @@ def _of_split(folder: str, split: str | None, splits: Mapping[str, Any]) -> Any:
 
 def _from_hub(name: str, hub_id: str, configuration: str | None, split: str) -> Source:
     taken = f"{name} is not a local file, so it was taken for a data set on the hub"
-    problem = hub_problem()  # before the import, as the library reads then whether it is offline
+    problem = hub_problem()  # before the import, when the library reads whether it is offline
     datasets = library("datasets", taken)
     try:
         return _rows(_load(name, lambda: datasets.load_dataset(hub_id, configuration, split=split)), name)
@@ -207,7 +207,7 @@ def _from_hub(name: str, hub_id: str, configuration: str | None, split: str) -> 
 
 
 def _rows(loaded: Any, name: str) -> Rows:
-    # Private by name, but documented as the state of a data set's cache; without it nothing is kept.
+    # Private by name, but documented as the key of a data set's cache; without it nothing is kept.
     return Rows(loaded, name, getattr(loaded, "_fingerprint", None))
 
 

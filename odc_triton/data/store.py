@@ -1,4 +1,4 @@
-"""Arrays on disk: an uncompressed `.npz`, written whole or not at all, read back by memory mapping.
+"""Arrays on disk: an uncompressed `.npz`, written atomically, read back by memory mapping.
 
 Plain `np.load` reads the file too. Members begin at multiples of 64 bytes, so their arrays are aligned.
 """
@@ -23,12 +23,12 @@ from ..base.files import atomic_file
 _ALIGN = 64
 _HEADER = 30  # bytes of a member's header before its name
 _ZIP64_EXTRA = 20  # that zipfile itself adds to it
-_PADDING_ID = 0x4F44  # of our extra field; readers skip fields that they do not know
+_PADDING_ID = 0x4F44  # of our extra field; readers skip unknown fields
 Column = tuple[BinaryIO, np.dtype, tuple[int, ...]]  # the file that holds an array's bytes, its type, its shape
 
 
 def save_arrays(path: str | os.PathLike, columns: Mapping[str, Column], meta: dict[str, Any]) -> None:
-    """Writes columns and `meta` as JSON, atomically, a part at a time."""
+    """Writes columns and `meta` as JSON, atomically, in chunks."""
     text = np.array(json.dumps(meta))
     with atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         for name, (values, dtype, shape) in {**columns, "meta": column_of(text)}.items():
@@ -48,9 +48,9 @@ def column_of(array: np.ndarray) -> Column:
 
 
 def map_arrays(path: str | os.PathLike, names: Iterable[str], *, verify: bool) -> tuple[dict[str, np.ndarray], Any]:
-    """(read-only arrays mapped from the file, meta). `verify` reads all of it once and compares its checksums.
+    """(read-only arrays mapped from the file, meta). `verify` reads the whole file once and compares its checksums.
 
-    Nothing in the file is ever unpickled. Raises OSError, or what the readers of zip, npy and JSON raise.
+    Nothing in the file is ever unpickled. Raises OSError, and the errors of the readers of zip, npy and JSON.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # opening a FIFO would wait for a writer
         raise ValueError(f"{path} is not a file")
@@ -63,7 +63,7 @@ def map_arrays(path: str | os.PathLike, names: Iterable[str], *, verify: bool) -
 
 
 def contents(path: str | os.PathLike) -> str:
-    """A digest of the arrays in a file, computed from its checksums: the same wherever the file is."""
+    """A digest of the arrays in a file, from its checksums; independent of the file's path."""
     with zipfile.ZipFile(path) as archive:
         members = [(each.filename, each.file_size, each.CRC) for each in archive.infolist()]
     return hashlib.sha256(repr(members).encode()).hexdigest()[:32]

@@ -1,13 +1,12 @@
-"""Rows of tables, a part at a time: Parquet and Arrow by the library `datasets` and its pyarrow, CSV by Python's own.
+"""Rows of tables, read in chunks: Parquet and Arrow by the library `datasets` and its pyarrow, CSV by Python's own.
 
-Each file has its own columns, so a folder's files need not agree. The nulls that structs get from each other's fields
-in one column are left out.
+Each file has its own columns, so a folder's files need not agree. A column of structs has the fields of all its rows;
+the nulls that this adds are removed.
 
-Not by the readers of `datasets`, for two reasons. What it streams of a Parquet file comes from threads of arrow: if it
-isn't read to its end, as before a run, they may abort the process at its exit (apache/arrow#45214). For CSV it has
-pandas, which fills a row that is too short with empty cells and drops those that are too many, so that what a missing
-quotation mark makes of a text would be learned. All cells of a CSV file are text: "007" and "NA" are what they look
-like, and an empty cell is an empty text.
+The readers of `datasets` are not used, for two reasons. It streams Parquet in threads of arrow: if a file isn't read
+to its end, as before a run, they may abort the process at its exit (apache/arrow#45214). It reads CSV by pandas, which
+fills rows that are too short with empty cells and drops surplus cells, so text garbled by a missing quotation mark
+would be learned. All cells of a CSV file are text: "007" and "NA" stay as they are, and an empty cell is an empty text.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO
 from .json_files import LARGEST_LINE_BYTES, Value, library, opened, require_bounded, unpacked
 from .records import DataError
 
-_ROWS = 1024  # that are decoded at a time
+_ROWS = 1024  # decoded at a time
 _NESTED = ("messages", "conversations", "prompt", "completion", "tools")
 _DELIMITERS = {"CSV": ",", "TSV": "\t"}
 
@@ -42,7 +41,7 @@ def read_table(path: str | os.PathLike, kind: str) -> Iterator[Value]:
 
 
 def without_nulls(fields: Any) -> Any:
-    """A row, the structs in its messages and tools without the fields that are null."""
+    """A row, without null fields in the structs of its messages and tools."""
     if not isinstance(fields, dict):
         return fields
     return {name: _without_none(value) if name in _NESTED else value for name, value in fields.items()}

@@ -1,4 +1,4 @@
-"""Text to token ids: a small byte-level BPE of our own, and one interface for it and transformers' tokenizers.
+"""Text to token ids: our own small byte-level BPE, and one interface for it and transformers' tokenizers.
 
 A model's config is read here too, for its vocabulary.
 
@@ -81,9 +81,9 @@ def load_tokenizer(path: str | os.PathLike) -> Tokenizer:
 
 
 def to_transformers(tokenizer: Tokenizer, name: str = "the tokenizer") -> PreTrainedTokenizerFast:
-    """A tokenizer from `train_tokenizer` as transformers' class, with its end and pad tokens named.
+    """A tokenizer from `train_tokenizer` as transformers' class, with its end and pad tokens set.
 
-    Raises ValueError, which calls it by its `name`, if it has no such end token.
+    Raises ValueError with its `name` if it has no such end token.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -104,7 +104,7 @@ def to_transformers(tokenizer: Tokenizer, name: str = "the tokenizer") -> PreTra
 def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
     """Transformers' tokenizer from a folder or hub id, or this project's own from a tokenizer.json.
 
-    Raises OSError and ValueError for what is neither.
+    Raises OSError and ValueError for anything else.
     """
     from transformers import AutoTokenizer
 
@@ -119,7 +119,7 @@ def read_tokenizer(source: str | os.PathLike) -> PreTrainedTokenizerBase:
 
 @dataclass(frozen=True, kw_only=True)
 class TextEncoder:
-    """How samples become token ids: an encoder of texts, and the ids around them.
+    """An encoder of texts to token ids, and the special ids around them.
 
     `encode_batch` takes texts and returns their ids; it adds no special tokens. Special tokens written out
     in a text are recognised, as in transformers, so that texts made by a chat template work.
@@ -132,7 +132,7 @@ class TextEncoder:
     before_completion: tuple[int, ...] = ()
     decode: Callable[[Sequence[int]], str] | None = None  # special tokens written out
     chat: ChatTemplate | None = None
-    fingerprint: str | None = None  # changes whenever a text's ids might; None: not known
+    fingerprint: str | None = None  # changes whenever a text's ids might; None: unknown
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | PreTrainedTokenizerBase) -> TextEncoder:
@@ -160,7 +160,7 @@ class TextEncoder:
                 return []
             if not encodes_plainly:
                 return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-            tokenizer("", verbose=False)  # turns padding and truncation off, whatever its file says
+            tokenizer("", verbose=False)  # turns off padding and truncation that its file may set
             rust = tokenizer.backend_tokenizer
             return [encoding.ids for encoding in rust.encode_batch_fast(texts, add_special_tokens=False)]
 
@@ -179,7 +179,7 @@ class TextEncoder:
 
 
 def _encodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether transformers adds nothing to what its Rust library does; the library alone is faster."""
+    """True if transformers adds nothing to its Rust library; the library alone is faster."""
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
     kind = type(tokenizer)

@@ -2,16 +2,16 @@
 
 Answers are NVML's own numbers, which probe.py interprets:
 
-    missing                   why the driver can't be asked; then there is nothing else
+    missing                   why the driver can't be queried; then there is nothing else
     driver_version, cuda_version
     devices                   index, uuid, name, bus_id, compute_capability, memory_bytes, pcie_generation_max,
-                              pcie_width_max, links; `error` in their place for a GPU that can't be used
+                              pcie_width_max, links; instead `error` for a GPU that can't be used
     links of a device         active, remote_type (0 GPU, 1 CPU, 2 switch, 255 unknown), remote_bus_id, speed_mbps
                               (10⁶ bytes per second), atomics; in a file `count` for as many alike
     pairs                     of (positions in devices, of all pairs that are alike), nvmlGpuP2PStatus_t for read,
                               write, atomics and nvlink, nvmlGpuTopologyLevel_t of the common PCIe `ancestor`
 
-None, or nothing: this driver or GPU does not answer.
+None or missing: this driver or GPU does not answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Ask = Callable[..., Any]
 
 
 def ask_driver(library: ModuleType | None = None) -> dict[str, Any]:
-    """Asks the driver. Any question may go unanswered; that never raises. `library`: pynvml."""
+    """Queries the driver. Queries that fail give None and never raise. `library`: pynvml."""
     try:
         library = library or importlib.import_module("pynvml")
     except ImportError:
@@ -112,7 +112,7 @@ def _links(ask: Ask, handle: Any, library: ModuleType) -> list[dict[str, Any]]:
 
 
 def _speed_mbps(ask: Ask, handle: Any, link: int, library: ModuleType) -> int | None:
-    """The first that has a value: this link's speed, the same from older drivers, or the speed of all links."""
+    """This link's speed, or the same query for older drivers, or the common speed of all links."""
     names = {"GET_SPEED": link, f"SPEED_MBPS_L{link}": 0, "SPEED_MBPS_COMMON": 0}
     numbers = {getattr(library, f"NVML_FI_DEV_NVLINK_{name}", None): scope for name, scope in names.items()}
     values = ask("nvmlDeviceGetFieldValues", handle, [pair for pair in numbers.items() if pair[0] is not None]) or ()

@@ -1,4 +1,4 @@
-"""Which GPUs there are and how they are linked: what the driver, or a file of its answers, and torch's CUDA say.
+"""Reads the topology of GPUs and links from the driver, or a file of its answers, and torch's CUDA.
 
 This module interprets NVML's numbers (nvml.h); topology.py has the enumerations of pairs.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from .nvml import ask_driver
 from .topology import P2P, Device, Pair, PciePath, Topology, bare
 
-# GB/s per direction and link at line rate for a compute capability, as drivers report it (`nvidia-smi nvlink -s`). For
+# GB/s per direction and link at line rate by compute capability, as drivers report it (`nvidia-smi nvlink -s`). For
 # drivers that don't report it, or report nonsense.
 _NVLINK_GBS = {
     (6, 0): 19.531,
@@ -32,9 +32,9 @@ Answers = Mapping[str, Any]  # as in nvml.py
 
 
 def read_topology(answers: Answers | None = None, cuda: Sequence[CudaDevice] | None = None) -> Topology:
-    """What there is, by the driver's `answers` or a file of them, and what this process sees of it, by `cuda`.
+    """The topology in the driver's `answers`, or a file of them, and the part visible to this process, by `cuda`.
 
-    By default asks the driver and torch. Raises KeyError, TypeError, IndexError for a file in another form.
+    By default queries the driver and torch. Raises KeyError, TypeError, IndexError for a file in another form.
     """
     answers = ask_driver() if answers is None else answers
     cuda = cuda_devices() if cuda is None else cuda
@@ -112,7 +112,7 @@ def _pair(
 
 
 def _links_between(one: Answers, other: Answers, reach: P2P, buses: set[str | None]) -> tuple[list[Answers], bool]:
-    """The active links at both ends, the same number of each, and whether a switch is between them.
+    """(active links at both ends, the same number of each; True if a switch is between them).
 
     `buses`: those of all GPUs, in `_bus`'s form.
     """
@@ -144,7 +144,7 @@ def _link_gbs(links: Sequence[Answers], devices: tuple[Device, Device]) -> float
 
 
 def _bus(bus_id: str | None) -> str | None:
-    """A bus id such as `00000000:17:00.0`, whatever the number of digits in its domain."""
+    """A bus id such as `00000000:17:00.0`, for any number of digits in its domain."""
     if bus_id is None or bus_id.count(":") != 2:
         return bus_id
     domain, bus, rest = bus_id.lower().split(":")

@@ -1,6 +1,6 @@
-"""Which GPUs there are, how fast they reach each other, and which can add to each other's memory. Pure.
+"""The GPUs of a machine, their links, and which pairs can add to each other's memory. Pure.
 
-`read_topology` in probe.py fills it in, unusable.py says what to do about pairs that can't. Enumerations have the
+`read_topology` in probe.py fills it in, unusable.py has remedies for pairs that can't. Enumerations have the
 numbers of nvml.h (nvmlGpuP2PStatus_t, nvmlGpuTopologyLevel_t).
 """
 
@@ -12,7 +12,7 @@ from enum import IntEnum
 
 
 class P2P(IntEnum):
-    """Whether one GPU may do something to another's memory, and if not, why."""
+    """One kind of access of a GPU to another's memory: OK, or the reason why not."""
 
     OK = 0
     CHIPSET_NOT_SUPPORTED = 1
@@ -28,12 +28,12 @@ class P2P(IntEnum):
 
     @property
     def is_refused(self) -> bool:
-        """Unknown does not count as refused: opening the heap will show."""
+        """False if unknown: opening the heap will show."""
         return self not in (P2P.OK, P2P.UNKNOWN)
 
 
 class PciePath(IntEnum):
-    """What is between two GPUs on PCIe, in nvidia-smi's abbreviations: the farther apart, the larger."""
+    """The PCIe path between two GPUs, in nvidia-smi's abbreviations: the farther apart, the larger."""
 
     SELF = 0  # one board
     PIX = 10  # one PCIe switch
@@ -114,7 +114,7 @@ class Pair:
 
     @property
     def is_unusable(self) -> bool:
-        """Whether, according to the driver, they can't hold shards of one model."""
+        """True if, according to the driver, they can't hold shards of one model."""
         return self.access.is_refused or self.atomics.is_refused
 
     @property
@@ -123,7 +123,7 @@ class Pair:
 
     @property
     def kind(self) -> str:
-        """A word for tables: `nvswitch-18x25`, `nvlink-4x25`, `pcie-gen4x16`, `unknown`."""
+        """An identifier for tables: `nvswitch-18x25`, `nvlink-4x25`, `pcie-gen4x16`, `unknown`."""
         if self.nvlinks:
             return f"{'nvswitch' if self.through_switch else 'nvlink'}-{self.nvlinks}x{_nominal(self.link_gbs)}"
         known = [device for device in (self.one, self.other) if device.pcie_gbs]
@@ -137,7 +137,7 @@ class Pair:
 class Topology:
     """All GPUs that the driver shows, masked or not, and all pairs of them.
 
-    `missing`: why the driver could not be asked; the rest is then what CUDA reports. `lost`: GPUs that don't answer.
+    `missing`: why the driver could not be queried; the rest then comes from CUDA. `lost`: GPUs that don't answer.
     """
 
     devices: tuple[Device, ...] = ()
@@ -155,7 +155,7 @@ class Topology:
         return replace(self, devices=kept, pairs=pairs)
 
     def visible(self) -> Topology:
-        """The part that CUDA shows this process."""
+        """The part that is visible to this process."""
         return self.only(device.uuid for device in self.devices if device.cuda_index is not None)
 
     def pair(self, one: Device, other: Device) -> Pair | None:

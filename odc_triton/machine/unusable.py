@@ -1,4 +1,4 @@
-"""Which GPUs can't hold shards of one model, why not, and what to do. Pure."""
+"""Pairs of GPUs that can't hold shards of one model, with reason and remedy. Pure."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def usable_groups(topology: Topology) -> tuple[tuple[Device, ...], ...]:
 
 
 def _instead(groups: Sequence[Sequence[Device]], order: Sequence[Device]) -> str:
-    """What to do with GPUs in these groups, larger ones first. `order`: that of the ranks."""
+    """The remedy for GPUs in these groups, larger ones first. `order`: that of the ranks."""
     size = len(groups[0])
     largest = [group for group in groups if len(group) == size]
     together = [device for group in largest for device in group]

@@ -52,7 +52,7 @@ class StopSignal:
         return self._request.signal
 
     def hear(self, number: int, _: object = None) -> None:
-        if self._request.hear(number) == "second":
+        if self._request.on_signal(number) == "second":
             raise KeyboardInterrupt(f"told to stop a second time, by {signal.Signals(number).name}")
         self.look()
 
