@@ -1,4 +1,4 @@
-"""Which rank computes which samples, in which microbatches. The public names, nothing else.
+"""Assignment of samples to ranks and microbatches. The public names, nothing else.
 
 Usable without the rest of the library, also under plain FSDP2. Names are resolved on first use: only `collate` and
 `counter` (see `_HOME`) import torch, and nothing here needs a device.

@@ -33,10 +33,10 @@ class PackedDataset(torch.utils.data.Dataset):
         ]
 
     def __getitems__(self, packs: Sequence[Sequence[int | Piece]]) -> MinibatchPacks:
-        """What a DataLoader calls for a minibatch. Raises ValueError for a work queue."""
+        """Called by a DataLoader for a minibatch. Raises ValueError for a work queue."""
         if isinstance(packs, QueuedPacks):
             raise ValueError(
-                "balance 'queue' deals packs while they are computed, and a DataLoader would take them all at once: "
+                "balance 'queue' assigns packs at run time, and a DataLoader would take them all at once: "
                 "iterate over the sampler itself, and over what it yields inside of the minibatch"
             )
         return MinibatchPacks.of((self[pack] for pack in packs), getattr(packs, "split", None))
@@ -52,8 +52,7 @@ class PackOfPieces(dict):
         if key == "labels":
             raise KeyError(
                 "labels: this pack has pieces of samples, whose last position predicts the next piece's first token. "
-                "Use odc_triton.hf.summed_loss, or compare the logits with pack['shift_labels'], which is not to be "
-                "shifted"
+                "Use odc_triton.hf.summed_loss, or compare the logits with pack['shift_labels'], without shifting them"
             )
         raise KeyError(key)
 
@@ -69,12 +68,12 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
     -100 at each document's first token, which would otherwise be predicted from the previous document. Where documents
     begin, by transformers' names: `cu_seq_lens_q` and `cu_seq_lens_k`, one int32 tensor `[documents + 1]` from 0 to T,
     and `max_length_q` and `max_length_k`, ints, the longest document's tokens. For `summed_loss`: `target_positions`,
-    int64, the positions whose next label is learned. Computed on the GPU, all of these would have to be waited for.
+    int64, the positions whose next label is learned. Computing these on the GPU would need a synchronisation.
     `to_device` moves a pack.
 
-    A pack with pieces has `shift_labels`, `[1, T]`, where position t has the label of the token after it, in place of
-    `labels`; positions count from the piece's first token; and `pieces`, a `Piece` or None for each document. The
-    list's `split` is the plan of the minibatch, which `minibatch(split=…)` takes; None without pieces.
+    A pack with pieces has instead of `labels` `shift_labels`, `[1, T]`, where position t has the label of the token
+    after it; positions count from the piece's first token; `pieces` is a `Piece` or None for each document. The
+    list's `split` is the minibatch's plan for `minibatch(split=…)`; None without pieces.
 
     Raises ValueError for an empty pack, a sample without tokens, ids that are not 1-D integers, labels of another
     length, and a piece beyond its sample, naming pack and sample.
@@ -83,9 +82,9 @@ def pack_collate(packs: Sequence[Sequence[dict[str, Any]]]) -> MinibatchPacks:
 
 
 def to_device(pack: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """The pack with its tensors on `device`. Nothing waits for a GPU: they go through pinned memory.
+    """The pack with its tensors on `device`, copied through pinned memory, so the host does not wait for a GPU.
 
-    The documents' bounds stay readable on the host, for attention that goes document by document.
+    The documents' bounds also stay on the host, for attention that runs document by document.
     """
     device = torch.device(device)
     here = type(pack)() if isinstance(pack, PackOfPieces) else {}

@@ -1,4 +1,4 @@
-"""CostModel: what a sequence costs to train on, as a function of its length."""
+"""CostModel: the cost of training on a sequence, as a function of its length."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from .decoder import Decoder
 class CostModel:
     """Cost of a sequence of s tokens = quadratic s² + linear s, in arbitrary units.
 
-    Attention is the quadratic part, everything done per token the linear part. `microbatch` is what a microbatch costs
-    besides its documents (launches, small layers). It does not depend on where a document goes, so it counts in `pack`
-    and never decides between two dealings with equally many packs.
+    Attention is the quadratic part, all work per token the linear part. `microbatch` is the cost of a microbatch
+    besides its documents (launches, small layers). It does not depend on the documents, so it counts in `pack`
+    and never decides between two assignments with equally many packs.
 
-    Raises ValueError for a coefficient that is negative or not finite, and where the cost does not grow with
-    s.
+    Raises ValueError for a coefficient that is negative or not finite, and if the cost does not grow with s.
     """
 
     quadratic: float
@@ -60,16 +59,15 @@ class CostModel:
     def from_config(cls, config: object, *, gated_mlp: bool = True) -> CostModel:
         """FLOPs of forward and backward of a decoder, from the attributes of its transformers config.
 
-        With L layers, W weights that work on a token in all of them (`Decoder.of` counts them; of experts only those
-        that a token is sent to), hidden width h, vocabulary V, q query heads whose keys and values are k and v wide:
+        With L layers, W weights that a token is multiplied with in all of them (see `Decoder.of`; of experts only those
+        that a token is routed to), hidden width h, vocabulary V, q query heads whose keys and values are k and v wide:
 
             forward, per token    2 [ W + h V ]
             forward, attention    L * 2 q (k + v) s² / 2      (scores and weighted sum; causal, so half of the square)
             backward              twice the forward
 
-        `gated_mlp`: MLPs have three matrices, else two. Left out: norms, the optimizer, what activation checkpointing
-        and flash attention recompute, sliding windows (their layers cost less than said), how evenly a router sends
-        tokens.
+        `gated_mlp`: MLPs have three matrices, else two. Left out: norms, the optimizer, recomputation by activation
+        checkpointing and flash attention, sliding windows (their layers cost less), a router's imbalance.
 
         Raises ValueError naming an attribute that is missing or not positive.
         """

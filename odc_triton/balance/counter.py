@@ -1,4 +1,4 @@
-"""A counter in the process group's store, for the work queue: every answer has a deadline."""
+"""A counter in the process group's store, for the work queue; every request has a deadline."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..base.errors import DeadlineExceeded
 class StoreCounter:
     """Atomic numbers in `store`, a connection that nothing else uses. For one thread at a time.
 
-    A store whose host is stopped, not dead, does not answer, and torch's `add` has no deadline. So a thread of its own
-    asks, over a connection of its own, which it may hold forever. The thread stays: on a busy machine a new thread for
-    each question would wait for its first turn many times longer than the answer takes.
+    A store whose host is stopped, not dead, does not answer, and torch's `add` has no deadline. So a dedicated thread
+    sends requests over a dedicated connection, where it may block forever. The thread is kept: on a busy machine a new
+    thread for each request would take many times longer to start than the store to answer.
     """
 
     def __init__(self, store: dist.Store, timeout_s: float) -> None:
@@ -37,7 +37,7 @@ class StoreCounter:
             try:
                 answer = self._answers.get(timeout=self._timeout_s)
             except Empty:
-                self._is_lost = True  # a late answer is no answer to the next question
+                self._is_lost = True  # a late answer would be taken for the next request's
             else:
                 if isinstance(answer, BaseException):
                     raise answer
@@ -53,7 +53,7 @@ class StoreCounter:
 
 
 def _ask(store: dist.Store, questions: SimpleQueue, answers: SimpleQueue) -> None:
-    """Refers to no StoreCounter, so that the thread ends when the counter is freed."""
+    """Holds no reference to the StoreCounter, so that the thread ends when the counter is freed."""
     while (question := questions.get()) is not None:
         try:
             answers.put(store.add(*question))
@@ -62,10 +62,10 @@ def _ask(store: dist.Store, questions: SimpleQueue, answers: SimpleQueue) -> Non
 
 
 def store_counter(group: dist.ProcessGroup | None = None, timeout: Timeout = timedelta(minutes=30)) -> StoreCounter:
-    """A counter that the ranks of `group` (default: all) share, apart from every other call's.
+    """A counter that the ranks of `group` (default: all) share; each call makes a separate one.
 
-    Every rank of the group calls it equally often and in the same order; it waits for nobody. `timeout`: how late an
-    answer may be, a timedelta or seconds. Raises RuntimeError if there is no process group.
+    Every rank of the group calls it equally often and in the same order; it does not block. `timeout`: of one request,
+    a timedelta or seconds. Raises RuntimeError if there is no process group.
     """
     if not dist.is_initialized():
         raise RuntimeError(

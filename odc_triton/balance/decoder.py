@@ -1,4 +1,4 @@
-"""A decoder's weights that work on a token, from its transformers config. Pure.
+"""A decoder's weights that a token is multiplied with, from its transformers config. Pure.
 
 `CostModel.from_config` counts FLOPs by them. Norms and biases are left out: less than 0.1% of a model of a billion
 parameters.
@@ -13,7 +13,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # one 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """`active`: elements of all blocks' matrices that work on a token, of a mixture's experts those that it is sent to.
+    """`active`: elements of all blocks' matrices that a token is multiplied with, of experts those it is routed to.
     `table`: elements of the embedding, and as many of the head. `kv_heads` of `key_width` and `value_width`.
     """
 

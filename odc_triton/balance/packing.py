@@ -12,9 +12,9 @@ from .partition import balanced_partition, refine
 
 
 def checked_lengths(lengths: Sequence[int], token_cap: int) -> list[int]:
-    """`lengths` (of a list, array or tensor of integers, in tokens) as a list of int, each in 1..`token_cap`.
+    """`lengths` (a list, array or tensor of integers, in tokens) as a list of int, each in 1..`token_cap`.
 
-    Raises ValueError where there are none, for a cap below 1, and naming index, length and cap otherwise.
+    Raises ValueError for empty lengths, for a cap below 1, and naming index, length and cap otherwise.
     """
     if token_cap < 1:
         raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
@@ -38,30 +38,30 @@ def checked_lengths(lengths: Sequence[int], token_cap: int) -> list[int]:
 def best_fit_decreasing(lengths: Sequence[int], *, token_cap: int) -> list[list[int]]:
     """Indices of `lengths` in few packs of at most `token_cap` tokens (at most 11/9 of the fewest, plus 1).
 
-    Longest first, each into the fullest pack that has room. Raises as `checked_lengths`.
+    Longest first, each into the fullest pack with enough free tokens. Raises as `checked_lengths`.
     """
     lengths = checked_lengths(lengths, token_cap)
     packs: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, index of pack), sorted
+    free_packs: list[tuple[int, int]] = []  # (free tokens, index of pack), sorted
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        place = bisect.bisect_left(room, (lengths[index], -1))
-        if place < len(room):
-            free, chosen = room.pop(place)
+        place = bisect.bisect_left(free_packs, (lengths[index], -1))
+        if place < len(free_packs):
+            free, chosen = free_packs.pop(place)
             packs[chosen].append(index)
         else:
             free, chosen = token_cap, len(packs)
             packs.append([index])
-        bisect.insort(room, (free - lengths[index], chosen))
+        bisect.insort(free_packs, (free - lengths[index], chosen))
     return packs
 
 
 def pack(lengths: Sequence[int], *, token_cap: int, cost: CostModel, count: int | None = None) -> list[list[int]]:
-    """Indices of `lengths` in `count` packs of at most `token_cap` tokens, nearly equal in cost, dearest first.
+    """Indices of `lengths` in `count` packs of at most `token_cap` tokens, nearly equal in cost, costliest first.
 
-    `count` None means as few as best-fit decreasing needs; a larger one is reached by splitting packs, and no
+    `count` None means as few as best-fit decreasing needs; a larger one is reached by dividing packs, and no
     pack is empty.
 
-    Raises ValueError as `checked_lengths`, and where `count` packs are too few for the tokens or more than
+    Raises ValueError as `checked_lengths`, and if `count` packs are too few for the tokens or more than
     the samples.
     """
     lengths = checked_lengths(lengths, token_cap)

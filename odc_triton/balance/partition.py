@@ -1,4 +1,4 @@
-"""Splitting costs into groups of nearly equal sums: longest first, and refinement."""
+"""Partition of costs into groups of nearly equal sums: longest first, and refinement."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# A group within this fraction of the mean is left alone: far below what a cost model knows.
+# A group within this fraction of the mean is not refined: far below the error of a cost model.
 _BALANCED = 1e-3
-# Exchanges looked at in one step of `refine`; beyond it, only some of the heaviest group's items are tried.
+# Exchanges evaluated in one step of `refine`; beyond it, only some of the heaviest group's items are tried.
 _EXCHANGES = 4_000_000
 # Groups whose items are tried first where there are many.
 _LIGHTEST = 32
 
 
 def balanced_partition(costs: Sequence[float], groups: int, *, equal_sizes: bool = False) -> list[list[int]]:
-    """Indices of `costs` split into `groups` lists, the largest sum small: `longest_first`, then `refine`.
+    """Partitions the indices of `costs` into `groups` lists of nearly equal sums: `longest_first`, then `refine`.
 
     With `equal_sizes` the lists' sizes differ by at most one; otherwise lists may be empty. Every index is in
     exactly one list. The same costs give the same lists on every rank, and in any order the same sums. (Karmarkar and
-    Karp's differencing is closer before the refinement, and no closer after it.)
+    Karp's differencing is better before the refinement, and no better after it.)
 
     Raises ValueError for empty `costs`, a cost that is negative or not finite, `groups` below 1.
     """
@@ -32,8 +32,8 @@ def balanced_partition(costs: Sequence[float], groups: int, *, equal_sizes: bool
 
 
 def longest_first(costs: Sequence[float], groups: int, *, equal_sizes: bool = False) -> list[list[int]]:
-    """Each item, longest first, to the lightest group (Graham 1969); with `equal_sizes` in rounds, in each of which
-    every group gets one. Raises as `balanced_partition`.
+    """Assigns each item, longest first, to the lightest group (Graham 1969); with `equal_sizes` in rounds of one item
+    per group. Raises as `balanced_partition`.
     """
     _check(costs, groups)
     split: list[list[int]] = [[] for _ in range(groups)]
@@ -56,13 +56,13 @@ def refine(
     tokens: Sequence[int] | None = None,
     token_cap: int | None = None,
 ) -> list[list[int]]:
-    """Moves and swaps items between `groups` until no single one makes the heaviest group lighter.
+    """Moves and swaps items between `groups` until no single exchange makes the heaviest group lighter.
 
     Each step takes the best exchange between the heaviest group and any other (of many groups: one of the lightest, if
-    there is such an exchange) that leaves both below the heaviest's former sum. A group without one is settled, and the
-    next heaviest is tried. So the largest sum never grows, no group that had an item becomes empty, and the sums below
-    the largest are evened out too. `equal_sizes` keeps the multiset of sizes; with `tokens` and `token_cap` no group
-    exceeds the cap in tokens.
+    possible) that leaves both below the heaviest's former sum. A group without one is settled, and the next heaviest
+    is tried. So the largest sum never grows, no group that had an item becomes empty, and the sums below the largest
+    are evened out too. `equal_sizes` keeps the multiset of sizes; with `tokens` and `token_cap` no group exceeds the
+    cap in tokens.
     """
     count, items = len(groups), len(costs)
     if max(map(len, groups)) < 2:  # exchanging single items makes the heaviest group no lighter
@@ -84,7 +84,7 @@ def refine(
     everything = np.arange(len(cost))
 
     def near(load: np.ndarray) -> np.ndarray:
-        """Items and holes of the lightest groups: where a good exchange is found soonest."""
+        """Items and holes of the lightest groups, the most likely good exchanges."""
         light = np.zeros(count, dtype=bool)
         light[np.argpartition(load, _LIGHTEST)[:_LIGHTEST]] = True
         return np.flatnonzero(light[group])

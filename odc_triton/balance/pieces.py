@@ -1,15 +1,15 @@
-"""Splitting sequences over ranks: pieces, and the plan of one minibatch that all ranks agree on.
+"""Sequences split over ranks: pieces, and the plan of one minibatch, the same on all ranks.
 
 A later piece of a sequence reads the keys and values of the earlier pieces from the ranks that hold them, and adds
 gradients into them (sequence/). So the ranks of a sequence compute at the same time, layer by layer: a *wave*.
 
-[Note: waves] Three rules, and no rank ever waits for a rank that waits for it:
+[Note: waves] Three rules exclude deadlocks:
 1. A rank's pieces of one wave are in one microbatch; a sequence's pieces are in one wave.
 2. Every rank runs its waves in ascending order. Whole samples may come at any place between them.
 3. A layer's attention publishes all of the microbatch's own pieces, then waits for others'. Its backward adds to all
    others', then waits for the additions to its own.
-Take the first wave that is not done. Each of its ranks has done its earlier waves, and whole samples wait for nobody:
-so each rank reaches it. Within it, waits go down the order publish(l) < attend(l) < publish(l + 1), then
+Take the first wave that is not done. Each of its ranks has done its earlier waves, and whole samples never wait, so
+each rank reaches it. Within it, waits follow the order publish(l) < attend(l) < publish(l + 1), then
 add(l) < collect(l) < add(l - 1), where attend(l) needs only others' publish(l) and collect(l) only others' add(l).
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens `start` up to, not including, `stop` of a sample. Raises ValueError where these are none."""
+    """Tokens `start` up to, not including, `stop` of a sample. Raises ValueError if it is empty."""
 
     sample: int
     start: int
@@ -45,7 +45,7 @@ Entry = int | Piece  # of a pack: a whole sample, or a piece of one
 
 
 class MinibatchPacks(list):
-    """One rank's packs of a minibatch. `split`: the plan of all ranks' pieces, None where no rank has one.
+    """One rank's packs of a minibatch. `split`: the plan of all ranks' pieces, None if no rank has one.
 
     It survives a DataLoader's workers, pickling and pinning, also on a rank without packs.
     """
@@ -61,11 +61,11 @@ class MinibatchPacks(list):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedPiece:
-    """A piece, the rank that computes it, and where its keys and values are.
+    """A piece, the rank that computes it, and the place of its keys and values.
 
     `is_read`: a later piece follows, so others read it. `offset`: its first row in the rank's own buffers, in tokens;
-    `joint_offset`: its first row where the buffers of all ranks are one, in which a sequence's rows are adjacent. Both
-    are 0 where nobody reads it.
+    `joint_offset`: its first row in one buffer for all ranks, in which a sequence's rows are adjacent. Both
+    are 0 if it is not read.
     """
 
     piece: Piece
@@ -84,16 +84,16 @@ class SplitSequence:
     pieces: tuple[PlannedPiece, ...]
 
     def before(self, piece: Piece) -> tuple[PlannedPiece, ...]:
-        """What a piece reads."""
+        """The pieces that `piece` reads."""
         return tuple(each for each in self.pieces if each.piece.start < piece.start)
 
     def after(self, piece: Piece) -> tuple[PlannedPiece, ...]:
-        """What reads a piece."""
+        """The pieces that read `piece`."""
         return tuple(each for each in self.pieces if each.piece.start > piece.start)
 
 
 class SplitPlan:
-    """Which rank computes which pieces in one minibatch. The same on every rank, and compared by `digest` at its entry.
+    """The ranks that compute the pieces of one minibatch; ranks compare it by `digest` at the minibatch's entry.
 
     `sequences`: by sample. `waves`: their number. `tokens`: by rank, how many tokens' keys and values others read.
     """
@@ -119,7 +119,7 @@ class SplitPlan:
         return self.sequences[piece.sample].wave
 
     @classmethod
-    def of(cls, dealt: Sequence[Sequence[Sequence[Entry]]]) -> SplitPlan | None:
+    def of(cls, packs_of_ranks: Sequence[Sequence[Sequence[Entry]]]) -> SplitPlan | None:
         """The plan of all ranks' packs, by rank; None if they hold no piece.
 
         Raises ValueError, naming the sample, for pieces that leave a gap, overlap or are alone, for a sample that is
@@ -127,7 +127,7 @@ class SplitPlan:
         """
         places: dict[Piece, tuple[int, int]] = {}  # rank, pack
         whole: set[int] = set()
-        for rank, packs in enumerate(dealt):
+        for rank, packs in enumerate(packs_of_ranks):
             for number, pack in enumerate(packs):
                 for entry in pack:
                     if not isinstance(entry, Piece):
@@ -142,7 +142,7 @@ class SplitPlan:
         by_sample: dict[int, list[Piece]] = {}
         for piece in sorted(places, key=lambda piece: (piece.sample, piece.start)):
             by_sample.setdefault(piece.sample, []).append(piece)
-        sequences, offsets, joint = [], [0] * len(dealt), 0
+        sequences, offsets, joint = [], [0] * len(packs_of_ranks), 0
         for sample, pieces in by_sample.items():
             _check(pieces, sample in whole)
             planned = []
@@ -155,7 +155,7 @@ class SplitPlan:
                 offsets[rank] += len(piece) * is_read
                 joint += len(piece) * is_read
             sequences.append(SplitSequence(sample=sample, wave=waves[places[pieces[0]]], pieces=tuple(planned)))
-        return cls(sequences, ranks=len(dealt))
+        return cls(sequences, ranks=len(packs_of_ranks))
 
 
 def _check(pieces: Sequence[Piece], is_whole_too: bool) -> None:

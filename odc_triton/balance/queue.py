@@ -1,17 +1,17 @@
 """The work queue: packs made in advance, taken at run time by whichever rank is free.
 
-[Note: order of the queue] Longest first lets all ranks end at about the same time, whatever their speeds; but on equal
+[Note: order of the queue] With longest first all ranks end at about the same time, at any speeds; but on equal
 ranks it is a few percent slower than LB-Mini, which also tries other ways to pair long packs with short ones. So packs
-are dealt as LB-Mini would deal them, each rank's dearest first, and the queue holds them in the order in which that
-plan would start them. Ranks as fast as planned become free in just that order: they take what LB-Mini gives them. A
-slower rank takes fewer, and the packs left for the end are every rank's cheapest, as with longest first.
+are assigned as by LB-Mini, each rank's costliest first, and the queue holds them in the order in which that
+plan would start them. Ranks as fast as planned become free in just that order: they take what LB-Mini assigns to them.
+A slower rank takes fewer, and the packs left for the end are every rank's cheapest, as with longest first.
 
-Where sequences are split, each rank first runs its own waves, as planned: a wave's ranks wait for each other, so they
-can't be whichever are free. A wave's parts are even, or waited for: ranks end their waves at about the same time, and
+If sequences are split, each rank first runs its own waves, as planned: a wave's ranks wait for each other, so they
+can't be whichever are free. A wave's parts have equal cost: ranks end their waves at about the same time, and
 the order of the whole packs after them is the same. A whole sample is fixed only where it fills a rank's part of a
 wave: without it, that rank would wait there.
 
-A rank takes no pack ahead of its turn: with few packs per rank, one that is taken and waits costs more than the store's
+Ranks don't prefetch packs: with few packs per rank, one that is taken early and waits costs more than the store's
 answer, a fraction of a millisecond (docs/work_queue.md has numbers).
 """
 
@@ -33,7 +33,7 @@ Packs = list[list[int]]
 
 
 class Counter(Protocol):
-    """What a queue needs of a store. `counter.StoreCounter` has it, as does any torch.distributed.Store."""
+    """A queue's interface to a store: `counter.StoreCounter`, or any torch.distributed.Store."""
 
     def add(self, key: str, amount: int) -> int:
         """Adds to the number under `key`, 0 at first, and returns the new one. Atomic over all ranks."""
@@ -62,10 +62,10 @@ def queue_packs(
     """Indices of `lengths` (tokens) in packs of at most `token_cap` tokens, in the order in which to take them.
 
     Every index is in exactly one pack. Small samples share a pack that costs up to a sixteenth of a rank's part;
-    the others stand alone, as the last packs to be taken decide how evenly the ranks end. `cost` defaults to
-    `CostModel.paper_7b()`; it decides how well ranks end together, never what is computed. No randomness: every rank
-    that calls it with the same arguments gets the same answer. `preload`: the cost of what each rank runs before it
-    takes a pack; it belongs to the rank's part.
+    the others are packs of one, as the last packs decide how evenly the ranks end. `cost` defaults to
+    `CostModel.paper_7b()`; it affects the balance, never the result. Deterministic: every rank that calls it with the
+    same arguments gets the same packs. `preload`: the cost of each rank's work before it takes a pack, which counts in
+    the rank's part.
 
     Raises ValueError for `ranks` or `token_cap` below 1, empty lengths, lengths below 1 or over the cap.
     """
@@ -100,18 +100,18 @@ def _packed(lengths: list[int], ranks: int, token_cap: int, cost: CostModel, pre
 
 
 class QueuedPacks:
-    """One minibatch's packs, shared by all ranks: iterating takes the next that nobody has, until there is none.
+    """One minibatch's packs, shared by all ranks: iterating takes the next free pack until none is left.
 
         with minibatch(model, tokens=..., split=queued.split) as mb:
             for pack in queued:  # indices into the data set
                 ...
 
-    `packs`: the shared ones. `waves`: by rank, its parts of the waves, which that rank runs before it takes any.
-    `split`: the plan of the pieces in them, None where there are none.
+    `packs`: the shared ones. `waves`: by rank, its parts of the waves, which it runs before it takes a pack.
+    `split`: the plan of the pieces in them, None without pieces.
 
     Take them inside the minibatch: ranks start together at its entry, and at its exit an incomplete one (a rank died, a
-    microbatch raised) becomes an error on every rank. Which rank gets which pack depends on timing; that each is
-    computed once does not.
+    microbatch raised) raises on every rank. The rank that computes a pack depends on timing; each pack is
+    computed exactly once.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class QueuedPacks:
     ) -> None:
         self.packs, self.split = packs, split
         self.waves = waves or [[] for _ in range(world)]
-        self.taken: list[int] = []  # places in `packs` of what this rank took
+        self.taken: list[int] = []  # places in `packs` that this rank took
         self._key, self._counter, self._rank, self._world = key, counter, rank, world
         self._own = iter(self.waves[rank])
         self._is_empty = False
@@ -143,9 +143,9 @@ class QueuedPacks:
         return sorted(samples)[self._rank :: self._world]
 
     def take(self) -> list[Entry] | None:
-        """This rank's next wave, then the next pack that nobody has; None when all are taken.
+        """This rank's next wave, then the next free pack; None when all are taken.
 
-        Raises what the counter raises: of a store DeadlineExceeded, and torch's DistNetworkError when its host is gone.
+        Raises the counter's errors: a store's DeadlineExceeded, and torch's DistNetworkError when its host is gone.
         """
         if (wave := next(self._own, None)) is not None:
             return wave
@@ -165,5 +165,5 @@ class QueuedPacks:
             yield pack
 
     def __getstate__(self) -> dict[str, Any]:
-        # A store can't be sent to a DataLoader's worker. The worker raises an error that says what is wrong.
+        # A store can't be sent to a DataLoader's worker, which raises an error with the reason.
         return {**vars(self), "_counter": None}

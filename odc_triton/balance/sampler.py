@@ -8,7 +8,7 @@ from typing import Any
 
 from ..data.order import Mix
 from .cost import CostModel
-from .deal import Dealer
+from .assigner import Assigner
 from .packing import checked_lengths
 from .queue import QUEUE, Counter, QueuedPacks
 from .split import readable_tokens
@@ -20,15 +20,15 @@ class MinibatchSampler:
 
     Works as a DataLoader's `batch_sampler`, the data set wrapped in `PackedDataset` and
     `collate_fn=pack_collate`. A minibatch is the next world * samples_per_rank samples of a shuffle by seed
-    and epoch (see `Mix`, also for several data sets with weights), then dealt to the ranks by `balance` (see
-    `strategies`): which samples are in it depends neither on `balance` nor on how that product splits. Every rank
-    computes the whole dealing by itself; nothing is communicated.
+    and epoch (see `Mix`, also for several data sets with weights), assigned to the ranks by `balance` (see
+    `strategies`): its samples depend neither on `balance` nor on the factors of that product. Every rank
+    computes the whole assignment; nothing is communicated.
 
     The position is explicit: `epoch`, and `minibatch`, the index of the next one to yield. Iterating continues from
     there to the end of the epoch; the position is then the start of the next one. So a second `iter` yields the next
     epoch, and one after a `break`, or after `load_state_dict`, finishes the current epoch.
 
-    With balance "queue" it yields `QueuedPacks` instead, whose packs the ranks take while they compute, all but those
+    With balance "queue" it yields `QueuedPacks` instead, whose packs the ranks take at run time, except those
     with pieces. Position and samples are the same; a DataLoader, which would take them all at once, cannot be used.
 
     Args:
@@ -36,23 +36,23 @@ class MinibatchSampler:
         samples_per_rank: samples per rank and minibatch, on average.
         token_cap: most tokens in one pack.
         balance: "mini" for ODC, "queue" for ODC on ranks that are not equally fast; "micro", "global" or "local"
-        where every rank must run as many microbatches (FSDP).
+        where every rank must run equally many microbatches (FSDP).
         seed: of the shuffle; the same on every rank.
         rank, world: default to the environment's RANK and WORLD_SIZE, then to 0 and 1.
         cost: defaults to `CostModel.paper_7b()`; better is `CostModel.from_config(model.config)`.
-        drop_last: leave out an epoch's last minibatch where it is not full.
+        drop_last: leave out an epoch's last minibatch if it is not full.
         counter: shared by the ranks of a queue, for this sampler alone; by default `store_counter()`, made when the
         first minibatch is yielded.
-        split: cut the longest samples over ranks where that promises at least 5% (balance "mini" or "queue"). Packs
-        may then hold a `Piece`, samples may be longer than `token_cap`, and a minibatch's `.split` is the plan that
-        `minibatch(split=…)` takes. An int: of each rank, the most tokens whose keys and values others may read, that
+        split: split the longest samples over ranks if that should gain at least 5% (balance "mini" or "queue"). Packs
+        may then hold a `Piece`, samples may be longer than `token_cap`, and a minibatch's `.split` is the plan for
+        `minibatch(split=…)`. An int: of each rank, the most tokens whose keys and values others may read, that
         is `enable_split`'s `tokens`; a minibatch whose samples over the cap need more raises ValueError. True:
         `readable_tokens`, about 0.4 of the longest sample, and enough for any minibatch of these lengths.
         mix: of several data sets, how often an epoch takes each sample; `lengths` has all their numbers. By default an
         epoch takes each sample once.
 
-    Raises ValueError for any value out of range. A last minibatch that the ranks cannot share equally is
-    refused here rather than at the epoch's end, unless `balance` is "mini" or "queue".
+    Raises ValueError for any value out of range, and, unless `balance` is "mini" or "queue", for a last
+    minibatch that the ranks cannot share equally.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class MinibatchSampler:
                 token_cap=token_cap,
                 cost=self.cost,
             )
-        self.dealer = Dealer(
+        self.assigner = Assigner(
             rank=self.rank,
             world=self.world,
             token_cap=token_cap,
@@ -129,30 +129,30 @@ class MinibatchSampler:
             )
 
     def __len__(self) -> int:
-        """Minibatches in a whole epoch, wherever the position is."""
+        """Minibatches in a whole epoch, at any position."""
         full, rest = divmod(len(self.mix), self.samples_per_minibatch)
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Packs | QueuedPacks]:
         epoch, order = self.epoch, self._order(self.epoch)
         for index in range(self.minibatch, len(self)):
-            # Before the yield: a state taken when the caller has trained on this minibatch counts it as done.
+            # Before the yield: a state saved after training on this minibatch counts it as done.
             self.epoch, self.minibatch = divmod(epoch * len(self) + index + 1, len(self))
             samples = self._samples(order, index)
-            yield self.dealer.own([self.lengths[i] for i in samples], samples)
+            yield self.assigner.own([self.lengths[i] for i in samples], samples)
 
     def set_epoch(self, epoch: int) -> None:
-        """Goes to the start of `epoch`; within the current epoch the position stays where it is."""
+        """Goes to the start of `epoch`; no effect if it is the current one."""
         if epoch < 0:
             raise ValueError(f"epoch is {epoch}: give 0 or more")
         if epoch != self.epoch:
             self.epoch, self.minibatch = epoch, 0
 
     def state_dict(self, *, minibatches_done: int | None = None) -> dict[str, Any]:
-        """The position, and what it is counted in. The same on every rank and for every `balance`; JSON.
+        """The position, and its units. The same on every rank and for every `balance`; JSON.
 
         A DataLoader with workers takes minibatches from the sampler before they are trained on. Then give
-        `minibatches_done`, those trained on since epoch 0 began; the position is computed from it.
+        `minibatches_done`, those trained on since epoch 0 began, from which the position is computed.
         """
         done = self.epoch * len(self) + self.minibatch if minibatches_done is None else minibatches_done
         epoch, minibatch = divmod(done, len(self))

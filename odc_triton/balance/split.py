@@ -1,13 +1,13 @@
-"""LB-Split: the longest sequences of a minibatch are cut over all ranks, the others dealt as LB-Mini deals them.
+"""LB-Split: the longest sequences of a minibatch are split over all ranks, the others assigned as by LB-Mini.
 
-With one or two samples a rank the longest sequence is the step, however samples are dealt. Cut evenly, it costs every
-rank the same, and what is left to deal is small.
+With one or two samples a rank the longest sequence determines the step's time in any assignment. Split evenly, it costs
+every rank the same, and the remaining samples are small.
 
 [Note: line rule] The k longest sequences are laid end to end on a line of cost, which is cut into one part per rank. A
 part may hold the end of one sequence and the beginning of the next. Keys and values of earlier pieces cross links, so
 k should be small, and the longest sequences are laid first or last, whichever lets others read fewer tokens. Of all k
-that are tried the one of the least estimate wins, and it must promise 5% over LB-Mini: less is noise, in measured runs
-such plans gained nothing.
+that are tried the one with the least estimate wins, if it is 5% better than LB-Mini: smaller gains are noise, in
+measured runs such plans gained nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Waves = list[list[list[Entry]]]  # by wave and rank
 LEAST_TOKENS = 64  # of a piece: fewer cost more to wait for than to compute
 _LEAST_GAIN = 0.05
 _BY_TOKENS = CostModel(quadratic=0.0, linear=1.0)
-_TRIED, _MANY = 4, 64  # numbers of split sequences whose other samples are dealt too; half of them for many ranks
+_TRIED, _MANY = 4, 64  # numbers of split sequences that are tried in full; half of them for many ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SplitDeal:
-    """One minibatch, dealt. `plan`: of its pieces, None where nothing is split. `estimate`: what the step costs.
+class SplitAssignment:
+    """One minibatch's assignment. `plan`: of its pieces, None if nothing is split. `estimate`: the step's cost.
 
     `waves`: by wave and rank, a microbatch with pieces, maybe empty; `waves_cost`: of all of them, on each rank.
     `whole`: by rank, the samples outside of waves, as indices into `lengths` and `names`; all else has names.
@@ -51,7 +51,7 @@ class SplitDeal:
     estimate: float
 
     def packs(self, rank: int) -> SplitPacks:
-        """The microbatches of `rank`: its waves, then packs of whole samples, dearest first."""
+        """The microbatches of `rank`: its waves, then packs of whole samples, costliest first."""
         own = self.whole[rank]
         packs = pack([self.lengths[i] for i in own], token_cap=self.token_cap, cost=self.cost) if own else []
         return [*self.waves_of(rank), *([self.names[own[i]] for i in members] for members in packs)]
@@ -59,7 +59,7 @@ class SplitDeal:
     def waves_of(self, rank: int) -> SplitPacks:
         return [wave[rank] for wave in self.waves if wave[rank]]
 
-    def named(self, names: Sequence[int]) -> SplitDeal:
+    def named(self, names: Sequence[int]) -> SplitAssignment:
         """The same with other names of the samples."""
 
         def name(each: Entry) -> Entry:
@@ -78,16 +78,16 @@ def deal_split(
     cost: CostModel,
     names: Sequence[int] | None = None,
     ride: bool = True,
-) -> SplitDeal:
-    """Deals samples of `lengths` tokens to `ranks`, the longest in pieces.
+) -> SplitAssignment:
+    """Assigns samples of `lengths` tokens to `ranks`, the longest in pieces.
 
     A sample may be longer than `token_cap`, as long as its pieces fit. `tokens`: of each rank, the most tokens whose
-    keys and values others may read. `names`: what packs and plan call the samples, by default their indices.
-    `ride`: where all of a rank's samples fit the cap, they may share the wave's microbatch; the work queue forbids it,
-    as what rides is fixed. No randomness: every rank that calls it with the same arguments gets the same answer.
+    keys and values others may read. `names`: of the samples in packs and plan, by default their indices.
+    `ride`: if all of a rank's samples fit the cap, they may share the wave's microbatch; not for the work queue, as
+    such samples are fixed. Deterministic: every rank that calls it with the same arguments gets the same result.
 
     Raises ValueError for `ranks`, `token_cap` or `tokens` out of range, empty lengths, lengths below 1, and for a
-    sample that is over the cap and can't be split, with what to raise.
+    sample that is over the cap and can't be split, with the remedy.
     """
     if ranks < 1:
         raise ValueError(f"ranks is {ranks}: give the number of ranks, 1 or more")
@@ -96,36 +96,36 @@ def deal_split(
     if token_cap < 1:
         raise ValueError(f"token_cap is {token_cap}: give the most tokens that one microbatch may hold, 1 or more")
     lengths = checked_lengths(lengths, ranks * token_cap)
-    dealing = _Dealing(lengths=lengths, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost, ride=ride)
+    problem = _Problem(lengths=lengths, ranks=ranks, token_cap=token_cap, tokens=tokens, cost=cost, ride=ride)
     over = sum(length > token_cap for length in lengths)
-    best = dealing.deal(0, []) if over == 0 else None
+    best = problem.assign(0, []) if over == 0 else None
     to_beat = math.inf if best is None else best.estimate * (1 - _LEAST_GAIN)
-    if dealing.even_share <= to_beat:
-        for count, waves in dealing.worth_trying(over):
-            deal = dealing.deal(count, waves)
-            if deal.estimate <= to_beat:
-                best, to_beat = deal, deal.estimate * (1 - 1e-9)  # of equal ones, the fewest split
+    if problem.even_share <= to_beat:
+        for count, waves in problem.worth_trying(over):
+            assignment = problem.assign(count, waves)
+            if assignment.estimate <= to_beat:
+                best, to_beat = assignment, assignment.estimate * (1 - 1e-9)  # of equal ones, the fewest split
     names = range(len(lengths)) if names is None else names
     if best is None:
-        waves = dealing.even_waves(over)
-        if (needed := dealing.most_read(waves)) > tokens:
-            longest = dealing.order[0]
+        waves = problem.even_waves(over)
+        if (needed := problem.most_read(waves)) > tokens:
+            longest = problem.order[0]
             raise ValueError(
                 f"sample {names[longest]} has {lengths[longest]} tokens, over the token_cap of {token_cap}, and others "
                 f"may read {tokens} tokens of each rank, but this minibatch's pieces need {needed}: raise the cap or "
                 f"the tokens to read, or truncate or drop the sample"
             )
-        best = dealing.deal(over, waves)
+        best = problem.assign(over, waves)
     return best.named(names)
 
 
 def readable_tokens(lengths: Sequence[int], *, ranks: int, samples: int, token_cap: int, cost: CostModel) -> int:
-    """What to give `deal_split` as `tokens`, and `enable_split`, for minibatches of `samples`.
+    """A good `tokens` for `deal_split` and `enable_split`, for minibatches of `samples`.
 
     0.4 of the longest sample gives nearly all of the gain; on few ranks it is the first part of that sample, cut
-    evenly. Samples over the cap must be cut: with this number `deal_split` never raises for up to `samples` of
-    `lengths`, whatever `cost` it is given. A quarter of that part is more than pieces of equal tokens need; without it
-    minibatches nearly all over the cap were up to 28% dearer.
+    evenly. Samples over the cap must be split: with this number `deal_split` never raises for up to `samples` of
+    `lengths`, at any `cost`. A quarter of that part is more than pieces of equal tokens need; without it minibatches
+    nearly all over the cap were up to 28% slower.
     """
     longest = max(lengths)
     first_part = cost.tokens(cost.sequence(longest) / ranks) + LEAST_TOKENS
@@ -136,11 +136,11 @@ def readable_tokens(lengths: Sequence[int], *, ranks: int, samples: int, token_c
 
 
 def _least_tokens(token_cap: int) -> int:
-    """Of a piece. Small enough that a sample over the cap can be cut."""
+    """The least tokens of a piece, small enough that a sample over the cap can be split."""
     return max(1, min(LEAST_TOKENS, token_cap // 2))
 
 
-class _Dealing:
+class _Problem:
     """The samples of one minibatch, longest first, and the limits."""
 
     def __init__(
@@ -154,10 +154,10 @@ class _Dealing:
         self.even_share = math.fsum(self.costs) / ranks
 
     def worth_trying(self, over: int) -> Iterator[tuple[int, Waves]]:
-        """Numbers of sequences to split, fewest first, with their waves: those whose bound is near the least.
+        """Numbers of sequences to split, fewest first, with their waves: those whose lower bound is near the least.
 
-        A rank's part of the line plus the dearest sample that is left bounds the step from below; so does an even
-        share. Pieces that don't fit the limits end it.
+        Lower bounds of the step are a rank's part of the line plus the costliest remaining sample, and an even
+        share. Pieces that exceed the limits end it.
         """
         part = np.cumsum(self.costs) / self.ranks
         bound = np.maximum(part + np.append(self.costs[1:], 0.0), self.even_share)
@@ -166,7 +166,7 @@ class _Dealing:
         found: list[tuple[int, Waves]] = []
         tried = _TRIED if self.ranks <= _MANY else _TRIED // 2
         low, high = fewest, min(best + tried // 2, len(bound))
-        while low <= high:  # from `best` down to what fits
+        while low <= high:  # from `best` down to those that fit
             count = high
             waves = self._lay(self.order[:count])
             high = count - 1 if waves is not None else min(count - 1, max(low, count - count // 8))
@@ -178,14 +178,14 @@ class _Dealing:
 
     def _lay(self, samples: list[int]) -> Waves | None:
         """Waves of the samples, laid longest first or last on the line, whichever lets others read fewer tokens; None
-        if they don't fit the limits.
+        if they exceed the limits.
         """
         found = [waves for order in (samples, samples[::-1])[: len(samples)] if (waves := self._waves(order))]
         best = min(found, key=self.most_read, default=None)
         return None if best is None or self.most_read(best) > self.tokens else best
 
     def most_read(self, waves: Waves) -> int:
-        """Tokens that others read of the rank of which they read most."""
+        """The most tokens that others read of one rank."""
         return max(
             sum(
                 len(each)
@@ -202,21 +202,21 @@ class _Dealing:
             _cut([sample], self.lengths, self.ranks, _BY_TOKENS, self.least_tokens) for sample in self.order[:count]
         ]
 
-    def deal(self, count: int, waves: Waves) -> SplitDeal:
-        """The deal that splits the `count` longest, as in `waves`."""
+    def assign(self, count: int, waves: Waves) -> SplitAssignment:
+        """The assignment that splits the `count` longest, as in `waves`."""
         rest = self.order[count:]
         whole: list[list[int]] = [[] for _ in range(self.ranks)]
         if rest:
             parts = balanced_partition(self.costs[count:], self.ranks)
             whole = [[rest[i] for i in part] for part in parts]
-        # All ride with the pieces, or none: a rank that has more in the wave's microbatch makes all of the wave wait.
+        # All ride with the pieces, or none: a rank with more in the wave's microbatch delays the whole wave.
         if len(waves) == 1 and self.ride:
             together = [[*pieces, *own] for pieces, own in zip(waves[0], whole, strict=True)]
             if max(_tokens(each, self.lengths) for each in together) <= self.token_cap:
                 waves, whole = [together], [[] for _ in range(self.ranks)]
-        # A wave lasts as long as its dearest microbatch.
+        # A wave lasts as long as its costliest microbatch.
         waves_cost = math.fsum(max(self.cost.microbatch + self._price(each) for each in wave) for wave in waves)
-        return SplitDeal(
+        return SplitAssignment(
             lengths=self.lengths,
             names=range(len(self.lengths)),
             token_cap=self.token_cap,
@@ -296,7 +296,7 @@ def _cut(
 
 
 def _nearest_cut(place: float, at: int, length: int, least: int) -> int:
-    """The cut nearest to `place` that leaves no piece of under `least` tokens, neither from `at` to it nor after it."""
+    """The cut nearest to `place` that leaves no piece under `least` tokens, neither from `at` to the cut nor after."""
     cuts = [at, length]
     if length - at >= 2 * least:
         cuts.append(min(max(round(place), at + least), length - least))

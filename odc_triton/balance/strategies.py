@@ -1,13 +1,13 @@
-"""The ways to deal one minibatch's samples to ranks and microbatches.
+"""Strategies to assign a minibatch's samples to ranks and microbatches.
 
-| name   | dealt to ranks by            | microbatches                     | made for     |
+| name   | assigned to ranks by         | microbatches                     | made for     |
 |--------|------------------------------|----------------------------------|--------------|
 | local  | position                     | one sample each, sorted          | reference    |
 | micro  | cost, equal sample counts    | equal count, heavy ones lined up | FSDP         |
 | global | pack, after packing them all | equal count, heavy ones lined up | FSDP, better |
-| mini   | cost                         | what the rank needs, also none   | ODC          |
+| mini   | cost                         | as many as the rank needs, or 0  | ODC          |
 
-A fifth, "queue" (queue.py), deals packs while they are computed; only `MinibatchSampler` knows it.
+A fifth, "queue" (queue.py), assigns packs at run time; only `MinibatchSampler` has it.
 
 LocalSort, LB-Micro and LB-Mini are those of arXiv 2601.19362. FSDP waits for the slowest rank in every layer
 of every microbatch, so it needs equal counts and microbatches of equal cost at each index; ODC waits once per
@@ -28,11 +28,11 @@ Packs = list[list[int]]  # microbatches of one rank, each a list of indices into
 def assign(
     lengths: Sequence[int], *, ranks: int, token_cap: int, balance: str, cost: CostModel | None = None
 ) -> list[Packs]:
-    """Deals samples of `lengths` tokens: a list over `ranks` of lists of packs of indices into `lengths`.
+    """Assigns samples of `lengths` tokens: a list over `ranks` of lists of packs of indices into `lengths`.
 
     Every index is in exactly one pack, no pack is empty or has more than `token_cap` tokens, a rank's packs
-    come dearest first. `balance` is one of `BALANCES`. `cost` defaults to `CostModel.paper_7b()`. No
-    randomness: every rank that calls it with the same arguments gets the same answer.
+    come costliest first. `balance` is one of `BALANCES`. `cost` defaults to `CostModel.paper_7b()`.
+    Deterministic: every rank that calls it with the same arguments gets the same result.
 
     Raises ValueError for an unknown `balance`, `ranks` or `token_cap` below 1, empty lengths, lengths below 1
     or over the cap, and, under "micro" and "global" only, too few samples for the packs that they need (see
@@ -53,7 +53,7 @@ def assign_one(
     balance: str,
     cost: CostModel | None = None,
 ) -> Packs:
-    """`assign(...)[rank]`, without packing the other ranks' samples where nothing depends on it (LB-Mini).
+    """`assign(...)[rank]`, without packing the other ranks' samples if nothing depends on it (LB-Mini).
 
     Every rank runs this before each minibatch: for 1,024 ranks of 16 samples it takes a fraction of `assign`'s time.
     Raises as `assign`, and IndexError for a `rank` that does not exist.
@@ -68,8 +68,8 @@ def assign_one(
 def _local_sort(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> list[Packs]:
     """LocalSort: rank r keeps the r-th run of samples, longest first, one a microbatch.
 
-    The runs' sizes, hence the numbers of microbatches, are equal where `ranks` divides the samples and differ
-    by one otherwise (FSDP would then hang). `cost` plays no part, as it grows with the length.
+    The runs' sizes, hence the numbers of microbatches, are equal if `ranks` divides the samples and differ
+    by one otherwise (FSDP would then hang). `cost` is not used, as it grows with the length.
     """
     runs = [range(len(lengths) * r // ranks, len(lengths) * (r + 1) // ranks) for r in range(ranks)]
     return [[[i] for i in sorted(run, key=lambda i: -lengths[i])] for run in runs]
@@ -78,10 +78,10 @@ def _local_sort(lengths: list[int], ranks: int, token_cap: int, cost: CostModel)
 def _lb_micro(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> list[Packs]:
     """LB-Micro: equal sample counts per rank balanced by cost, the same number of packs on every rank.
 
-    The number is that of the rank that needs most; the others split packs to reach it. Each rank's packs have
-    nearly equal cost and come dearest first, so that heavy ones line up over the ranks.
+    The number is that of the rank that needs most; the others divide packs to reach it. Each rank's packs have
+    nearly equal cost and come costliest first, so that heavy ones line up over the ranks.
 
-    Raises ValueError where a rank has fewer samples than that number. This cannot happen where `ranks` divides the
+    Raises ValueError if a rank has fewer samples than that number. This cannot happen if `ranks` divides the
     number of samples.
     """
     owned = balanced_partition([cost.sequence(length) for length in lengths], ranks, equal_sizes=True)
@@ -94,14 +94,14 @@ def _lb_micro(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -
             f"every rank needs {needed} microbatches under a token_cap of {token_cap}; give a multiple "
             f"of {ranks} samples, or use balance 'mini'"
         )
-    dealt = [pack(own, token_cap=token_cap, cost=cost, count=needed) for own in own_lengths]
-    return [_global_indices(packs, members) for packs, members in zip(dealt, owned, strict=True)]
+    packed = [pack(own, token_cap=token_cap, cost=cost, count=needed) for own in own_lengths]
+    return [_global_indices(packs, members) for packs, members in zip(packed, owned, strict=True)]
 
 
 def _lb_mini(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> list[Packs]:
-    """LB-Mini: ranks balanced by total cost, then each packs alone: counts of packs differ and may be zero.
+    """LB-Mini: ranks balanced by total cost, each packed independently: counts of packs differ and may be zero.
 
-    Any number of samples will do, also fewer than `ranks`.
+    Any number of samples works, also fewer than `ranks`.
     """
     return [_packed(members, lengths, token_cap, cost) for members in _by_total_cost(lengths, ranks, cost)]
 
@@ -109,10 +109,10 @@ def _lb_mini(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) ->
 def _global_packing(lengths: list[int], ranks: int, token_cap: int, cost: CostModel) -> list[Packs]:
     """Global packing: all samples packed together, packs sorted by cost, each `ranks` of them one microbatch.
 
-    The number of packs is raised to a multiple of `ranks` by splitting packs. Every second group is dealt in
+    The number of packs is raised to a multiple of `ranks` by dividing packs. Every second group is assigned in
     reverse order, which changes nothing under FSDP's barriers and evens out the ranks' totals without them.
 
-    Raises ValueError where there are fewer samples than packs. This cannot happen where `ranks` divides the number of
+    Raises ValueError if there are fewer samples than packs. This cannot happen if `ranks` divides the number of
     samples.
     """
     fewest = len(best_fit_decreasing(lengths, token_cap=token_cap))
@@ -124,12 +124,12 @@ def _global_packing(lengths: list[int], ranks: int, token_cap: int, cost: CostMo
             "samples, or use balance 'mini'"
         )
     packs = pack(lengths, token_cap=token_cap, cost=cost, count=needed)
-    dealt: list[Packs] = [[] for _ in range(ranks)]
+    assigned: list[Packs] = [[] for _ in range(ranks)]
     for start in range(0, needed, ranks):
         group = packs[start : start + ranks]
         for rank, members in enumerate(group if start // ranks % 2 == 0 else reversed(group)):
-            dealt[rank].append(members)
-    return dealt
+            assigned[rank].append(members)
+    return assigned
 
 
 _STRATEGIES: dict[str, Callable[..., list[Packs]]] = {
@@ -152,7 +152,7 @@ def _by_total_cost(lengths: list[int], ranks: int, cost: CostModel) -> list[list
 
 
 def _packed(members: list[int], lengths: list[int], token_cap: int, cost: CostModel) -> Packs:
-    """One rank's samples in packs, however many they are."""
+    """One rank's samples in packs; no samples give none."""
     own = [lengths[i] for i in members]
     return _global_indices(pack(own, token_cap=token_cap, cost=cost), members) if own else []
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..balance import CostModel
-from ..balance.deal import Dealer
+from ..balance.assigner import Assigner
 from ..balance.pieces import Entry, SplitPlan
 from ..balance.split import readable_tokens
 from ..checkpoint.repeat import Kept
@@ -101,7 +101,7 @@ class GrpoRun(Run):
             tokenizer=prepared.tokenizer,
             columns=self.prompts.columns,
         )
-        self.dealer = Dealer(
+        self.assigner = Assigner(
             rank=engine.rank,
             world=engine.world,
             token_cap=options.token_cap,
@@ -111,14 +111,14 @@ class GrpoRun(Run):
         )
         if options.split_sequences and engine.world > 1:
             longest = self.prompts.longest + options.max_new_tokens
-            self.dealer.split_tokens = options.split_tokens or readable_tokens(
+            self.assigner.split_tokens = options.split_tokens or readable_tokens(
                 [longest],
                 ranks=engine.world,
                 samples=self.per_step * options.generations,
                 token_cap=options.token_cap,
                 cost=cost,
             )
-            enable_split(model, self.dealer.split_tokens)
+            enable_split(model, self.assigner.split_tokens)
         self.end_tokens = end_tokens_of(model, prepared.tokenizer)
         high = options.clip if options.clip_high is None else options.clip_high
         self.objective = Objective(loss=options.loss, low=options.clip, high=high, kl=options.kl)
@@ -143,7 +143,7 @@ class GrpoRun(Run):
             keep_all=self.reference is not None,
         )
         update_s, lr, loss = time.monotonic(), self.lr, 0.0
-        dealt = self.dealer.own(batch.lengths, range(len(batch.samples)))
+        dealt = self.assigner.own(batch.lengths, range(len(batch.samples)))
         packs = Kept(dealt)  # what is taken from a queue once is computed here again
         for _ in range(options.iterations):
             agreed = self.update(*self._minibatch(batch, packs, dealt.split))

@@ -219,13 +219,13 @@ def _steps(rank: int, world: int) -> tuple[dict[str, torch.Tensor], list[list[in
             for members in queued:
                 (summed(model, members) / mb.tokens).backward()
                 # Rank 0 is so slow that the others take all that it leaves.
-                while rank == 0 and own.dealer.counter.add(queued._key, 0) <= len(queued.packs):
+                while rank == 0 and own.assigner.counter.add(queued._key, 0) <= len(queued.packs):
                     time.sleep(0.005)
         optimizer.step()
         optimizer.zero_grad()
         taken.append(len(queued.taken))
         totals.append(mb.tokens)
-    assert not own.dealer.counter._store.check(["minibatch/0"])
+    assert not own.assigner.counter._store.check(["minibatch/0"])
     return {name: value.clone() for name, value in full_parameters(model)}, taken, totals
 
 

@@ -1,4 +1,4 @@
-"""One minibatch dealt to the ranks: by LB-Mini or another strategy, cut over ranks, or for the work queue."""
+"""Assigns a minibatch to the ranks: by LB-Mini or another strategy, split over ranks, or for the work queue."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from .cost import CostModel
 from .pieces import MinibatchPacks
 from .queue import QUEUE, Counter, OwnCounter, QueuedPacks, queue_packs
-from .split import SplitDeal, deal_split
+from .split import SplitAssignment, deal_split
 from .strategies import assign_one
 
 
 @dataclass(kw_only=True)
-class Dealer:
-    """How a rank gets its packs of minibatch after minibatch. Every rank computes the whole dealing by itself.
+class Assigner:
+    """A rank's packs, minibatch after minibatch. Every rank computes the whole assignment; nothing is communicated.
 
     `balance` and `token_cap`: see `MinibatchSampler`; `split_tokens`: of each rank, the most tokens that others may
-    read, 0 where nothing is cut; `counter`: of a work queue, by default `store_counter()`, made when first needed.
+    read, 0 without splitting; `counter`: of a work queue, by default `store_counter()`, made on first use.
     """
 
     rank: int
@@ -36,8 +36,8 @@ class Dealer:
         if not lengths:
             return MinibatchPacks()
         if self.split_tokens:
-            deal = self._split(lengths, names)
-            return MinibatchPacks.of(deal.packs(self.rank), deal.plan)
+            split = self._split(lengths, names)
+            return MinibatchPacks.of(split.packs(self.rank), split.plan)
         how = {"token_cap": self.token_cap, "balance": self.balance, "cost": self.cost}
         own = assign_one(lengths, rank=self.rank, ranks=self.world, **how)
         return MinibatchPacks([names[i] for i in members] for members in own)
@@ -50,14 +50,14 @@ class Dealer:
                 from .counter import store_counter
 
                 self.counter = store_counter()
-        deal = self._split(lengths, names, ride=False) if self.split_tokens and lengths else None
-        whole = [i for of_rank in deal.whole for i in of_rank] if deal else range(len(lengths))
+        split = self._split(lengths, names, ride=False) if self.split_tokens and lengths else None
+        whole = [i for of_rank in split.whole for i in of_rank] if split else range(len(lengths))
         packs = whole and queue_packs(
             [lengths[i] for i in whole],
             ranks=self.world,
             token_cap=self.token_cap,
             cost=self.cost,
-            preload=deal.waves_cost if deal else 0.0,
+            preload=split.waves_cost if split else 0.0,
         )
         # Not by epoch and minibatch: those come again after load_state_dict, and a failed one leaves its key.
         key = f"minibatch/{self._queues}"
@@ -68,11 +68,11 @@ class Dealer:
             counter=self.counter,
             rank=self.rank,
             world=self.world,
-            waves=deal and [deal.waves_of(rank) for rank in range(self.world)],
-            split=deal and deal.plan,
+            waves=split and [split.waves_of(rank) for rank in range(self.world)],
+            split=split and split.plan,
         )
 
-    def _split(self, lengths: Sequence[int], names: Sequence[int], *, ride: bool = True) -> SplitDeal:
+    def _split(self, lengths: Sequence[int], names: Sequence[int], *, ride: bool = True) -> SplitAssignment:
         return deal_split(
             lengths,
             ranks=self.world,
