@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..data.order import Mix
-from .cost import CostModel
 from .assigner import Assigner
+from .cost import CostModel
 from .packing import checked_lengths
 from .queue import QUEUE, Counter, QueuedPacks
 from .split import readable_tokens

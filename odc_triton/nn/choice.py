@@ -1,6 +1,6 @@
-"""How an operator runs: a table by operator, shape, tokens and device type, and what overrides it. Pure.
+"""The implementation of each operator: a table by operator, shape, tokens and device type, and overrides. Pure.
 
-A choice is written in words joined by slashes, any of which may be left out: `triton/staged/fused`, `eager`, `direct`.
+A choice is written as words joined by slashes, all optional: `triton/staged/fused`, `eager`, `direct`.
 For some operators only: `linear=triton/direct,embedding=eager`. An argument overrides the environment variable
 ODC_OPERATORS, which overrides the table.
 """
@@ -22,7 +22,7 @@ WGRADS = ("split", "fused")
 # For two roles of `replace_layers` the operator has another name.
 _ALIASES = {"head": "log_probs", "attention": "qkv"}
 
-# The words that each operator takes. It ignores a word that only other operators take.
+# The words of each operator. It ignores words of other operators.
 WORDS = {
     "linear": {*BACKENDS, *STRATEGIES, *WGRADS},
     "qkv": {*BACKENDS, "gathered", "direct", *WGRADS},
@@ -33,14 +33,14 @@ WORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How one operator runs.
+    """The implementation of one operator.
 
     backend: "eager", plain torch, or "triton", our kernels.
-    strategy: where weights are read: "gathered", from the unit's whole tensors, by the library's product; "direct",
-        from their owners while computing; "staged", from a local copy that fills meanwhile.
-    wgrad: "split": the library makes the whole weight gradient, which is then added to the owners; "fused": each
-        owner's part is added as it is made, never the whole at once.
-    tiles: (kernel, tile) pairs for kernels that should not use their tile in `odc_kernels.tiles`.
+    strategy: the source of weights: "gathered", the unit's whole tensors, by the library's product; "direct",
+        their owners, during the computation; "staged", a local copy that is filled meanwhile.
+    wgrad: "split": the library computes the whole weight gradient, which is then added to the owners; "fused": each
+        owner's part is added as soon as it is computed; the whole never exists.
+    tiles: (kernel, tile) pairs that override the tiles in `odc_kernels.tiles`.
     """
 
     backend: str
@@ -59,7 +59,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One line of the table: what it applies to, None for any, and the choice. `tokens`: at most this many."""
+    """One line of the table: its conditions, None for any, and the choice. `tokens`: at most this many."""
 
     operator: str
     device_type: str | None = None
@@ -82,7 +82,7 @@ def _entry(operator: str, device_type: str | None, words: str) -> Entry:
     return Entry(operator=operator, device_type=device_type, choice=as_choice(words))
 
 
-# The first line that applies counts. On CUDA no fused product has been compared with the library's: gathered and split
+# The first matching line counts. On CUDA no fused product has been compared with the library's: gathered and split
 # are plain ODC as in the paper. An embedding reads few of many rows and the head is never whole: always direct.
 TABLE = (
     _entry("linear", None, "eager/gathered/split"),
@@ -95,11 +95,11 @@ TABLE = (
 
 
 def parse(text: str) -> dict[str, tuple[str, ...]]:
-    """The words for each operator. Raises ValueError for an unknown word or operator, and for one given twice."""
+    """The words for each operator. Raises ValueError for an unknown word or operator, and for a repeated one."""
     if not isinstance(text, str):
         raise ValueError(f"choice is {text!r}; give words such as 'triton/direct', or {AUTO!r}")
     found: dict[str, tuple[str, ...]] = {}
-    told: set[str] = set()
+    seen: set[str] = set()
     for item in filter(None, (part.strip() for part in text.split(","))):
         operator, equals, words = item.rpartition("=")
         names = [_ALIASES.get(operator.strip(), operator.strip())] if equals else list(WORDS)
@@ -115,9 +115,9 @@ def parse(text: str) -> dict[str, tuple[str, ...]]:
             if word != AUTO and word not in WORDS[names[0]] and (equals or word not in WORDS["linear"]):
                 allowed = [each for each in (*BACKENDS, *STRATEGIES, *WGRADS) if each in WORDS[names[0]]]
                 raise ValueError(f"{item!r}: {word!r} is not known here; give {AUTO!r} or some of {', '.join(allowed)}")
-        if equals and names[0] in told:
+        if equals and names[0] in seen:
             raise ValueError(f"{text!r} gives {names[0]} twice")
-        told.update(names if equals else ())
+        seen.update(names if equals else ())
         for name in names:
             found[name] = (*found.get(name, ()), *(word for word in given if word in WORDS[name]))
     return found
@@ -152,7 +152,7 @@ def _look_up(
     words: tuple[str, ...],
     table: tuple[Entry, ...],
 ) -> list[Choice]:
-    """The choices, one for each line that applies; if `tokens` is given, only of lines for that many tokens."""
+    """The choices of all matching lines; with `tokens`, only of lines for that many tokens."""
     holding = [entry for entry in table if entry.holds(operator, tuple(shape), device_type)]
     found = [
         _with(entry.choice, words) for entry in holding if None in (tokens, entry.tokens) or tokens <= entry.tokens
@@ -183,9 +183,9 @@ def choose(
     given: str = AUTO,
     table: tuple[Entry, ...] = TABLE,
 ) -> Choice:
-    """How `operator` runs on a weight of this shape and this many tokens, on a "cpu" or "cuda" device.
+    """The implementation of `operator` for a weight of this shape and this many tokens, on a "cpu" or "cuda" device.
 
-    given: as in this file's first lines. Raises ValueError if it, or the environment variable, is not understood, and
+    given: see this file's first lines. Raises ValueError if it, or the environment variable, is invalid, and
     if it chooses Triton's kernels on a CPU without the interpreter.
     """
     environment = os.environ.get(VARIABLE, "")
@@ -197,7 +197,7 @@ def choose(
 def is_gathered(
     operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
 ) -> bool:
-    """Whether the weight is read from its unit's whole tensors for some number of tokens, so must be among them."""
+    """True if the weight is read from its unit's whole tensors for some number of tokens, so must be among them."""
     words = _words(operator, os.environ.get(VARIABLE, ""), given)
     found = _look_up(operator, shape, None, device_type, words, table)
     return any(choice.strategy == "gathered" for choice in found)
@@ -206,7 +206,7 @@ def is_gathered(
 def is_by_kernel(
     operator: str, *, shape: tuple[int, ...], device_type: str, given: str = AUTO, table: tuple[Entry, ...] = TABLE
 ) -> bool:
-    """Whether kernels run it, for operators where this does not depend on the number of tokens.
+    """True if kernels run it, for operators where this does not depend on the number of tokens.
 
     `torch.compile` traces it, so nothing is cached.
     """

@@ -38,7 +38,7 @@ class Family:
 
     @property
     def module(self) -> str:
-        """Where it is defined."""
+        """The module that defines it."""
         return "transformers.models.{0}.modeling_{0}".format(self.of.lower())
 
     @property
@@ -60,7 +60,7 @@ FAMILIES = (
 
 
 class FusedProjections:
-    """Mixed into a family's attention class: one kernel makes q, k and v, if that was chosen.
+    """A mixin of a family's attention class: one kernel computes q, k and v, if chosen.
 
     The rest, the chosen attention function with its mask and the cache, is as in the family's own forward, which runs
     if nothing is fused.
@@ -127,7 +127,7 @@ def family_of(module: nn.Module) -> Family | None:
 
 
 def why_not(module: nn.Module, family: Family) -> str | None:
-    """Why our layer does not compute what this module of that family does; None if it does."""
+    """The reason why our layer would not compute the same as this module of that family; None if it does."""
     if type(module) is not family.attention:
         return f"a {type(module).__module__}.{type(module).__name__}, derived from {family.name}"
     if "forward" in vars(module):
@@ -157,12 +157,12 @@ def why_not(module: nn.Module, family: Family) -> str | None:
 
 
 def _is_untouched(part: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether it is exactly of one of these classes and calling it runs none of the user's code."""
+    """True if it is exactly of one of these classes and calling it runs no user code."""
     return type(part) in kinds and "forward" not in vars(part) and not has_hooks(part)
 
 
 def _unlike_norms(module: nn.Module, family: Family) -> str | None:
-    """Why the norms of the heads, if the family has them, are not the family's own."""
+    """The reason why the norms of the heads, if any, are not the family's own."""
     if not family.norm:
         return None
     norms = module.q_norm, module.k_norm
@@ -192,10 +192,10 @@ def __getattr__(name: str) -> type[nn.Module]:
 
 @torch.no_grad()
 def differs(module: nn.Module, family: Family) -> str | None:
-    """How our forward differs from the family's own, on a small module of this kind; None if it does not.
+    """The difference of our forward from the family's own, on a small module of this kind; None if they are equal.
 
-    Both run on the same random weights and inputs, in plain torch. So a transformers release that changes what
-    attention computes is noticed before anything is replaced.
+    Both run on the same random weights and inputs, in plain torch. So a change of attention in a transformers release
+    is detected before anything is replaced.
     """
     config = copy.deepcopy(module.config)
     sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

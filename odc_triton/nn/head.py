@@ -1,4 +1,4 @@
-"""Logits that are never computed: what a fused head returns in training, for losses and log-probabilities."""
+"""Logits that are never computed: the result of a fused head in training, for losses and log-probabilities."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class FusedLogits:
     """Stands for scale · h Wᵀ in a loss: it has the shape and the cross-entropy.
 
     h: [..., D], weight: [V, D]. Indexing and reshaping over tokens, `float()`, `to` and a scalar factor return another
-    FusedLogits; everything else would need the logits, so it raises and names the remedy.
+    FusedLogits; any other operation would need the logits, so it raises with the remedy.
     """
 
     def __init__(self, h: torch.Tensor, weight: torch.Tensor, scale: float = 1.0, choice: str = AUTO) -> None:
@@ -42,7 +42,7 @@ class FusedLogits:
             )
         self._h, self._weight, self._scale, self._choice = h, weight, scale, choice
 
-    # ------------------------------------------------------------------ what it looks like
+    # ------------------------------------------------------------------ a tensor's attributes
 
     @property
     def shape(self) -> torch.Size:
@@ -54,7 +54,7 @@ class FusedLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32  # of what is made from it: logits in the compute dtype, their softmax in fp32
+        return torch.float32  # the softmax's; the logits would have the compute dtype
 
     @property
     def device(self) -> torch.device:
@@ -142,7 +142,7 @@ class FusedLogits:
     __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = __rtruediv__ = __matmul__ = __pow__ = _needs_logits
     __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __float__ = __iter__ = _needs_logits
 
-    # ------------------------------------------------------------------ what it is for
+    # ------------------------------------------------------------------ losses and log-probabilities
 
     def log_probs(self, targets: torch.Tensor, *, ignore_index: int = -100) -> TokenLogProbs:
         """Log-probabilities of `targets`, int64 of this shape without the vocabulary, and the entropy."""
@@ -165,7 +165,7 @@ class FusedLogits:
         raise _refused(name)
 
 
-# The engine looks for tensors in a model's output to see its backward begin; here it finds h.
+# The engine finds tensors in a model's output to detect the begin of its backward; here it finds h.
 pytree.register_pytree_node(
     FusedLogits,
     lambda logits: ([logits._h], (logits._weight, logits._scale, logits._choice)),
@@ -219,7 +219,7 @@ def _cross_entropy(
 
 
 def _dimensions(part: Any) -> int:
-    """How many dimensions one part of an index addresses."""
+    """The number of dimensions that one part of an index addresses."""
     if part is None or part is Ellipsis:
         return 0
     return part.ndim if isinstance(part, torch.Tensor) and part.dtype == torch.bool else 1

@@ -1,6 +1,6 @@
 """Layers on sharded parameters, with torch's names, arguments and state-dict keys.
 
-Without `fully_shard` each works like the plain layer. `choice`: how it runs, see choice.py.
+Without `fully_shard` each works like the plain layer. `choice`: see choice.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .head import FusedLogits, TokenLogProbs
 class ReadsShards(nn.Module):
     """A layer of torch, with its arguments and `choice`, whose own operators take parameters that are never whole.
 
-    Other code, such as a method that takes `embedding.weight.T` or a penalty on the weights, gets such a parameter as
+    Other code, such as a method that uses `embedding.weight.T` or a penalty on the weights, gets such a parameter as
     `WholeOnUse`.
     """
 
@@ -40,21 +40,21 @@ class ReadsShards(nn.Module):
 
 
 def leaf(module: nn.Module, name: str) -> torch.Tensor | None:
-    """A module's parameter as operators take it, possibly without memory, or computed by, say, weight norm."""
+    """A module's parameter as operators take it, possibly without memory, or computed, for example by weight norm."""
     return module._parameters[name] if name in module._parameters else getattr(module, name)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether calling the module runs any of the user's code."""
+    """True if calling the module runs any user code."""
     return bool(
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
 
 
 class Linear(ReadsShards, nn.Linear):
-    """`torch.nn.Linear`. Its weight's gradient goes straight to the owners; forward saves its input, not the weight."""
+    """`torch.nn.Linear`. Adds its weight's gradient directly to the owners; forward saves its input, not the weight."""
 
-    operator = "linear"  # which line of the table says where its weight is read
+    operator = "linear"  # in the table
 
     def reads_on_demand(self, device_type: str, table: tuple[Entry, ...] = TABLE) -> tuple[str, ...]:
         shape = (self.out_features, self.in_features)

@@ -1,13 +1,13 @@
-"""A sharded parameter as operators see it, and handles that name it for custom operators, which take only tensors.
+"""Operators' interface to a sharded parameter, and its handles for custom operators, which take only tensors.
 
-[Note: handles] A handle is an int64 tensor [1] on the CPU with a number that names an object. `torch.compile` treats it
-as one more input of the graph, so one graph serves all layers of a kind. An operator that writes into shared memory
-declares the handle as mutated, though it never writes to it: so it is neither removed as dead, nor moved, nor run
-twice. If it gets a copy, as under functionalization, the copy holds the same number; if it took the shard itself, it
-would run on a copy of the shard, which would then overwrite what peers had added meanwhile. An operator's backward
-keeps its handles outside of what autograd saves: autograd would take a second use of the weight for a change of it.
+[Note: handles] A handle is an int64 tensor [1] on the CPU with a number that identifies an object. `torch.compile`
+treats it as one more input of the graph, so one graph serves all layers of a kind. An operator that writes into shared
+memory declares the handle as mutated, though it never writes to it: so it is neither removed as dead, nor moved, nor
+run twice. A copy of the handle, as under functionalization, holds the same number; a copy of the shard would overwrite
+what peers had added meanwhile. An operator's backward keeps its handles outside of autograd's saved tensors: autograd
+would take a second use of the weight for a change of it.
 
-The numbers are the only process-wide state here: an object is forgotten when nothing else holds it.
+The numbers are the only process-wide state here: an object is dropped when nothing else refers to it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def add_rows(shard: torch.Tensor, at: int | torch.Tensor, rows: torch.Tensor) ->
 
 
 class ShardedOperand(Protocol):
-    """A parameter [N, ...] whose rows are on `world` owners, split as by `torch.chunk`.
+    """A parameter [N, ...] whose rows are on `world` owners, chunked as by `torch.chunk`.
 
-    `leaf`: the tensor that autograd knows; `dtype`: the compute dtype; `table`: how operators on it run, see choice.py.
+    `leaf`: autograd's tensor; `dtype`: the compute dtype; `table`: implementations of operators on it, see choice.py.
     """
 
     leaf: torch.Tensor
@@ -54,28 +54,28 @@ class ShardedOperand(Protocol):
         """The shards to read, as kernels see them; not for a scalar."""
 
     def parts(self, strategy: str) -> list[torch.Tensor]:
-        """The rows to compute with, in order: in one tensor, or possibly owner by owner for "direct".
+        """The rows to compute with, in order: in one tensor, or possibly one per owner for "direct".
 
-        "gathered" is the unit's whole tensor, which must be filled by now; "staged" makes a separate copy.
+        "gathered" is the unit's whole tensor, which must be filled already; "staged" makes a separate copy.
         """
 
     def read(self) -> torch.Tensor:
         """A copy of the whole tensor."""
 
     def pull(self) -> StagedWeight:
-        """Starts copying it from its owners; returns what a kernel needs to wait for the copies."""
+        """Starts copying it from its owners; a kernel waits for the copies by the result."""
 
     def first_row(self, owner: int) -> int:
-        """The index of `owner`'s first row; one past the last owner, the number of all rows."""
+        """The index of `owner`'s first row; for `world`, the number of all rows."""
 
     def owners_from_own(self) -> Iterator[int]:
-        """The owners that hold rows, this rank first and then the next ones, so that ranks visit different owners."""
+        """The owners that hold rows, starting at this rank, so that ranks visit different owners at a time."""
 
     def wants_gradient(self) -> bool:
         """False if autograd.grad() asked only for other tensors' gradients in the backward that runs now."""
 
     def open_sink(self) -> PeerShards | AddRows:
-        """Where an operator adds a gradient that it makes piece by piece: shards for a kernel, or a function."""
+        """The target of a gradient that an operator computes in chunks: shards for a kernel, or a function."""
 
     def add_gradient(self, gradient: torch.Tensor | None) -> None:
         """Adds a whole gradient."""
@@ -90,7 +90,7 @@ class ReadsOnDemand(Protocol):
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` gave this module the methods of a sharded one."""
+    """True if `fully_shard` gave this module the methods of a sharded one."""
     return getattr(type(module), "_odc_is_sharded", False)
 
 
@@ -106,13 +106,13 @@ def handle_of(target: ShardedOperand) -> torch.Tensor:
 
 
 def chosen(operator: str, weight: ShardedOperand, tokens: int, device: torch.device, choice: str) -> Choice:
-    """How an operator on this weight runs for so many tokens."""
+    """The implementation of an operator on this weight for this many tokens."""
     where = {"shape": weight.shape, "tokens": tokens, "device_type": device.type}
     return choose(operator, **where, given=choice, table=weight.table)
 
 
 def resolve(handle: torch.Tensor) -> ShardedOperand:
-    """What the handle names. Raises RuntimeError if it is gone."""
+    """The handle's object. Raises RuntimeError if it is gone."""
     target = _objects.get(int(handle))
     if target is None:
         raise RuntimeError("a layer's weight belongs to a sharded model that is gone; keep the model that was sharded")

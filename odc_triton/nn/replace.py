@@ -21,7 +21,7 @@ _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced:
-    """What `replace_layers` did: names of the modules it swapped by role, and why it left others alone."""
+    """The result of `replace_layers`: names of swapped modules by role, and the reasons why others stay."""
 
     swapped: dict[str, list[str]] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def replace_layers(
     choice: str = AUTO,
     verbose: bool = True,
 ) -> Replaced:
-    """Swaps the layers of these roles for ours. Call it before `fully_shard`; it prints what it did if `verbose`.
+    """Swaps the layers of these roles for ours. Call it before `fully_shard`; prints a summary if `verbose`.
 
     roles:
         "attention": of Llama, Mistral, Qwen2 and Qwen3 in transformers. The chosen attention function stays.
@@ -63,9 +63,9 @@ def replace_layers(
         "head": the vocabulary projection of a causal LM of transformers. Training then never computes its logits:
             `model(input_ids=…, labels=…).loss`, or any `cross_entropy` of `outputs.logits`, takes a chunk of the
             vocabulary at a time, and `outputs.logits.log_probs(targets)` gives log-probabilities and entropies.
-    choice: how their operators run, see choice.py; by default from its table and the variable ODC_OPERATORS.
+    choice: see choice.py; by default from its table and the variable ODC_OPERATORS.
 
-    A layer that ours can't replace is left alone, and the reason reported. Raises ValueError for an unknown role or
+    A layer that ours can't replace stays, and the reason is reported. Raises ValueError for an unknown role or
     choice, RuntimeError for a model that is already sharded.
     """
     if not isinstance(model, nn.Module):
@@ -90,7 +90,7 @@ def replace_layers(
 
 
 def own_layers(model: nn.Module) -> int:
-    """Turns our layers back into what `replace_layers` found, in place; returns how many there were."""
+    """Reverts `replace_layers` in place; returns the number of reverted layers."""
     count = 0
     for module in model.modules():
         found = isinstance(module, (Linear, Embedding, LMHead, attention.FusedProjections))
@@ -137,7 +137,7 @@ def _replace_attention(model: nn.Module, choice: str, replaced: Replaced) -> Non
         module.__class__ = attention.fused_class(family)
         module._odc_choice = choice
         for projection in (module.q_proj, module.k_proj, module.v_proj, module.o_proj):
-            if isinstance(projection, nn.Linear):  # else adapters of the output, around one that "linear" replaces
+            if isinstance(projection, nn.Linear):  # else adapters of the output, around a layer that "linear" replaces
                 projection.__class__, projection.choice = Linear, choice
                 projection.operator = "linear" if projection is module.o_proj else "qkv"
         replaced.swapped["attention"].append(name)
@@ -227,7 +227,7 @@ def _unlike_a_head(head: nn.Module) -> str | None:
     return "it has hooks" if has_hooks(head) else None
 
 
-# In this order: a later role leaves what an earlier one took.
+# In this order: a later role skips layers of an earlier one.
 _ROLES: dict[str, Callable[[nn.Module, str, Replaced], None]] = {
     "attention": _replace_attention,
     "head": _replace_head,

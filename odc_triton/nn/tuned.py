@@ -1,4 +1,4 @@
-"""Tables that `odc-triton tune` measured: where they are, for which machine, and what `fully_shard` takes from them.
+"""Tables that `odc-triton tune` measured: their files, the machines they are valid for, and the lines in force.
 
 A table is one JSON file per kind of processor, topology and number of ranks, in the folder ODC_TUNED, by default
 ~/.cache/odc-triton/tuned (or XDG_CACHE_HOME's). With ODC_TUNED=off none is read.
@@ -31,7 +31,7 @@ _TILES = {kind.__name__: kind for kind in (tiles.LinearTile, tiles.WgradTile)}
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a measurement is valid. `processor`: name of the GPU or CPU; `topology`: see `Topology.key`."""
+    """The machine of a measurement. `processor`: name of the GPU or CPU; `topology`: see `Topology.key`."""
 
     backend: str
     processor: str
@@ -46,7 +46,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One measured choice: for weights of this shape and dtype and up to this many tokens, None: no limit.
+    """One measured choice: for weights of this shape and dtype and up to this many tokens (None: no limit).
 
     seconds: of every measured candidate, by its words, forward and backward.
     """
@@ -80,16 +80,16 @@ class Tuned:
 
 
 def default_folder() -> Path | None:
-    """Where tables are read and written; None if they are turned off."""
-    told = os.environ.get(VARIABLE, "")
-    if told == OFF:
+    """The folder of tables; None if they are turned off."""
+    folder = os.environ.get(VARIABLE, "")
+    if folder == OFF:
         return None
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(told) if told else Path(cache) / "odc-triton" / "tuned"
+    return Path(folder) if folder else Path(cache) / "odc-triton" / "tuned"
 
 
 def load(place: Place, folder: Path | None) -> Tuned:
-    """What was measured for this place; nothing, with the reason, if other versions measured it or it can't be read."""
+    """The measurements of this place; none, with the reason, if they are of other versions or can't be read."""
     if folder is None or not (path := folder / place.file_name).exists():
         return Tuned()
     try:
@@ -111,7 +111,7 @@ def _unused(path: Path, why: str) -> Tuned:
 
 
 def warn_of_untuned(backend: str, tuned: Tuned) -> None:
-    """On a GPU, warns once that replaced layers run as shipped, unless a choice was made."""
+    """On a GPU, warns once that replaced layers use the shipped table, unless a choice was made."""
     chosen = tuned.digest or tuned.unused or default_folder() is None or OPERATORS in os.environ
     if backend == "cuda" and not chosen:
         warnings.warn(
@@ -140,7 +140,7 @@ def save(place: Place, lines: list[Line], folder: Path) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """What a measurement depends on besides the machine."""
+    """The versions of packages that a measurement depends on."""
     return installed(*_VERSIONS_OF)
 
 

@@ -1,6 +1,6 @@
 """Checks that a model computes the same with our layers as with its own.
 
-Our layers run without ranks, on parameters split over owners within this process (`LocalShards`).
+Our layers run without ranks, on parameters sharded over owners within this process (`LocalShards`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .operand import AddRows, ReadsOnDemand, add_rows, handle_of, is_sharded
 from .replace import own_layers
 
 _OWNERS = 2
-# Relative to the gradient's norm: sums in another order, in the summands' precision.
+# Relative to the gradient's norm: sums have another order, in the summands' precision.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What `verify` measured. `worst`: name and relative difference of the gradient that differs most."""
+    """The result of `verify`. `worst`: name and relative difference of the gradient that differs most."""
 
     loss: float
     plain_loss: float
@@ -55,10 +55,10 @@ def verify(
 ) -> Verified:
     """Compares the loss and every gradient of a model that `replace_layers` changed with those of its own layers.
 
-    Call it before `fully_shard`, on a batch as the model takes it, including `labels`; give `loss(model, batch)` if the
+    Call it before `fully_shard`, on the model's inputs including `labels`; pass `loss(model, batch)` if the
     loss is not the model's own. Our layers read their weights from two owners in this process and add the gradients to
     them, by the same operators as after `fully_shard`. Both runs use the same random numbers. The model and its
-    gradients don't change; meanwhile memory holds a copy of it, and two of our layers' weights.
+    gradients don't change; it temporarily needs memory for a copy of the model, and two of our layers' weights.
 
     Raises OdcError naming the first difference, ValueError if there is nothing to compare.
     """
@@ -143,10 +143,10 @@ def _gradients(
 
 
 class LocalShards:
-    """What operators need from a sharded parameter (`ShardedOperand`), to check them without ranks.
+    """A `ShardedOperand` within one process, to check operators without ranks.
 
     `leaf`: an ordinary parameter [N, ...]; within `with`, operators read a copy of it from `world` owners and add its
-    gradient to `gradient`, fp32 [N, ...], instead of giving it to autograd. `by_kernels`: whether kernels may add it,
+    gradient to `gradient`, fp32 [N, ...], instead of returning it to autograd. `by_kernels`: kernels may add it,
     by default on a GPU.
     """
 
@@ -170,10 +170,10 @@ class LocalShards:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """What was added; None if nothing was."""
+        """The sum of all added gradients; None without any."""
         return torch.cat(self._gradient_shards) if self._touched else None
 
-    # ------------------------------------------------------------------ as operators see it
+    # ------------------------------------------------------------------ the interface of operators
 
     @property
     def compute_peers(self) -> PeerShards:
@@ -195,7 +195,7 @@ class LocalShards:
         return (owner for owner in range(self.world) if len(self._shards[owner]))
 
     def wants_gradient(self) -> bool:
-        return True  # the check always wants it, whatever autograd was asked for
+        return True  # the check always needs it
 
     def open_sink(self) -> PeerShards | AddRows:
         self._touched = True

@@ -1,7 +1,7 @@
 """Operators on sharded parameters, inside autograd; each is a custom operator of torch, so `torch.compile` keeps it.
 
 Each takes parameters as their module's forward sees them, sharded or not, as differentiable inputs. The gradient of a
-sharded one goes straight to its owners, so autograd gets None for it.
+sharded one is added directly to its owners, so autograd gets None for it.
 """
 
 from .embedding import embedding as embedding

@@ -33,10 +33,10 @@ def linear(
     | result | [..., N] | x's |
 
     forward: y = x Wᵀ + b. dgrad: dx = dy W. wgrad: dW = dyᵀ x and db = sum of dy, added to their owners. Saved: x, if
-    the weight trains, and the handles; W is read again. A second derivative, and autocast where the parameters have
-    another dtype, go through plain torch on the whole weight, which is then saved.
+    the weight trains, and the handles; W is read again. A second derivative, and autocast if the parameters have
+    another dtype, use plain torch on the whole weight, which is then saved.
 
-    choice: how it runs, see nn/choice.py. Raises ValueError for one that is unknown or can't run here.
+    choice: see nn/choice.py. Raises ValueError for one that is unknown or can't run here.
     """
     ready = operand(x, weight, bias)
     if ready is None:
@@ -203,7 +203,7 @@ def _chosen(w: ShardedOperand, x: torch.Tensor, choice: str) -> Choice:
 
 
 def by_kernel(how: Choice, x: torch.Tensor, weight: ShardedOperand) -> bool:
-    """Whether Triton's kernel makes the product: not for gathered weights, which the library takes, nor if empty."""
+    """True if Triton's kernel computes the product: not for gathered weights (the library does), nor if empty."""
     return how.backend == "triton" and how.strategy != "gathered" and x.numel() > 0 and 0 not in weight.shape
 
 

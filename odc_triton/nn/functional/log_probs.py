@@ -40,7 +40,7 @@ def token_log_probs(
     """
     if targets.shape != h.shape[:-1]:
         raise ValueError(f"targets are {tuple(targets.shape)}; with h of {tuple(h.shape)} give {tuple(h.shape[:-1])}")
-    if not (h.is_cuda or torch.compiler.is_compiling()):  # on a GPU nothing waits: such a target's logp is NaN
+    if not (h.is_cuda or torch.compiler.is_compiling()):  # no synchronisation on a GPU: such a target's logp is NaN
         wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= weight.shape[0]))]
         if wrong.numel():
             raise IndexError(

@@ -26,7 +26,7 @@ class HeadNorm:
 
 
 def is_fused(x: torch.Tensor, weights: Sequence[torch.Tensor], choice: str = AUTO) -> bool:
-    """Whether `qkv` would use one kernel: if that was chosen and all weights are sharded and of x's dtype."""
+    """True if `qkv` would use one kernel: it was chosen and all weights are sharded and of x's dtype."""
     by_kernel = is_by_kernel(
         "qkv", shape=tuple(weights[0].shape), device_type=x.device.type, given=choice, table=table_of(weights[0])
     )
@@ -58,7 +58,7 @@ def qkv(
     owners. It saves x, cos, sin, a number per token and, with a norm, its weights and the projections before it. It has
     no second derivative.
 
-    Raises ValueError for a choice that is unknown or can't run here, and what the kernel raises for such shapes.
+    Raises ValueError for a choice that is unknown or can't run here, and the kernel's errors for such shapes.
     """
     parameters = (*weights, *(biases or ()))
     if not is_fused(x, parameters, choice) or cos.requires_grad or sin.requires_grad:
@@ -217,7 +217,7 @@ def _(dq: Any, dk: Any, dv: Any, x: torch.Tensor, handles: Any, norms: list[torc
 
 
 class _Target:
-    """Where the kernel adds one parameter's gradient: its owners, or a tensor that goes to them afterwards."""
+    """The target of one parameter's gradient: its owners, or a tensor that is added to them afterwards."""
 
     def __init__(self, parameter: ShardedOperand, how: Choice) -> None:
         self._parameter = parameter

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from ..choice import TABLE, Entry
 from ..operand import resolve
 
-# Tensor attributes that show elements; all others are known without memory, as are these methods.
+# Tensor attributes that need elements; all others, and these methods, don't.
 _VIEWS = frozenset(("H", "T", "data", "imag", "mH", "mT", "real"))
 _KNOWN = frozenset(
     (
@@ -51,7 +51,7 @@ def read_whole(weight: torch.Tensor) -> torch.Tensor:
 
 
 class WholeOnUse(torch.Tensor):
-    """A parameter that is never whole, for code unaware of sharding: read when it is computed with.
+    """A parameter that is never whole, for code unaware of sharding: a computation on it reads it.
 
     Shape, dtype and the like cost nothing. The gradient is the parameter's.
     """
@@ -77,9 +77,8 @@ class WholeOnUse(torch.Tensor):
 
 
 def operand(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.Tensor | None:
-    """x as an operator takes it with these parameters; None if plain torch must run, on whole weights.
-
-    That is so if one of them is not sharded, or has another dtype than x (under autocast: than autocast's).
+    """x as an operator takes it with these parameters; None if plain torch must run, on whole weights:
+    if one of them is not sharded, or has another dtype than x (under autocast: than autocast's).
     """
     dtypes = set()
     for parameter in parameters:
@@ -95,7 +94,7 @@ def operand(x: torch.Tensor, *parameters: torch.Tensor | None) -> torch.Tensor |
 
 
 def table_of(parameter: torch.Tensor) -> tuple[Entry, ...]:
-    """The table of how operators on it run."""
+    """The table of implementations of operators on it."""
     return getattr(parameter, "_odc_table", TABLE)
 
 
