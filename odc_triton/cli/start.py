@@ -29,7 +29,7 @@ def ending_at_once() -> AbstractContextManager[None]:
 def start_job(name: str, run: str, options: RunOptions, *, ranks: int) -> None:
     """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank."""
     has_gpu = any(map(os.path.exists, _GPU_DEVICES))
-    with Job(ranks, method="spawn" if has_gpu else "fork") as job, handling(job.hear, *STOPS):
+    with Job(ranks, method="spawn" if has_gpu else "fork") as job, handling(job.on_signal, *STOPS):
         module = _start_and_check(job, name, options) if has_gpu else _check_and_fork(job, name, options)
         warn_of_few_cores(ranks)
         job.run(getattr(module, run), options, timeout_s=60 * options.timeout_minutes)

@@ -1,7 +1,7 @@
 """Starts the ranks of a job on this machine and says why it ended.
 
-torch's own launcher does not tell ranks when it dies, leaves a folder in TMPDIR, and its store listens on every
-interface. Jobs on several machines still use it, through torchrun.
+Jobs on several machines use torchrun. On one machine this launcher does more: ranks die with it, it reports the root
+cause in one line, and its store listens on no network interface.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum, auto
 from importlib import import_module
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -37,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Interrupted(KeyboardInterrupt):
-    """The job was told to stop, by `signal`, and has ended. Command lines end with status 128 + `signal`."""
+    """The job ended because `signal` asked it to stop. Command lines end with status 128 + `signal`."""
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)
@@ -98,9 +99,9 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     SIGTERM and Ctrl-C are passed on to the ranks, which may take their time to end; a second one kills them.
 
     Raises RuntimeError with the error of the rank that failed first, in one line (without naming a rank if all failed
-    alike); Interrupted, a KeyboardInterrupt, if the job was told to stop.
+    alike); Interrupted, a KeyboardInterrupt, if the job was asked to stop.
     """
-    with Job(ranks) as job, handling(job.hear, *STOPS):  # also between the two
+    with Job(ranks) as job, handling(job.on_signal, *STOPS):  # also between the two
         job.start()
         return job.run(function, *args)
 
@@ -127,8 +128,36 @@ def _store() -> Iterator[str]:
         server.close()
 
 
+class _End(Enum):
+    """How a rank's process ended."""
+
+    DONE = auto()
+    STOPPED = auto()  # as the job was asked to: an error of another rank about this one is no failure
+    KILLED = auto()  # by this launcher
+    FAILED = auto()
+
+
+# By exit code: if nothing had happened; if the job was asked to stop; if another rank had failed. All others: FAILED.
+_ENDS = {
+    0: (_End.DONE, _End.DONE, _End.DONE),
+    128 + signal.SIGTERM: (_End.STOPPED, _End.STOPPED, _End.STOPPED),  # all ranks agreed to stop
+    128 + signal.SIGINT: (_End.STOPPED, _End.STOPPED, _End.STOPPED),
+    -signal.SIGINT: (_End.STOPPED, _End.STOPPED, _End.STOPPED),  # Ctrl-C before the rank had a handler
+    -signal.SIGTERM: (_End.FAILED, _End.STOPPED, _End.KILLED),
+    -signal.SIGKILL: (_End.FAILED, _End.KILLED, _End.KILLED),
+}
+
+
+@dataclass
+class _RankProcess:
+    process: Any
+    connection: Connection
+    message: bytes | None = None  # the pickled return value, or b"" if there is none; None until it is read
+    end: _End | None = None  # None while it runs
+
+
 class Job:
-    """The ranks' processes, what they sent, and what they were told: `start`, then `run`. Leaving the block kills them.
+    """The ranks' processes: `start`, then `run`. Leaving the block kills them.
 
     [Note: forked ranks] With `method="fork"` ranks have what this process has imported, and so begin at once. It is for
     a process without threads that has not asked for GPUs: CUDA can't be used in the forks of one that has.
@@ -138,14 +167,12 @@ class Job:
         if ranks < 1:
             raise ValueError(f"ranks is {ranks}; give at least 1")
         self.ranks = ranks
-        self.values: dict[int, bytes] = {}
-        self.failures: list[_Failure] = []
-        self.stop = StopRequest()
         self._method = method
-        self._stopped: set[int] = set()  # the ranks that ended by that signal
-        self._failed_s: float | None = None
+        self._started: dict[int, _RankProcess] = {}
+        self._stop = StopRequest()
+        self._failures: list[_Failure] = []
+        self._failed_s: float | None = None  # when the first rank failed
         self._done_s: float | None = None  # when the first rank had done its work
-        self._running: dict[int, tuple[Any, Connection]] = {}
         if ranks > 1:  # as torchrun does: the ranks inherit it
             os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -154,19 +181,23 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         self._signal_all(signal.SIGKILL)
-        for process, connection in self._running.values():
-            process.join()
-            connection.close()
+        for each in self._running.values():
+            each.process.join()
+            each.connection.close()
+
+    @property
+    def _running(self) -> dict[int, _RankProcess]:
+        return {rank: each for rank, each in list(self._started.items()) if each.end is None}
 
     def start(self, preload: str | None = None) -> None:
         """Starts the processes, which import the module `preload` and wait for `run`. Raises Interrupted."""
         if self._method == "spawn":
             resource_tracker.ensure_running()  # else the first start does it, which unblocks Ctrl-C
-        with handling(self.hear, *STOPS):
+        with handling(self.on_signal, *STOPS):
             for rank in range(self.ranks):
                 self._start(rank, preload)
-        if self.stop.signal is not None:
-            raise Interrupted(self.stop.signal)
+        if self._stop.signal is not None:
+            raise Interrupted(self._stop.signal)
 
     def _start(self, rank: int, preload: str | None) -> None:
         context = multiprocessing.get_context(self._method)
@@ -179,117 +210,107 @@ class Job:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
-        self._running[rank] = process, ours
-        if self.stop.signal is not None:  # before this rank was there to hear it
+        self._started[rank] = _RankProcess(process, ours)
+        if self._stop.signal is not None:  # it came before this rank was there
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, self.stop.signal)
+                os.kill(process.pid, self._stop.signal)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = math.inf) -> list[Any]:
-        """What `function(*args)` returns, by rank; raises what `launch` does.
+        """Returns what `function(*args)` returns, by rank; raises as `launch` does.
 
         `timeout_s`: for all ranks to end after one has done its work. It is for functions that end with a barrier.
         """
         work = pickle.dumps((function, args))
-        with handling(self.hear, *STOPS), _store() as store:  # it has threads: after the forks
+        with handling(self.on_signal, *STOPS), _store() as store:  # it has threads: after the forks
             from .local_store import NAME
 
-            for _, connection in self._running.values():
-                with contextlib.suppress(OSError):  # that rank has died: see `_ended`
-                    connection.send(({NAME: store}, work))
+            for each in self._running.values():
+                with contextlib.suppress(OSError):  # that rank has died: see `_on_end`
+                    each.connection.send(({NAME: store}, work))
             self._wait(timeout_s)
         self._raise_failure()
-        return [pickle.loads(self.values[rank]) for rank in range(self.ranks)]
+        return [pickle.loads(self._started[rank].message) for rank in range(self.ranks)]
 
-    def hear(self, number: int, _: Any = None) -> None:
+    def on_signal(self, number: int, _: Any = None) -> None:
         """Passes a signal on to the ranks; a second request kills them."""
-        heard = self.stop.on_signal(number)
-        if heard != "same":
-            self._signal_all(number if heard == "first" else signal.SIGKILL)
+        request = self._stop.on_signal(number)
+        if request != "same":
+            self._signal_all(number if request == "first" else signal.SIGKILL)
 
     def _signal_all(self, number: int) -> None:
-        for process, _ in list(self._running.values()):
+        for each in self._running.values():
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
+                os.kill(each.process.pid, number)
 
     def _wait(self, timeout_s: float) -> None:
         """Waits until no rank is running."""
         steps = [(_ALONE_S, signal.SIGTERM), (_ALONE_S + _GRACE_S, signal.SIGKILL)]
-        while self._running:
+        while running := self._running:
             now_s = time.monotonic()
             if self._failed_s is not None and steps and now_s - self._failed_s > steps[0][0]:
                 self._signal_all(steps.pop(0)[1])
             if self._failed_s is None and self._done_s is not None and now_s - self._done_s > timeout_s:
                 self._fail_late(timeout_s)
-            wait([process.sentinel for process, _ in self._running.values()] + self._unread(), timeout=0.2)
-            for rank, (process, connection) in list(self._running.items()):
-                if rank not in self.values and connection.poll():
-                    self._read(rank, connection)
-                if not process.is_alive():
-                    self._ended(rank, process, connection)
+            unread = [each.connection for each in running.values() if each.message is None]
+            wait([each.process.sentinel for each in running.values()] + unread, timeout=0.2)
+            for rank, each in running.items():
+                if each.message is None and each.connection.poll():
+                    self._read(rank)
+                if not each.process.is_alive():
+                    self._on_end(rank)
 
-    def _unread(self) -> list[Connection]:
-        return [connection for rank, (_, connection) in self._running.items() if rank not in self.values]
+    def _read(self, rank: int) -> None:
+        each = self._started[rank]
+        each.message = b""
+        with contextlib.suppress(EOFError, ConnectionResetError):  # it died: see `_on_end`
+            kind, content = pickle.loads(each.connection.recv_bytes())
+            if kind == "failure":
+                self._fail(content)
+            else:
+                each.message = content
+                self._done_s = self._done_s or time.monotonic()
 
-    def _read(self, rank: int, connection: Connection) -> None:
-        try:
-            kind, content = pickle.loads(connection.recv_bytes())
-        except (EOFError, ConnectionResetError):  # it died; see `_ended`
-            self.values[rank] = b""
-            return
-        self.values[rank] = content if kind == "value" else b""
-        if kind == "failure":
-            self._fail(content)
-        else:
-            self._is_done()
-
-    def _is_done(self) -> None:
-        if self._done_s is None:
-            self._done_s = time.monotonic()
-
-    def _ended(self, rank: int, process: Any, connection: Connection) -> None:
-        process.join()
-        if rank not in self.values:
-            self._read(rank, connection)
-        connection.close()
-        del self._running[rank]
-        agreed = tuple(128 + number for number in STOPS)
-        if process.exitcode in agreed and self.stop.signal is None:  # only that rank was told, and its peers agreed
-            self.stop.signal = process.exitcode - 128
-        elif process.exitcode == -signal.SIGINT and self.stop.signal is None:  # before they could agree
-            self.hear(signal.SIGINT)
-        if process.exitcode in (*agreed, -signal.SIGTERM, -signal.SIGINT) and self.stop.signal is not None:
-            self._stopped.add(rank)
-        ended_well = process.exitcode in (0, *agreed, -signal.SIGINT)
-        known = any(failure.rank == rank for failure in self.failures)
-        ours = self._failed_s is not None or self.stop.signal is not None  # by our SIGTERM or SIGKILL
-        if not ended_well and not known and not (ours and process.exitcode in (-signal.SIGTERM, -signal.SIGKILL)):
-            self._fail(_Failure(rank=rank, text=how_it_ended(process.exitcode)))
-        elif ended_well:
-            self._is_done()
+    def _on_end(self, rank: int) -> None:
+        each = self._started[rank]
+        each.process.join()
+        if each.message is None:
+            self._read(rank)
+        each.connection.close()
+        code = each.process.exitcode
+        column = 1 if self._stop.signal is not None else 2 if self._failures else 0
+        each.end = _ENDS.get(code, (_End.FAILED,) * 3)[column]
+        if each.end is _End.STOPPED and self._stop.signal is None:  # only ranks received the signal
+            if code == -signal.SIGINT:
+                self.on_signal(signal.SIGINT)  # the other ranks don't know
+            else:
+                self._stop.signal = code - 128
+        if each.end in (_End.DONE, _End.STOPPED):
+            self._done_s = self._done_s or time.monotonic()
+        if each.end is _End.FAILED and all(failure.rank != rank for failure in self._failures):
+            self._fail(_Failure(rank=rank, text=how_it_ended(code)))
 
     def _fail_late(self, timeout_s: float) -> None:
         """Kills the ranks that have not ended."""
-        for rank, (process, _) in self._running.items():
-            what = "is stopped and has not" if _is_stopped(process.pid) else "has not"
+        for rank, each in self._running.items():
+            what = "is stopped and has not" if _is_stopped(each.process.pid) else "has not"
             text = f"its process {what} ended {timeout_s:g} s after the first rank had done its work"
             self._fail(_Failure(rank=rank, text=text))
         self._signal_all(signal.SIGKILL)
 
     def _fail(self, failure: _Failure) -> None:
-        self.failures.append(failure)
-        if self._failed_s is None:
-            self._failed_s = time.monotonic()
+        self._failures.append(failure)
+        self._failed_s = self._failed_s or time.monotonic()
 
     def _raise_failure(self) -> None:
-        # An error about ranks that were told to end is not a failure.
-        failures = [each for each in self.failures if not each.about or not each.about <= self._stopped]
+        stopped = {rank for rank, each in self._started.items() if each.end is _End.STOPPED}
+        failures = [each for each in self._failures if not each.about or not each.about <= stopped]
         if failures:
             cause = next((each for each in failures if each.about is None), failures[0])
             all_alike = len(failures) == self.ranks and len({each.text for each in failures}) == 1
             error = RuntimeError(cause.text if all_alike else f"rank {cause.rank} failed first: {cause.text}")
             raise error from (RemoteTraceback(cause.trace) if cause.trace else None)
-        if self.stop.signal is not None:
-            raise Interrupted(self.stop.signal)
+        if self._stop.signal is not None:
+            raise Interrupted(self._stop.signal)
 
 
 _HINTS = {
@@ -300,7 +321,7 @@ _HINTS = {
 
 
 def how_it_ended(exit_code: int) -> str:
-    """Why a process ended that was not told to, by its exit code (minus a signal's number)."""
+    """Why a process ended that was not asked to, by its exit code (minus a signal's number)."""
     if exit_code >= 0:
         return f"its process ended with status {exit_code}"
     name = signal.Signals(-exit_code).name
@@ -308,7 +329,7 @@ def how_it_ended(exit_code: int) -> str:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by SIGSTOP or a debugger."""
+    """A process is stopped, by SIGSTOP or a debugger."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "Tt"
 
 
@@ -318,7 +339,7 @@ def _environment(rank: int, ranks: int) -> dict[str, str]:
 
 
 def _rank(connection: Connection, preload: str | None, environment: dict[str, str], parent_pid: int) -> None:
-    """What runs in a rank's process.
+    """A rank's process.
 
     Until the work has its own handler, Ctrl-C ends the process as SIGTERM does. Before this function the interpreter
     would print a KeyboardInterrupt; in an import it is lost or becomes another error.
