@@ -108,7 +108,7 @@ def _counter(source: str | None) -> Callable[[Record], int] | None:
     encoders: list = []
 
     def count(record: Record) -> int:
-        from odc_triton.data.dataset import encode_records
+        from odc_triton.data.encode import encode_records
         from odc_triton.data.tokenizer import TextEncoder, read_tokenizer
 
         if not encoders:

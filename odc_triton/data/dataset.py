@@ -28,7 +28,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from .chat import CHARACTERS_PER_TOKEN, ChatError, Conversation, Spans, encode_heads
+from .chat import CHARACTERS_PER_TOKEN, Spans
+from .encode import batches, encode_records
 from .records import IGNORED, DataError, Record
 from .sources import Files, Source
 from .store import column_of, map_arrays, save_arrays
@@ -36,8 +37,6 @@ from .tokenizer import TextEncoder
 
 TooLong = Literal["error", "truncate", "drop"]
 
-# Text given to the tokenizer at a time; long records make it fewer than `batch_records`.
-_BATCH_CHARACTERS = 4_000_000
 _COLUMNS = {"tokens": np.dtype("int32"), "offsets": np.dtype("int64"), "spans": np.dtype("int64")}
 
 
@@ -232,7 +231,7 @@ def tokenize_source(
                 files[column].write(np.asarray(values, _COLUMNS[column]).tobytes())
 
             write("offsets", 0)
-            for batch in _batches(source, options):
+            for batch in batches(source, options.batch_records):
                 encoded = encode_records(batch, encoder, options.max_tokens)
                 for ids, spans in samples_of(zip(batch, encoded, strict=True), options, summary):
                     write("spans", np.asarray(spans) + (summary.tokens - len(ids)))
@@ -291,59 +290,6 @@ def require_samples(name: str, summary: DataSummary, options: DataOptions) -> No
     if summary.dropped_too_long > summary.dropped_no_target:
         remedy = "; raise --token-cap, or give --truncate"
     raise DataError(f"{name} leaves no sample to train on: {summary}; the cap is {options.max_tokens} tokens{remedy}")
-
-
-def encode_records(batch: list[Record], encoder: TextEncoder, max_tokens: int) -> Iterator[tuple[list[int], Spans]]:
-    """(token ids, learned spans) of each record; too long ones have more than `max_tokens` ids, and their end may be
-    missing. Raises DataError."""
-    texts = [text for each in batch if each.messages is None for text in (each.prompt, each.completion)]
-    heads = encode_heads(encoder.encode_batch, [text for text in texts if text is not None], max_tokens)
-    encoded = (ids for ids, _ in heads)
-    chats = iter(_encode_chats([each for each in batch if each.messages is not None], encoder, max_tokens))
-    for record in batch:
-        if record.messages is not None:
-            yield next(chats)
-            continue
-        if record.prompt is None:
-            head, masked = [*encoder.before_text], 0
-        else:
-            head = [*encoder.before_prompt, *next(encoded), *encoder.before_completion]
-            masked = len(head)
-        completion = next(encoded)
-        ids = [*head, *completion]
-        # A text made by a chat template may already have its end token.
-        if not len(completion) or completion[-1] != encoder.end_id:
-            ids.append(encoder.end_id)
-        yield ids, [(masked, len(ids))]
-
-
-def _encode_chats(records: list[Record], encoder: TextEncoder, max_tokens: int) -> list[tuple[list[int], Spans]]:
-    if not records:
-        return []
-    if encoder.chat is None:
-        raise DataError(
-            f"{records[0].where}: messages need a chat template, and a bare tokenizer.json has none; give the "
-            "folder of the model's tokenizer, or render the conversations to 'prompt' and 'completion'"
-        )
-    try:
-        return encoder.chat.encode(
-            [Conversation(each.messages, each.tools, each.learned_from) for each in records], max_tokens
-        )
-    except ChatError as error:
-        raise DataError(f"{records[error.index].where}: {error}") from error
-
-
-def _batches(records: Iterable[Record], options: DataOptions) -> Iterator[list[Record]]:
-    batch: list[Record] = []
-    characters = 0
-    for record in records:
-        batch.append(record)
-        characters += record.characters
-        if len(batch) == options.batch_records or characters > _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 class SampleSubset(Samples):

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from .chat import ASSISTANT, Conversation, Spans, joined_spans
-from .dataset import DataOptions, TokenizedDataset, encode_records, tokenize_source
+from .dataset import DataOptions, TokenizedDataset, tokenize_source
+from .encode import encode_records
 from .order import Mix
 from .records import IGNORED, Record, message_text
 from .sources import Source, open_source

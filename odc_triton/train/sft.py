@@ -24,12 +24,12 @@ from ..data.dataset import (
     DataSummary,
     SampleSubset,
     TokenizedDataset,
-    encode_records,
     held_out,
     require_samples,
     samples_of,
     split_samples,
 )
+from ..data.encode import encode_records
 from ..data.inspection import never_ends
 from ..data.mixture import Mixture
 from ..data.prepared import prepare_data

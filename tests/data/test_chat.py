@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from odc_triton.data import chat
-from odc_triton.data.dataset import DataOptions, encode_records, tokenize_file
+from odc_triton.data.dataset import DataOptions, tokenize_file
+from odc_triton.data.encode import encode_records
 from odc_triton.data.inspection import never_ends
 from odc_triton.data.records import DataError
 from odc_triton.data.sources import open_source
