@@ -22,7 +22,8 @@ from odc_triton.base.report import table
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import TokenizedDataset
 from odc_triton.data.records import IGNORED
-from odc_triton.simulate.job import deal, simulate
+from odc_triton.simulate.job import deal
+from odc_triton.simulate.run import simulate
 
 from ..demo import RANKS, VARIANTS, prepare
 from ..harness import (

@@ -17,6 +17,6 @@ _HOME = {
     "lengths_of_file": "study",
     "named_lengths": "study",
     "rank_settings": "study",
-    "simulate": "job",
+    "simulate": "run",
 }
 __getattr__, __dir__, __all__ = lazy_names(__name__, _HOME)

@@ -13,7 +13,7 @@ of earlier ends, so a pass over the units in order is the whole discrete-event s
 If reads and adds take no time, and with neither prefetch nor overlap, a run with collectives takes the paper's sum over
 units of the max over ranks; a run without collectives takes the max over ranks of the sum.
 
-`Recorder` keeps what the ranks did when, as events of a measured run; `Outcome` is what a simulation returns.
+`EventRecorder` keeps what the ranks did when, as events of a measured run; `Outcome` is what a simulation returns.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Lanes:
             self._record("wait", start, end, label)
 
 
-class Recorder:
+class EventRecorder:
     """The first trial's spans as events. Neighbouring spans of one kind and microbatch become one."""
 
     def __init__(self, ranks: int, entry_s: float) -> None:

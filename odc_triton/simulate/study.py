@@ -12,13 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
+from ..balance.queue import QUEUE
 from ..balance.split import readable_tokens
 from ..data.lengths import LEAST, read_lengths
 from ..data.records import Record, message_text
 from .hardware import GpuKind, Links
-from .job import QUEUE, SPLIT, Job, deal, simulate
+from .job import SPLIT, Job, deal
 from .lanes import Outcome
 from .models import Model
+from .run import simulate
 
 SETTINGS = {
     "FSDP2 + LocalSort": ("fsdp", "local"),

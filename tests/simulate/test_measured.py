@@ -15,7 +15,7 @@ from bench.reports.fitted import SequenceTime, from_measured, nonnegative_least_
 from bench.reports.simulated import measure, predict
 from odc_triton.comm.launch import launch
 from odc_triton.data.dataset import DataSummary, TokenizedDataset
-from odc_triton.simulate.job import simulate
+from odc_triton.simulate.run import simulate
 from tests.support.models import SIZES
 
 CONFIG = SIZES | {"max_position_embeddings": 1024}

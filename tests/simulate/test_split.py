@@ -10,8 +10,9 @@ from odc_triton.balance.cost import CostModel
 from odc_triton.balance.pieces import Piece
 from odc_triton.cli.command import main
 from odc_triton.simulate.hardware import Links, find_device
-from odc_triton.simulate.job import Job, deal, simulate
+from odc_triton.simulate.job import Job, deal
 from odc_triton.simulate.models import Model
+from odc_triton.simulate.run import simulate
 from odc_triton.simulate.study import make_job, rank_settings, usual_links
 
 COST = CostModel(quadratic=1e-6, linear=1e-3, microbatch=0.5)
