@@ -6,8 +6,9 @@ from .linear import linear, linear_dx
 from .linear_cross_entropy import HeadOutput, linear_cross_entropy, linear_cross_entropy_grad
 from .linear_staged import linear_dx_staged, linear_staged
 from .peers import ALL, PeerShards
-from .qkv import QkNorm, QkvWeights, Rope, qkv
+from .qkv import qkv
 from .qkv_grad import QkvGradients, qkv_grad
+from .qkv_inputs import QkNorm, QkvWeights, Rope
 from .scatter import scatter
 from .staged import StagedWeight, check, pull
 from .wgrad import wgrad

@@ -25,7 +25,8 @@ import triton.language as tl
 
 from .device import TL_DTYPES, architecture, dot, interpreting, peer_address
 from .peers import PeerShards, join
-from .qkv import QkNorm, QkvWeights, Rope, check_qkv, pick, rope_rows, row_vector, store_halves
+from .qkv import pick, rope_rows, row_vector, store_halves
+from .qkv_inputs import QkNorm, QkvWeights, Rope, check_qkv
 from .scatter import scatter
 from .tiles import LinearTile, WgradTile, tile_of
 from .wgrad import wgrad

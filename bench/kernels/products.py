@@ -15,8 +15,9 @@ from .problem import Model, Operator, Prepared, Problem, Results, Run, Work, add
 from odc_kernels.linear import linear, linear_dx, linear_dx_ref, linear_ref
 from odc_kernels.linear_staged import linear_dx_staged, linear_staged
 from odc_kernels.peers import PeerShards
-from odc_kernels.qkv import QkvWeights, Rope, qkv, qkv_ref
+from odc_kernels.qkv import qkv, qkv_ref
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad, qkv_grad_ref
+from odc_kernels.qkv_inputs import QkvWeights, Rope
 from odc_kernels.scatter import scatter
 from odc_kernels.staged import StagedWeight, check, pull
 from odc_kernels.wgrad import wgrad

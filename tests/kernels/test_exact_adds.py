@@ -13,8 +13,8 @@ from tests.support import place, slow  # isort: skip
 from odc_kernels.embedding import EmbeddingGradTile, embedding_grad, embedding_grad_ref
 from odc_kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_grad
 from odc_kernels.peers import ALL, ExactAdds, PeerShards, join
-from odc_kernels.qkv import QkvWeights, Rope
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad
+from odc_kernels.qkv_inputs import QkvWeights, Rope
 from odc_kernels.scatter import scatter, scatter_ref
 from odc_kernels.tiles import LinearTile, WgradTile
 from odc_kernels.wgrad import wgrad, wgrad_ref

@@ -14,8 +14,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotar
 from tests.support import place  # isort: skip
 
 from odc_kernels.peers import ALL, PeerShards, join
-from odc_kernels.qkv import QkNorm, QkvWeights, Rope, qkv, qkv_ref
+from odc_kernels.qkv import qkv, qkv_ref
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad, qkv_grad_ref
+from odc_kernels.qkv_inputs import QkNorm, QkvWeights, Rope
 from odc_kernels.tiles import LinearTile, QkvTile, WgradTile
 from tests.support import slow
 from tests.support.place import split

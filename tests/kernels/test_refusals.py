@@ -18,8 +18,9 @@ from odc_kernels.linear_cross_entropy import HeadOutput, linear_cross_entropy, l
 from odc_kernels.linear_staged import linear_dx_staged, linear_staged
 from odc_kernels.online_softmax import SoftmaxState, online_softmax
 from odc_kernels.peers import PeerShards, split
-from odc_kernels.qkv import QkNorm, QkvWeights, Rope, qkv
+from odc_kernels.qkv import qkv
 from odc_kernels.qkv_grad import QkvGradients, qkv_grad
+from odc_kernels.qkv_inputs import QkNorm, QkvWeights, Rope
 from odc_kernels.scatter import add_block, scatter
 from odc_kernels.staged import StagedWeight, pull
 from odc_kernels.wgrad import wgrad

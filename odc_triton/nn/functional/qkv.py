@@ -119,7 +119,7 @@ def _qkv(
 
 
 def _norm_and_rope(norms: list[torch.Tensor], eps: float, rope: list[torch.Tensor]) -> dict[str, Any]:
-    from odc_kernels.qkv import QkNorm, Rope
+    from odc_kernels.qkv_inputs import QkNorm, Rope
 
     cos, sin, positions = rope
     norm = QkNorm(q_weight=norms[0].detach(), k_weight=norms[1].detach(), eps=eps) if norms else None
@@ -234,7 +234,7 @@ class _Target:
 
 
 def _weights(sharded: list[ShardedOperand], how: Choice) -> Any:
-    from odc_kernels.qkv import QkvWeights
+    from odc_kernels.qkv_inputs import QkvWeights
 
     if how.strategy == "direct":
         peers = [each.compute_peers for each in sharded]
