@@ -54,7 +54,7 @@ class HeadOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _VocabularyPart:
     """Rows start..stop-1 of an owner's shard; `first`: the first one's index in the vocabulary."""
 
     owner: int
@@ -235,16 +235,16 @@ def _default_chunk(h: torch.Tensor, weight: PeerShards, *, backward: bool, eager
     )
 
 
-def _parts(weight: PeerShards, chunk: int) -> list[_Part]:
+def _parts(weight: PeerShards, chunk: int) -> list[_VocabularyPart]:
     """All rows of the vocabulary, in the order in which `rank` takes them."""
     return [
-        _Part(owner, start, min(start + chunk, weight.rows(owner)), owner * weight.rows_per_owner + start)
+        _VocabularyPart(owner, start, min(start + chunk, weight.rows(owner)), owner * weight.rows_per_owner + start)
         for owner in ((weight.rank + index) % weight.world for index in range(weight.world))
         for start in range(0, weight.rows(owner), chunk)
     ]
 
 
-def _pulled(weight: PeerShards, chunk: int, on: Device | None = None) -> Iterator[tuple[_Part, torch.Tensor]]:
+def _pulled(weight: PeerShards, chunk: int, on: Device | None = None) -> Iterator[tuple[_VocabularyPart, torch.Tensor]]:
     """Every part with its rows: own ones in place, others' in one of two buffers, until the next is asked for.
     On the CPU all are in place: there is no link. `on`: a device to use instead of a GPU, to simulate one.
 
@@ -282,7 +282,7 @@ def _pulled(weight: PeerShards, chunk: int, on: Device | None = None) -> Iterato
             compute.wait_stream(pull)
 
 
-def _rows_of(peers: PeerShards, part: _Part) -> PeerShards:
+def _rows_of(peers: PeerShards, part: _VocabularyPart) -> PeerShards:
     """A part of one owner's rows, as shards. The address is computed on the device: nothing waits."""
     rows = peers.shards[part.owner][part.start : part.stop]
     skipped_bytes = part.start * peers.row_elements * rows.element_size()

@@ -118,7 +118,7 @@ DIMENSIONS |= {"linear_dx_staged": ("t", "k", "n"), "wgrad": ("n", "k", "t")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class TileEntry:
     """`tile` is for these operators, dtypes and architectures, and at most `tokens` tokens (None: any number)."""
 
     operators: tuple[str, ...]
@@ -129,32 +129,32 @@ class Entry:
 
 
 # The first match counts. Not measured yet: these compile without a fault. `ranked` says which others to try.
-DEFAULTS: tuple[Entry, ...] = (
-    Entry(operators=("linear",), element_bytes=(4,), tile=LINEAR_FP32),
-    Entry(operators=("linear",), tokens=64, tile=LINEAR),
+DEFAULTS: tuple[TileEntry, ...] = (
+    TileEntry(operators=("linear",), element_bytes=(4,), tile=LINEAR_FP32),
+    TileEntry(operators=("linear",), tokens=64, tile=LINEAR),
     # Twice the tokens: half as many reads of the weight over the link.
-    Entry(operators=("linear",), tile=LinearTile(t=128)),
-    Entry(operators=("linear_dx",), element_bytes=(4,), tile=LINEAR_DX_FP32),
-    Entry(operators=("linear_dx",), tokens=64, tile=LINEAR_DX),
-    Entry(operators=("linear_dx",), tile=LinearTile(t=128, num_stages=2)),
-    Entry(operators=("linear_staged",), element_bytes=(4,), tile=STAGED_FP32),
-    Entry(operators=("linear_staged",), archs=(90, 100), tile=STAGED),
-    Entry(operators=("linear_staged",), archs=(80,), tile=STAGED_80),
-    Entry(operators=("linear_staged",), archs=(120,), tile=STAGED_120),
-    Entry(operators=("linear_dx_staged",), element_bytes=(4,), tile=STAGED_DX_FP32),
-    Entry(operators=("linear_dx_staged",), archs=(90, 100), tile=STAGED_DX),
-    Entry(operators=("linear_dx_staged",), archs=(80,), tile=STAGED_DX_80),
-    Entry(operators=("linear_dx_staged",), archs=(120,), tile=STAGED_DX_120),
-    Entry(operators=("qkv", "qkv_wide"), element_bytes=(4,), tile=QKV_FP32),
-    Entry(operators=("qkv_wide",), tile=QKV_WIDE),
+    TileEntry(operators=("linear",), tile=LinearTile(t=128)),
+    TileEntry(operators=("linear_dx",), element_bytes=(4,), tile=LINEAR_DX_FP32),
+    TileEntry(operators=("linear_dx",), tokens=64, tile=LINEAR_DX),
+    TileEntry(operators=("linear_dx",), tile=LinearTile(t=128, num_stages=2)),
+    TileEntry(operators=("linear_staged",), element_bytes=(4,), tile=STAGED_FP32),
+    TileEntry(operators=("linear_staged",), archs=(90, 100), tile=STAGED),
+    TileEntry(operators=("linear_staged",), archs=(80,), tile=STAGED_80),
+    TileEntry(operators=("linear_staged",), archs=(120,), tile=STAGED_120),
+    TileEntry(operators=("linear_dx_staged",), element_bytes=(4,), tile=STAGED_DX_FP32),
+    TileEntry(operators=("linear_dx_staged",), archs=(90, 100), tile=STAGED_DX),
+    TileEntry(operators=("linear_dx_staged",), archs=(80,), tile=STAGED_DX_80),
+    TileEntry(operators=("linear_dx_staged",), archs=(120,), tile=STAGED_DX_120),
+    TileEntry(operators=("qkv", "qkv_wide"), element_bytes=(4,), tile=QKV_FP32),
+    TileEntry(operators=("qkv_wide",), tile=QKV_WIDE),
     # Tall tiles re-read the weights less often, but leave few programs when there are few tokens.
-    Entry(operators=("qkv",), tokens=64, tile=QKV_FEW),
-    Entry(operators=("qkv",), tile=QKV_MANY),
-    Entry(operators=("qkv_dx",), element_bytes=(4,), tile=QKV_DX_FP32),
-    Entry(operators=("qkv_dx",), tokens=64, tile=QKV_DX_FEW),
-    Entry(operators=("qkv_dx",), tile=QKV_DX_MANY),
-    Entry(operators=("wgrad",), element_bytes=(4,), tile=WGRAD_FP32),
-    Entry(operators=("wgrad",), tile=WGRAD),
+    TileEntry(operators=("qkv",), tokens=64, tile=QKV_FEW),
+    TileEntry(operators=("qkv",), tile=QKV_MANY),
+    TileEntry(operators=("qkv_dx",), element_bytes=(4,), tile=QKV_DX_FP32),
+    TileEntry(operators=("qkv_dx",), tokens=64, tile=QKV_DX_FEW),
+    TileEntry(operators=("qkv_dx",), tile=QKV_DX_MANY),
+    TileEntry(operators=("wgrad",), element_bytes=(4,), tile=WGRAD_FP32),
+    TileEntry(operators=("wgrad",), tile=WGRAD),
 )
 
 

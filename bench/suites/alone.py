@@ -26,7 +26,7 @@ from odc_triton.base.trace import (
     BARRIERS,
     GATHER,
     IDLE,
-    Span,
+    TimeSpan,
     category_of_kernel,
     excerpt,
     idle_fraction,
@@ -198,7 +198,7 @@ def _profiled_idle(
 def computing_seconds(kernels: Sequence[tuple[str, float, float]], ran: Minibatch) -> float:
     """Seconds of a minibatch in which some kernel of (name, start_s, end_s) computed, no matter on how many streams."""
     spans = [
-        Span(category_of_kernel(name, frozenset()), start_s, end_s)
+        TimeSpan(category_of_kernel(name, frozenset()), start_s, end_s)
         for name, start_s, end_s in kernels
         if "nccl" not in name.lower() and not name.lower().startswith("memset")
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from odc_triton.machine.topology import Device, Topology
+from odc_triton.machine.topology import Gpu, Topology
 from odc_triton.machine.unusable import unusable_pairs
 
 
@@ -40,7 +40,7 @@ def places_of(topology: Topology, *, every_pair: bool) -> list[Place]:
     return [*first, *(place for of in pairs.values() for place in of if every_pair)]
 
 
-def _place(devices: Sequence[Device], kind: str, gb_s: float | None, refused: str | None) -> Place:
+def _place(devices: Sequence[Gpu], kind: str, gb_s: float | None, refused: str | None) -> Place:
     names, numbers = zip(*((device.label, device.cuda_index) for device in devices), strict=True)
     return Place(names=names, devices=numbers, kind=kind, gb_s=gb_s, refused=refused)
 
@@ -48,7 +48,7 @@ def _place(devices: Sequence[Device], kind: str, gb_s: float | None, refused: st
 def _carried(seen: Topology) -> float | None:
     """GB/s one way of all links of a GPU together, the least of all GPUs."""
 
-    def of(device: Device) -> float:
+    def of(device: Gpu) -> float:
         pairs = [pair for pair in seen.pairs if device in (pair.one, pair.other)]
         # Direct NVLinks lead to one peer each; a switch's and a slot's serve all peers.
         direct = all(pair.nvlinks and not pair.through_switch for pair in pairs)

@@ -303,7 +303,7 @@ CATEGORIES = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER
 _ON_STREAMS = (PRODUCTS, ATTENTION, KERNELS, OTHER, OPTIMIZER, ACCUMULATE, GATHER, BARRIERS)
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     """Work from `start_s` to `end_s`; `category` is one of CATEGORIES except IDLE."""
 
     category: str
@@ -311,18 +311,18 @@ class Span(NamedTuple):
     end_s: float
 
 
-def nested(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
+def nested(spans: Sequence[TimeSpan], start_s: float, end_s: float) -> dict[str, float]:
     """Seconds of each category between two moments of one thread, whose spans nest: the innermost counts."""
     return _sum_up([(-span.start_s, span.end_s) for span in spans], spans, start_s, end_s)
 
 
-def overlapping(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
+def overlapping(spans: Sequence[TimeSpan], start_s: float, end_s: float) -> dict[str, float]:
     """The same for one GPU, whose streams run concurrently: the category closest to compute counts."""
     return _sum_up([(_ON_STREAMS.index(span.category), 0.0) for span in spans], spans, start_s, end_s)
 
 
 def _sum_up(
-    priorities: Sequence[tuple[float, float]], spans: Sequence[Span], start_s: float, end_s: float
+    priorities: Sequence[tuple[float, float]], spans: Sequence[TimeSpan], start_s: float, end_s: float
 ) -> dict[str, float]:
     seconds = dict.fromkeys(CATEGORIES, 0.0)
     inside = [

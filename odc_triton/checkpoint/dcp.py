@@ -230,7 +230,7 @@ def join_parts(folder: Path, world: int) -> dict[str, Written]:
 # ------------------------------------------------------------------ reading
 
 
-class _Records(pickle.Unpickler):
+class _MetadataUnpickler(pickle.Unpickler):
     """See [Note: pickles]."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -264,7 +264,7 @@ def read_metadata(folder: Path, name: str = METADATA) -> Metadata:
     path = folder / name
     data = path.read_bytes()
     try:
-        metadata = _Records(io.BytesIO(data)).load()
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
         if not isinstance(metadata, Metadata):
             raise TypeError(f"it is a {type(metadata).__name__}")
         for info in metadata.storage_data.values():

@@ -23,7 +23,7 @@ from ..base.trace import (
     BARRIERS,
     CATEGORIES,
     OTHER,
-    Span,
+    TimeSpan,
     category_of_kernel,
     category_of_operator,
     nested,
@@ -96,7 +96,7 @@ def run_profile(options: ProfileOptions) -> dict[str, Any]:
         engine.drain("measuring")
         end_s = time.monotonic()
     events = engine.events.drain()
-    barriers = [Span(BARRIERS, e.start_s - start_s, e.end_s - start_s) for e in events if e.kind == "wait"]
+    barriers = [TimeSpan(BARRIERS, e.start_s - start_s, e.end_s - start_s) for e in events if e.kind == "wait"]
     spans, sum_up = _spans(record, start_ns, engine)
     seconds = sum_up([*spans, *barriers], 0.0, end_s - start_s)
     out = Path(options.out)
@@ -166,7 +166,7 @@ def _minibatch(model: nn.Module, optimizer: torch.optim.Optimizer, packs: list[P
     optimizer.zero_grad()
 
 
-def _spans(record: Any, start_ns: int, engine: Engine) -> tuple[list[Span], Any]:
+def _spans(record: Any, start_ns: int, engine: Engine) -> tuple[list[TimeSpan], Any]:
     """What ran, in seconds since `start_ns`, and the function that sums it up by category."""
     from torch.autograd import DeviceType
 
@@ -176,10 +176,10 @@ def _spans(record: Any, start_ns: int, engine: Engine) -> tuple[list[Span], Any]
         ran = (event for event in events if event.device_type() == DeviceType.CUDA)
         on_device = [event for event in ran if not event.is_user_annotation()]
         return [
-            Span(category_of_kernel(event.name(), ours), *_seconds(event, start_ns)) for event in on_device
+            TimeSpan(category_of_kernel(event.name(), ours), *_seconds(event, start_ns)) for event in on_device
         ], overlapping
     timed = sorted((*_seconds(event, start_ns), event.name()) for event in events if event.duration_ns() > 0)
-    spans: list[Span] = []
+    spans: list[TimeSpan] = []
     open_until: list[tuple[float, str]] = []  # the spans that enclose the next one
     for begin_s, end_s, name in sorted(timed, key=lambda part: (part[0], -part[1])):
         while open_until and open_until[-1][0] <= begin_s:
@@ -187,7 +187,7 @@ def _spans(record: Any, start_ns: int, engine: Engine) -> tuple[list[Span], Any]
         around = open_until[-1][1] if open_until else OTHER
         category = category_of_operator(name) or around
         open_until.append((end_s, category))
-        spans.append(Span(category, begin_s, end_s))
+        spans.append(TimeSpan(category, begin_s, end_s))
     return spans, nested
 
 

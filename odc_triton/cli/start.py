@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 
 from ..base.signals import STOPS, handling
-from ..comm.launch import Job, warn_of_few_cores
+from ..comm.launch import LocalRanks, warn_of_few_cores
 from ..train.run_options import RunOptions
 
 _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
@@ -29,13 +29,13 @@ def ending_at_once() -> AbstractContextManager[None]:
 def start_job(name: str, run: str, options: RunOptions, *, ranks: int) -> None:
     """Checks the options by `check_before_start` of the module `name`, then calls its function `run` on every rank."""
     has_gpu = any(map(os.path.exists, _GPU_DEVICES))
-    with Job(ranks, method="spawn" if has_gpu else "fork") as job, handling(job.on_signal, *STOPS):
+    with LocalRanks(ranks, method="spawn" if has_gpu else "fork") as job, handling(job.on_signal, *STOPS):
         module = _start_and_check(job, name, options) if has_gpu else _check_and_fork(job, name, options)
         warn_of_few_cores(ranks)
         job.run(getattr(module, run), options, timeout_s=60 * options.timeout_minutes)
 
 
-def _start_and_check(job: Job, name: str, options: RunOptions) -> ModuleType:
+def _start_and_check(job: LocalRanks, name: str, options: RunOptions) -> ModuleType:
     """Ranks import the module while this process does and checks; a failed check ends them."""
     job.start(preload=name)
     with ending_at_once():
@@ -44,11 +44,11 @@ def _start_and_check(job: Job, name: str, options: RunOptions) -> ModuleType:
     return module
 
 
-def _check_and_fork(job: Job, name: str, options: RunOptions) -> ModuleType:
+def _check_and_fork(job: LocalRanks, name: str, options: RunOptions) -> ModuleType:
     """The module is imported once, see [Note: forked ranks]. The check is in a fork too, as it may start threads."""
     with ending_at_once():
         module = import_module(name)
-    with Job(1, method="fork") as check:
+    with LocalRanks(1, method="fork") as check:
         check.start()
         check.run(module.check_before_start, options, job.ranks)
     job.start()

@@ -101,7 +101,7 @@ def launch(function: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
     Raises RuntimeError with the error of the rank that failed first, in one line (without naming a rank if all failed
     alike); Interrupted, a KeyboardInterrupt, if the job was asked to stop.
     """
-    with Job(ranks) as job, handling(job.on_signal, *STOPS):  # also between the two
+    with LocalRanks(ranks) as job, handling(job.on_signal, *STOPS):  # also between the two
         job.start()
         return job.run(function, *args)
 
@@ -156,7 +156,7 @@ class _RankProcess:
     end: _End | None = None  # None while it runs
 
 
-class Job:
+class LocalRanks:
     """The ranks' processes: `start`, then `run`. Leaving the block kills them.
 
     [Note: forked ranks] With `method="fork"` ranks have what this process has imported, and so begin at once. It is for
@@ -176,7 +176,7 @@ class Job:
         if ranks > 1:  # as torchrun does: the ranks inherit it
             os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> LocalRanks:
         return self
 
     def __exit__(self, *_: object) -> None:

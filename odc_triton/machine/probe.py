@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from .nvml import ask_driver
-from .topology import P2P, Device, Pair, PciePath, Topology, bare
+from .topology import P2P, Gpu, Pair, PciePath, Topology, bare
 
 # GB/s per direction and link at line rate by compute capability, as drivers report it (`nvidia-smi nvlink -s`). For
 # drivers that don't report it, or report nonsense.
@@ -31,7 +31,7 @@ _TO_SWITCH, _TO_UNKNOWN = 2, 255  # from nvmlIntNvLinkDeviceType_t
 Answers = Mapping[str, Any]  # as in nvml.py
 
 
-def read_topology(answers: Answers | None = None, cuda: Sequence[CudaDevice] | None = None) -> Topology:
+def read_topology(answers: Answers | None = None, cuda: Sequence[VisibleDevice] | None = None) -> Topology:
     """The topology in the driver's `answers`, or a file of them, and the part visible to this process, by `cuda`.
 
     By default queries the driver and torch. Raises KeyError, TypeError, IndexError for a file in another form.
@@ -58,9 +58,9 @@ def read_topology(answers: Answers | None = None, cuda: Sequence[CudaDevice] | N
     )
 
 
-def _from_cuda(seen: Sequence[CudaDevice], missing: str) -> Topology:
+def _from_cuda(seen: Sequence[VisibleDevice], missing: str) -> Topology:
     devices = {
-        each.index: Device(
+        each.index: Gpu(
             index=each.index,
             cuda_index=each.index,
             uuid=each.uuid,
@@ -77,9 +77,9 @@ def _from_cuda(seen: Sequence[CudaDevice], missing: str) -> Topology:
     return Topology(devices=tuple(devices.values()), pairs=tuple(pairs), missing=missing)
 
 
-def _device(answers: Answers, cuda_index: int | None) -> Device:
+def _device(answers: Answers, cuda_index: int | None) -> Gpu:
     capability = answers.get("compute_capability")
-    return Device(
+    return Gpu(
         index=answers["index"],
         cuda_index=cuda_index,
         uuid=answers["uuid"],
@@ -91,9 +91,7 @@ def _device(answers: Answers, cuda_index: int | None) -> Device:
     )
 
 
-def _pair(
-    both: tuple[Answers, Answers], devices: tuple[Device, Device], answers: Answers, buses: set[str | None]
-) -> Pair:
+def _pair(both: tuple[Answers, Answers], devices: tuple[Gpu, Gpu], answers: Answers, buses: set[str | None]) -> Pair:
     links, through_switch = _links_between(*both, P2P(answers.get("nvlink")), buses)
     atomics = P2P(answers.get("atomics"))
     if atomics is P2P.UNKNOWN and links and all(link.get("atomics") == 1 for link in links):
@@ -135,7 +133,7 @@ def _links_between(one: Answers, other: Answers, reach: P2P, buses: set[str | No
     return switched[:count] + switched_back[:count], count > 0
 
 
-def _link_gbs(links: Sequence[Answers], devices: tuple[Device, Device]) -> float | None:
+def _link_gbs(links: Sequence[Answers], devices: tuple[Gpu, Gpu]) -> float | None:
     said = [(link.get("speed_mbps") or 0) / 1000 for link in links]
     if all(_SANE_GBS[0] <= gbs <= _SANE_GBS[1] for gbs in said):
         return min(said)
@@ -152,7 +150,7 @@ def _bus(bus_id: str | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CudaDevice:
+class VisibleDevice:
     """A GPU as CUDA numbers it in this process. `peers`: the indices whose memory it can map."""
 
     index: int
@@ -163,7 +161,7 @@ class CudaDevice:
     peers: tuple[int, ...] = ()
 
 
-def cuda_devices() -> tuple[CudaDevice, ...]:
+def cuda_devices() -> tuple[VisibleDevice, ...]:
     """The GPUs that CUDA shows this process, after CUDA_VISIBLE_DEVICES; none without torch or CUDA."""
     try:
         import torch
@@ -176,7 +174,7 @@ def cuda_devices() -> tuple[CudaDevice, ...]:
     for index in indices:
         properties = torch.cuda.get_device_properties(index)
         found.append(
-            CudaDevice(
+            VisibleDevice(
                 index=index,
                 uuid=str(properties.uuid),
                 name=properties.name,

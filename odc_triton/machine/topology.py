@@ -53,7 +53,7 @@ _PCIE_LANE_GBS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class Gpu:
     """One GPU. `index` is nvidia-smi's, `cuda_index` this process's, None if masked. `pcie`: generation and lanes, at
     most in this machine, as an idle GPU lowers its generation.
     """
@@ -82,8 +82,8 @@ class Device:
 class Pair:
     """Two GPUs. `nvlinks` join them, through NVSwitch or directly, each of `link_gbs` GB/s per direction."""
 
-    one: Device
-    other: Device
+    one: Gpu
+    other: Gpu
     read: P2P = P2P.UNKNOWN
     write: P2P = P2P.UNKNOWN
     atomics: P2P = P2P.UNKNOWN
@@ -140,7 +140,7 @@ class Topology:
     `missing`: why the driver could not be queried; the rest then comes from CUDA. `lost`: GPUs that don't answer.
     """
 
-    devices: tuple[Device, ...] = ()
+    devices: tuple[Gpu, ...] = ()
     pairs: tuple[Pair, ...] = ()
     driver_version: str | None = None
     cuda_version: str | None = None
@@ -158,7 +158,7 @@ class Topology:
         """The part that is visible to this process."""
         return self.only(device.uuid for device in self.devices if device.cuda_index is not None)
 
-    def pair(self, one: Device, other: Device) -> Pair | None:
+    def pair(self, one: Gpu, other: Gpu) -> Pair | None:
         return next((pair for pair in self.pairs if {pair.one.uuid, pair.other.uuid} == {one.uuid, other.uuid}), None)
 
     @property

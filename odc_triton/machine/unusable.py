@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .topology import P2P, Device, Pair, Topology, bare
+from .topology import P2P, Gpu, Pair, Topology, bare
 
 _WHY = {
     P2P.CHIPSET_NOT_SUPPORTED: "the chipset between them does not carry it",
@@ -34,10 +34,10 @@ def unusable_pairs(topology: Topology) -> dict[tuple[str, str], list[Pair]]:
     return found
 
 
-def usable_groups(topology: Topology) -> tuple[tuple[Device, ...], ...]:
+def usable_groups(topology: Topology) -> tuple[tuple[Gpu, ...], ...]:
     """The GPUs in groups in which every pair is usable, larger groups first."""
     broken = {frozenset((pair.one.uuid, pair.other.uuid)) for pair in topology.pairs if pair.is_unusable}
-    groups: list[list[Device]] = []
+    groups: list[list[Gpu]] = []
     for device in topology.devices:
         for group in groups:
             if not any(frozenset((device.uuid, other.uuid)) in broken for other in group):
@@ -48,7 +48,7 @@ def usable_groups(topology: Topology) -> tuple[tuple[Device, ...], ...]:
     return tuple(tuple(group) for group in sorted(groups, key=len, reverse=True))
 
 
-def _instead(groups: Sequence[Sequence[Device]], order: Sequence[Device]) -> str:
+def _instead(groups: Sequence[Sequence[Gpu]], order: Sequence[Gpu]) -> str:
     """The remedy for GPUs in these groups, larger ones first. `order`: that of the ranks."""
     size = len(groups[0])
     largest = [group for group in groups if len(group) == size]
@@ -84,7 +84,7 @@ def refuse_unusable(topology: Topology, uuids_of_ranks: Sequence[str | None]) ->
     part = topology.only(uuids_of_ranks)
     ranks = {bare(uuid): rank for rank, uuid in reversed(list(enumerate(uuids_of_ranks))) if uuid is not None}
 
-    def rank_of(device: Device) -> int:
+    def rank_of(device: Gpu) -> int:
         return ranks[bare(device.uuid)]
 
     bad = unusable_pairs(replace(part, devices=tuple(sorted(part.devices, key=rank_of))))

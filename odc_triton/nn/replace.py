@@ -42,7 +42,7 @@ def _grouped(names: list[str]) -> list[str]:
     return [group[0] if len(group) == 1 else f"{pattern} ({len(group)})" for pattern, group in groups.items()]
 
 
-class _Place(NamedTuple):
+class _NamedModule(NamedTuple):
     name: str
     module: nn.Module
     parent: nn.Module | None  # None for the model itself
@@ -104,12 +104,12 @@ def own_layers(model: nn.Module) -> int:
     return count
 
 
-def _places(model: nn.Module, kind: type[nn.Module]) -> list[_Place]:
+def _places(model: nn.Module, kind: type[nn.Module]) -> list[_NamedModule]:
     """Every module of that class or derived from it, once."""
     if isinstance(model, kind):
-        return [_Place(type(model).__name__, model, None)]
+        return [_NamedModule(type(model).__name__, model, None)]
     return [
-        _Place(f"{prefix}.{name}" if prefix else name, child, parent)
+        _NamedModule(f"{prefix}.{name}" if prefix else name, child, parent)
         for prefix, parent in model.named_modules()
         for name, child in parent.named_children()
         if isinstance(child, kind)

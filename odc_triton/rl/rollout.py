@@ -30,7 +30,7 @@ _EMPTY = 1 << 40  # added to the queue's counter: nothing is left
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class PromptSlot:
     """One prompt of a step, with the seed of each of its completions."""
 
     prompt: Prompt
@@ -45,7 +45,7 @@ class Rollout:
     completions], NaN where none did. Seconds are means over ranks.
     """
 
-    slots: list[Slot]
+    slots: list[PromptSlot]
     sampled: list[list[Sampled]]
     rewards: Tensor
     totals: Tensor
@@ -70,7 +70,7 @@ class Sampler:
         self._counter, self._columns, self._rollouts = counter, columns, 0
 
     def roll_out(
-        self, slots: list[Slot], options: SamplingOptions, *, decode: int, stop: Callable[[], int | None]
+        self, slots: list[PromptSlot], options: SamplingOptions, *, decode: int, stop: Callable[[], int | None]
     ) -> Rollout | int:
         """The rollout of `slots`, or the signal for which the ranks stop instead. Collective.
 
@@ -112,7 +112,7 @@ class Sampler:
     def _complete(
         self,
         taken: range,
-        slots: list[Slot],
+        slots: list[PromptSlot],
         options: SamplingOptions,
         own: dict[str, Any],
         stop: Callable[[], int | None],
@@ -142,7 +142,7 @@ class Sampler:
             own["made"].append({"slot": place, "rewards": rewards, "sampled": [_packed(one) for one in group]})
         return [*spans, ("scoring", sampled_s, scored_s, "")]
 
-    def _completion(self, slot: Slot, one: Sampled) -> Any:
+    def _completion(self, slot: PromptSlot, one: Sampled) -> Any:
         """As reward functions get it: text, or for messages the assistant's."""
         text = self.tokenizer.decode(one.ids, skip_special_tokens=True)
         return text if isinstance(slot.prompt.given, str) else [{"role": "assistant", "content": text}]
@@ -152,7 +152,7 @@ class Sampler:
         drained = self.engine.events.drain()
         return [(each.kind, each.start_s, each.end_s, each.label) for each in drained if each.kind == "wait"]
 
-    def _joined(self, slots: list[Slot], messages: list[dict[str, Any]]) -> Rollout:
+    def _joined(self, slots: list[PromptSlot], messages: list[dict[str, Any]]) -> Rollout:
         made = {each["slot"]: each for theirs in messages for each in theirs["made"]}
         by_slot = [made[place] for place in range(len(slots))]
         rewards = torch.tensor([each["rewards"] for each in by_slot], dtype=torch.float64).transpose(0, 1)

@@ -63,7 +63,7 @@ class TransformersEngine:
                 attention_mask=there,
                 generation_config=config,
                 logits_processor=LogitsProcessorList([draw]),
-                stopping_criteria=StoppingCriteriaList([_Look(self._look)]),
+                stopping_criteria=StoppingCriteriaList([_StopCheck(self._look)]),
             )
         answers = iter(_cut(made[:, longest:].tolist(), draw.logps(), options.end_tokens))
         return [[next(answers) for _ in request.seeds] for request in requests]
@@ -130,7 +130,7 @@ class _Draw(LogitsProcessor):
         return torch.stack(self._drawn, dim=1).tolist()
 
 
-class _Look(StoppingCriteria):
+class _StopCheck(StoppingCriteria):
     def __init__(self, look: Callable[[], bool]) -> None:
         self._look, self._looked_s = look, time.monotonic()
 

@@ -184,7 +184,7 @@ class VllmServer:
                 f"the version that the server has, 0.28 or newer"
             ) from None
 
-        class Source(WeightSource):
+        class PolicyWeightSource(WeightSource):
             def metadata(self) -> list[Any]:
                 return [ParamMeta(name=name, dtype=dtype, shape=shape) for name, dtype, shape in weights.metadata()]
 
@@ -200,7 +200,7 @@ class VllmServer:
         return WeightTransferTrainerFactory.trainer_init(
             init_info=NCCLTrainerInitInfo(master_address=mine, master_port=port, world_size=workers + 1, rank=0),
             client=control,
-            source=Source(),
+            source=PolicyWeightSource(),
         )
 
     def close(self) -> None:

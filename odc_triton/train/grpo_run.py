@@ -21,7 +21,7 @@ from ..rl.learned import Correction, Learned
 from ..rl.objective import Objective
 from ..rl.prompts import Prompts, completion_seed, prompts_of_step
 from ..rl.rewards import Rewards
-from ..rl.rollout import Rollout, Sampler, Slot
+from ..rl.rollout import PromptSlot, Rollout, Sampler
 from ..sequence.enable import enable_split
 from .grpo_options import GrpoOptions
 from .metrics import Metrics
@@ -175,7 +175,7 @@ class GrpoRun(Run):
         options, step = self.options, self.state.step
         chosen = prompts_of_step(self.mix, step, per_step=self.per_step, seed=options.seed)
         slots = [
-            Slot(
+            PromptSlot(
                 prompt=self.prompts[index],
                 seeds=[completion_seed(options.seed, step, place, n) for n in range(options.generations)],
             )
@@ -231,7 +231,7 @@ class GrpoRun(Run):
 
     def evaluate(self) -> Metrics:
         """One greedy completion of each held-out prompt. Nothing, if the ranks are to stop."""
-        slots = [Slot(prompt=prompt, seeds=[0]) for prompt in self.evaluation]
+        slots = [PromptSlot(prompt=prompt, seeds=[0]) for prompt in self.evaluation]
         self.sampler.completions.sync(self.model)
         made = self.sampler.roll_out(
             slots, self._sampling(0.0), decode=self.options.decode_at_once, stop=self.asked.stop

@@ -16,7 +16,7 @@ from odc_triton.cli.doctor import diagnose, draw_matrix, examine, main
 from odc_triton.cli.doctor.findings import NOTE, OK, PROBLEM, WIDTH
 from odc_triton.cli.doctor.report import Report, render
 from odc_triton.cli.doctor.software import TESTED, Software
-from odc_triton.machine.probe import CudaDevice, read_topology
+from odc_triton.machine.probe import VisibleDevice, read_topology
 from odc_triton.machine.topology import Topology
 from tests.support.snapshots import KEYS, NAMES, load, topology
 
@@ -109,7 +109,7 @@ def test_gpus() -> None:
     assert "GPU0 (Tesla V100-SXM2-32GB) is of compute capability 7.0; kernels need 8.0" in render(old)
     assert "GPU7: lost" in only(report_on(replace(H100, lost=("GPU7: lost",))), PROBLEM, "GPUs")
 
-    cuda = [CudaDevice(index=index, uuid=str(index), peers=(1 - index,)) for index in range(2)]
+    cuda = [VisibleDevice(index=index, uuid=str(index), peers=(1 - index,)) for index in range(2)]
     report = report_on(read_topology({"missing": "nvidia-ml-py is not installed"}, cuda))
     assert bad(report) == [(NOTE, "GPUs"), (NOTE, "peers")]
     assert "CUDA reports 2 GPUs; links and atomics are unknown: nvidia-ml-py is not installed" in render(report)

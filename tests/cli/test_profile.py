@@ -24,7 +24,7 @@ from odc_triton.base.trace import (
     OPTIMIZER,
     OTHER,
     PRODUCTS,
-    Span,
+    TimeSpan,
     category_of_kernel,
     category_of_operator,
     nested,
@@ -58,14 +58,14 @@ def launch_among_tests(function: Callable, *args: Any, ranks: int) -> list[Any]:
 
 _SPANS = st.lists(
     st.tuples(st.sampled_from(CATEGORIES[:-1]), st.integers(-2, 12), st.integers(0, 6)).map(
-        lambda part: Span(part[0], part[1], part[1] + part[2])
+        lambda part: TimeSpan(part[0], part[1], part[1] + part[2])
     ),
     max_size=8,
 )
 
 
 @given(_SPANS)
-def test_streams_by_brute_force(spans: list[Span]) -> None:
+def test_streams_by_brute_force(spans: list[TimeSpan]) -> None:
     """Every unit of time goes to the category that comes first among those that run."""
     want = dict.fromkeys(CATEGORIES, 0)
     for moment in range(10):
@@ -77,7 +77,7 @@ def test_streams_by_brute_force(spans: list[Span]) -> None:
 @given(st.data())
 def test_nested_spans_by_brute_force(data: st.DataObject) -> None:
     """Every unit of time goes to the innermost span."""
-    spans: list[Span] = []
+    spans: list[TimeSpan] = []
 
     def fill(start: int, end: int, depth: int) -> None:
         while start < end and depth < 4:
@@ -85,7 +85,7 @@ def test_nested_spans_by_brute_force(data: st.DataObject) -> None:
             stop = data.draw(st.integers(begin, end))
             if begin == stop:
                 return
-            spans.append(Span(data.draw(st.sampled_from(CATEGORIES[:-1])), begin + depth / 10, stop - depth / 10))
+            spans.append(TimeSpan(data.draw(st.sampled_from(CATEGORIES[:-1])), begin + depth / 10, stop - depth / 10))
             fill(begin, stop, depth + 1)
             start = stop
 

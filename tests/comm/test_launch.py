@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from odc_triton.comm.launch import Interrupted, Job, RemoteTraceback, how_it_ended, launch, warn_of_few_cores
+from odc_triton.comm.launch import Interrupted, LocalRanks, RemoteTraceback, how_it_ended, launch, warn_of_few_cores
 from tests.comm.launched import work
 from tests.support import leftovers, slow
 from tests.support.deadlines import LONG_S, SHORT_S
@@ -82,7 +82,7 @@ def _late(how: str) -> None:
 )
 def test_a_rank_that_does_not_end_is_named(how: str, ranks: int, words: str) -> None:
     """After the last barrier no rank waits for it."""
-    with Job(ranks, method="fork") as job:
+    with LocalRanks(ranks, method="fork") as job:
         job.start()
         with pytest.raises(RuntimeError, match=f"{words} {SHORT_S:g} s after the first rank had done its work"):
             job.run(_late, how, timeout_s=SHORT_S)
@@ -114,9 +114,9 @@ def test_ctrl_c_while_ranks_start(tmp_path: Path) -> None:
 
 _WAITING = """
 import sys, time
-from odc_triton.comm.launch import Job
+from odc_triton.comm.launch import LocalRanks
 if __name__ == "__main__":
-    with Job(2, method=METHOD) as job:
+    with LocalRanks(2, method=METHOD) as job:
         sys.path.insert(0, sys.argv[1])
         job.start(preload="writes_its_pid")
         time.sleep(600)

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from odc_triton import fully_shard, minibatch
 from odc_triton.base.errors import RanksDiffer
-from odc_triton.comm.launch import Job
+from odc_triton.comm.launch import LocalRanks
 from odc_triton.comm.process_group import gpu_index, group_kinds, start_process_group
 from odc_triton.sharding.agree import default_mesh
 from odc_triton.sharding.backend import backend_of
@@ -101,7 +101,7 @@ def _launched() -> tuple[float, str, int, float]:
 
 def _forked(function: Callable) -> list[Any]:
     """As `launch(function, ranks=2)`, but its ranks need no import."""
-    with Job(2, method="fork") as job:
+    with LocalRanks(2, method="fork") as job:
         job.start()
         return job.run(function)
 

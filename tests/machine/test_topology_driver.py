@@ -10,7 +10,7 @@ import pynvml
 import pytest
 
 from odc_triton.machine.nvml import ask_driver
-from odc_triton.machine.probe import CudaDevice, read_topology
+from odc_triton.machine.probe import VisibleDevice, read_topology
 from odc_triton.machine.topology import P2P, Topology
 from odc_triton.machine.unusable import unusable_pairs
 from tests.support.snapshots import NAMES, load, seen, topology
@@ -167,8 +167,8 @@ def test_no_driver_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_nvml_cuda_stands_in() -> None:
-    cuda = [CudaDevice(index=0, uuid="a", peers=(1,)), CudaDevice(index=1, uuid="b", peers=(0,))]
-    found = read_topology({"missing": "no NVML"}, [*cuda, CudaDevice(index=2, uuid="c", peers=(0,))])
+    cuda = [VisibleDevice(index=0, uuid="a", peers=(1,)), VisibleDevice(index=1, uuid="b", peers=(0,))]
+    found = read_topology({"missing": "no NVML"}, [*cuda, VisibleDevice(index=2, uuid="c", peers=(0,))])
     assert [pair.read.name for pair in found.pairs] == ["OK", "NOT_SUPPORTED", "NOT_SUPPORTED"]
     assert {pair.atomics for pair in found.pairs} == {P2P.UNKNOWN}
     assert (found.key, found.missing, len(found.visible().devices)) == ("unknown", "no NVML", 3)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from odc_triton.machine.probe import read_topology
-from odc_triton.machine.topology import P2P, Device, Pair, Topology
+from odc_triton.machine.topology import P2P, Gpu, Pair, Topology
 from odc_triton.machine.unusable import refuse_unusable, unusable_pairs, usable_groups
 from tests.support import ranks
 from tests.support.snapshots import load, topology
@@ -74,7 +74,7 @@ def test_which_ranks_are_refused() -> None:
 
 def in_groups(*groups: tuple[int, ...]) -> Topology:
     """GPUs by number, NVLink within each group, PCIe without native atomics between them."""
-    devices = {n: Device(index=n, uuid=f"GPU-{n}") for n in sorted(itertools.chain(*groups))}
+    devices = {n: Gpu(index=n, uuid=f"GPU-{n}") for n in sorted(itertools.chain(*groups))}
     of = {n: group for group in groups for n in group}
     fine = {"read": P2P.OK, "write": P2P.OK}
     pairs = tuple(

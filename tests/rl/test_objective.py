@@ -17,7 +17,7 @@ from odc_triton.rl.generation import Sampled
 from odc_triton.rl.learned import Learned
 from odc_triton.rl.objective import Objective, TokenTerms, advantages
 from odc_triton.rl.prompts import Prompt, completion_seed, prompts_of_step, read_prompts
-from odc_triton.rl.rollout import Rollout, Slot
+from odc_triton.rl.rollout import PromptSlot, Rollout
 from tests.support.grpo_case import trl_advantages
 from tests.support.sft_case import QWEN2, write_case
 
@@ -71,7 +71,7 @@ def test_what_a_step_learns_of_truncated_completions(loss: str, masked: bool) ->
         [Sampled(ids=[7] * length, logps=[0.0] * length, ended=length < 5) for length in group] for group in lengths
     ]
     made = Rollout(
-        slots=[Slot(prompt=prompt, seeds=[0, 1])] * 2,
+        slots=[PromptSlot(prompt=prompt, seeds=[0, 1])] * 2,
         sampled=sampled,
         rewards=rewards[None],
         totals=rewards,

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from odc_triton.machine.probe import CudaDevice, read_topology
+from odc_triton.machine.probe import VisibleDevice, read_topology
 from odc_triton.machine.topology import Topology
 
 SNAPSHOTS = Path(__file__).parents[1] / "snapshots"
@@ -28,11 +28,11 @@ def load(name: str) -> dict[str, Any]:
     return json.loads((SNAPSHOTS / f"{name}.json").read_text())
 
 
-def seen(snapshot: dict[str, Any], *places: int) -> list[CudaDevice]:
+def seen(snapshot: dict[str, Any], *places: int) -> list[VisibleDevice]:
     """The GPUs at these places as CUDA shows them, in this order; by default all."""
     devices = snapshot["devices"]
     chosen = [devices[place] for place in places] if places else devices
-    return [CudaDevice(index=index, uuid=device["uuid"][4:]) for index, device in enumerate(chosen)]
+    return [VisibleDevice(index=index, uuid=device["uuid"][4:]) for index, device in enumerate(chosen)]
 
 
 def topology(name: str, *places: int) -> Topology:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from ...base.report import in_columns
-from ...machine.topology import Device, Pair, PciePath, Topology
+from ...machine.topology import Gpu, Pair, PciePath, Topology
 from ...machine.unusable import unusable_pairs
 from .findings import WIDTH, count, dotted, wrap
 
@@ -69,7 +69,7 @@ def _joined(pair: Pair) -> str:
     return "" if pair.path is PciePath.UNKNOWN else pair.path.name
 
 
-def _device_lines(devices: tuple[Device, ...]) -> list[str]:
+def _device_lines(devices: tuple[Gpu, ...]) -> list[str]:
     # GPU numbers are nvidia-smi's; CUDA's depend on masks and on CUDA_DEVICE_ORDER.
     rows = [("", "CUDA", "name", "cc", "memory", "PCIe", "PCI bus")]
     for device in devices:

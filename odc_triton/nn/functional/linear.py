@@ -41,7 +41,7 @@ def linear(
     ready = operand(x, weight, bias)
     if ready is None:
         return F.linear(x, whole_weight(weight), None if bias is None else whole_weight(bias))
-    call = torch.ops.odc.linear if torch.compiler.is_compiling() else _Linear.apply  # see [Note: two ways in]
+    call = torch.ops.odc.linear if torch.compiler.is_compiling() else _LinearFunction.apply  # see [Note: two ways in]
     return call(ready, weight, bias, handle(weight), handle(bias), choice)
 
 
@@ -96,7 +96,7 @@ def _backward(ctx: Any, dy: torch.Tensor, add_gradient: Callable[..., torch.Tens
     return dx if needs[0] else None, None, None, None, None, None
 
 
-class _Linear(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         output = _forward(*inputs)

@@ -181,7 +181,9 @@ def _qkv_grad(
     sharded = [resolve(handle) for handle in handles]
     how = chosen("qkv", sharded[0], len(x), x.device, choice)
     dx, dq_norm, dk_norm = _empty_gradients(x, norms)
-    targets = [_Target(each, how) if each.leaf.requires_grad and each.wants_gradient() else None for each in sharded]
+    targets = [
+        _GradientSink(each, how) if each.leaf.requires_grad and each.wants_gradient() else None for each in sharded
+    ]
     named = zip(("wq", "wk", "wv", "bq", "bk", "bv"), targets, strict=False)
     out = {name: target.peers for name, target in named if target is not None}
     if norms:
@@ -216,7 +218,7 @@ def _(dq: Any, dk: Any, dv: Any, x: torch.Tensor, handles: Any, norms: list[torc
     return dx, dq_norm.to(dtype), dk_norm.to(dtype)
 
 
-class _Target:
+class _GradientSink:
     """The target of one parameter's gradient: its owners, or a tensor that is added to them afterwards."""
 
     def __init__(self, parameter: ShardedOperand, how: Choice) -> None:
