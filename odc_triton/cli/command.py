@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser of the command with all of its subcommands. `only`: one of them, of the others just the names."""
+    """The parser of the command with all of its subcommands. `only`: one of them; the others get no options."""
     parser = argparse.ArgumentParser(
         prog="odc-triton", description="Sharded training by on-demand communication: no barrier per layer."
     )
@@ -80,13 +80,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
-    """`parser` and those of its commands, and of theirs."""
+    """`parser` and the parsers of its subcommands, recursively."""
     inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return [parser, *(found for each in inner for child in each.choices.values() for found in _commands(child))]
 
 
 def _names(parser: argparse.ArgumentParser, given: Sequence[str]) -> bool:
-    """Whether the arguments begin with the words of this command."""
+    """True if the arguments begin with the words of this command."""
     words = parser.prog.split()[1:]
     return [*given[: len(words)]] == words
 
@@ -94,14 +94,14 @@ def _names(parser: argparse.ArgumentParser, given: Sequence[str]) -> bool:
 def _did_you_mean(
     unknown: Sequence[str], chosen: argparse.ArgumentParser, commands: Sequence[argparse.ArgumentParser]
 ) -> str:
-    """The options that mistyped ones may have meant, or the commands that have them."""
-    said = []
+    """Suggestions for mistyped options, or the commands that have them."""
+    hints = []
     for word in [word.partition("=")[0] for word in unknown if word.startswith("--")]:
         if others := [each.prog for each in commands if word in each._option_string_actions]:
-            said.append(f"; {word} is of {', '.join(others)}, not of {chosen.prog}")
+            hints.append(f"; {word} is of {', '.join(others)}, not of {chosen.prog}")
         elif close := difflib.get_close_matches(word, sorted(chosen._option_string_actions), n=1):
-            said.append(f"; did you mean {close[0]}?")
-    return "".join(said)
+            hints.append(f"; did you mean {close[0]}?")
+    return "".join(hints)
 
 
 def _add_demo(commands: argparse._SubParsersAction) -> None:
@@ -126,15 +126,15 @@ def _demo(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Command:
-    """A command whose options are the fields of a dataclass; `run` gets them."""
+    """A command whose options are the fields of a dataclass, passed to `run`."""
 
     help: str
     description: str
     options: str  # "module:name" of the dataclass
     run: str | Callable[..., int]  # or "module:name" of it
-    has_ranks: bool = False  # `run` gets them first
+    has_ranks: bool = False  # passed to `run` first
     has_config: bool = False  # the options may come from a file
-    place: tuple[str, str] | None = None  # an argument without a name, and its help; `run` gets it first
+    place: tuple[str, str] | None = None  # a positional argument, and its help; passed to `run` first
 
     def add(self, commands: argparse._SubParsersAction, name: str) -> None:
         from ..base.config_file import with_config
@@ -242,9 +242,9 @@ _PROFILE = _Command(
     has_ranks=True,
 )
 _TUNE = _Command(
-    help="measure the ways to run a model's layers on this machine, and keep the fastest",
+    help="measure implementations of a model's layers on this machine, and keep the fastest",
     description="Measures backends, strategies and tiles for a model's shapes on this machine's ranks. Writes a table, "
-    "keyed by processor, links, ranks and versions, that the layers of replace_layers then follow.",
+    "keyed by processor, links, ranks and versions, which the layers of replace_layers then use.",
     options=".tune:TuneOptions",
     run=_tune,
     has_ranks=True,
@@ -252,7 +252,7 @@ _TUNE = _Command(
 _SIMULATE = _Command(
     help="predict step times of FSDP2 and ODC for your sequence lengths, without a GPU",
     description="Predicts step time and speed-up of every schedule and balance for given sequence lengths, a model and "
-    "GPUs, and ranks them. Needs no GPU. docs/simulator.md says what is modelled.",
+    "GPUs, and ranks them. Needs no GPU. docs/simulator.md describes the model.",
     options="..simulate.predict:SimulateOptions",
     run="..simulate.predict:main",
 )
@@ -265,13 +265,13 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_data(commands: argparse._SubParsersAction) -> None:
-    data = commands.add_parser("data", help="look at training data")
+    data = commands.add_parser("data", help="inspect training data")
     jobs = data.add_subparsers(dest="job", required=True, metavar="JOB")
     inspect = jobs.add_parser(
         "inspect",
-        help="show what a data file holds: lengths, what would be cut or dropped, one sample with its targets marked",
-        description="Reads whole data files as training would, prints their form, how long their samples are, what "
-        "would be truncated or dropped, one sample with its targets marked, and what an epoch takes of several files. "
+        help="show a data file's lengths, truncated and dropped samples, and one sample with its targets marked",
+        description="Reads whole data files as training would, prints their form, the lengths of their samples, how "
+        "many would be truncated or dropped, one sample with its targets marked, and each file's part of an epoch. "
         "Needs no GPU and no model. The exit status is 1 if the data has tokens that --model lacks.",
     )
     inspect.add_argument(
@@ -305,8 +305,8 @@ def _inspect_data(options: argparse.Namespace) -> int:
 def _add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor = commands.add_parser(
         "doctor",
-        help="find what would keep ranks from training on this machine, and say what to do about it",
-        description="Looks at versions, the GPUs and what joins them, and lets two ranks share a model. The exit "
+        help="find problems that would keep ranks from training on this machine, and their remedies",
+        description="Checks versions, the GPUs and their links, and lets two ranks share a model. The exit "
         "status is 1 if there is a problem.",
     )
     doctor.add_argument("--json", action="store_true", help="print everything that was found as JSON")
@@ -314,7 +314,7 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_topo(commands: argparse._SubParsersAction) -> None:
-    topo = commands.add_parser("topo", help="draw which GPUs reach each other, how fast, and whether they can add")
+    topo = commands.add_parser("topo", help="show the links between GPUs: speed, access, atomics")
     topo.set_defaults(run=_topo)
 
 

@@ -17,7 +17,7 @@ class ExportOptions:
 
     out: str = option(REQUIRED, "folder to create")
     model: str | None = option(None, "the model that was trained: local folder or hub id; by default the run's")
-    init: str | None = option(None, "config.json of the model, where training began with random weights")
+    init: str | None = option(None, "config.json of the model, if training began with random weights")
     tokenizer: str | None = option(None, "folder, hub id or tokenizer.json; by default the run's, or --model's")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of the weights that are written")
     merge: bool = option(False, "for a run with --lora-rank: the whole model, with its adapters added to it")
@@ -30,12 +30,12 @@ class ExportOptions:
 def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     """Writes `checkpoint`, or the newest one in this folder, into `options.out`; returns the one written.
 
-    For a run with `--lora-rank` it writes the adapters, as the run itself does at its end, or with `merge` the whole
-    model for plain transformers. One process reads it, whatever the number of ranks that wrote it. Model and tokenizer
-    are those that the run's run.yaml names, unless `options` name a model.
+    For a run with `--lora-rank` it writes the adapters, as the run does at its end, or with `merge` the whole
+    model for plain transformers. One process reads it, for any number of ranks that wrote it. Model and tokenizer
+    are those in the run's run.yaml, unless `options` name a model.
 
-    Raises what `load_checkpoint` and `save_pretrained` raise, ValueError for `merge` of a run without adapters and if
-    nothing names the model, and FileNotFoundError if there is no checkpoint, or no file that run.yaml names.
+    Raises as `load_checkpoint` and `save_pretrained`, ValueError for `merge` of a run without adapters and if
+    the model is unknown, and FileNotFoundError if there is no checkpoint, or a file in run.yaml is missing.
     """
     import torch
 
@@ -46,7 +46,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
     from ..sharding.shard import fully_shard
     from ..train.model import add_adapters, name_special_tokens
 
-    require_new_folder(options.out)  # before what takes minutes
+    require_new_folder(options.out)  # before work that takes minutes
     path = Path(checkpoint)
     if not (path / ".metadata").exists():
         newest = newest_in(path) or newest_in(path / "checkpoints")
@@ -80,7 +80,7 @@ def export(checkpoint: str | Path, options: ExportOptions) -> Path:
 
 
 def _with_model(options: ExportOptions, checkpoint: Path) -> ExportOptions:
-    """With the run's model and tokenizer, if `options` name no model. Paths are as the run was given them."""
+    """With the run's model and tokenizer, if `options` name no model. Paths are as in the run's options."""
     if options.model is not None or options.init is not None:
         return options
     from ..train.prepare import CONFIG

@@ -1,4 +1,4 @@
-"""`odc-triton profile`: where the time of a few minibatches goes. Imports no torch, so that `--help` is quick."""
+"""`odc-triton profile`: a time profile of a few minibatches. Imports no torch, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """Where the time of a few minibatches goes."""
+    """Profile the time of a few minibatches."""
 
     out: str = option(REQUIRED, "folder for profile.json, timeline.png, trace.json and torch's traces")
     model: str | None = option(None, "a transformers causal LM: local folder or hub id")
@@ -50,7 +50,7 @@ class ProfileOptions:
     token_cap: int = option(2048, "most tokens in one pack, which is one microbatch")
     samples_per_rank: int = option(4, "samples per rank and minibatch")
     minibatches: int = option(3, "minibatches to measure, after one to warm up")
-    balance: Literal["mini", "micro", "global", "local"] = option("mini", "how samples are dealt to the ranks")
+    balance: Literal["mini", "micro", "global", "local"] = option("mini", "how samples are assigned to the ranks")
     dtype: Literal["fp32", "bf16"] = option("fp32", "dtype of compute")
     replace_layers: bool = option(False, "attention, embedding and linear layers read from and add to their owners")
     fused_head: bool = option(False, "never compute whole logits")
@@ -167,7 +167,7 @@ def _minibatch(model: nn.Module, optimizer: torch.optim.Optimizer, packs: list[P
 
 
 def _spans(record: Any, start_ns: int, engine: Engine) -> tuple[list[TimeSpan], Any]:
-    """What ran, in seconds since `start_ns`, and the function that sums it up by category."""
+    """The spans, in seconds since `start_ns`, and the function that sums them up by category."""
     from torch.autograd import DeviceType
 
     events = record.profiler.kineto_results.events()

@@ -1,4 +1,4 @@
-"""Starts the ranks of a training job, after its check, so that what takes seconds to import is imported once."""
+"""Starts the ranks of a training job, after its check, so that slow imports are done once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GPU_DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def say_stopped(number: int) -> int:
-    """Says on stderr that a signal stopped the command; returns its exit status."""
+    """Reports on stderr that a signal stopped the command; returns its exit status."""
     os.write(2, f"odc-triton: stopped by {signal.Signals(number).name}\n".encode())
     return 128 + number
 
@@ -36,7 +36,7 @@ def start_job(name: str, run: str, options: RunOptions, *, ranks: int) -> None:
 
 
 def _start_and_check(job: LocalRanks, name: str, options: RunOptions) -> ModuleType:
-    """Ranks import the module while this process does and checks; a failed check ends them."""
+    """Ranks import the module while this process imports it and checks; a failed check ends them."""
     job.start(preload=name)
     with ending_at_once():
         module = import_module(name)

@@ -1,7 +1,7 @@
-"""transformers' models on packed sequences: attention within documents, the loss that goes with it.
+"""transformers' models on packed sequences: attention within documents, and the loss.
 
 A *pack* is several documents side by side in one row, without padding: `input_ids`, `position_ids` (int64,
-shape [1, T]; positions restart at every document) and `labels` (int64, [1, T]; -100 where nothing is to be
+shape [1, T]; positions restart at every document) and `labels` (int64, [1, T]; -100 where nothing is
 predicted, hence at the first token of every document, which no earlier token may predict).
 """
 

@@ -1,8 +1,7 @@
-"""`enable_packing`: a transformers model on our attention, after a proof that it keeps documents apart.
+"""`enable_packing`: a transformers model on our attention, after a check that it keeps documents apart.
 
 It registers `packed_attention` (transformers' `AttentionInterface`) and `packed_mask` (its `AttentionMaskInterface`).
-For a model without weights, a small one of the same class and config stands in: what holds for it holds for the large
-one.
+For a model without weights, a small one of the same class and config is checked instead.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attn_dropout", "atten
 
 @dataclass(kw_only=True)
 class _Seen:
-    """What a probe forward of several documents saw."""
+    """Observations of a probe forward of several documents."""
 
     document: Tensor  # [T]: the document that each token belongs to
     layers: set[int] = field(default_factory=set)  # ids of the modules that called the attention
@@ -49,17 +48,17 @@ class _Seen:
         same = self.document[:, None] == self.document[None, :]
         expected = same & (behind >= 0)
         if (window := kwargs.get("local_size")) is not None:
-            if window > 0:  # else no layer can use it: not even a token itself would be seen
+            if window > 0:  # else no layer can use it: a token would not see even itself
                 self.mask_windows.add(window)
             expected &= behind < window
         library = sdpa_mask(**kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
-        # Only within documents: some models (GPT-OSS) make masks that join a pack's documents, ours to part.
+        # Only within documents: some models (GPT-OSS) make masks that join a pack's documents; we separate them.
         self.odd_masks += not torch.equal(library[0, 0] & same, expected)
         return packed_mask(**kwargs)
 
     def complaint(self, layers: int) -> str | None:
         if not self.layers:
-            return "it never called the attention function that it was given"
+            return "it never called the configured attention function"
         if len(self.layers) < layers:
             return f"only {len(self.layers)} of its {layers} layers called the attention function"
         if self.odd_masks:
@@ -70,16 +69,16 @@ class _Seen:
 
 
 def enable_packing(model: nn.Module) -> None:
-    """Makes a transformers causal LM attend within the documents of a pack, after proving that it does.
+    """Makes a transformers causal LM attend within the documents of a pack, and checks that it does.
 
     Call it on the plain model, before `fully_shard`. Probe forwards of 12 tokens, in eval mode, without
     gradients and with the random state kept, show that every layer calls `packed_attention` with the
     documents' boundaries, that a document's logits do not change with its neighbour's tokens, and (for fp32
-    weights) that they are what the model's former attention gives for it alone. State-space, linear-attention
-    and convolution mixers carry state across documents: refused. For a model on the meta device a small one of
-    its class and config is probed, with random weights (`stand_in`).
+    weights) that they equal those of the former attention for the document alone. State-space, linear-attention
+    and convolution mixers carry state across documents and are refused. For a model on the meta device a small
+    one of its class and config is probed, with random weights (`stand_in`).
 
-    Raises PackingUnsupported if any of this fails; the model then has its former attention again.
+    Raises PackingUnsupported if a check fails; the former attention is then restored.
     """
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation"):
@@ -131,11 +130,11 @@ def _use_flash_attention_3(config: Any) -> None:
         try:
             activate("FA3")
         except Exception as error:  # a package built for another torch
-            warnings.warn(f"FlashAttention-3 is installed and not used, as torch said {error!r}", stacklevel=3)
+            warnings.warn(f"FlashAttention-3 is installed and not used, as torch raised {error!r}", stacklevel=3)
 
 
 def _probe(model: nn.Module, device: torch.device) -> None:
-    """Leaves `model` on our attention; raises PackingUnsupported if documents are not kept apart by it."""
+    """Leaves `model` on our attention; raises PackingUnsupported if it does not keep documents apart."""
     first, second = 5, 7  # tokens of the two documents
     vocabulary = model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
@@ -159,7 +158,7 @@ def _probe(model: nn.Module, device: torch.device) -> None:
     packed, changed = logits(ids, positions), logits(other, positions)
     complaint = seen.complaint(model.config.get_text_config().num_hidden_layers)
     scale = packed.abs().max()
-    # Negated comparisons, so that NaN complains too.
+    # Negated comparisons, so that NaN fails too.
     if complaint is None and not (packed - changed)[:, first:].abs().max() <= tolerance * scale:
         complaint = "a document's logits changed when only its neighbour's tokens did"
     if complaint is None and exact and not (packed - torch.cat(alone, dim=1)).abs().max() <= 1e-3 * scale:
@@ -170,24 +169,24 @@ def _probe(model: nn.Module, device: torch.device) -> None:
     bounds = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": second, "max_length_k": second}
     bounds["attention_mask"] = torch.empty(PREPARED_MASK, dtype=torch.bool, device=device)
     innermost(model)._odc_prepared_mask = False
-    with contextlib.suppress(Exception):  # it then makes its mask by itself
+    with contextlib.suppress(Exception):  # it then makes its own mask
         prepared = model(input_ids=ids, position_ids=positions, use_cache=False, **bounds).logits.float()
         innermost(model)._odc_prepared_mask = bool((packed - prepared).abs().max() <= tolerance * scale)
 
 
 def innermost(model: nn.Module) -> nn.Module:
-    """The model within DistributedDataParallel and PEFT, which hide its signature and attributes."""
+    """The model inside DistributedDataParallel and PEFT, which hide its signature and attributes."""
     inner = getattr(model, "module", model)
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether the model attends by `packed_attention`."""
+    """True if the model attends by `packed_attention`."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == ATTENTION_NAME
 
 
 def takes_prepared_mask(model: nn.Module) -> bool:
-    """Whether a forward on a pack that has its bounds may be given [Note: a prepared mask]."""
+    """True if a forward on a pack with bounds may get a prepared mask; see [Note: a prepared mask]."""
     return is_packed(model) and getattr(model, "_odc_prepared_mask", False)
 
 
@@ -198,7 +197,7 @@ def _register(attention: Callable, mask: Callable) -> None:
 
 
 def _implementations(config: Any) -> str | dict[str, Any]:
-    """The attention of a config and of those within it, as `set_attn_implementation` takes them."""
+    """The attention of a config and its sub-configs, as `set_attn_implementation` takes them."""
     parts = {key: part for key in config.sub_configs if (part := getattr(config, key, None)) is not None}
     if not parts:
         return config._attn_implementation
@@ -214,7 +213,7 @@ def stand_in(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
 
     It has each kind of layer of `config.layer_types` (at least two layers) and a vocabulary of 64. If the config has
     plain heads it has few of them, as wide and grouped as the model's; if such a model can't be made, layers of full
-    width. Raises what the model's class raises if neither can be made.
+    width. Raises the errors of the model's class if neither can be made.
     """
     error: Exception | None = None
     for narrow in (True, False):
@@ -225,7 +224,7 @@ def stand_in(model: nn.Module, device: torch.device | str = "cpu") -> nn.Module:
                 _narrow(part)
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about sizes that nobody chose
+                warnings.simplefilter("ignore")  # about our sizes
                 made = type(model)(config).float().eval()
                 made(input_ids=torch.arange(4)[None], use_cache=False)
             return made.to(device)

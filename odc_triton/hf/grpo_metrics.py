@@ -1,9 +1,9 @@
-"""TRL's loss in a microbatch: what it asks of other ranks, answered by this rank alone; its metrics, merged afterwards.
+"""TRL's loss in a microbatch without its collectives; its metrics are merged afterwards.
 
 `_compute_loss` reduces and gathers metrics over ranks in every microbatch. In a minibatch ranks may have different
-numbers of packs, so nothing there may wait for others.
+numbers of packs, so they must not wait for each other.
 
-TRL has two kinds of metrics. One is a mean: it reduces [sum, count] and keeps sum / count. `Alone` remembers the pair,
+TRL has two kinds of metrics. One is a mean: it reduces [sum, count] and keeps sum / count. `Alone` keeps the pair,
 and `PackMetrics` adds pairs. The other is the least or the largest of gathered values, and its name ends in _min or
 _max. Both merge exactly, by name.
 """
@@ -19,16 +19,16 @@ from torch import Tensor
 
 
 class Alone:
-    """In a minibatch, in the place of accelerate's Accelerator: a single process, without collectives.
+    """Replaces accelerate's Accelerator in a minibatch: a single process, without collectives.
 
-    `num_processes` is 1, as gradients are summed over ranks and not averaged. What is not here raises AttributeError.
+    `num_processes` is 1, as gradients are summed over ranks and not averaged. Other attributes raise AttributeError.
     """
 
     num_processes = 1
 
     def __init__(self, device: torch.device, *, is_main_process: bool) -> None:
         self.device = device
-        self.is_main_process = is_main_process  # TRL reports its timings where it is
+        self.is_main_process = is_main_process  # TRL reports its timings there
         self._pair: Tensor | None = None
 
     def reduce(self, tensor: Tensor, reduction: str = "sum") -> Tensor:
@@ -39,19 +39,19 @@ class Alone:
         return tensor
 
     def take_pair(self) -> Tensor | None:
-        """What was reduced since the last call: [sum, count]."""
+        """The pair that was reduced since the last call: [sum, count]."""
         pair, self._pair = self._pair, None
         return pair
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"accelerator.{name} is not there in a minibatch, where ranks may have different numbers of microbatches: "
+            f"there is no accelerator.{name} in a minibatch, where ranks may have different numbers of microbatches: "
             f"do it in _prepare_inputs, or after the step"
         )
 
 
 class PackMetrics:
-    """In the place of TRL's lists of metrics while packs are computed: `metrics[name].append(value)`."""
+    """Replaces TRL's lists of metrics while packs are computed: `metrics[name].append(value)`."""
 
     def __init__(self, alone: Alone) -> None:
         self._alone = alone
@@ -66,13 +66,13 @@ class PackMetrics:
         if pair is None and name.endswith(("_min", "_max")):
             self._ends.setdefault(name, []).append(value)
             return
-        if pair is None:  # somebody's own: its mean over packs
+        if pair is None:  # a user's own metric: its mean over packs
             pair = torch.tensor([0.0, 0.0] if math.isnan(value) else [value, 1.0])
         pair = pair.double().cpu()
         self._means[name] = self._means[name] + pair if name in self._means else pair
 
-    def told(self) -> dict[str, Any]:
-        """What other ranks need, as JSON."""
+    def report(self) -> dict[str, Any]:
+        """This rank's metrics for `merged`, as JSON."""
         ends = {name: _end(name, values) for name, values in self._ends.items()}
         return {"means": {name: pair.tolist() for name, pair in self._means.items()}, "ends": ends}
 
@@ -85,11 +85,11 @@ class _Metric:
         self._metrics.add(self._name, value)
 
 
-def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Of all ranks' `PackMetrics.told()`, the metrics of the minibatch. NaN where no rank has a value."""
+def merged(reports: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The metrics of the minibatch, from all ranks' `PackMetrics.report()`. NaN if no rank has a value."""
     pairs: dict[str, tuple[float, float]] = {}
     ends: dict[str, list[float]] = {}
-    for each in told:
+    for each in reports:
         for name, (total, count) in each["means"].items():
             before = pairs.get(name, (0.0, 0.0))
             pairs[name] = before[0] + total, before[1] + count

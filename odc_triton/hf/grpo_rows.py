@@ -1,7 +1,7 @@
-"""A GRPO minibatch as rows, one a completion, that can be dealt to ranks and packs; and back as TRL's padded batch.
+"""A GRPO minibatch as rows, one a completion, that are assigned to ranks and packs; and back as TRL's padded batch.
 
 TRL prepares a batch of tensors padded to its longest row: `prompt_ids` and `prompt_mask` [B, P], padded on the left;
-`completion_ids` and `completion_mask` [B, C], padded on the right; and per completion or per token what the loss needs.
+`completion_ids` and `completion_mask` [B, C], padded on the right; and the loss's inputs per completion or token.
 A masked completion (`mask_truncated_completions`) has no token here, and stays a row that the normalisers count.
 """
 
@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..balance import CostModel, assign_one
 
 _PROMPT, _COMPLETION = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
-# What padding is; 0 where it is not said. TRL sums the logarithms of this one over padding too.
+# Values of padding, 0 for all others. TRL sums the logarithms of this one over padding too.
 _PADDING = {"importance_sampling_ratio": 1.0}
 
 Row = dict[str, Tensor]
@@ -26,11 +26,11 @@ Row = dict[str, Tensor]
 
 
 def rows_of(batch: Mapping[str, Any]) -> tuple[list[Row], dict[str, Tensor]]:
-    """The rows of TRL's batch, and what is of the batch as a whole: its tensors without dimensions.
+    """The rows of TRL's batch, and the 0-dimensional tensors, which belong to the whole batch.
 
     [B, 1], a ratio of a whole completion, is repeated for each of its tokens: the loss is the same.
 
-    Raises ValueError for an entry that is no tensor of rows, such as images, and for a row without a prompt.
+    Raises ValueError for an entry that is not a tensor of rows, such as images, and for a row without a prompt.
     """
     prompt_masks, masks = (batch[name].bool().cpu() for name in ("prompt_mask", "completion_mask"))
     shared: dict[str, Tensor] = {}
@@ -77,36 +77,36 @@ def batch_of(rows: Sequence[Row], shared: Mapping[str, Tensor], device: torch.de
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DealtRows:
-    """This rank's packs of a minibatch, and what all ranks' rows add up to."""
+class AssignedRows:
+    """This rank's packs of a minibatch, and the number of all ranks' rows."""
 
     packs: list[list[Row]]
     all_rows: int
 
     @property
     def tokens(self) -> int:
-        """Of this rank's rows, those that the loss counts."""
+        """The tokens of this rank's rows that the loss counts."""
         return sum(map(counted, self.packs))
 
 
-def deal(rows: Sequence[Row], *, rank: int, ranks: int, token_cap: int | None, cost: CostModel) -> DealtRows:
-    """Deals all ranks' `rows`, in the same order on each, by LB-Mini: a rank may get any number of rows and packs.
+def assign_rows(rows: Sequence[Row], *, rank: int, ranks: int, token_cap: int | None, cost: CostModel) -> AssignedRows:
+    """Assigns all ranks' `rows`, in the same order on each, by LB-Mini: a rank may get any number of rows and packs.
 
     `token_cap`: the most tokens of a pack, by default those of the longest row. Raises ValueError for a longer row.
     """
     lengths = [row_tokens(row) for row in rows]
     cap = max(lengths) if token_cap is None else token_cap
     packs = assign_one(lengths, rank=rank, ranks=ranks, token_cap=cap, balance="mini", cost=cost)
-    return DealtRows(packs=[[rows[index] for index in pack] for pack in packs], all_rows=len(rows))
+    return AssignedRows(packs=[[rows[index] for index in pack] for pack in packs], all_rows=len(rows))
 
 
 def row_tokens(row: Row) -> int:
-    """Tokens that the model is given for a row; 1 for one without a completion, which needs no forward."""
+    """The model's input tokens of a row; 1 for a row without a completion, which needs no forward."""
     return len(row["prompt_ids"]) + len(row["completion_ids"]) if len(row["completion_ids"]) else 1
 
 
 def counted(rows: Sequence[Row]) -> int:
-    """Tokens that the loss counts: completions without what tools and environments wrote."""
+    """Tokens that the loss counts: completions without the output of tools and environments."""
     return sum(int(row["tool_mask"].sum()) if "tool_mask" in row else len(row["completion_ids"]) for row in rows)
 
 

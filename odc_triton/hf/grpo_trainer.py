@@ -1,10 +1,10 @@
 """`ODCGRPOTrainer`: TRL's GRPOTrainer, whose step is one minibatch of this rank's packs.
 
-TRL prepares as it does: it samples completions, scores them, computes advantages and old and reference
-log-probabilities, with its own collectives, outside of minibatches. Then all ranks' completions are dealt to ranks and
-packs by their lengths, and TRL's own loss runs on one pack after another.
+TRL's preparation stays: it samples completions, scores them, computes advantages and old and reference
+log-probabilities, with its own collectives, outside of minibatches. Then all ranks' completions are assigned to ranks
+and packs by their lengths, and TRL's own loss runs on one pack after another.
 
-[Note: normalisers] `minibatch` sums gradients over ranks, and TRL's loss divides what it has summed. Of a pack with n
+[Note: normalisers] `minibatch` sums gradients over ranks, and TRL's loss is a mean of some kind. For a pack with n
 of the N rows of all ranks, and t of their T counted tokens:
 
 | loss | TRL divides the pack's sum by | so a pack's loss is multiplied by |
@@ -13,10 +13,10 @@ of the N rows of all ranks, and t of their T counted tokens:
 | grpo, sapo, luspo, dr_grpo | n | n / N |
 | bnpo | t | t / T |
 
-Each is then TRL's for one process and microbatch that has all rows.
+The sum is then TRL's loss for one process and microbatch that has all rows.
 
 [Note: the reference] TRL would hold a whole reference model on every rank. While TRL's constructor runs, `beta` is 0,
-so it makes none; then one is made on the meta device, sharded, and filled by rows.
+so it makes none; then one is made on the meta device, sharded, and loaded by rows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..nn.head import log_probs
 from ..sharding.shard import fully_shard
 from .enable import enable_packing, is_packed
 from .grpo_metrics import Alone, PackMetrics, merged
-from .grpo_rows import DealtRows, Row, batch_of, counted, deal, rows_of
+from .grpo_rows import AssignedRows, Row, assign_rows, batch_of, counted, rows_of
 from .loss import predictions
 from .neftune import embedding_noise
 from .sharded_trainer import ShardedTrainer
@@ -67,9 +67,9 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         model = fully_shard(model)
         ODCGRPOTrainer(model, reward_funcs=reward, args=GRPOConfig(...), train_dataset=prompts).train()
 
-    Give it the sharded model, on every rank, and TRL's other arguments. One step takes world *
-    `per_device_train_batch_size` * `gradient_accumulation_steps` completions, dealt to the ranks by length, and its
-    loss is TRL's over all of them: see [Note: normalisers]. Metrics are those of all ranks. Options whose loss is no
+    Pass the sharded model, on every rank, and TRL's other arguments. One step takes world *
+    `per_device_train_batch_size` * `gradient_accumulation_steps` completions, assigned to the ranks by length, and its
+    loss is TRL's over all of them: see [Note: normalisers]. Metrics are those of all ranks. Options whose loss is not a
     sum over completions or tokens (entropy bonus, top_entropy_quantile, a router's auxiliary loss) are refused, and
     so are images and PEFT's adapters.
 
@@ -80,7 +80,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     token_cap: the most tokens of a pack; by default those of the minibatch's longest completion with its prompt.
     trainer: other arguments of GRPOTrainer.
 
-    Raises ValueError or TypeError for a model that is not sharded and packed and for arguments that can't be kept,
+    Raises ValueError or TypeError for a model that is not sharded and packed and for unsupported arguments,
     ImportError for another TRL.
     """
 
@@ -145,7 +145,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         args.steps_per_generation //= accumulated
 
     def _check_batch(self) -> None:
-        """What is known only once TRL has looked at model and tokenizer."""
+        """Checks that need TRL's view of model and tokenizer."""
         if self.aux_loss_enabled:
             raise ValueError(
                 f"the model's auxiliary loss has router_aux_loss_coef {self.router_aux_loss_coef}, and is a mean over "
@@ -172,8 +172,8 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         source = self.model.config._name_or_path
         if not source:
             raise ValueError(
-                f"beta is {self.args.beta}, and nothing says where the model came from, to load the reference model "
-                f"from: load it by from_pretrained, or set model.config._name_or_path to a folder or hub id"
+                f"beta is {self.args.beta}, and the source of the model is unknown, from which to load the reference "
+                f"model: load it by from_pretrained, or set model.config._name_or_path to a folder or hub id"
             )
         reference = meta_causal_lm(model=source)
         enable_packing(reference)
@@ -190,7 +190,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         return reference.eval()
 
     def _whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """In the place of vLLM's `_iter_named_params`, which would yield shards. No rank waits for another."""
+        """Replaces vLLM's `_iter_named_params`, which would yield shards. No rank waits for another."""
         engine = self.vllm_generation
         if engine.mode == "server" and not self.accelerator.is_main_process:
             return  # only rank 0 sends
@@ -200,7 +200,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
     # ------------------------------------------------------------------ outside of minibatches
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, in evaluation mode: a fused head has no logits in training."""
+        """TRL's method in evaluation mode: a fused head has no logits in training."""
         training = self.model.training
         self.model.eval()
         try:
@@ -219,7 +219,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         compute_aux_loss: bool = False,
         **images: Any,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """Log-probabilities of the last `logits_to_keep` tokens, and entropies if asked for, by packs without padding.
+        """Log-probabilities of the last `logits_to_keep` tokens, optionally entropies, by packs without padding.
 
         input_ids, attention_mask: [B, T]. Returns [B, logits_to_keep] in fp32, 0 where a token is masked. Serves the
         loss, with gradients, and old and reference log-probabilities. `batch_size` is not needed: packs have a cap.
@@ -258,37 +258,37 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         started = time.perf_counter()
         self._set_training(model)
         rows, shared = rows_of(self._prepare_inputs(inputs))
-        loss, _, told = self._run_minibatch(partial(self._minibatch, model, self._deal(rows), shared))
+        loss, _, reports = self._run_minibatch(partial(self._minibatch, model, self._assign(rows), shared))
         metrics = self._metrics["train"]
-        for name, value in merged(told).items():
+        for name, value in merged(reports).items():
             metrics[name].append(value)
         self._step += 1
         metrics["step_time"].append(time.perf_counter() - started)
         return loss
 
-    def _deal(self, rows: list[Row]) -> DealtRows:
-        """All ranks' rows, dealt by length. Collective: ranks exchange their rows."""
+    def _assign(self, rows: list[Row]) -> AssignedRows:
+        """Assigns all ranks' rows by length. Collective: ranks exchange their rows."""
         cost = CostModel.from_config(self.model.config.get_text_config())
         ranks = {"rank": self._engine.rank, "ranks": self._engine.world}
-        return deal(gather_object(rows), **ranks, token_cap=self._token_cap, cost=cost)
+        return assign_rows(gather_object(rows), **ranks, token_cap=self._token_cap, cost=cost)
 
     def _minibatch(
-        self, model: nn.Module, dealt: DealtRows, shared: Mapping[str, Tensor]
+        self, model: nn.Module, assigned: AssignedRows, shared: Mapping[str, Tensor]
     ) -> tuple[Tensor, minibatch, dict[str, Any]]:
-        """The loss of this rank's packs, as a part of that of all ranks, and their metrics; gradients have landed."""
+        """The loss of this rank's packs, as a part of that of all ranks, and their metrics, after the reduction."""
         device = self.args.device
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        with self._alone() as metrics, minibatch(model, tokens=dealt.tokens) as mb:
-            for rows in dealt.packs:
-                share = self._share(rows, all_rows=dealt.all_rows, all_tokens=mb.tokens)
+        with self._alone() as metrics, minibatch(model, tokens=assigned.tokens) as mb:
+            for rows in assigned.packs:
+                share = self._share(rows, all_rows=assigned.all_rows, all_tokens=mb.tokens)
                 loss = share * self.compute_loss(model, batch_of(rows, shared, device))
                 if loss.requires_grad:  # else no completion of this pack has a token
                     loss.backward()
                 loss_sum += loss.detach()
-        return loss_sum, mb, metrics.told()
+        return loss_sum, mb, metrics.report()
 
     def _share(self, rows: list[Row], *, all_rows: int, all_tokens: int) -> float:
-        """What TRL's loss of a pack is multiplied by: [Note: normalisers]."""
+        """The factor of TRL's loss of a pack: [Note: normalisers]."""
         if self.loss_type in _BY_ROWS:
             return len(rows) / all_rows
         if self.loss_type == "bnpo":
@@ -297,7 +297,7 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
 
     @contextmanager
     def _alone(self) -> Iterator[PackMetrics]:
-        """While packs are computed, TRL's loss runs no collective, and its metrics are kept to be merged."""
+        """While packs are computed, TRL's loss runs no collective, and its metrics are kept for merging."""
         accelerator, metrics = self.accelerator, self._metrics["train"]
         self.accelerator = alone = Alone(accelerator.device, is_main_process=accelerator.is_main_process)
         self._metrics["train"] = kept = PackMetrics(alone)
@@ -312,5 +312,5 @@ class ODCGRPOTrainer(ShardedTrainer, GRPOTrainer):
         return {"grpo_step": self._step}
 
     def _load_loop_state(self, state: dict[str, Any]) -> None:
-        """TRL itself would count from 0, and sample at other steps than the data change."""
+        """TRL would count from 0, and sample at other steps than the data change."""
         self._step = state["grpo_step"]

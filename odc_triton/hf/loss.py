@@ -1,4 +1,4 @@
-"""A pack's loss, and what a model is called with for it."""
+"""A pack's loss, and the model's inputs for it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dict[str, Any]:
-    """What a training forward of `pack` is called with.
+    """The inputs of a training forward of `pack`.
 
-    Its ids, positions and pieces; its cumulative lengths, where it has them (`cu_seq_lens_q`, `max_length_q`, ... as
-    transformers names them) and `model`, if given, takes them; and no cache, which would hold every layer's keys and
-    values for nothing. With `model`, after `enable_packing`: see [Note: a prepared mask].
+    Its ids, positions and pieces; its cumulative lengths if it has them (`cu_seq_lens_q`, `max_length_q`, ...,
+    transformers' names) and `model`, if given, takes them; and no cache, which would hold every layer's keys and
+    values unused. With `model`, after `enable_packing`: see [Note: a prepared mask].
 
     Raises RuntimeError for pieces of samples on a `model` with another attention, which would ignore them.
     """
@@ -39,7 +39,7 @@ def model_inputs(pack: Mapping[str, Any], model: nn.Module | None = None) -> dic
 
 
 def _parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Of the model's forward."""
+    """The parameters of the model's forward."""
     return inspect.signature(innermost(model).forward).parameters
 
 
@@ -49,10 +49,10 @@ def _takes_bounds(model: nn.Module) -> bool:
 
 
 def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
-    """Cross-entropy summed over the pack's target tokens, a scalar in fp32; 0 where it has none.
+    """Cross-entropy summed over the pack's target tokens, a scalar in fp32; 0 without targets.
 
     Token t is predicted from position t - 1; labels of -100 are no targets. Divide by the *global* number of
-    targets before `backward()`. The head runs on the predicting positions only, where the model's forward
+    targets before `backward()`. The head runs on the predicting positions only, if the model's forward
     takes `logits_to_keep` (transformers' causal LMs do): logits then cost memory by target, not by token.
 
     A pack of several documents needs `enable_packing(model)` first; a single document does not. On a GPU, a pack
@@ -67,8 +67,8 @@ def summed_loss(model: nn.Module, pack: Mapping[str, Any]) -> Tensor:
 
 def _refuse_router_loss(model: nn.Module) -> None:
     """[Note: a router's loss] transformers adds it to the loss that a forward with labels returns, which is not used
-    here, so it would be left out unseen. It can't be added to a sum over tokens either: it is a product of two means
-    over the tokens of one forward, so it depends on which samples share a pack.
+    here, so it would be dropped silently. It can't be added to a sum over tokens either: it is a product of two means
+    over the tokens of one forward, so it depends on the samples of the pack.
     """
     config = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -92,10 +92,9 @@ def refuse_prompt_learning(model: nn.Module) -> None:
 
 
 def predictions(model: nn.Module, pack: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """(logits [n, V], targets [n]) of the pack's n target tokens, in their order; see `summed_loss`.
+    """(logits [n, V], targets [n]) of the pack's n target tokens, in their order.
 
-    The logits may be a fused head's, which `cross_entropy` and `odc_triton.log_probs` take. Raises what `summed_loss`
-    raises.
+    The logits may be a fused head's, which `cross_entropy` and `odc_triton.log_probs` take. Raises as `summed_loss`.
     """
     refuse_prompt_learning(model)
     _refuse_router_loss(innermost(model))

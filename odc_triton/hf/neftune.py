@@ -1,4 +1,4 @@
-"""NEFTune's noise on packs: each sample's is scaled by its own length, as transformers' hook scales it for it alone."""
+"""NEFTune's noise on packs: scaled by each sample's own length, as in transformers' hook for a single sample."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .enable import innermost
 def embedding_noise(
     model: nn.Module, alpha: float | None, pack: Mapping[str, Any], split: SplitPlan | None = None
 ) -> Iterator[None]:
-    """While a training forward of `pack` runs, uniform noise of up to alpha / sqrt(L * D) is added to the embeddings.
+    """Within the block, a training forward of `pack` adds uniform noise of up to alpha / sqrt(L * D) to the embeddings.
 
-    L: tokens of a token's sample, with `split` of the whole sample that a piece is of. D: width of the embeddings.
+    L: tokens of a token's sample, with `split` of a piece's whole sample. D: width of the embeddings.
     Without `alpha` nothing is added.
     """
     if alpha is None:

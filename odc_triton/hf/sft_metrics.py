@@ -1,4 +1,4 @@
-"""What TRL's SFTTrainer computes of a token besides its cross-entropy, on packs: its other loss, and its metrics."""
+"""TRL's SFTTrainer's other loss besides cross-entropy, and its metrics of tokens, on packs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ NAMES = ("entropy", "mean_token_accuracy")
 
 
 def token_losses(logits: Tensor | FusedLogits, targets: Tensor, args: Any, *, measured: bool) -> Tensor:
-    """Of n predicted tokens the losses, [1, n] in fp32; `measured`: [3, n], also what the metrics `NAMES` average.
+    """The losses of n predicted tokens, [1, n] in fp32; `measured`: [3, n], with the values of the metrics `NAMES`.
 
-    args: TrainingArguments, whose label_smoothing_factor and, if it has one, loss_type ("nll" or "dft") count.
-    A fused head does not tell its most likely token: then the last row is NaN.
+    args: TrainingArguments, whose label_smoothing_factor and, if any, loss_type ("nll" or "dft") count.
+    A fused head does not compute the most likely token: then the last row is NaN.
     """
     dft = getattr(args, "loss_type", None) == "dft"
     smoothing = 0.0 if dft else args.label_smoothing_factor

@@ -1,14 +1,14 @@
-"""`ShardedTrainer`: what every Trainer on a sharded model needs, whatever its data and its step.
+"""`ShardedTrainer`: the base of Trainers on a sharded model, for any data and step.
 
-The model, its arguments and its ranks are checked; accelerate wraps nothing; norms are whole; a checkpoint has masters
-and optimizer states, and each owner writes its own. A subclass has data and the step. Nothing is patched.
+It checks the model, arguments and ranks; accelerate wraps nothing; norms are global; a checkpoint has masters and
+optimizer states, written by their owners. A subclass adds data and the step. Nothing is patched.
 
 [Note: who counts the ranks] Trainer gets its rank and the number of ranks from accelerate. Without GPUs accelerate
 takes each process to be alone, unless the arguments have `use_cpu`: every rank would then be rank 0, and write. So it
 is set whenever the model is on the CPU.
 
-[Note: what accelerate wraps] Trainer has accelerate prepare the model, which puts DistributedDataParallel around it on
-several ranks. With `evaluation_mode` accelerate does not, and from 1.14 on it leaves a prepared model alone.
+[Note: what accelerate wraps] Trainer has accelerate prepare the model, which wraps it in DistributedDataParallel on
+several ranks. With `evaluation_mode` accelerate does not, and from 1.14 on it skips a prepared model.
 
 [Note: bf16=True] A model sharded with param_dtype=torch.bfloat16 computes in it already. Any other runs in accelerate's
 autocast, as in plain Trainer, but without the cache of cast weights, which would hold the whole model in bf16.
@@ -48,19 +48,19 @@ _STEP_IN_BACKWARD = ("lomo", "layerwise")
 class ShardedTrainer(Trainer):
     """transformers' Trainer on a model of `fully_shard`, for subclasses that also have data and a step.
 
-    In front of another Trainer it checks first: `class Mine(ShardedTrainer, GRPOTrainer)`. A subclass gives
+    In front of another Trainer it checks first: `class Mine(ShardedTrainer, GRPOTrainer)`. A subclass defines
     `_loop_state` and `_load_loop_state`.
 
     model: the sharded model, on every rank.
     trainer: arguments of the next Trainer.
 
-    Raises ValueError or TypeError for a model that is not sharded and for arguments that can't be kept, ImportError for
+    Raises ValueError or TypeError for a model that is not sharded and for unsupported arguments, ImportError for
     an old accelerate.
     """
 
-    takes_adapters: ClassVar[bool] = False  # whether the model may be PEFT's
+    takes_adapters: ClassVar[bool] = False  # the model may be PEFT's
 
-    # Fields of the arguments that are refused where they are set, and what to do instead.
+    # Fields of the arguments that are refused if set, and remedies.
     refused: ClassVar[Mapping[str, str]] = {
         "fsdp": "the model is sharded already: leave it out",
         "deepspeed": "the model is sharded already: leave it out",
@@ -91,7 +91,7 @@ class ShardedTrainer(Trainer):
         if args is not None:
             self._check_arguments(args)
             self._accumulated = _in_one_batch(args)
-        args = TrainingArguments("tmp_trainer") if args is None else args  # as Trainer has it
+        args = TrainingArguments("tmp_trainer") if args is None else args  # Trainer's default
         if self._engine.heap.device.type == "cpu" and not args.use_cpu:  # see [Note: who counts the ranks]
             args.use_cpu = True
             vars(args).pop("_setup_devices", None)
@@ -105,7 +105,7 @@ class ShardedTrainer(Trainer):
             )
         # Trainer's own hook would scale the noise by the pack's length.
         self._noise_alpha, self.neftune_noise_alpha = self.neftune_noise_alpha, None
-        for name in ("fsdp", "deepspeed"):  # accelerate's launcher asks for them by the environment
+        for name in ("fsdp", "deepspeed"):  # accelerate's launcher sets them in the environment
             if getattr(self, f"is_{name}_enabled"):
                 raise ValueError(f"accelerate was started with {name}: {self.refused[name]} of its configuration")
 
@@ -146,11 +146,11 @@ class ShardedTrainer(Trainer):
     def _run_minibatch(
         self, run: Callable[[], tuple[torch.Tensor, minibatch, dict[str, Any]]]
     ) -> tuple[torch.Tensor, minibatch, list[dict[str, Any]]]:
-        """The loss of all ranks' packs, and the metrics of each rank. `run` makes this rank's part of a minibatch."""
+        """The loss of all ranks' packs, and each rank's metrics. `run` computes this rank's part of a minibatch."""
         loss_sum, mb, mine = repeating(run) if self._engine.exact else run()
-        told = self._engine.exchange(f"sum up minibatch {mb.index}", mine | {"loss_sum": loss_sum.item()})
-        loss = sum(each["loss_sum"] for each in told)
-        return torch.tensor(loss, dtype=torch.float32, device=self.args.device), mb, told
+        reports = self._engine.exchange(f"sum up minibatch {mb.index}", mine | {"loss_sum": loss_sum.item()})
+        loss = sum(each["loss_sum"] for each in reports)
+        return torch.tensor(loss, dtype=torch.float32, device=self.args.device), mb, reports
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
@@ -159,11 +159,11 @@ class ShardedTrainer(Trainer):
     # ------------------------------------------------------------------ saving and resuming
 
     def _loop_state(self) -> dict[str, Any]:
-        """What a checkpoint has besides model and optimizer: JSON, the same on every rank."""
+        """State of a checkpoint besides model and optimizer: JSON, the same on every rank."""
         raise NotImplementedError
 
     def _load_loop_state(self, state: dict[str, Any]) -> None:
-        """Goes on from `_loop_state`'s."""
+        """Restores the state of `_loop_state`."""
         raise NotImplementedError
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -176,7 +176,7 @@ class ShardedTrainer(Trainer):
             folder = Path(output_dir or self.args.output_dir)
             made = folder / ".model"
             save_pretrained(self.model, made, self.processing_class, overwrite=True)
-            for file in made.iterdir():  # checkpoints may lie beside it
+            for file in made.iterdir():  # checkpoints may be in the same folder
                 os.replace(file, folder / file.name)
             made.rmdir()
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
@@ -209,7 +209,7 @@ class ShardedTrainer(Trainer):
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
 
     def _load_shards(self, checkpoint: str, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-        """Reads the model and, if given, the optimizer; returns the rest of what was saved."""
+        """Reads the model and, if given, the optimizer; returns the rest of the checkpoint."""
         shards = Path(checkpoint, SHARDS)
         if not (shards / METADATA).exists():
             raise ValueError(
@@ -220,7 +220,7 @@ class ShardedTrainer(Trainer):
 
 
 def _in_one_batch(args: TrainingArguments) -> int:
-    """Makes the batches of a step one, as a minibatch has any number of microbatches; returns how many they were."""
+    """Merges the batches of a step, as a minibatch has any number of microbatches; returns their number."""
     options = args.accelerator_config.gradient_accumulation_kwargs or {}
     steps = args.gradient_accumulation_steps * options.get("num_steps", 1)  # Trainer refuses both
     if "num_steps" in options:

@@ -1,6 +1,6 @@
-"""How long a step would take: ranks x microbatches x layers on a simulated clock; needs no device.
+"""Predicted step times: ranks x microbatches x layers on a simulated clock; needs no device.
 
-Names are resolved on first use. docs/simulator.md says what is modelled and what is not.
+Names are resolved on first use. docs/simulator.md describes the model and its limits.
 """
 
 from ..base.lazy import lazy_names

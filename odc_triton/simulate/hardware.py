@@ -1,4 +1,4 @@
-"""GPUs by their data sheets, and the links between them: how long reads, adds and collectives take.
+"""GPUs by their data sheets, and the links between them: times of reads, adds and collectives.
 
 `Links` counts latency, bandwidth, shared ports and nodes; `slowdown` simulates readers that share ports.
 """
@@ -60,8 +60,8 @@ def read_seconds(
     """Seconds that each round of each reader takes: [readers][rounds].
 
     Reader r starts at `starts_s[r]` and pulls `shard_bytes` from one owner after the other (rank + 1, rank + 2, ...;
-    0, 1, 2, ... unless `rotated`), `rounds` times without pause. Owner o sends reader r at most `pair_gbs[o][r]`, and
-    n readers at once `port_gbs[o] / n` each. Each pull begins with `latency_s`. GB/s are 10^9 bytes per second.
+    0, 1, 2, ... unless `rotated`), `rounds` times without pause. Owner o sends at most `pair_gbs[o][r]` to reader r,
+    and `port_gbs[o] / n` to each of n readers. Each pull begins with `latency_s`. GB/s are 10^9 bytes per second.
     """
     ranks = len(port_gbs)
     order = [[(r + k) % ranks for k in range(1, ranks)] for r in range(ranks)]
@@ -101,9 +101,9 @@ def read_seconds(
 def slowdown(
     pair_gbs: Sequence[Sequence[float]], port_gbs: Sequence[float], *, rounds: int = 3, seed: int = 0
 ) -> float:
-    """How many times longer an average read takes when all ranks read all the time than when one reads; 1 or more.
+    """The slowdown of an average read when all ranks read all the time, relative to one reader; 1 or more.
 
-    Readers start at random times within the first read, because ODC does not keep them in step.
+    Readers start at random times within the first read, as ODC does not synchronise them.
     """
     ranks = len(port_gbs)
     if ranks < 3:
@@ -122,7 +122,7 @@ def slowdown(
 class Links:
     """`nodes` equal nodes of `len(port_gbs)` GPUs each. GB/s (10^9 bytes) per direction, as reached in practice.
 
-    `pair_gbs[owner][reader]` is between two GPUs of a node, `port_gbs` is what a GPU sends or receives in total (with a
+    `pair_gbs[owner][reader]` is between two GPUs of a node, `port_gbs` a GPU's total in each direction (with a
     switch, the same as a pair's; in a mesh, the sum of the pairs'), `nic_gbs` per GPU to other nodes. A pull from one
     owner adds `latency_s`, as does a step of a collective; between nodes both add `nic_latency_s`.
 
@@ -190,7 +190,7 @@ class Links:
                 raise ValueError(f"the bandwidth between {names} is unknown: leave --topology out and give --gpu")
             o, r = place[pair.one.uuid], place[pair.other.uuid]
             gbs[o][r] = gbs[r][o] = pair.gbs * efficiency
-            # Links to different peers add up; through a switch, or one slot, all peers share the same ones.
+            # Links to different peers add up; behind a switch, or one slot, all peers share the same links.
             shared = pair.through_switch or not pair.nvlinks
             for each in (o, r):
                 ports[each] = max(ports[each], gbs[o][r]) if shared else ports[each] + gbs[o][r]
@@ -214,8 +214,8 @@ class Links:
     def read_s(self, whole_bytes: float, *, hybrid: bool) -> list[float]:
         """Seconds for each rank to read, or add to, a tensor of `whole_bytes`, one owner after the other.
 
-        All ranks do so at once but not in step, so `slowdown` is included. `hybrid`: the owners are the node's GPUs;
-        else all ranks, those on other nodes through the reader's own network port.
+        All ranks do so concurrently, unsynchronised, so `slowdown` is included. `hybrid`: the owners are the node's
+        GPUs; else all ranks, those on other nodes through the reader's own network port.
         """
         owners = self.gpus if hybrid else self.ranks
         shard = whole_bytes / owners

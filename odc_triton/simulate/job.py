@@ -1,4 +1,4 @@
-"""A job to simulate: its machine, its model and how its samples are dealt."""
+"""A job to simulate: its machine, its model and the assignment of its samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .models import Model
 if TYPE_CHECKING:
     from ..sharding.footprint import MemoryPlan
 
-SPLIT = "split"  # LB-Split: long sequences in pieces, the others as LB-Mini deals them
+SPLIT = "split"  # LB-Split: long sequences in pieces, the others by LB-Mini
 ALL_BALANCES = (*BALANCES, QUEUE, SPLIT)
 
 Packs = list[list[int | Piece]]  # one rank's: per microbatch the tokens of its documents, or pieces
@@ -38,7 +38,7 @@ def deal(
     split_tokens: int | None = None,
 ) -> list[Packs]:
     """Each rank's packs, in lengths, not indices. `split_tokens`: of each rank, the most that others read; None: as
-    many as these lengths need. Raises what `assign` and `deal_split` raise.
+    many as these lengths need. Raises as `assign` and `deal_split`.
     """
     how = {"ranks": ranks, "token_cap": token_cap, "cost": cost}
     if balance == SPLIT:
@@ -66,16 +66,16 @@ _STEP = 30 / 4  # bytes per byte of a rank's fp32 masters: AdamW reads 16, write
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The machine, the model and what the ranks do, without the schedule and the balance.
+    """The machine, the model and the ranks' work, without the schedule and the balance.
 
-    `seconds`: forward and backward of one microbatch, given its documents' tokens, on a rank of normal speed; spread
-    evenly over `layers`, `forward_share` of it forward. `cost`: what balancing assumes a sequence costs. `model`: sizes
-    of what is moved and kept; None: nothing is moved, memory is unknown. `step_s` is added to every minibatch, on top
-    of the optimizer step that follows from the model's size.
+    `seconds`: forward and backward of one microbatch, from its documents' tokens, on a rank of normal speed; spread
+    evenly over `layers`, `forward_share` of it forward. `cost`: a sequence's cost assumed by balancing. `model`: sizes
+    of transfers and memory; None: no transfers, memory is unknown. `step_s` is added to every minibatch, on top
+    of the optimizer step, whose time follows from the model's size.
 
     `checkpointing` and `fused_head` (logits are never computed) change memory only. `hybrid`: each node holds a whole
     copy in shards, and gradients cross nodes once per minibatch; else all ranks hold one copy together. `prefetch` and
-    `overlap` as in lanes.py. `slow`: by rank, how many times longer its compute takes. `jitter`: standard deviation of
+    `overlap` as in lanes.py. `slow`: by rank, the slowdown of its compute. `jitter`: standard deviation of
     a log-normal factor of mean 1 on each unit's compute.
 
     Raises ValueError for numbers that are negative or not finite and for ranks that do not exist.
@@ -134,8 +134,8 @@ class Job:
         return np.array([self.slow.get(rank, 1.0) for rank in range(self.ranks)])
 
     def pack_seconds(self, pack: Sequence[int | Piece]) -> float:
-        """Of one microbatch. A piece takes what its sequence takes up to its end, less what it takes up to its
-        beginning, and the time in which keys, values and gradients of the tokens before it cross links.
+        """Seconds of one microbatch. A piece takes the time of its sequence up to its end, minus that up to its
+        start, plus the transfers of keys, values and gradients of the tokens before it.
         """
         pieces = [each for each in pack if isinstance(each, Piece)]
         if not pieces:
@@ -145,19 +145,19 @@ class Job:
         seconds = self.seconds(ends) - (self.seconds(starts) - self.seconds([]))
         if self.model is not None and self.ranks > 1:
             token_bytes = self.layers * self.model.kv_width * _KV_BYTES
-            # A tensor over all ranks, of which a rank's own part costs nothing: of these tokens it has none.
+            # As a tensor over all ranks, whose own part costs nothing; the rank holds none of these tokens.
             others = self.ranks / (self.ranks - 1)
             seconds += others * max(self.links.read_s(sum(starts) * token_bytes, hybrid=False))
         return seconds
 
     @cached_property
     def plans(self) -> dict[str, MemoryPlan]:
-        """Of a GPU's memory, by schedule; none without a model."""
+        """Plans of a GPU's memory, by schedule; empty without a model."""
         how = {"shards": self.shards, "ranks": self.ranks, "checkpointing": self.checkpointing}
         return {each: self.model.memory(each, **how) for each in SCHEDULES} if self.model else {}
 
     def peak_bytes(self, schedule: str, tokens: int) -> int | None:
-        """Of a GPU, with the activations of a microbatch of `tokens` tokens; None if a token's are not known."""
+        """A GPU's peak, with the activations of a microbatch of `tokens` tokens; None if a token's are unknown."""
         plan = self.plans.get(schedule)
         if plan is None or plan.activation_bytes_per_token is None:
             return None
@@ -165,7 +165,7 @@ class Job:
         return plan.total_bytes + each * tokens
 
     def tail_s(self, schedule: str) -> float:
-        """The optimizer step, and what ODC sends between nodes: gradients before it, parameters after it."""
+        """The optimizer step, and ODC's transfers between nodes: gradients before it, parameters after it."""
         if self.model is None:
             return self.step_s
         plan = self.plans[schedule]

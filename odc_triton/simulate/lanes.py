@@ -1,9 +1,9 @@
-"""The clocks of ranks that go through the units of a model: compute, reads of parameters, adds of gradients.
+"""The clocks of ranks that run the units of a model: compute, reads of parameters, adds of gradients.
 
 Every rank has three streams. Unit k, with its read, its work and its add, follows these rules (all of them are maxima
 of earlier ends, so a pass over the units in order is the whole discrete-event simulation):
 
-    a read starts when the read before it has ended and unit k - 2 is over (two buffers: the one in use and the next);
+    a read starts when the read before it has ended and unit k - 2 is over (two buffers: the current and the next);
         without `prefetch`, when unit k - 1 is over
     work starts when the work before it and its own read have ended
     an add starts when its work and the add before it have ended; the work after it waits for the add before it (one
@@ -13,7 +13,7 @@ of earlier ends, so a pass over the units in order is the whole discrete-event s
 If reads and adds take no time, and with neither prefetch nor overlap, a run with collectives takes the paper's sum over
 units of the max over ranks; a run without collectives takes the max over ranks of the sum.
 
-`EventRecorder` keeps what the ranks did when, as events of a measured run; `Outcome` is what a simulation returns.
+`EventRecorder` keeps the ranks' spans as events, like a measured run; `Outcome` is the result of a simulation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Record = Callable[[str, Clock, Clock, str], None]
 
 
 def last_rank(ready: np.ndarray) -> np.ndarray:
-    """When the last rank of each trial is ready. (trials, ranks) -> (trials, 1), seconds."""
+    """The time at which the last rank of each trial is ready. (trials, ranks) -> (trials, 1), seconds."""
     return ready.max(axis=-1, keepdims=True)
 
 
@@ -125,7 +125,7 @@ class EventRecorder:
         return lambda kind, start, end, label: self._add(rank, kind, start, end, label)
 
     def finish(self, over: np.ndarray, last: float, barrier_s: float, tail_s: float) -> None:
-        """The exit barrier, and what follows it."""
+        """The exit barrier, and the tail after it."""
         self.microbatch = -1
         for rank, own in enumerate(over.tolist()):
             self._add(rank, "wait", own, last + barrier_s, "exit", always=True)
@@ -158,9 +158,9 @@ class EventRecorder:
 class Outcome:
     """One setting over several minibatches (trials). Seconds; arrays (trials,) or (trials, ranks).
 
-    For each rank's minibatch `seconds` = `busy_s` (computing) + `exposed_s` (its compute waits while its own bytes
-    move) + `waited_s` (for other ranks: at barriers, in collectives, at the end) + `tail_s` (the optimizer step,
-    publishing, and what crosses the nodes at the end: the same on every rank).
+    For each rank's minibatch `seconds` = `busy_s` (computing) + `exposed_s` (compute waits for its own bytes)
+    + `waited_s` (for other ranks: at barriers, in collectives, at the end) + `tail_s` (the optimizer step,
+    publishing, and transfers between nodes at the end: the same on every rank).
     """
 
     schedule: str
@@ -173,7 +173,7 @@ class Outcome:
     microbatches: list[list[int]]
     """Per trial, of each rank."""
     peak_bytes: int | None
-    """Of the fullest rank, including the activations of its largest microbatch; None without a model."""
+    """The fullest rank's, including the activations of its largest microbatch; None without a model."""
     events: list[Event] = field(default_factory=list)
     """The first trial's timeline if requested, in the form of the engine's events."""
 
@@ -184,7 +184,7 @@ class Outcome:
 
     @property
     def idle(self) -> np.ndarray:
-        """Share of the time that each rank neither computes nor steps, 0 to 1, (ranks,)."""
+        """Share of the time in which each rank neither computes nor steps, 0 to 1, (ranks,)."""
         return 1 - (self.busy_s.sum(axis=0) + self.tail_s * len(self.seconds)) / self.seconds.sum()
 
     @property
@@ -193,5 +193,5 @@ class Outcome:
 
     @property
     def exposed_share(self) -> float:
-        """Share of the ranks' time that compute waits for its own bytes."""
+        """Share of the ranks' time in which compute waits for its own bytes."""
         return float(self.exposed_s.sum() / (self.seconds.sum() * self.exposed_s.shape[1]))

@@ -1,10 +1,10 @@
-"""Models as the simulator needs them, of transformers' model on meta: what is sent, work and memory.
+"""The simulator's models, from transformers' models on meta: transfers, work and memory.
 
 Memory is `memory_plan`'s: bf16 compute, fp32 masters, gradients and AdamW states.
 
-[Note: rows of experts] The experts of a block are one tensor per matrix, whose rows, which are split over ranks, are
-whole experts. So 8 experts over 16 GPUs lie on 8 of them: the fullest has 1/8, not 1/16. It also serves that much more
-to its peers, and FSDP2, which pads the others' shards to its size, sends as much.
+[Note: rows of experts] The experts of a block are one tensor per matrix, sharded by rows, and a row is a whole expert.
+So 8 experts over 16 GPUs are on 8 of them: the fullest has 1/8, not 1/16. It also serves that much more to its peers,
+and FSDP2, which pads the others' shards to its size, sends equally much.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _dense(family: str, h: int, layers: int, heads: int, kv_heads: int, mlp: int
 
 
 _OSS = _dense("gpt_oss", 2880, 24, 64, 8, 2880, 201088, False) | {"head_dim": 64, "num_experts_per_tok": 4}
-# Configs as published; what they leave out is the default of their family.
+# Configs as published; missing fields have the defaults of their family.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": _dense("qwen2", 896, 24, 14, 2, 4864, 151936, True),
     "qwen2.5-1.5b": _dense("qwen2", 1536, 28, 12, 2, 8960, 151936, True),
@@ -72,7 +72,7 @@ _SCHEMES = {"odc": "odc", "fsdp": "fsdp2", "fsdp-no-reshard": "fsdp2_no_reshard"
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """`module`: on meta, or real. `cost` is in FLOPs of forward and backward without recomputation. `idle_parameters`:
-    those of experts that a token is not sent to. `kv_width`: elements of a token's keys and values in one block, all
+    those of experts that a token is not routed to. `kv_width`: elements of a token's keys and values in one block, all
     heads. `logits_bytes`: per token, in bf16, and their log-probabilities in fp32.
     """
 
@@ -98,12 +98,12 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """Those that work on one token."""
+        """The number of those that one token is multiplied with."""
         return self.parameters - self.idle_parameters
 
     def sent(self, shards: int) -> list[int]:
-        """Of the root and of each block, `shards` times what the fullest of them holds: a transfer of evenly split rows
-        of as many parameters takes as long; [Note: rows of experts].
+        """For the root and each block, `shards` times the fullest shard: a transfer of so many parameters in even
+        shards takes as long; [Note: rows of experts].
         """
         return [
             sum(shards * rows_per_rank(spec.shape[0], shards) * math.prod(spec.shape[1:]) for spec in specs)
@@ -111,10 +111,10 @@ class Model:
         ]
 
     def memory(self, schedule: str, *, shards: int, ranks: int, checkpointing: bool) -> MemoryPlan:
-        """Of the fullest GPU; per token only if a family's activations are known.
+        """The fullest GPU's memory; per token only if a family's activations are known.
 
         `shards`: GPUs that together hold one copy of the parameters (all `ranks`, unless each node holds a copy). Even
-        then ODC splits masters and optimizer states over all `ranks`; FSDP2 keeps them with the shards.
+        then ODC shards masters and optimizer states over all `ranks`; FSDP2 keeps them with the shards.
         """
         import torch
         from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -133,8 +133,8 @@ class Model:
 
     @classmethod
     def of(cls, model: nn.Module, *, name: str) -> Model:
-        """A causal LM of transformers, which may be on the meta device. FLOPs are those of `CostModel.from_config`, by
-        the weights that the model has; attention only in layers that have it.
+        """Of a causal LM of transformers, which may be on the meta device. FLOPs are those of `CostModel.from_config`,
+        by the model's own weights; attention only in layers that have it.
         """
         config, (_, *blocks) = model.config, _specs_by_unit(model).values()
         experts, chosen = expert_count(config), getattr(config, "num_experts_per_tok", None) or 1
@@ -161,9 +161,9 @@ class Model:
 
     @classmethod
     def find(cls, name: str) -> Model:
-        """One of `MODELS`, or a config.json, or a folder that holds one: of a model of several parts its text decoder.
+        """One of `MODELS`, a config.json, or a folder with one; of a model of several parts its text decoder.
 
-        Raises ValueError for a name that is none of these, and for a file that is not a decoder's config.
+        Raises ValueError for an unknown name, and for a file that is not a decoder's config.
         """
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM

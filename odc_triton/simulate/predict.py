@@ -37,14 +37,14 @@ class SimulateOptions:
     """The simulated job."""
 
     lengths: str = option(REQUIRED, "longalign, swe-smith, aime, or a file: .jsonl, .json, .npz, or numbers")
-    model: str = option("qwen2.5-7b", "a known name, or a transformers config.json")
+    model: str = option("qwen2.5-7b", "a built-in name, or a transformers config.json")
     gpus: int = option(8, "GPUs of the job, all nodes together")
     nodes: int = option(1, "nodes, of equally many GPUs")
     gpu: str | None = option(None, "kind of GPU: v100, a100, a6000, l40s, h100, h200, b200; else --topology's or a100")
     topology: str | None = option(None, "snapshot of one node's GPUs and links (JSON)")
     minibatch: str = option("1,2,4,8", "samples per GPU and step; several with commas, those that the data fill")
     token_cap: int | None = option(None, "most tokens in a microbatch; by default the longest sequence, at least 4096")
-    split_sequences: bool = option(False, "also cut long sequences over ranks, as one more setting")
+    split_sequences: bool = option(False, "also split long sequences over ranks, as one more setting")
     hybrid: bool = option(True, "with several nodes, each holds a whole copy of the parameters in shards")
     checkpointing: bool = option(True, "recompute activations in backward: less memory, a third more work")
     fused_head: bool = option(True, "never compute whole logits")
@@ -60,7 +60,7 @@ class SimulateOptions:
     def __post_init__(self) -> None:
         require_at_least(self, 1, "gpus", "nodes", "trials", "token_cap")
         if self.gpus % self.nodes:
-            raise ValueError(f"{self.gpus} gpus don't split over {self.nodes} nodes: give a multiple of {self.nodes}")
+            raise ValueError(f"{self.gpus} gpus don't divide by {self.nodes} nodes: give a multiple of {self.nodes}")
         for name in ("efficiency", "link_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{flag(name)} is {getattr(self, name)}: it must be above 0 and at most 1")

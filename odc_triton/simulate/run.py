@@ -22,7 +22,7 @@ class _Moves:
 
     read: list[Clock]
     add: list[Clock]
-    last_add: list[Clock]  # of the last microbatch, in which FSDP2 also reduces over the nodes
+    last_add: list[Clock]  # of the last microbatch, where FSDP2 also reduces over the nodes
 
     @classmethod
     def of(cls, job: Job, schedule: str) -> _Moves:
@@ -45,7 +45,7 @@ class _Moves:
         )
 
     def of_rank(self, rank: int) -> _Moves:
-        """As floats."""
+        """The rank's own, as floats."""
 
         def own(clock: Clock) -> float:
             return float(clock if isinstance(clock, float) else clock[rank])
@@ -67,10 +67,10 @@ def simulate(
     """Each of `minibatches` (tokens of every sample of all ranks) is one trial; all ranks enter it together.
 
     Ranks with fewer microbatches than others join FSDP's collectives with empty ones. `timeline`: keep the first
-    trial's events. `seed`: for the jitter. `dealt`: what `deal` returned for each minibatch, if already known. The same
+    trial's events. `seed`: for the jitter. `dealt`: the result of `deal` for each minibatch, if already known. The same
     arguments give the same outcome.
 
-    Raises ValueError for an unknown schedule or balance, "queue" under FSDP, no minibatch, and what `assign` raises.
+    Raises ValueError for an unknown schedule or balance, "queue" under FSDP, no minibatch, and as `assign`.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule is {schedule!r}: choose one of {', '.join(SCHEDULES)}")
@@ -126,7 +126,7 @@ Totals = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]  # over, busy, ex
 def _run(
     dealt: list[list[Packs]], schedule: str, job: Job, moves: _Moves, noise: _Noise, recorder: EventRecorder | None
 ) -> Totals:
-    """Runs microbatches in the order dealt, all ranks of all trials at once."""
+    """Runs each rank's microbatches in order, all ranks of all trials at once."""
     counts = np.array([[len(packs) for packs in trial] for trial in dealt])
     work = np.zeros((int(counts.max()), *counts.shape))
     for trial, ranks in enumerate(dealt):
@@ -151,7 +151,7 @@ def _run(
     for index, seconds in enumerate(work):
         if recorder:
             recorder.microbatch = index
-        there = (index < counts).astype(float) if odc else 1.0  # under FSDP a rank without work still takes part
+        there = (index < counts).astype(float) if odc else 1.0  # under FSDP a rank without work still participates
         final = index == len(work) - 1
         if keep:
             _forward(lanes, seconds, job, moves, noise, sync, reads=1.0 if index == 0 else None)
@@ -180,7 +180,7 @@ def _run_queue(
     noise: _Noise,
     recorder: EventRecorder | None,
 ) -> tuple[Totals, list[list[Packs]]]:
-    """The first rank that is free takes the next pack; rank by rank, because only the run shows which one that is."""
+    """The first free rank takes the next pack; not vectorised over ranks, as the order depends on the run."""
     totals = np.zeros((4, len(minibatches), job.ranks))
     dealt: list[list[Packs]] = []
     own = [moves.of_rank(rank) for rank in range(job.ranks)]
@@ -217,8 +217,8 @@ def _run_queue(
 def _forward(
     lanes: Lanes, seconds: Clock, job: Job, moves: _Moves, noise: _Noise, sync: Callable | None, *, reads: Clock | None
 ) -> None:
-    """The root, which takes no time, and the blocks. `reads`: 1 for ranks that read parameters, 0 for ranks that have
-    nothing to do.
+    """The root, which takes no time, and the blocks. `reads`: 1 for ranks that read parameters, 0 for ranks without
+    work.
     """
     each = seconds * (job.forward_share / job.layers)
     for unit, read_s in enumerate(moves.read):

@@ -107,7 +107,7 @@ def rank_settings(
     that fit come fastest first.
 
     Every setting gets the same `trials` minibatches, drawn from `lengths`. `memory_gb`: of one GPU. `timeline_of`: the
-    size at which outcomes keep their events. Raises what `draw` and `assign` raise.
+    size at which outcomes keep their events. Raises as `draw` and `assign`.
     """
     rows: list[Row] = []
     settings = SETTINGS | ({"ODC + LB-Split": ("odc", SPLIT)} if split else {})
@@ -148,7 +148,7 @@ def rank_settings(
 
 
 def _least_bytes(outcome: Outcome, job: Job) -> int:
-    """Per GPU. Without activations, where a token's are not known; 0 without a model."""
+    """Per GPU. Without activations if a token's are unknown; 0 without a model."""
     if outcome.peak_bytes is not None or job.model is None:
         return outcome.peak_bytes or 0
     return job.plans[outcome.schedule].total_bytes
@@ -204,8 +204,8 @@ _BYTES_PER_TOKEN = 4  # of English text and code, for vocabularies of 100,000 to
 class Lengths:
     """A log-normal distribution of tokens per sequence, cut off at `longest`.
 
-    Its mean is the published one. A mean and a maximum don't fix a shape, so one thing is assumed: before the cut,
-    1% of the distribution is beyond the maximum.
+    Its mean is the published one. A mean and a maximum don't determine a shape, so one thing is assumed: before the
+    cut, 1% of the distribution is beyond the maximum.
     """
 
     mean: float
@@ -236,7 +236,7 @@ def named_lengths(name: str, count: int, *, seed: int = 0) -> list[int]:
 
 
 def log_normal(lengths: Lengths) -> tuple[float, float]:
-    """Mean and standard deviation of the logarithm that meet the conditions of `Lengths`."""
+    """Mean and standard deviation of the logarithm that satisfy the conditions of `Lengths`."""
     top, z = math.log(lengths.longest), NormalDist().inv_cdf(1 - _OVER)
 
     def mean(sigma: float) -> float:
@@ -251,9 +251,9 @@ def log_normal(lengths: Lengths) -> tuple[float, float]:
 
 
 def lengths_of_file(path: str | Path) -> tuple[list[int], str]:
-    """Tokens of each sequence of a file, as `read_lengths` reads it, and their origin in words.
+    """Tokens of each sequence of a file, as `read_lengths` reads it, and a description of their origin.
 
-    For texts they are estimated: one token per 4 bytes of UTF-8. Raises what `read_lengths` raises.
+    For texts they are estimated: one token per 4 bytes of UTF-8. Raises as `read_lengths`.
     """
     texts = 0
 

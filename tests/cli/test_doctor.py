@@ -113,7 +113,7 @@ def test_gpus() -> None:
     report = report_on(read_topology({"missing": "nvidia-ml-py is not installed"}, cuda))
     assert bad(report) == [(NOTE, "GPUs"), (NOTE, "peers")]
     assert "CUDA reports 2 GPUs; links and atomics are unknown: nvidia-ml-py is not installed" in render(report)
-    assert "the driver does not say what 1 of 1 pair can do" in render(report)
+    assert "the driver does not report access or atomics of 1 of 1 pair" in render(report)
 
 
 def test_pairs_that_can_not_share_a_model() -> None:

@@ -88,7 +88,7 @@ UNKNOWN = "unrecognized arguments: "
         ([*SCRATCH, "--seed", str(2**63)], f"--seed is {2**63}; it must fit in 64 bits"),
         (
             [*SCRATCH, "--split-sequences", "--replicas", "2"],
-            "--replicas is 2, and --split-sequences can't cut a sequence over several copies of the model",
+            "--replicas is 2, and --split-sequences can't split a sequence over several copies of the model",
         ),
         (["tune", "--tokens", "5", "--init", __file__, "--folder", __file__], f"--folder is {__file__}, which is a f"),
         (["simulate", "--lengths", "aime", "--minibatch", "4,99999999999"], "--minibatch has 99999999999: give at m"),

@@ -65,7 +65,7 @@ def test_a_choice_that_was_made_stays_and_a_broken_package_is_a_warning(
     pretend: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(register=broken)
-    with pytest.warns(UserWarning, match="not used, as torch said ImportError"):
+    with pytest.warns(UserWarning, match="not used, as torch raised ImportError"):
         hf.enable_packing(build("Qwen2"))
     assert current_flash_attention_impl() is None
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "own", Handle)

@@ -1,4 +1,4 @@
-"""GRPO batches as rows and back; how they are dealt; how packs' metrics merge. Without ranks."""
+"""GRPO batches as rows and back; how they are assigned; how packs' metrics merge. Without ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from odc_triton.balance import CostModel
 from odc_triton.hf.grpo_metrics import Alone, PackMetrics, merged
-from odc_triton.hf.grpo_rows import batch_of, counted, deal, rows_of
+from odc_triton.hf.grpo_rows import assign_rows, batch_of, counted, rows_of
 
 CPU = torch.device("cpu")
 PROMPTS = [[5, 6, 7], [8], [9, 10]]
@@ -78,14 +78,14 @@ def test_dealing() -> None:
     rows = [{"prompt_ids": torch.ones(2), "completion_ids": torch.full((n - 2,), i)} for i, n in enumerate(lengths)]
     masked = {"prompt_ids": torch.ones(60), "completion_ids": torch.ones(0)}
     cost = CostModel(quadratic=0, linear=1)
-    dealt = [deal([*rows, masked], rank=rank, ranks=2, token_cap=None, cost=cost) for rank in (0, 1)]
-    found = [[len(row["completion_ids"]) + 2 for pack in each.packs for row in pack] for each in dealt]
+    assigned = [assign_rows([*rows, masked], rank=rank, ranks=2, token_cap=None, cost=cost) for rank in (0, 1)]
+    found = [[len(row["completion_ids"]) + 2 for pack in each.packs for row in pack] for each in assigned]
     assert sorted(map(len, found)) == [1, 7]
     assert sorted(found[0] + found[1]) == sorted([*lengths, 2])
-    assert [each.all_rows for each in dealt] == [8, 8]
-    assert sum(each.tokens for each in dealt) == sum(lengths) - 2 * 7
+    assert [each.all_rows for each in assigned] == [8, 8]
+    assert sum(each.tokens for each in assigned) == sum(lengths) - 2 * 7
     with pytest.raises(ValueError, match="over the token_cap of 10"):
-        deal(rows, rank=0, ranks=2, token_cap=10, cost=cost)
+        assign_rows(rows, rank=0, ranks=2, token_cap=10, cost=cost)
 
 
 def test_metrics_merge_as_if_there_were_one_pack() -> None:
@@ -104,7 +104,7 @@ def test_metrics_merge_as_if_there_were_one_pack() -> None:
             metrics["own"].append(2.0)
             metrics["own"].append(math.nan)
             metrics["none_max"].append(math.nan)
-        ranks.append(metrics.told())
+        ranks.append(metrics.report())
     found = merged(ranks)
     assert math.isnan(found.pop("none_max"))
     want = {"mean": values.mean(), "low_min": values.min(), "high_max": values.max(), "own": 2.0}

@@ -98,7 +98,7 @@ def _assert_as_trl(loss_type: str, changes: dict[str, Any], results: list[dict],
     assert all(sum(rows) == ROWS * batches for rows in zip(*(result["rows"] for result in results), strict=True))
     if "mask_truncated_completions" in changes or "exact" in changes:
         return  # a pack may have nothing to compute, or be computed once more
-    if len(results) == 2 and batches == 1:  # else rows would not be dealt by their lengths; of 16 each may get 8
+    if len(results) == 2 and batches == 1:  # else rows would not be assigned by their lengths; of 16 each may get 8
         assert any(mine != others for mine, others in zip(*(result["rows"] for result in results), strict=True))
     for result in results:
         assert result["forwards"] == sum(result["packs"])
@@ -175,7 +175,7 @@ def test_outside_of_minibatches(tmp_path: Path) -> None:
 
 
 FAILURES = {
-    "loss": "rank 1: AttributeError: accelerator.pad_across_processes is not there in a minibatch",
+    "loss": "rank 1: AttributeError: there is no accelerator.pad_across_processes in a minibatch",
     "cap": "over the token_cap of 10",
     "images": r"the batch has pixel_values, a tensor of \(3, 4, 4\): only text is supported",
 }
@@ -218,7 +218,7 @@ REFUSED = [
     ({"use_transformers_continuous_batching": True}, "its attention would replace that of enable_packing"),
     ({"gradient_accumulation_steps": 2}, "steps_per_generation is 1, which gradient_accumulation_steps=2 does not"),
     ({"gradient_accumulation_steps": 2, "loss_type": "bnpo"}, "with loss_type 'bnpo', TRL's mean over batches"),
-    ({"beta": 0.1}, "nothing says where the model came from"),
+    ({"beta": 0.1}, "the source of the model is unknown"),
     ({"token_cap": 0}, "token_cap is 0: give the most tokens"),
 ]
 

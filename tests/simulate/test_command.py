@@ -117,7 +117,7 @@ def test_a_slow_rank_is_met_by_the_queue() -> None:
         (("--lengths", "nowhere.txt"), 1, "'nowhere.txt' is neither a file nor one of longalign, swe-smith, aime"),
         (("--token-cap", 1000), 1, "are longer than --token-cap 1000 (the longest: "),
         (("--topology", "nowhere.json"), 1, "nowhere.json"),
-        (("--gpus", 9, "--nodes", 2), 2, "9 gpus don't split over 2 nodes: give a multiple of 2"),
+        (("--gpus", 9, "--nodes", 2), 2, "9 gpus don't divide by 2 nodes: give a multiple of 2"),
         (("--gpus", 0), 2, "gpus is 0; give at least 1"),
         (("--trials", 0), 2, "trials is 0"),
         (("--minibatch", "1,0"), 2, "minibatch has '0'"),

@@ -199,8 +199,8 @@ def odc_run(
 
     receive_for_vllm()
     trainer = odc_trainer(folder, world, start, **changes)
-    dealt, deal = [], trainer._deal
-    trainer._deal = lambda rows: dealt.append(deal(rows)) or dealt[-1]
+    assigned, assign = [], trainer._assign
+    trainer._assign = lambda rows: assigned.append(assign(rows)) or assigned[-1]
     forwards: list[bool] = []  # for each, whether it was in a minibatch
     engine = engine_of(trainer.model)
     trainer.model.register_forward_pre_hook(lambda *_: forwards.append(engine.is_open))
@@ -212,8 +212,8 @@ def odc_run(
         "logs": trainer.state.log_history,
         "weights": _whole(trainer.model),
         "reference": trainer.ref_model and _whole(trainer.ref_model),
-        "rows": [sum(map(len, each.packs)) for each in dealt],
-        "packs": [len(each.packs) for each in dealt],
+        "rows": [sum(map(len, each.packs)) for each in assigned],
+        "packs": [len(each.packs) for each in assigned],
         "forwards": sum(forwards),
     }
 

@@ -1,6 +1,6 @@
-"""What would keep ranks from training here: the report of `odc-triton doctor`; and the picture of `odc-triton topo`.
+"""`odc-triton doctor`: problems that would keep ranks from training here; and the picture of `odc-triton topo`.
 
-The report is what torch, NVML's status of pairs of GPUs, and one real trial of two ranks show.
+The report has results of torch, NVML's status of pairs of GPUs, and one real trial of two ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["draw_matrix", "examine", "main"]
 
 
 def examine() -> Report:
-    """Looks at this machine and at what is installed. Starts CUDA if there is a GPU, and two ranks."""
+    """Examines this machine and its software. Starts CUDA if there is a GPU, and two ranks."""
     software = installed_software()
     tried = try_ranks() if software.torch is not None else None
     return diagnose(read_topology(), software, os.environ, tried)
 
 
 def diagnose(topology: Topology, software: Software, environment: Mapping[str, str], tried: str | None) -> Report:
-    """The findings on a machine. `tried`: what went wrong when two ranks shared a model."""
+    """The findings on a machine. `tried`: the error when two ranks shared a model."""
     visible = topology.visible()
     findings = (
         *check_torch(software, topology, environment),

@@ -1,4 +1,4 @@
-"""A finding of the doctor, and words for it."""
+"""A finding of the doctor, and its formatting."""
 
 from __future__ import annotations
 

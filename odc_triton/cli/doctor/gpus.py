@@ -1,4 +1,4 @@
-"""This machine's GPUs, and whether they can hold shards of one model."""
+"""Checks that this machine's GPUs can hold shards of one model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def check_peers(topology: Topology) -> Iterator[Finding]:
             text = f"{len(pairs)} of {count(len(part.pairs), 'pair')}: {reason} ({names}{more})"
             yield Finding(PROBLEM, "peers", text, remedy)
     elif unknown := sum(pair.is_partly_unknown for pair in part.pairs):
-        text = f"the driver does not say what {unknown} of {count(len(part.pairs), 'pair')} can do"
+        text = f"the driver does not report access or atomics of {unknown} of {count(len(part.pairs), 'pair')}"
         yield Finding(NOTE, "peers", text, "python -m bench.suites.gpu tries them")
     else:
         speeds = sorted({round(pair.gbs) for pair in part.pairs if pair.gbs is not None})

@@ -1,4 +1,4 @@
-"""The picture of `odc-triton topo`: which GPUs reach each other, how fast, and whether they can add."""
+"""The picture of `odc-triton topo`: the links between GPUs, their speed, access and atomics."""
 
 from __future__ import annotations
 

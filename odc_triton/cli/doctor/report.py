@@ -12,7 +12,7 @@ from .software import Software
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What `examine` found."""
+    """The result of `examine`."""
 
     topology: Topology
     software: Software

@@ -1,4 +1,4 @@
-"""Whether the versions of torch, its CUDA, the driver and triton work together."""
+"""Checks that the versions of torch, its CUDA, the driver and triton work together."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ TESTED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Software:
-    """Versions, None for what is not installed. `cuda`: the one that torch was built with.
+    """Versions, None if not installed. `cuda`: the one that torch was built with.
 
-    `cuda_error`: why CUDA does not start, or, if `torch` is None, why torch does not.
+    `cuda_error`: why CUDA does not start, or, if `torch` is None, why torch can't be imported.
     """
 
     python: str
@@ -104,7 +104,7 @@ def check_triton(software: Software, visible: Topology, environment: Mapping[str
 
 
 def check_tested(software: Software) -> Iterator[Finding]:
-    """Names the versions that no test has run with, except those that are too old."""
+    """Reports versions that tests have not run with, except those that are too old."""
     untested = []
     for name, tested in TESTED.items():
         version = getattr(software, name)

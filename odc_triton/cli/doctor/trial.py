@@ -10,7 +10,7 @@ _TIMEOUT_S = 60.0
 
 
 def try_ranks() -> str | None:
-    """What went wrong, None if nothing did. On GPUs if this process sees two, else on the CPU."""
+    """The error of the trial, None on success. On GPUs if this process sees two, else on the CPU."""
     from ...comm.launch import launch
 
     try:
@@ -21,7 +21,7 @@ def try_ranks() -> str | None:
 
 
 def add_to_each_other() -> None:
-    """A minibatch of one linear layer. Raises what training would, and RuntimeError for a wrong sum."""
+    """A minibatch of one linear layer. Raises as training would, and RuntimeError for a wrong sum."""
     import torch
     from torch import nn
 
@@ -37,7 +37,7 @@ def add_to_each_other() -> None:
 
 
 def check_ranks(error: str | None) -> Iterator[Finding]:
-    """`error`: what `try_ranks` returned."""
+    """`error`: the result of `try_ranks`."""
     if error is None:
         yield Finding(OK, "ranks", "two ranks opened a heap and added to each other's memory")
         return

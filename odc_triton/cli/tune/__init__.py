@@ -1,4 +1,4 @@
-"""`odc-triton tune`: measures the ways to run a model's layers here, and writes the table that they then follow.
+"""`odc-triton tune`: measures implementations of a model's layers here, and writes the table that they then use.
 
 Imports no torch, so that `--help` is quick.
 """
@@ -27,7 +27,7 @@ TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions:
-    """Measure the ways to run a model's layers, and keep the fastest."""
+    """Measure implementations of a model's layers, and keep the fastest."""
 
     tokens: str = option(REQUIRED, "numbers of tokens in a microbatch to measure with, such as 512,4096,16384")
     model: str | None = option(None, "a transformers causal LM: local folder or hub id; only its shapes count")
@@ -107,9 +107,9 @@ def run_tune(options: TuneOptions) -> str | None:
             print(f"[{number} of {len(counts)}] {workload.name}, {layers} layers", flush=True)
         with _untuned():
             trial = Trial(workload, mesh=mesh, dtype=dtype, backend=options.backend, timeout=TIMEOUT)
-        found, told = _tune(trial, options, place)
+        found, report = _tune(trial, options, place)
         lines += found
-        rows += [[workload.name, str(layers), *row] for row in told]
+        rows += [[workload.name, str(layers), *row] for row in report]
     if mesh.get_rank() != 0:
         return None
     return _report(rows, lines, save(place, lines, options.where), place)
@@ -131,7 +131,7 @@ def _shapes(options: TuneOptions) -> nn.Module:
 
 @contextlib.contextmanager
 def _untuned() -> Iterator[None]:
-    """Inside, `fully_shard` reads no table, so every candidate finds whole weights."""
+    """Within the block `fully_shard` reads no table, so every candidate finds whole weights."""
     from ...nn.tuned import OFF, VARIABLE
 
     former = os.environ.get(VARIABLE)
@@ -161,7 +161,7 @@ def _tune(trial: Trial, options: TuneOptions, place: Place) -> tuple[list[Line],
         measured[tokens] = trial.measure(candidates, tokens=tokens, rounds=options.rounds)
         of = measured[tokens].rounds
         for words in of:
-            if "/gathered/" in words:  # pulled twice, while the unit before computes: that costs time only if longer
+            if "/gathered/" in words:  # pulled twice, while the unit before computes: only the excess costs time
                 of[words] = [max(seconds, 2 * pull_s) for seconds in of[words]]
     defaults = {tokens: shipped(workload, tokens, device=device).words for tokens in measured}
     chosen = decide({t: m.rounds for t, m in measured.items()}, defaults, one_backend=workload.operator == "qkv")

@@ -1,4 +1,4 @@
-"""Candidates: which ways to run an operator are worth measuring, and which of the measured ones is chosen."""
+"""Candidates: implementations of an operator that are worth measuring, and the choice among the measured ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BY_TORCH = {
 }
 
 # A candidate must beat the shipped choice by this much in the median, and in this share of the rounds, each of which
-# runs both. Less is noise, and a table that follows noise changes with every measurement.
+# runs both. Less is noise, and the table would change with every measurement.
 MARGIN = 0.03
 ROUNDS_WON = 0.75
 
@@ -43,16 +43,16 @@ def ways(
 ) -> dict[str, Choice]:
     """Candidates by their words, the shipped one first.
 
-    device: "cpu" or "cuda"; apart: whether shards are apart, so that weights can be read directly, or gathered;
-    kernels: whether Triton's kernels run there; shared: whether a GPU has several ranks. No copy engine fetches their
-    rows, so "staged" would wait for them before it starts, which makes it pointless.
+    device: "cpu" or "cuda"; apart: shards are separate, so that weights can be read directly, or gathered;
+    kernels: Triton's kernels run there; shared: a GPU has several ranks. Their rows are not fetched by a copy engine,
+    so "staged" would wait for them before it starts, which makes it pointless.
     """
     first = shipped(workload, tokens, device=device)
     words = [*_BY_TORCH[workload.operator], *(_BY_KERNELS[workload.operator] if kernels else [])]
     if apart and device == "cpu" and workload.operator == "linear":
         words += ["eager/direct/split", "eager/direct/fused"]
     if device == "cuda" and workload.operator == "linear":
-        words.remove("eager/gathered/fused")  # while kernels add to the owners, torch can't: it would be split
+        words.remove("eager/gathered/fused")  # torch can't add to the owners while kernels do: it would run as "split"
     if shared:
         words = [each for each in words if "staged" not in each]
     return {each: as_choice(each) for each in dict.fromkeys((first.words, *words))}
@@ -100,11 +100,11 @@ def _name(kernel: str, tile: LinearTile | WgradTile) -> str:
 def decide(seconds: Mapping[int, Rounds], shipped: Mapping[int, str], *, one_backend: bool = False) -> dict[int, str]:
     """For each number of tokens the fastest candidate; the shipped one if none is clearly faster.
 
-    seconds: by tokens, of candidates that gave the right result. A shipped choice that is missing there (it did not
+    seconds: by tokens, of candidates with the right result. A shipped choice that is missing there (it did not
     run) loses. one_backend: kernels run it for every number of tokens or for none (see `choice.is_by_kernel`); the
     backend is then the one whose best candidates take the least time over all numbers of tokens.
 
-    Raises ValueError for a number of tokens for which nothing ran.
+    Raises ValueError for a number of tokens without any result.
     """
     for tokens, of in seconds.items():
         if not of:

@@ -1,4 +1,4 @@
-"""Runs one operator in real minibatches on all ranks, one way after the other, and checks and times each."""
+"""Runs one operator in real minibatches on all ranks, one candidate after the other, and checks and times each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ...nn.choice import Choice, Entry, as_choice
 from ...sharding.shard import fully_shard
 from .workload import Workload
 
-# A candidate may differ from the shipped way in the order of sums and, in 16 bits, in the rounding of products.
+# A candidate may differ from the shipped choice in the order of sums and, in 16 bits, in the rounding of products.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 @dataclass(kw_only=True)
 class Measured:
-    """Seconds of a forward and a backward, by candidate and round, and why the other candidates were refused."""
+    """Seconds of a forward and a backward, by candidate and round, and reasons why other candidates were refused."""
 
     rounds: dict[str, list[float]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class Trial:
         try:
             with minibatch(self.layer):
                 output = self._run(choice, inputs)
-        except Exception as error:  # including what a compiler or a device raises
+        except Exception as error:  # including errors of a compiler or a device
             return [], f"{type(error).__name__}: {error}".splitlines()[0]
         landed = [parameter.sharded.grad for parameter in self.engine.parameters]
         shards = [gradient.to_local().clone() for gradient in landed if gradient is not None]
@@ -125,7 +125,7 @@ class Trial:
         return self._slowest(took_s)
 
     def _start(self) -> None:
-        """All ranks start measuring together: the last one naps for at most 2% of the time that it waited."""
+        """All ranks start measuring together: they leave the barrier within 2% of the time that they waited."""
         self.engine.barrier.exchange("tune: start", {})
 
     def _slowest(self, seconds: float) -> float:
@@ -134,7 +134,7 @@ class Trial:
 
 
 def _difference(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tolerance: float) -> str | None:
-    """What is wrong with a candidate's tensors; None if each is within the tolerance, relative to its norm."""
+    """The error of a candidate's tensors; None if each is within the tolerance, relative to its norm."""
     if [each.shape for each in found] != [each.shape for each in wanted]:
         return "its tensors have other shapes than the shipped way's"
     for got, want in zip(found, wanted, strict=True):

@@ -77,7 +77,7 @@ class Projections(Attention):
 
 
 def workloads_of(model: nn.Module) -> dict[Workload, int]:
-    """The operators of a model whose layers `replace_layers` has replaced, and how many layers run each."""
+    """The operators of a model whose layers `replace_layers` has replaced, and the number of layers of each."""
     found: Counter[Workload] = Counter()
     fused = set()
     for module in model.modules():
